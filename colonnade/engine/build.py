@@ -20,6 +20,7 @@ from colonnade.config import Config
 from colonnade.config.config import text_of
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
+from colonnade.engine.activations import ActivationSettings
 from colonnade.engine.checks import (
     compare_stages,
     refuse_lazy,
@@ -40,7 +41,6 @@ from colonnade.gradients.sums import SyncOptions
 from colonnade.hf.lora import check_adapters
 from colonnade.hf.model_loss import ModelLoss, criterion_of
 from colonnade.logging import get_dist_logger
-from colonnade.nn.activations import ActivationSettings
 from colonnade.nn.layer.cross_entropy import CrossEntropyLoss
 from colonnade.optim.bucket_step import can_scatter, wants_flat
 from colonnade.optim.clip import ClipSettings

@@ -25,6 +25,7 @@ from colonnade.comm.torch_versions import default_store, gather_rows, gloo_all_g
 from colonnade.comm.waits import OUTSIDE, pauses, place_of
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
+from colonnade.engine.activations import release_blocks
 from colonnade.engine.gradient_sync import GradientSync
 from colonnade.engine.guard import guard_of, ordered_sum
 from colonnade.engine.schedule.base import rows_of
@@ -33,7 +34,6 @@ from colonnade.errors import ConfigError, GradientError, ScheduleError, listed
 from colonnade.gradients.uneven import USE_ONE_FORM
 from colonnade.hf.match import is_cut_by_plan
 from colonnade.logging import get_dist_logger
-from colonnade.nn.activations import release_blocks
 from colonnade.nn.layer.spread import FirstPass
 from colonnade.optim.zero.zero_optimizer import kinds_of_groups, two_steps
 from colonnade.parallel.dtensor import local_part

@@ -21,6 +21,7 @@ from colonnade.config import Config
 from colonnade.context.layout import Layout
 from colonnade.context.layout_builder import build_layout
 from colonnade.context.parallel_context import ParallelContext
+from colonnade.engine.activations import ActivationSettings
 from colonnade.engine.build import zero_settings
 from colonnade.engine.checks import forms_of, same_stages
 from colonnade.engine.precision import Precision
@@ -30,7 +31,6 @@ from colonnade.engine.schedule.pipeline import NonPipelineSchedule, PipelineSche
 from colonnade.errors import ColonnadeError, ConfigError
 from colonnade.gradients.ledger import Ledger
 from colonnade.hf.model_loss import ModelLoss
-from colonnade.nn.activations import ActivationSettings
 from colonnade.optim.zero.fsdp import shard_model
 from colonnade.parallel.demand import check_same_data
 from colonnade.parallel.placement import Placement, logical_shape, placement_of
