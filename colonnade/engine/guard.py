@@ -27,22 +27,12 @@ from colonnade.comm.messages import digest_of, gather_in_pieces, share_texts
 from colonnade.comm.torch_versions import default_store, gather_rows, groups_meet, is_alive, timeout_of
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
+from colonnade.engine.checks import ordered_sum
 from colonnade.engine.gradient_sync import GradientSync
 from colonnade.errors import GradientError, listed
 from colonnade.gradients.probe import CallLog, Steps, first_difference, read_steps
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.held import checksum, held_tensors
-
-# --------------------------------------------------------------------------------------------------
-# Many numbers as one, for comparisons between ranks.
-# --------------------------------------------------------------------------------------------------
-
-
-def ordered_sum(numbers: Tensor) -> Tensor:
-    """One number (of 64 bits, as all of them) that another order gives another of; one changed number always changes it."""
-    factors = torch.arange(len(numbers), device=numbers.device) * 0x9E3779B97F4A7C1
-    return ((factors ^ factors >> 29 | 1) * numbers).sum()
-
 
 EVERY = 100
 """Steps between two comparisons, unless the config says otherwise."""
@@ -69,14 +59,6 @@ class _Replicas:
     @property
     def key(self) -> int:
         return digest_of(f"{self.kind} {self.holders} {self.labels}")
-
-
-def guard_of(model: nn.Module, optimizer: Any, context: ParallelContext, sync: GradientSync | None) -> Guard | None:
-    """The guard that the config asks for, if it does and there is somebody to compare with. Collective over the world."""
-    asked = context.config.get("guard")
-    if not asked or context.world_size == 1 or sync is None:
-        return None
-    return Guard(model, optimizer, context, sync, (asked.get("every") if isinstance(asked, dict) else None) or EVERY)
 
 
 class Guard:

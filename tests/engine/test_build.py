@@ -18,13 +18,14 @@ from colonnade.comm import messages
 from colonnade.comm.waits import OUTSIDE
 from colonnade.config import load_config
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.engine import build
+from colonnade.engine import build, compile
 from colonnade.engine.build import initialize
 from colonnade.engine.precision import Precision
 from colonnade.engine.schedule.pipeline import PipelineSchedule
 from colonnade.engine.stepper import SkipAwareScheduler
 from colonnade.errors import ConfigError
 from colonnade.gradients import synchroniser
+from colonnade.optim.zero import fsdp
 from colonnade.optim.zero.formula import ZeroSettings
 from colonnade.parallel.meta import meta_init
 from colonnade.parallel.split import split
@@ -100,9 +101,9 @@ CHECKS = [
     *("Precision.read", "ClipSettings.read", "ZeroSettings.read", "Precision.build_scaler", "Precision.apply"),
     *("ActivationSettings.read", "ActivationSettings.apply", "Float8.read", "Agreement.require", "Placements.check"),
     *("MetaStart.alike", "MetaStart.locate", "MetaStart.materialise", "_apply_backend_flags", "check_ties"),
-    *("read_recipes", "refuse_marks", "warn_of_batch_norm", "warn_of_repeated_work", "compile_model"),
+    *("read_recipes", "refuse_marks", "warn_of_batch_norm", "warn_of_repeated_work"),
     *("numeric_settings", "broadcast_shared", "_shard_parameters", "alike_optimizer", "_shard_optimizer"),
-    *("refuse_lazy", "check_adapters", "refuse_optimizer", "refuse_parts", "announce", "criterion_of"),
+    *("refuse_lazy", "refuse_unfit", "refuse_optimizer", "refuse_parts", "announce", "training_loss_of"),
     *("build_handlers", "check_tied", "wants_flat", "build_sync", "Precision.around", "_announced", "_scheduler"),
 ]
 
@@ -135,6 +136,7 @@ def test_initialize_makes_every_check(check, monkeypatch):
         ("ZeroOptimizer", {"zero": 1}),
         ("ZeroOptimizer", {"zero": 2}),
         ("Float8.convert", {"float8": {"emulate": True}}),
+        ("compile_model", {"compile": True}),
     ],
 )
 def test_initialize_makes_what_the_config_asks_for(check, config, monkeypatch):
@@ -142,9 +144,10 @@ def test_initialize_makes_what_the_config_asks_for(check, config, monkeypatch):
         raise ReachedError
 
     name, _, method = check.partition(".")
+    where = {"compile_model": compile, "shard_model": fsdp, "ShardedModel": fsdp}.get(name, build)
     model = nn.Linear(2, 2)
     with launch(config, context=ParallelContext(), verbose=False) as gpc:
-        monkeypatch.setattr(*((getattr(build, name), method) if method else (build, name)), reached)
+        monkeypatch.setattr(*((getattr(where, name), method) if method else (where, name)), reached)
         with pytest.raises(ReachedError):
             initialize(model, torch.optim.SGD(model.parameters()), context=gpc)
 
