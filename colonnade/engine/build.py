@@ -1,48 +1,45 @@
-"""initialize: from a model, an optimizer and a config to an engine. One small function per decision."""
+"""initialize: from a model, an optimizer and a config to an engine.
+
+What one rank can do alone stands in `engine.prepare`, which plans and explanations use too; here ranks compare what must be
+alike, make their weights equal, and join their gradients.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from colonnade.comm.messages import Alike, agreed_errors, gather_json
 from colonnade.config import Config
 from colonnade.config.config import text_of
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.engine.activations import ActivationSettings
-from colonnade.engine.checks import (
-    compare_stages,
-    refuse_lazy,
-    refuse_optimizer,
-    refuse_parts,
-    warn_of_batch_norm,
-    warn_of_repeated_work,
-)
+from colonnade.engine.checks import compare_stages
 from colonnade.engine.engine import Engine, announce
-from colonnade.engine.gradient_sync import BuiltHandler, GradientSync, build_handlers, build_sync
-from colonnade.engine.materialise import MetaStart, read_recipes, refuse_meta_state
-from colonnade.engine.model import TrainingLoss, refuse_unfit, training_loss_of
-from colonnade.engine.precision import Float8, Precision
+from colonnade.engine.gradient_sync import GradientSync, build_sync
+from colonnade.engine.materialise import refuse_meta_state
+from colonnade.engine.prepare import (
+    SumSettings,
+    prepare_model,
+    prepare_optimizer,
+    prepare_sums,
+    read_losses,
+    read_numerics,
+    read_stages,
+)
 from colonnade.engine.schedule.base import BaseSchedule
 from colonnade.engine.schedule.pipeline import PipelineSchedule
 from colonnade.engine.stepper import SkipAwareScheduler, Stepper
-from colonnade.errors import ConfigError, ContextError, GradientError, listed
+from colonnade.errors import ContextError, GradientError, listed
 from colonnade.gradients.ledger import is_waived
-from colonnade.gradients.sums import SyncOptions
 from colonnade.logging import get_dist_logger
-from colonnade.optim.bucket_step import can_scatter, wants_flat
 from colonnade.optim.clip import ClipSettings
 from colonnade.optim.zero.formula import ZeroSettings
-from colonnade.optim.zero.zero_optimizer import ZeroOptimizer
-from colonnade.parallel.dtensor import check_ties
-from colonnade.parallel.held import Placements, broadcast_shared, check_placements, held_tensors, refuse_marks
-from colonnade.parallel.split import Split, build_schedule, take_stages
+from colonnade.parallel.held import Placements, broadcast_shared, check_placements, held_tensors
+from colonnade.parallel.split import Split, build_schedule
 
 if TYPE_CHECKING:
     from colonnade.optim.zero.fsdp import ShardedModel
@@ -152,15 +149,20 @@ def initialize(
     wrong is said now, on every rank.
     """
     context = _launched(context)
-    config, device, stages = context.config, context.device, context.pipeline_parallel_size
-    with agreed_errors(device, parts=(1, stages, stages)) as agreement:
+    config, device, num_ranks = context.config, context.device, context.pipeline_parallel_size
+
+    # This rank alone: its part of the model, in the dtypes of the config. What is wrong here is raised on all ranks, and what
+    # follows from different code or settings on the ranks is compared before anything is sent.
+    with agreed_errors(device, parts=(1, num_ranks, num_ranks)) as agreement:
         _apply_backend_flags(config)
         refuse_meta_state(optimizer)
-        precision, clip = Precision.read(config), ClipSettings.read(config.get("clip_grad_norm"))
-        scaler, zero = precision.build_scaler(device), zero_settings(config, precision)
+        clip = ClipSettings.read(config.get("clip_grad_norm"))
+        precision, zero = read_numerics(config)
+        scaler = precision.build_scaler(device)
         schedule: BaseSchedule = build_schedule(context)
-        built, start, was_split = _build_model(model, context, schedule)
-        criterion, own_loss = _losses(built, criterion, schedule)
+        stages = read_stages(model)
+        built, start = prepare_model(stages, context, schedule, device)
+        criterion, own_loss = read_losses(built, criterion, schedule)
         precision.apply(built, device, zero.stage)
         if config.get("compile"):
             from colonnade.engine.compile import compile_model
@@ -168,31 +170,38 @@ def initialize(
             compile_model(built, criterion, config.compile, context)
         placements = Placements(built, context)
         agreement.require(numeric_settings(), placements.alike(), start.alike())
+
+    # Weights: what ranks share is made equal (from the meta device it is equal by itself), then sharded at stage 3. Parameters
+    # get memory after that, so that a rank never has more of them than its shard.
     placements.check(agreement.sizes[1])
     start.locate(sum(agreement.sizes[2]))
     unequal = broadcast_shared(built, context, compare=config.get("compare_weights") is not False)
     sharding = _shard_parameters(built, optimizer, context, zero)
     start.materialise(_home(zero, device))
-    uncut = compare_stages(built, was_split, _num_stages(schedule, stages), context)
-    with agreed_errors(device, parts=(stages,)) as agreement:
+    uncut = compare_stages(built, stages.was_split, _num_stages(schedule, num_ranks), context)
+
+    # The optimizer, when parameters are the tensors that it will step on; and the handlers, which may look at it.
+    with agreed_errors(device, parts=(num_ranks,)) as agreement:
         for problem in (unequal, uncut):
             if problem is not None:
                 raise problem
-        plain = _build_optimizer(optimizer, built, list(model) if isinstance(model, Split) else [], context)
+        plain = prepare_optimizer(optimizer, built, stages, context)
         agreement.require(alike_optimizer(plain, lr_scheduler, built, context.get_local_rank(ParallelMode.PIPELINE)))
-        chosen = _shard_optimizer(plain, built, zero, config.get("flat_step"))
-        handlers = build_handlers(_named_handlers(context), built, chosen, context)
+        sums = prepare_sums(built, plain, context, zero)
     check_tied(plain, built, context)
     if sharding is not None:
         sharding.guard(plain)
-    sync, flat = _synchronise(built, chosen, handlers, schedule, context)
+    sync = _synchronise(built, sums, schedule, context)
+
     with agreed_errors(device):
-        parts = built, chosen, precision.around(criterion, device)
+        parts = built, sums.optimizer, precision.around(criterion, device)
         engine = Engine(
             *parts,
             context=context,
             sync=sync,
-            stepper=Stepper(built, chosen, context, sync, clip, flat, scaler, bool(config.get("graph_step"))),
+            stepper=Stepper(
+                built, sums.optimizer, context, sync, clip, sums.flat, scaler, bool(config.get("graph_step"))
+            ),
             precision=precision,
             own_loss=own_loss,
             schedule=schedule,
@@ -206,18 +215,6 @@ def _announced(engine: Engine) -> Engine:
     get_dist_logger().info(str(engine.precision_table()))
     announce(engine)
     return engine
-
-
-def zero_settings(config: Config, precision: Precision) -> ZeroSettings:
-    """The `zero` section, with what others say of dtypes."""
-    sync = {key: value for key, value in (config.get("sync") or {}).items() if key not in ("automatic", "waive")}
-    options = SyncOptions.read(sync)
-    return replace(
-        ZeroSettings.read(config.get("zero")),
-        master_weights=precision.master_weights,
-        gather_dtype=precision.dtype,
-        reduce_dtype=options.narrow or options.reduce_dtype,
-    )
 
 
 def _shard_parameters(
@@ -260,42 +257,21 @@ def _home(settings: ZeroSettings, device: torch.device) -> torch.device:
     return torch.device("cpu") if settings.stage == 3 and settings.offload else device
 
 
-def _shard_optimizer(optimizer: Any, model: nn.Module, settings: ZeroSettings, flat: bool | None) -> Any:
-    """The optimizer, sharded where the settings say stage 1 or 2."""
-    if settings.stage not in (1, 2):
-        return optimizer
-    if not isinstance(optimizer, Optimizer):
-        raise ConfigError(
-            f"zero stages 1 and 2 shard a torch optimizer, not {type(optimizer).__name__}; give one, or turn zero off",
-            code="C070",
-        )
-    return ZeroOptimizer(optimizer, model, settings, flat)
-
-
-def _synchronise(
-    model: nn.Module, optimizer: Any, handlers: list[BuiltHandler], schedule: BaseSchedule, context: ParallelContext
-) -> tuple[GradientSync, bool]:
-    """The handlers with their buckets, and whether steps are flat. A sharded optimizer takes its buckets over."""
+def _synchronise(model: nn.Module, sums: SumSettings, schedule: BaseSchedule, context: ParallelContext) -> GradientSync:
+    """The handlers with their buckets. A sharded optimizer takes its buckets over."""
     if isinstance(schedule, PipelineSchedule):
         schedule.open_groups(context)
-    config = context.config
-    options = dict(config.get("sync") or {})
-    if not hasattr(optimizer, "shards_of"):
-        flat = wants_flat(list(model.parameters()), optimizer, config.get("flat_step"))
-        # A graph of a step needs gradients that stay where they are; else the kernels find them anywhere.
-        anywhere = all(can_scatter(parameter) for parameter in model.parameters() if parameter.requires_grad)
-        flatten = flat and not (anywhere and not config.get("graph_step"))
-        return build_sync(model, optimizer, context, handlers, options, bucket_all=flatten), flat
-    shards = optimizer.shards_of(pipeline=context.pipeline_parallel_size > 1)
-    sync = build_sync(model, optimizer, context, handlers, options, shards=shards)
-    optimizer.attach(sync.synchroniser, model)
-    optimizer.waits = context.waits
-    sync.before_pass = optimizer.wait
-    get_dist_logger().info(
-        f"ZeRO stage {optimizer.settings.stage}: {optimizer.numel} of {sum(p.numel() for p in model.parameters())} "
-        f"elements are stepped on here"
-    )
-    return sync, False
+    optimizer, options = sums.optimizer, dict(context.config.get("sync") or {})
+    sync = build_sync(model, optimizer, context, sums.handlers, options, sums.bucket_all, sums.shards)
+    if sums.shards is not None:
+        optimizer.attach(sync.synchroniser, model)
+        optimizer.waits = context.waits
+        sync.before_pass = optimizer.wait
+        get_dist_logger().info(
+            f"ZeRO stage {optimizer.settings.stage}: {optimizer.numel} of {sum(p.numel() for p in model.parameters())} "
+            f"elements are stepped on here"
+        )
+    return sync
 
 
 def _scheduler(lr_scheduler: Any, engine: Engine) -> Any:
@@ -326,76 +302,3 @@ def _apply_backend_flags(config: Config) -> None:
 def _num_stages(schedule: BaseSchedule, pipeline_ranks: int) -> int:
     """How many stages the model is to be cut into."""
     return len(schedule.stage_ranks(pipeline_ranks)) if isinstance(schedule, PipelineSchedule) else pipeline_ranks
-
-
-def _build_model(model: Any, context: ParallelContext, schedule: BaseSchedule) -> tuple[nn.Module, MetaStart, bool]:
-    """What this rank has of the model, how it starts, and whether `colonnade.split` made its stages."""
-    built = model if isinstance(model, (nn.Module, Split)) else model()
-    if not isinstance(built, (nn.Module, Split)):
-        raise ConfigError(
-            f"model is a torch.nn.Module, what colonnade.split returns, or a function that returns one of these, not "
-            f"{type(built).__name__}"
-        )
-    whole = list(built) if isinstance(built, Split) else [built]
-    refuse_lazy(whole)
-    check_ties(whole)
-    recipes = read_recipes(built, context)
-    was_split = isinstance(built, Split)
-    if isinstance(built, Split):
-        built = _own_stages(built, context, schedule)
-    complete = len(whole) > 1 or context.pipeline_parallel_size == 1
-    ActivationSettings.read(context.config.get("activation_checkpoint")).apply(built, whole, complete)
-    refuse_marks(built, context)
-    refuse_unfit(built)
-    warn_of_batch_norm(built, context)
-    warn_of_repeated_work(built, context)
-    device = context.device
-    built = (
-        built._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device)) if recipes else built.to(device)
-    )
-    float8 = Float8.read(context.config.get("float8"))
-    if float8 is not None:
-        float8.convert(built, device)
-    return built, MetaStart(built, recipes, context), was_split
-
-
-def _losses(model: nn.Module, criterion: Any, schedule: BaseSchedule) -> tuple[Any, TrainingLoss | None]:
-    """(criterion, the model's own loss): that one is taken where none is given, and is the criterion of a pipeline."""
-    own = training_loss_of(model) if criterion is None else None
-    if own is None or not isinstance(schedule, PipelineSchedule):
-        return criterion, own
-    own.require_pipeline()
-    return own, own
-
-
-def _own_stages(split: Split, context: ParallelContext, schedule: BaseSchedule) -> nn.Module:
-    if not isinstance(schedule, PipelineSchedule):
-        raise ConfigError(
-            f"the model is split into {len(split)} stages, but {type(schedule).__name__} runs no pipeline; choose one, as "
-            f"in schedule=dict(type='OneFOneB', num_microbatches=8), or pass the whole model"
-        )
-    stage = context.get_local_rank(ParallelMode.PIPELINE)
-    return take_stages(split, schedule.stage_ranks(context.pipeline_parallel_size), stage)
-
-
-def _build_optimizer(optimizer: Any, model: nn.Module, stages: list[nn.Module], context: ParallelContext) -> Any:
-    """That of the model; it may have parameters of other stages."""
-    built = optimizer if hasattr(optimizer, "param_groups") else optimizer(model.parameters())
-    if not hasattr(built, "step") or not hasattr(built, "param_groups"):
-        raise ConfigError(
-            f"optimizer is a torch optimizer or a function of the parameters that returns one, not {type(built).__name__}"
-        )
-    if getattr(built, "is_sharded_elsewhere", False):
-        raise GradientError(
-            "the optimizer was sharded by an earlier initialize(), which has its state; build a new one, and give it "
-            "load_state_dict(engine.optimizer.state_dict()) of that engine if it is to go on from there",
-            code="C070",
-        )
-    refuse_optimizer(built, [model, *stages], context)
-    refuse_parts(built, model, context)
-    return built
-
-
-def _named_handlers(context: ParallelContext) -> list[Any]:
-    config = context.config
-    return list(config.get("gradient_handler") or config.get("gradient_handlers") or ())
