@@ -185,7 +185,7 @@ def initialize(
         for problem in (unequal, uncut):
             if problem is not None:
                 raise problem
-        plain = prepare_optimizer(optimizer, built, stages, context)
+        plain = prepare_optimizer(optimizer, built, context, others=stages.modules if stages.was_split else ())
         agreement.require(alike_optimizer(plain, lr_scheduler, built, context.get_local_rank(ParallelMode.PIPELINE)))
         sums = prepare_sums(built, plain, context, zero)
     check_tied(plain, built, context)

@@ -7,7 +7,7 @@ order, read the same settings and know the same handlers, and what one refuses a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -145,8 +145,10 @@ def read_losses(model: nn.Module, criterion: Any, schedule: BaseSchedule) -> tup
 # --- The optimizer and the handlers -------------------------------------------------------------------
 
 
-def prepare_optimizer(optimizer: Any, model: nn.Module, stages: Stages, context: ParallelContext) -> Any:
-    """The optimizer of a model, built and checked; it may have parameters of other stages."""
+def prepare_optimizer(
+    optimizer: Any, model: nn.Module, context: ParallelContext, others: Sequence[nn.Module] = ()
+) -> Any:
+    """The optimizer of a model, built and checked; it may have parameters of `others`, the stages of the whole model."""
     built = optimizer if hasattr(optimizer, "param_groups") else optimizer(model.parameters())
     if not hasattr(built, "step") or not hasattr(built, "param_groups"):
         raise ConfigError(
@@ -158,7 +160,7 @@ def prepare_optimizer(optimizer: Any, model: nn.Module, stages: Stages, context:
             "load_state_dict(engine.optimizer.state_dict()) of that engine if it is to go on from there",
             code="C070",
         )
-    refuse_optimizer(built, [model, *(stages.modules if stages.was_split else [])], context)
+    refuse_optimizer(built, [model, *others], context)
     refuse_parts(built, model, context)
     return built
 

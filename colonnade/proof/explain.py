@@ -18,7 +18,7 @@ from colonnade.context.layout import Layout
 from colonnade.context.layout_builder import build_layout
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.engine.prepare import prepare_sums, read_numerics
+from colonnade.engine.prepare import prepare_optimizer, prepare_sums, read_numerics
 from colonnade.errors import ColonnadeError, ConfigError, RegistryError, did_you_mean
 from colonnade.gradients.handler import AUTOMATIC, ZeROGradientHandler
 from colonnade.gradients.ledger import Ledger, LedgerRow, match
@@ -226,8 +226,7 @@ def explain(
     for role in roles(config, world_size, model, context):
         problems |= _schedule_problem(context) | _mode_problem(role, layout)
         sharded = _cut_by_fsdp(role.model, layout, role.rank, zero)
-        stepper = optimizer(role.model.parameters()) if optimizer is not None else None
-        ledger = _ledger(role, stepper, context, zero, reasons, problems, notes)
+        ledger = _ledger(role, optimizer, context, zero, reasons, problems, notes)
         names.update(name for name, _ in role.model.named_parameters())
         _collect(role, layout, ledger, sharded, param, found)
     if param is not None and not found:
@@ -297,6 +296,8 @@ def _ledger(
         unknown.append(name)
 
     try:
+        if optimizer is not None:
+            optimizer = prepare_optimizer(optimizer, role.model, context)
         sums = prepare_sums(role.model, optimizer, context, zero, planned_on="cpu", failed=failed)
         named = config.get("gradient_handler") or config.get("gradient_handlers") or ()
         asked = [entry if isinstance(entry, str) else entry["type"] for entry in named]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from colonnade.comm.rank_group import GroupMemory, RankGroup
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.engine.prepare import prepare_sums
+from colonnade.engine.prepare import prepare_optimizer, prepare_sums
 from colonnade.errors import ColonnadeError
 from colonnade.gradients.bucket import Bucket, BucketStorage
 from colonnade.gradients.gather import send_slice
@@ -108,6 +108,7 @@ def plan_gradients(
     """The sums that this rank's part of a model needs; what `initialize` would refuse goes into `problems`."""
     rank, config = context.get_global_rank(), context.config
     try:
+        optimizer = prepare_optimizer(optimizer, model, context)
         settings = prepare_sums(model, optimizer, context, zero, planned_on=device)
         claims = []
         for handler, said in settings.handlers:
