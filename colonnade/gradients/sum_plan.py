@@ -15,7 +15,7 @@ from torch import nn
 
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import GradientError
-from colonnade.gradients.handler import PlannedGradientHandler, attach_automatic
+from colonnade.gradients.handler import DemandGradientHandler, PlannedGradientHandler, attach_automatic
 from colonnade.gradients.ledger import Ledger, match, require_complete
 from colonnade.gradients.sums import Claim, Reduction, Shards, Sum, read_demands, sums_of
 
@@ -26,7 +26,7 @@ class SumPlan:
 
     sums: Sequence[Sum]
     ledger: Ledger
-    attached: Sequence[PlannedGradientHandler]
+    attached: Sequence[DemandGradientHandler]
     """The automatic handlers."""
     planned: Sequence[PlannedGradientHandler]
     """All handlers, automatic and named, whose reductions are in `sums`. The others sum by hand."""

@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import PlacementError, did_you_mean, listed
 from colonnade.nn.layer.arrangement import Arrangement, arrange
+from colonnade.texts import pattern_of
 
 # --------------------------------------------------------------------------------------------------
 # Styles of torch's `parallelize_module` as values of a plan: read into ours, without importing DTensor.
@@ -166,9 +167,6 @@ def place_of(name: str, model: nn.Module) -> tuple[nn.Module, str | None]:
     return (holder, last) if last in holder._parameters else (model.get_submodule(name), None)
 
 
-def pattern_of(name: str) -> str:
-    """A name with a '*' for each number: what the layers of a list have in common."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def fits(pattern: str, name: str) -> bool:
