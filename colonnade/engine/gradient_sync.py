@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,12 +14,14 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import GradientError
 from colonnade.gradients.handler import BaseGradientHandler, BuiltHandler, describe
 from colonnade.gradients.ledger import Ledger, is_waived
-from colonnade.gradients.probe import CallLog, probe
 from colonnade.gradients.sum_plan import plan_sums, waived_patterns
 from colonnade.gradients.sums import Claim, Demand, Shards, read_demands, with_groups
 from colonnade.gradients.synchroniser import Synchroniser
 from colonnade.logging import get_dist_logger
 from colonnade.optim.bucket_step import scale_all
+
+if TYPE_CHECKING:
+    from colonnade.engine.guard import CallLog
 
 
 class GradientSync:
@@ -124,10 +126,13 @@ def build_sync(
     demands = read_demands(model, context.layout, context.get_global_rank())
     mine = [handler for handler, _ in handlers]
     touched: dict[str, str] = {}
-    claims = [
-        (one, probe(one, demands, context, lambda name: is_waived(name, waive), touched) if said is None else said)
-        for one, said in handlers
-    ]
+    claims: list[Claim] = []
+    for handler, said in handlers:
+        if said is None:
+            from colonnade.gradients.probe import probe  # few runs have a handler that must be tried
+
+            said = probe(handler, demands, context, lambda name: is_waived(name, waive), touched)
+        claims.append((handler, said))
     with agreed_errors(context.device):
         plan = plan_sums(
             model, optimizer, context, claims, options, bucket_all=bucket_all, shards=shards, touched=touched

@@ -167,8 +167,6 @@ def place_of(name: str, model: nn.Module) -> tuple[nn.Module, str | None]:
     return (holder, last) if last in holder._parameters else (model.get_submodule(name), None)
 
 
-
-
 def fits(pattern: str, name: str) -> bool:
     """Whether a name fits a pattern, part by part."""
     wanted, parts = pattern.split("."), name.split(".")
