@@ -162,9 +162,7 @@ class DemandGradientHandler(PlannedGradientHandler):
         )
 
 
-# --------------------------------------------------------------------------------------------------
-# The built-in handlers: each does what the placements demand over its modes.
-# --------------------------------------------------------------------------------------------------
+# --- Built-in handlers: each does what the placements demand over its modes -----------------------
 
 
 @GRADIENT_HANDLER.register_module
@@ -253,9 +251,7 @@ class ZeROGradientHandler(BaseGradientHandler):
         )
 
 
-# --------------------------------------------------------------------------------------------------
-# Attached by themselves, where nobody does what is owed.
-# --------------------------------------------------------------------------------------------------
+# --- Attached by themselves, where nobody does what is owed ---------------------------------------
 
 
 AUTOMATIC: tuple[type[DemandGradientHandler], ...] = (
@@ -298,9 +294,7 @@ def describe(attached: Sequence[Any], named: Sequence[Any]) -> str:
     return "gradient handlers: " + ("; ".join(lines) or "none, no gradient owes a reduction")
 
 
-# --------------------------------------------------------------------------------------------------
-# From a config to handlers.
-# --------------------------------------------------------------------------------------------------
+# --- From a config to handlers --------------------------------------------------------------------
 
 
 BuiltHandler = tuple[BaseGradientHandler, list[Reduction] | None]
