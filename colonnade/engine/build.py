@@ -35,6 +35,7 @@ from colonnade.engine.schedule.pipeline import PipelineSchedule
 from colonnade.engine.stepper import SkipAwareScheduler, Stepper
 from colonnade.errors import ContextError, GradientError, listed
 from colonnade.gradients.ledger import is_waived
+from colonnade.gradients.sum_plan import waived_patterns
 from colonnade.logging import get_dist_logger
 from colonnade.optim.clip import ClipSettings
 from colonnade.optim.zero.formula import ZeroSettings
@@ -125,14 +126,9 @@ def initialize(
             schedule=schedule,
             accumulation=int(config.get("gradient_accumulation") or 1),
         )
-    return _announced(engine), train_dataloader, test_dataloader, _scheduler(lr_scheduler, engine)
-
-
-def _announced(engine: Engine) -> Engine:
-    """Say what lies in which dtype, and what it takes; show it to whoever wants to see new engines."""
     get_dist_logger().info(str(engine.precision_table()))
     announce(engine)
-    return engine
+    return engine, train_dataloader, test_dataloader, _scheduler(lr_scheduler, engine)
 
 
 def _shard_parameters(
@@ -157,8 +153,8 @@ def _shard_parameters(
 
 def _warn_of_waived(model: nn.Module, sharding: ShardedModel, context: ParallelContext) -> None:
     """Say which parameters are summed though the config waives them: FSDP2 knows nothing of that."""
-    waive = (context.config.get("sync") or {}).get("waive") or ()
-    patterns = [waive] if isinstance(waive, str) else waive
+    options = context.config.get("sync") or {}
+    waive, patterns = options.get("waive") or (), waived_patterns(options)
     names = {name for name, _ in model.named_parameters()} - set(sharding.whole)
     waived = sorted(name for name in names if is_waived(name, patterns))
     if waived and context.layout.distinct_data > 1:
