@@ -1,4 +1,8 @@
-"""The contract of a gradient handler, and the handler that only has to say *what*, not *how*."""
+"""Gradient handlers: the base classes that users inherit, the built-in handlers, and from a config to handlers.
+
+A `BaseGradientHandler` sums by hand in `handle_gradient`. A `PlannedGradientHandler` returns reductions in `plan`, and the engine
+carries them out. The built-in ones derive theirs from placements; those that nobody named are attached where a sum is owed.
+"""
 
 from __future__ import annotations
 
