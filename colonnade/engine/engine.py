@@ -144,7 +144,7 @@ class WholeWeights:
         `max_shard_size` ("5GB") is the size of a file; without it there is one for each rank, of 64 MiB to 5 GB.
         Of a model with LoRA adapters it is the folder that peft loads: the adapters and their config alone.
         """
-        from colonnade.checkpoint.export import save_pretrained
+        from colonnade.checkpoint.full_weights import save_pretrained
 
         with self.context.waits.together("engine.save_pretrained()"):
             self.wait_for_weights()

@@ -1,7 +1,7 @@
 """A model that was built inside meta_init(): how its parameters start, and this rank's part of each made from that.
 
 `MetaStart.locate` finds out, before parameters are sharded, where each lies in its whole; `materialise` then gives it memory
-for the part that this rank holds, and its values. Only such models need `colonnade.checkpoint` here.
+for the part that this rank holds, and its values. Only such models need the arithmetic of parts in their wholes (parallel.whole).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from colonnade.parallel.placement import is_dtensor
 from colonnade.parallel.split import Split
 
 if TYPE_CHECKING:
-    from colonnade.checkpoint.tensors import LocalTensor
+    from colonnade.parallel.whole import LocalTensor
 
 Recipes = dict[int, ParameterInit | ParameterLoad]
 
@@ -75,7 +75,7 @@ class MetaStart:
         self._everywhere = everywhere
         if not everywhere:
             return
-        from colonnade.checkpoint.tensors import locate_tensors
+        from colonnade.parallel.whole import locate_tensors
 
         located = locate_tensors(self._model, self._context, "starting from the meta device", own_names=True)
         self._places = {name: tensor for tensor in located for name in tensor.names}
@@ -96,8 +96,8 @@ class MetaStart:
 def _materialise(
     parameter: Any, place: LocalTensor, recipe: ParameterInit | ParameterLoad, device: torch.device, seed: int
 ) -> None:
-    from colonnade.checkpoint.manifest import Box, moved
-    from colonnade.checkpoint.tensors import offset_in_dtensor
+    from colonnade.parallel.boxes import Box, moved
+    from colonnade.parallel.whole import offset_in_dtensor
 
     part = local_part(parameter)
     local = torch.empty_strided(part.size(), part.stride(), dtype=part.dtype, device=device)
