@@ -116,10 +116,8 @@ class WholeWeights:
             return self._full_state_dict(to, dtype)
 
     def _full_state_dict(self, to: str | Path, dtype: torch.dtype | None) -> dict[str, Tensor]:
-        from colonnade.checkpoint.export import (  # a run that exports nothing imports nothing of it
-            WholeTensors,
-            save_full,
-        )
+        # A run that exports nothing imports nothing of it.
+        from colonnade.checkpoint.full_weights import WholeTensors, save_full
 
         self.wait_for_weights()
         whole = WholeTensors(self.model, self.context)

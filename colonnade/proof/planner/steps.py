@@ -224,8 +224,8 @@ class Steps:
         )
 
     def _memory(self, gradients: GradientPlan, rank: int, at: int) -> MemoryPlan:
-        # A full bucket is filled at once, from gradients that autograd has made; on the CPU small ones are added into it.
-        moved = gradients.largest
+        # On a device a full bucket is filled at once, from gradients that autograd has made.
+        moved = 0 if self._on_cpu else gradients.largest
         activations, frames, left = self._fullest(at)
         if self.kinds.one_pass:  # the pass has taken gradients that lie in no bucket, as far as they were there
             activations = max(0, activations - gradients.loose_bytes)
