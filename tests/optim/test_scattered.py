@@ -43,7 +43,7 @@ def python_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flat_step, "prepare", flat_step.KernelRun)
     monkeypatch.setattr(flat_step, "pinned", lambda numbers: numbers)
     for module in (prepare, stepper):
-        monkeypatch.setattr(module, "can_scatter", lambda parameter: True)
+        monkeypatch.setattr(module, "can_scatter", lambda parameter, planned_on=None: True)
 
 
 def test_what_a_launch_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
