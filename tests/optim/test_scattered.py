@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.engine import build, stepper
+from colonnade.engine import prepare, stepper
 from colonnade.engine.build import initialize
 from colonnade.optim import bucket_step, flat_step, kernels
 from colonnade.optim.flat_step import FlatBucket, Fragment
@@ -42,8 +42,8 @@ def python_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "step_kernels", fake, raising=False)
     monkeypatch.setattr(flat_step, "prepare", flat_step.KernelRun)
     monkeypatch.setattr(flat_step, "pinned", lambda numbers: numbers)
-    for module in (build, stepper):
-        monkeypatch.setattr(module, "can_scatter", lambda parameter: True)
+    for module in (prepare, stepper):
+        monkeypatch.setattr(module, "can_scatter", lambda parameter, planned_on=None: True)
 
 
 def test_what_a_launch_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

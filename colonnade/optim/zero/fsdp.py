@@ -25,7 +25,7 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError, PlacementError, did_you_mean, listed
 from colonnade.gradients.sums import HALVES
 from colonnade.logging import get_dist_logger
-from colonnade.optim.zero.formula import ZeroSettings, shard_dim
+from colonnade.optim.zero.formula import ZeroSettings, make_fp32, shard_dim
 from colonnade.optim.zero.fsdp_checks import (
     ForwardGuard,
     Member,
@@ -296,22 +296,6 @@ class _Units:
         if modes not in self._meshes:
             self._meshes[modes] = self.context.device_mesh(*modes)
         return self._meshes[modes]
-
-
-def dtypes_of(parameter: Tensor) -> tuple[torch.dtype | None, torch.dtype | None]:
-    """What a shard is gathered in, and what its gradient is reduced in; None: as it is."""
-    found: tuple[torch.dtype | None, torch.dtype | None] = getattr(parameter, "fsdp_dtypes", (None, None))
-    return found
-
-
-@torch.no_grad()
-def make_fp32(parameters: Iterable[nn.Parameter]) -> None:
-    """Give those of half precision fp32 values; they stay the same objects."""
-    for parameter in parameters:
-        if parameter.dtype in HALVES:
-            grad, parameter.grad = parameter.grad, None
-            parameter.data = parameter.data.float()
-            parameter.grad = None if grad is None else grad.float()
 
 
 def linked(rank: int, rank_sets: Iterable[Iterable[int]]) -> tuple[int, ...]:

@@ -15,18 +15,18 @@ from torch import Tensor, nn
 from colonnade.comm.rank_group import GroupMemory, RankGroup
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.engine.gradient_sync import SyncPlan, build_handlers, plan_sync
+from colonnade.engine.prepare import prepare_optimizer, prepare_sums
 from colonnade.errors import ColonnadeError
-from colonnade.gradients.bucket import Bucket, BucketStorage
+from colonnade.gradients.bucket import Bucket, BucketStorage, in_starting_order, last_over_ranks
 from colonnade.gradients.gather import send_slice
 from colonnade.gradients.handler import PlannedGradientHandler
 from colonnade.gradients.ledger import Ledger, match
-from colonnade.gradients.sums import Shards, Sum, make_sums, read_demands
+from colonnade.gradients.sum_plan import plan_sums
+from colonnade.gradients.sums import Sum, read_demands, with_groups
 from colonnade.gradients.transport import CollectiveTransport, DeviceCollectiveTransport, LocalTransport, Transport
 from colonnade.gradients.uneven import by_kind
-from colonnade.optim.bucket_step import wants_flat
 from colonnade.optim.zero.formula import ZeroSettings
-from colonnade.optim.zero.zero_optimizer import ZeroOptimizer, state_dtypes
+from colonnade.optim.zero.zero_optimizer import state_dtypes
 from colonnade.parallel.dtensor import local_part
 from colonnade.proof.planner.recorder import OperatorRecorder, PlannedCall
 
@@ -106,21 +106,33 @@ def plan_gradients(
     problems: dict[str, None],
 ) -> GradientPlan:
     """The sums that this rank's part of a model needs; what `initialize` would refuse goes into `problems`."""
-    shards, sharded = None, zero.stage in (1, 2)
-    stepper = optimizer
-    if sharded:
-        stepper = ZeroOptimizer(optimizer, model, zero, context.config.get("flat_step"))
-        shards = stepper.shards_of(pipeline=context.pipeline_parallel_size > 1)
+    rank, config = context.get_global_rank(), context.config
     try:
-        found = _synchronised(model, stepper, context, device, shards, notes)
+        optimizer = prepare_optimizer(optimizer, model, context)
+        settings = prepare_sums(model, optimizer, context, zero, planned_on=device)
+        claims = []
+        for handler, said in settings.handlers:
+            name = type(handler).__name__
+            if said is None:
+                notes[
+                    f"{name} (named in the config) sums by hand: what it calls is found by a trial in `initialize`, "
+                    f"and is not in this plan. What is said of its parameters is what the automatic handlers would do"
+                ] = None
+                continue
+            if said and not isinstance(handler, PlannedGradientHandler):
+                notes[
+                    f"{name} sums gradients itself: which parameters is in the ledger, what it calls is not in this plan"
+                ] = None
+            claims.append((handler, said))
+        found = plan_sums(
+            model, settings.optimizer, context, claims, dict(config.get("sync") or {}),
+            bucket_all=settings.bucket_all, shards=settings.shards,
+        )  # fmt: skip
     except ColonnadeError as error:
         problems[str(error)] = None
-        demands = read_demands(model, context.layout, context.get_global_rank())
-        rank = context.get_global_rank()
-        return GradientPlan(match(demands, [], context.layout, rank), rank)
-    sums = make_sums(found.grouped, context, shards)
-    sums = sorted(sums, key=lambda one: (one.ranks, one.divisor, one.sharding is not None, repr(one.options)))
-    plan = GradientPlan(found.ledger, context.get_global_rank())
+        return GradientPlan(match(read_demands(model, context.layout, rank), [], context.layout, rank), rank)
+    sums = with_groups(found.sums, context)
+    plan = GradientPlan(found.ledger, rank)
     states = {
         dtype: state_dtypes(optimizer, dtype) for dtype in {p.dtype for p in model.parameters()} | {torch.float32}
     }
@@ -132,72 +144,37 @@ def plan_gradients(
     # Not those of sums: these have frozen parameters too, which no bucket holds.
     inside = {id(parameter) for bucket in laid_out for parameter in bucket.parameters}
     rest = {at: p for at, p in enumerate(model.parameters()) if id(p) not in inside}
-    _hold_rest(list(rest.values()), plan, states, optimizer_everywhere=not sharded)
-    plan.stepping = _stepping(model, optimizer, zero, context, device, notes)
+    _hold_rest(list(rest.values()), plan, states, optimizer_everywhere=settings.shards is None)
+    plan.stepping = _stepping(optimizer, settings.flat, zero, context, device, notes)
     plan.loose = frozenset(at for at, parameter in rest.items() if parameter.requires_grad)
     return plan
-
-
-def _synchronised(
-    model: nn.Module,
-    optimizer: Any,
-    context: ParallelContext,
-    device: str,
-    shards: Shards | None,
-    notes: dict[str, None],
-) -> SyncPlan:
-    config = context.config
-    covered = []
-    named = config.get("gradient_handler") or config.get("gradient_handlers") or ()
-    for handler, said in build_handlers(named, model, optimizer, context):
-        name = type(handler).__name__
-        if said is None:
-            notes[
-                f"{name} (named in the config) sums by hand: what it calls is found by a trial in `initialize`, "
-                f"and is not in this plan. What is said of its parameters is what the automatic handlers would do"
-            ] = None
-            continue
-        if said and not isinstance(handler, PlannedGradientHandler):
-            notes[
-                f"{name} sums gradients itself: which parameters is in the ledger, what it calls is not in this plan"
-            ] = None
-        covered.append((handler, said))
-    flat = shards is None and wants_flat(list(model.parameters()), optimizer, config.get("flat_step"))
-    everywhere = flat and not (device == "cuda" and not config.get("graph_step"))
-    return plan_sync(model, optimizer, context, covered, dict(config.get("sync") or {}), everywhere, shards)
 
 
 def _lay_out(sums: Sequence[Sum], plan: GradientPlan, device: str) -> list[Bucket]:
     """Buckets of all sums, with the calls that each makes."""
     kind = _Queued if device == "cuda" else CollectiveTransport
-    made: list[tuple[float, Bucket, BucketCalls]] = []
     groups: dict[tuple[int, ...], RankGroup] = {}
+    laid_out: list[list[Bucket]] = []
     for one in sums:
         group = groups.setdefault(one.ranks, RankGroup(one.ranks, one.group))
         kinds = [(parameter.dtype, torch.device("cpu")) for parameter in one.parameters]
         members = by_kind(kinds, [parameter.requires_grad for parameter in one.parameters])
-        total, done = sum(local_part(p).numel() for p in one.parameters) or 1, 0
-        for each in sorted(members, key=str):
-            for bucket in _Storage(one, group, *each, transport=kind).lay_out(members[each]):
-                done += bucket.numel
-                made.append((done / total, bucket, _calls(bucket, group, plan)))
-    made.sort(key=lambda entry: entry[:1])
-    copied = [call.bytes for call in plan.gathers]  # gloo gathers into a copy
-    plan.beside = max(
-        [*([made[-1][2].beside] if made else []), *(copied if kind is CollectiveTransport else [])], default=0
-    )
-    last = {entry[1].sum.ranks: entry[1] for entry in made}
-    world = dist.get_world_size()
-    plan.carries_counts = any(len(bucket.sum.ranks) == world and bucket.carries_counts for _, bucket, _ in made)
-    for _, bucket, calls in made:
-        early = calls.early and last[bucket.sum.ranks] is not bucket  # the last one waits for the end of backward
-        if calls.calls:
-            plan.buckets.append(replace(calls, early=early))
+        storages = ((_Storage(one, group, *each, transport=kind), members[each]) for each in sorted(members, key=str))
+        laid_out.append([bucket for storage, mine in storages for bucket in storage.lay_out(mine)])
+    buckets = in_starting_order(laid_out)
+    last, world = last_over_ranks(buckets), dist.get_world_size()
+    calls = [_calls(bucket, groups[bucket.sum.ranks], plan) for bucket in buckets]
+    for bucket, made in zip(buckets, calls, strict=True):
+        if made.calls:
+            plan.buckets.append(replace(made, early=made.early and bucket not in last))
+    copied = [call.bytes for call in plan.gathers] if kind is CollectiveTransport else []  # gloo gathers into a copy
+    plan.beside = max([*(made.beside for made in calls[-1:]), *copied], default=0)
+    plan.carries_counts = any(len(bucket.sum.ranks) == world and bucket.carries_counts for bucket in buckets)
     if kind is CollectiveTransport:
         plan.notes = [
             PlannedCall("all_gather", NOTE_BYTES * len(ranks), ranks) for ranks in sorted(groups) if len(ranks) > 1
         ]
-    return [bucket for _, bucket, _ in made]
+    return buckets
 
 
 def _calls(bucket: Bucket, group: RankGroup, plan: GradientPlan) -> BucketCalls:
@@ -219,15 +196,14 @@ def _calls(bucket: Bucket, group: RankGroup, plan: GradientPlan) -> BucketCalls:
 
 
 def _stepping(
-    model: nn.Module,
     optimizer: Any,
+    flat: bool,
     zero: ZeroSettings,
     context: ParallelContext,
     device: str,
     notes: dict[str, None],
 ) -> int:
     """What the optimizer's own step takes for a moment: it is run on tensors without memory. A flat step needs nothing."""
-    flat = wants_flat(list(model.parameters()), optimizer, context.config.get("flat_step"))
     if flat or zero.offload or not isinstance(optimizer, torch.optim.Optimizer):
         return 0
     groups = [dict(group) for group in optimizer.param_groups]
