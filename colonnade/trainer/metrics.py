@@ -11,7 +11,7 @@ from torch import Tensor
 
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import ConfigError
-from colonnade.trainer.records import alone, gather_values, speaks, sum_over_world
+from colonnade.trainer.records import gather_values, has_no_peers, is_first_with_data, sum_over_world
 
 
 class Metric(ABC):
@@ -50,7 +50,7 @@ class MeanMetric(Metric):
     def __init__(self, context: ParallelContext, higher_is_better: bool = False) -> None:
         self.higher_is_better = higher_is_better
         self._context = context
-        self._speaks = speaks(context)
+        self._counts = is_first_with_data(context)
         self._value = float("nan")
         self.reset()
 
@@ -60,7 +60,7 @@ class MeanMetric(Metric):
 
     def update(self, total: Tensor | float, count: Tensor | float) -> None:
         """Add what this rank has seen; the numbers stay on their device."""
-        if self._speaks:
+        if self._counts:
             device = self._context.device
             both = torch.stack(
                 [torch.as_tensor(x, device=device).detach().double().reshape(()) for x in (total, count)]
@@ -118,7 +118,7 @@ class StatefulMetric(Metric):
             )
         self._metric, self._context = metric, context
         self._states = dict(states) if states is not None else _declared(metric)
-        if self._states is None and not alone(context):
+        if self._states is None and not has_no_peers(context):
             raise ConfigError(
                 f"{type(metric).__name__} does not say what its state is, so that of several ranks cannot be joined. "
                 f"Pass states={{'correct': 'sum', 'total': 'sum'}}: its attributes, and sum, max, min or cat for each.",
@@ -168,7 +168,7 @@ class StatefulMetric(Metric):
 
     def _joined(self) -> dict[str, Any] | None:
         """The state over all ranks that have seen a batch, in rank order; None if none has. Collective."""
-        has = self._saw and speaks(self._context)
+        has = self._saw and is_first_with_data(self._context)
         parts = gather_values(self._read() if has else None, has, self._context)
         if not parts:
             return None
