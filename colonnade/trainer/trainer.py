@@ -9,7 +9,7 @@ all of them go on, or all stop, or all raise.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from colonnade.checkpoint.manager import CheckpointManager
 from colonnade.checkpoint.storage import tell_launcher
 from colonnade.checkpoint.tensor_files import is_stateful
-from colonnade.comm.messages import agreed_errors
+from colonnade.comm.messages import agree, is_alone
 from colonnade.comm.waits import PhaseClock
 from colonnade.constants import STOPPED_IN_ORDER
 from colonnade.context.random_state import random_state, set_random_state
@@ -36,7 +36,6 @@ from colonnade.trainer.records import (
     RecordBook,
     StepSums,
     Weight,
-    has_no_peers,
     is_first_with_data,
     weigh,
 )
@@ -170,7 +169,7 @@ class Trainer:
         if test_dataloader is not None:
             read_lengths(test_dataloader, context)
         self.steps_per_epoch = -(-lengths.longest // engine.accumulation) if lengths.longest is not None else None
-        with self._raised_on_all():
+        with agree(self.context):
             self._check_last_batch(train_dataloader)
 
         # On a device nobody waits for the sums between two steps: the next batch is fetched before a step is made, the
@@ -184,7 +183,7 @@ class Trainer:
             test_loader=test_dataloader,
             test_interval=test_interval,
             needs_all=moves_together(lengths, context),
-            may_ask_ahead=device in ASKS_AHEAD and not has_no_peers(context) and not is_stateful(train_dataloader),
+            may_ask_ahead=device in ASKS_AHEAD and not is_alone(context) and not is_stateful(train_dataloader),
             counts_rows=is_first_with_data(context, pipeline=True),
             sums=StepSums(self._exchange, LAG.get(device, 0), partial(self._hooks.call, "on_record")),
         )
@@ -258,7 +257,7 @@ class Trainer:
 
     def agree(self) -> None:
         """Raise on every rank what any rank holds; returns if none does. Collective."""
-        with self._raised_on_all():
+        with agree(self.context):
             if self._hooks.held is not None:
                 raise self._hooks.held
 
@@ -422,7 +421,7 @@ class Trainer:
             fit.hooks.call("before_train_iter")
             engine.zero_grad()
             output, label, loss = engine.execute_schedule(iter((batch,)), return_output_label=self.returns_output)
-            self.batch_weight = weigh(engine.schedule, loss)
+            self.batch_weight = weigh(loss, engine.loss_count, engine.schedule.batch_size)
             stepped = engine.step()
             self._book.add_pass(*self.batch_weight, engine.schedule.batch_size if fit.counts_rows else 0)
 
@@ -549,7 +548,7 @@ class Trainer:
         """Take these hooks; what is wrong with one is said on every rank, before anything has begun."""
         self._hooks.close()
         self.states["metrics"] = {"train": {}, "test": {}}
-        with self._raised_on_all():
+        with agree(self.context):
             self._hooks = HookList(self, hooks)
         self._hooks.call("after_hook_is_attached")
         try:
@@ -576,10 +575,6 @@ class Trainer:
             f"size of batches, or set num_microbatches to {sizes.last} or less.",
             code="C052",
         )
-
-    def _raised_on_all(self) -> AbstractContextManager[Any]:
-        """A block whose error, on any rank, is raised on all. Collective at its end."""
-        return nullcontext() if has_no_peers(self.context) else agreed_errors(self.context.device)
 
 
 class _ExtraOfRun:

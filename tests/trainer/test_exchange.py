@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 
 from colonnade._launch import launch
+from colonnade.comm.messages import is_alone
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.schedule.transfer import Meta
 from colonnade.testing import run_world
 from colonnade.trainer import records
-from colonnade.trainer.records import Exchange, has_no_peers, is_first_with_data
+from colonnade.trainer.records import Exchange, is_first_with_data
 from tests.trainer.test_data import world
 
 
@@ -41,9 +42,9 @@ def test_the_first_rank_of_those_that_see_the_same_data_speaks(context, stage, a
     assert (speakers(False), speakers(True)) == (stage, all_stages)
 
 
-@pytest.mark.parametrize(("launched", "size", "is_alone"), [(False, 4, True), (True, 1, True), (True, 2, False)])
-def test_who_has_nobody_to_talk_to(launched, size, is_alone):
-    assert has_no_peers(SimpleNamespace(is_launched=launched, world_size=size)) is is_alone  # type: ignore[arg-type]
+@pytest.mark.parametrize(("launched", "size", "alone"), [(False, 4, True), (True, 1, True), (True, 2, False)])
+def test_who_has_nobody_to_talk_to(launched, size, alone):
+    assert is_alone(SimpleNamespace(is_launched=launched, world_size=size)) is alone  # type: ignore[arg-type]
 
 
 def context(size: int) -> Any:
