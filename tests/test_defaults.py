@@ -111,13 +111,12 @@ parallel.split.Chunks.state_dict: prefix='' keep_vars=False
 gradients.sums.SyncOptions: overlap='auto' fixed_order=False shared_memory='auto'
 gradients.sums.Sharding: keep_whole=True every_pass=False wide=False give_back=False
 gradients.sums.Sum: between_stages=False
-trainer.records.speaks: pipeline=False
+trainer.records.is_first_with_data: pipeline=False
 trainer.hooks.checkpoint_hooks.EMAHook: decay=0.999 interval=1 warm_up=True evaluate=True priority=50
 trainer.hooks.hook.BaseHook: priority=10
 trainer.hooks.checkpoint_hooks.LoadCheckpointHook: required=False priority=-100
 trainer.hooks.checkpoint_hooks.SaveCheckpointHook: interval=1 by_epoch=True priority=100 keep=3 background=False
 trainer.hooks.metric_hooks.EvaluateHook: priority=90
-trainer.hooks.metric_hooks.LRFinderHook: start=1e-07 end=10.0 stop_at=4.0 folder='lr_finder' priority=1000
 trainer.hooks.metric_hooks.AccuracyHook: priority=0
 trainer.hooks.metric_hooks.GradientNormHook: interval=1 priority=10
 trainer.hooks.metric_hooks.LRSchedulerHook: store_lr_in_state=True priority=1

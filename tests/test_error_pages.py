@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,6 +69,12 @@ def test_explain_prints_the_page(capsys, code):
     shown = capsys.readouterr().out
     assert shown.startswith("C043: A rank that left")
     assert "What to do: " in shown
+
+
+def test_pages_are_read_without_torch():
+    script = "import sys; sys.modules['torch'] = None; from colonnade.cli import main; main(['explain', 'C040'])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("C040: ")
 
 
 def test_a_code_that_is_none_is_told_with_the_nearest(capsys):

@@ -84,7 +84,6 @@ TAKES_A_PATH = {
     "jsonl": hooks.JsonlHook,
     "csv": hooks.CsvHook,
     "profiler": hooks.ProfilerHook,
-    "finder": lambda url: hooks.LRFinderHook(folder=url),
     "tensorboard": hooks.TensorBoardHook,
     "log": lambda url: get_dist_logger().log_to_file(url),
     "config": lambda url: load_config(f"{url}/config.py"),

@@ -44,21 +44,24 @@ NAMES: dict[str, dict[str, str]] = {
     "communication.utils": {_COMMUNICATION: _META},
     "engine": {"colonnade.compat.old_utils": _SCHEDULES},
     "engine.schedule": {"colonnade.compat.old_utils": _SCHEDULES},
-    "nn": {"colonnade.compat.old_layers": f"{_LINEAR_1D} CheckpointModule"},
-    "nn.layer": {"colonnade.compat.old_layers": f"{_LINEAR_1D} CheckpointModule"},
-    "nn.layer.parallel_1d": {"colonnade.compat.old_layers": _LINEAR_1D},
-    "nn.layer.utils": {"colonnade.compat.old_layers": "CheckpointModule"},
-    "nn.layer.wrapper": {"colonnade.compat.old_layers": "PipelineSharedModuleWrapper"},
+    "nn": {"colonnade.compat.old_nn": f"{_LINEAR_1D} CheckpointModule"},
+    "nn.layer": {"colonnade.compat.old_nn": f"{_LINEAR_1D} CheckpointModule"},
+    "nn.layer.parallel_1d": {"colonnade.compat.old_nn": _LINEAR_1D},
+    "nn.layer.utils": {"colonnade.compat.old_nn": "CheckpointModule"},
+    "nn.layer.wrapper": {"colonnade.compat.old_nn": "PipelineSharedModuleWrapper"},
     "nn.lr_scheduler": {
-        "colonnade.compat.old_optimizers": "CosineAnnealingLR CosineAnnealingWarmupLR ExponentialLR MultiStepLR OneCycleLR "
+        "colonnade.compat.old_nn": "CosineAnnealingLR CosineAnnealingWarmupLR ExponentialLR MultiStepLR OneCycleLR "
         "PolynomialLR StepLR"
     },
-    "nn.optimizer": {"colonnade.compat.old_optimizers": "CPUAdam FusedAdam FusedLAMB HybridAdam Lamb Lars"},
+    "nn.optimizer": {"colonnade.compat.old_nn": "CPUAdam FusedAdam FusedLAMB HybridAdam Lamb Lars"},
     "testing": {
         "colonnade.compat.old_utils": "assert_close assert_close_loose assert_equal assert_equal_in_group assert_not_equal "
         "parameterize rerun_if_address_is_in_use rerun_on_exception skip_if_not_enough_gpus"
     },
-    "trainer.hooks": {"colonnade.compat.old_utils": "LoadCheckpointHook SaveCheckpointHook TensorboardHook"},
+    "trainer": {"colonnade.compat.old_utils": "Trainer"},
+    "trainer.hooks": {
+        "colonnade.compat.old_utils": "LoadCheckpointHook LogTimingByEpochHook SaveCheckpointHook TensorboardHook"
+    },
     "utils": {
         "colonnade.compat.old_utils": f"{_COMMON} {_FILES} {_DEVICE} DataParallelSampler MultiTimer Timer conditional_context "
         "report_memory_usage"

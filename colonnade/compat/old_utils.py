@@ -1,8 +1,15 @@
-"""`colossalai.utils`: small functions over the global context, timers, and checkpoints in a folder."""
+"""Colossal-AI's names outside `nn` and `communication`, over the global context.
+
+`utils` and its modules: small questions, `clip_grad_norm_fp32`, memory, samplers, timers, `save_checkpoint`, `load_checkpoint`.
+`trainer`: a Trainer that takes a timer, and hooks with its arguments. `engine`, `engine.schedule`: schedules with its order of
+arguments. `context`, `context.random`: the random streams as functions. `testing`: assertions and decorators of its tests
+(`colonnade.testing.run_world` starts the ranks).
+"""
 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import wraps
@@ -13,10 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from colonnade import trainer
 from colonnade.checkpoint import CheckpointManager
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.core import global_context
 from colonnade.core import global_context as gpc
+from colonnade.engine.engine import Engine
+from colonnade.engine.schedule.base import BaseSchedule
 from colonnade.engine.schedule.pipeline import NonPipelineSchedule
 from colonnade.engine.schedule.pipeline import PipelineSchedule as _Pipeline
 from colonnade.errors import CheckpointError, ConfigError
@@ -24,8 +33,12 @@ from colonnade.logging import DistributedLogger, get_dist_logger
 from colonnade.optim.clip import clip_grad_norm_
 from colonnade.paths import local_path
 from colonnade.trainer import hooks
-from colonnade.utils import timer
+from colonnade.trainer.hooks.log import LogByEpochHook
 from colonnade.utils.sampler import DistinctDataSampler
+
+__all__ = ["NonPipelineSchedule"]
+
+# --- `utils`: the global context, the device, samplers ---
 
 
 def is_dp_rank_0() -> bool:
@@ -109,15 +122,37 @@ class DataParallelSampler(DistinctDataSampler):
         super().__init__(dataset, gpc.layout, gpc.get_global_rank(), shuffle, seed, drop_last)
 
 
-class Timer(timer.Timer):
-    """A stopwatch that remembers only the laps it is told to keep."""
+# --- `utils`, `utils.timer`: stopwatches on the host's clock ---
+
+
+class Timer:
+    """A stopwatch that remembers the laps it is told to keep, in seconds."""
+
+    def __init__(self) -> None:
+        self.history: list[float] = []
+        self._since: float | None = None
+        self._last = 0.0
+
+    def start(self) -> None:
+        self._since = time.perf_counter()
 
     def stop(self, keep_in_history: bool = False) -> float:
+        """End the lap, when the device has come so far, and return its seconds; 0 if none was begun."""
         synchronize()
-        seconds = super().stop()
-        if self.history and not keep_in_history:
-            self.history.pop()
-        return seconds
+        if self._since is None:
+            return 0.0
+        self._last, self._since = time.perf_counter() - self._since, None
+        if keep_in_history:
+            self.history.append(self._last)
+        return self._last
+
+    def reset(self) -> None:
+        self.history.clear()
+        self._since, self._last = None, 0.0
+
+    def get_elapsed_time(self) -> float:
+        """The seconds of the last lap."""
+        return self._last
 
     def get_history_sum(self) -> float:
         return sum(self.history)
@@ -126,24 +161,27 @@ class Timer(timer.Timer):
         return sum(self.history) / len(self.history)
 
 
-class MultiTimer(timer.MultiTimer):
-    """Timers by name, which can be switched off."""
+class MultiTimer:
+    """Timers by name, made when they are first asked for, which can be switched off."""
 
     def __init__(self, on: bool = True) -> None:
-        super().__init__()
         self._on = on
+        self._timers: dict[str, Timer] = {}
 
     def start(self, name: str) -> None:
         if self._on:
-            super().start(name)
+            self.get_timer(name).start()
 
     def stop(self, name: str, keep_in_history: bool = True) -> float:
         return self.get_timer(name).stop(keep_in_history) if self._on else 0.0
 
     def get_timer(self, name: str) -> Timer:
-        found = self._timers.setdefault(name, Timer())
-        assert isinstance(found, Timer)
-        return found
+        return self._timers.setdefault(name, Timer())
+
+    def reset(self, name: str | None = None) -> None:
+        """Forget the laps of one timer, or of all."""
+        for timer in [self.get_timer(name)] if name is not None else self._timers.values():
+            timer.reset()
 
     def is_on(self) -> bool:
         return self._on
@@ -151,8 +189,11 @@ class MultiTimer(timer.MultiTimer):
     def set_status(self, mode: bool) -> None:
         self._on = mode
 
-    def __iter__(self) -> Iterator[tuple[str, timer.Timer]]:
+    def __iter__(self) -> Iterator[tuple[str, Timer]]:
         yield from self._timers.items()
+
+
+# --- `utils`, `utils.checkpointing`: checkpoints in a folder ---
 
 
 def save_checkpoint(
@@ -194,9 +235,200 @@ def _extra(lr_scheduler: Any) -> dict[str, Any]:
     return {} if lr_scheduler is None else {"lr_scheduler": lr_scheduler}
 
 
-# --------------------------------------------------------------------------------------------------
-# `colossalai.testing`: assertions and decorators of its tests; `colonnade.testing.run_world` starts the ranks.
-# --------------------------------------------------------------------------------------------------
+# --- `trainer`, `trainer.hooks` ---
+
+
+class Trainer(trainer.Trainer):
+    """Our Trainer, which takes a timer too and measures epochs and steps of training and testing with it."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        timer: MultiTimer | None = None,
+        logger: DistributedLogger | None = None,
+        schedule: BaseSchedule | None = None,
+    ) -> None:
+        super().__init__(engine, logger, schedule)
+        self.timer = timer
+
+    def fit(
+        self,
+        train_dataloader: Iterable[Any],
+        epochs: int | None = None,
+        max_steps: int | None = None,
+        test_dataloader: Iterable[Any] | None = None,
+        test_interval: int = 1,
+        hooks: Iterable[Any] | None = None,
+        display_progress: bool = False,
+        return_output_label: bool = True,
+    ) -> None:
+        given = [*(hooks or ()), *([_TimerHook(self.timer)] if self.timer is not None else [])]
+        super().fit(
+            train_dataloader,
+            epochs,
+            max_steps,
+            test_dataloader,
+            test_interval,
+            given,
+            display_progress,
+            return_output_label,
+        )
+
+
+class _TimerHook(hooks.BaseHook):
+    """Measures what a Colossal-AI trainer measures: "Train-epoch", "Train-step", "Test-epoch", "Test-step"."""
+
+    def __init__(self, timer: MultiTimer) -> None:
+        super().__init__(priority=-1000)  # first, so that its laps are there when another hook logs them
+        for kind, point in (("Train", "train"), ("Test", "test")):
+            for lap, part in (("epoch", "epoch"), ("step", "iter")):
+                start, stop = self._starts(timer, f"{kind}-{lap}"), self._stops(timer, f"{kind}-{lap}")
+                vars(self).update({f"before_{point}_{part}": start, f"after_{point}_{part}": stop})
+
+    @staticmethod
+    def _starts(timer: MultiTimer, name: str) -> Callable[..., None]:
+        return lambda *_: timer.start(name)
+
+    @staticmethod
+    def _stops(timer: MultiTimer, name: str) -> Callable[..., None]:
+        def stop(*_: Any) -> None:
+            timer.stop(name)
+
+        return stop
+
+
+class LogTimingByEpochHook(LogByEpochHook):
+    """Logs what the trainer's timer has measured on rank 0: the epoch, and the mean of its steps."""
+
+    def __init__(
+        self,
+        timer: MultiTimer | None = None,
+        logger: Any = None,
+        interval: int = 1,
+        priority: int = 10,
+        log_eval: bool = True,
+        ignore_num_train_steps: int = 0,
+    ) -> None:
+        super().__init__(logger, interval, priority)
+        self._timer, self._log_eval, self._ignore = timer, log_eval, max(0, ignore_num_train_steps)
+
+    def after_hook_is_attached(self, trainer: trainer.Trainer) -> None:
+        self._timer = getattr(trainer, "timer", None) or self._timer
+        if self._timer is None:
+            raise ConfigError("LogTimingByEpochHook needs a timer: Trainer(engine, timer=MultiTimer())", code="C092")
+
+    def after_train_epoch(self, trainer: trainer.Trainer) -> None:
+        self._log(trainer, "Train")
+
+    def after_test_epoch(self, trainer: trainer.Trainer) -> None:
+        if self._log_eval:
+            self._log(trainer, "Test")
+
+    def _log(self, trainer: trainer.Trainer, kind: str) -> None:
+        assert self._timer is not None
+        steps = self._timer.get_timer(f"{kind}-step").history[self._ignore :]
+        step = f", a step {1000 * sum(steps) / len(steps):.2f} ms" if steps else ""
+        spent = self._timer.get_timer(f"{kind}-epoch").get_elapsed_time()
+        self.write(trainer, f"{kind.lower()}: {spent:.2f} s{step}")
+        self._timer.reset(f"{kind}-step")
+
+
+class SaveCheckpointHook(hooks.SaveCheckpointHook):
+    def __init__(
+        self,
+        interval: int = 1,
+        checkpoint_dir: str = "checkpoints",
+        model: Any = None,
+        save_by_iter: bool = False,
+        priority: int = 100,
+        **options: Any,
+    ) -> None:
+        folder = options.pop("folder", checkpoint_dir)
+        super().__init__(interval, folder, model, **{"by_epoch": not save_by_iter, "priority": priority, **options})
+
+
+class LoadCheckpointHook(hooks.LoadCheckpointHook):
+    def __init__(self, checkpoint_dir: str = "checkpoints", *args: Any, **options: Any) -> None:
+        super().__init__(options.pop("folder", checkpoint_dir), *args, **options)
+
+
+class TensorboardHook(hooks.TensorBoardHook):
+    def __init__(self, log_dir: str, *args: Any, **options: Any) -> None:
+        super().__init__(log_dir, *args, **options)
+
+
+# --- `engine`, `engine.schedule` ---
+
+_Process = Callable[..., tuple[Any, Any]] | None
+
+
+class PipelineSchedule(_Pipeline):
+    """1F1B. Whole tensors go between stages, whatever `scatter_gather_tensors` says."""
+
+    def __init__(
+        self,
+        num_microbatches: int,
+        data_process_func: _Process = None,
+        tensor_shape: Sequence[int] | None = None,
+        scatter_gather_tensors: bool = False,
+    ) -> None:
+        super().__init__(num_microbatches, "1f1b", None, data_process_func, tensor_shape)
+
+
+class InterleavedPipelineSchedule(_Pipeline):
+    """1F1B over several chunks per rank; `engine.model` is a ModuleList of them."""
+
+    def __init__(
+        self,
+        num_microbatches: int,
+        num_model_chunks: int,
+        data_process_func: _Process = None,
+        tensor_shape: Sequence[int] | None = None,
+        scatter_gather_tensors: bool = False,
+    ) -> None:
+        super().__init__(num_microbatches, "interleaved_1f1b", num_model_chunks, data_process_func, tensor_shape)
+
+
+# --- `context`, `context.random`: the streams of the global context as functions ---
+
+
+_chosen = ExitStack()
+
+
+def seed(parallel_mode: ParallelMode) -> AbstractContextManager[None]:
+    """Draw from the stream of the mode inside the block."""
+    return gpc.streams.use(parallel_mode)
+
+
+def set_mode(parallel_mode: ParallelMode) -> None:
+    """Draw from the stream of the mode from now on, until `set_mode` or `reset_seeds`."""
+    _chosen.close()
+    _chosen.enter_context(seed(parallel_mode))
+
+
+def add_seed(parallel_mode: ParallelMode, seed: int, overwrite: bool = False) -> None:
+    """Start a stream for the mode; one that is there is an error unless it may be overwritten."""
+    gpc.streams.add(parallel_mode, seed, overwrite)
+
+
+def reset_seeds() -> None:
+    """Forget every stream."""
+    _chosen.close()
+    gpc.streams.clear()
+
+
+def with_seed(function: Callable[..., Any], parallel_mode: ParallelMode) -> Callable[..., Any]:
+    """The function, with its random numbers drawn from the stream of the mode."""
+
+    @wraps(function)
+    def run(*args: Any, **options: Any) -> Any:
+        with gpc.streams.use(parallel_mode):
+            return function(*args, **options)
+
+    return run
+
+
+# --- `testing` ---
 
 
 Function = Callable[..., Any]
@@ -280,110 +512,3 @@ def skip_if_not_enough_gpus(min_gpus: int) -> Callable[[Function], Function]:
         return run
 
     return around
-
-
-# --------------------------------------------------------------------------------------------------
-# `colossalai.context.random`: the streams of the global context as functions.
-# --------------------------------------------------------------------------------------------------
-
-
-_chosen = ExitStack()
-
-
-def seed(parallel_mode: ParallelMode) -> AbstractContextManager[None]:
-    """Draw from the stream of the mode inside the block."""
-    return global_context.streams.use(parallel_mode)
-
-
-def set_mode(parallel_mode: ParallelMode) -> None:
-    """Draw from the stream of the mode from now on, until `set_mode` or `reset_seeds`."""
-    _chosen.close()
-    _chosen.enter_context(seed(parallel_mode))
-
-
-def add_seed(parallel_mode: ParallelMode, seed: int, overwrite: bool = False) -> None:
-    """Start a stream for the mode; one that is there is an error unless it may be overwritten."""
-    global_context.streams.add(parallel_mode, seed, overwrite)
-
-
-def reset_seeds() -> None:
-    """Forget every stream."""
-    _chosen.close()
-    global_context.streams.clear()
-
-
-def with_seed(function: Callable[..., Any], parallel_mode: ParallelMode) -> Callable[..., Any]:
-    """The function, with its random numbers drawn from the stream of the mode."""
-
-    @wraps(function)
-    def run(*args: Any, **options: Any) -> Any:
-        with global_context.streams.use(parallel_mode):
-            return function(*args, **options)
-
-    return run
-
-
-# --------------------------------------------------------------------------------------------------
-# Trainer hooks whose arguments have the names that Colossal-AI gives them.
-# --------------------------------------------------------------------------------------------------
-
-
-class SaveCheckpointHook(hooks.SaveCheckpointHook):
-    def __init__(
-        self,
-        interval: int = 1,
-        checkpoint_dir: str = "checkpoints",
-        model: Any = None,
-        save_by_iter: bool = False,
-        priority: int = 100,
-        **options: Any,
-    ) -> None:
-        folder = options.pop("folder", checkpoint_dir)
-        super().__init__(interval, folder, model, **{"by_epoch": not save_by_iter, "priority": priority, **options})
-
-
-class LoadCheckpointHook(hooks.LoadCheckpointHook):
-    def __init__(self, checkpoint_dir: str = "checkpoints", *args: Any, **options: Any) -> None:
-        super().__init__(options.pop("folder", checkpoint_dir), *args, **options)
-
-
-class TensorboardHook(hooks.TensorBoardHook):
-    def __init__(self, log_dir: str, *args: Any, **options: Any) -> None:
-        super().__init__(log_dir, *args, **options)
-
-
-# --------------------------------------------------------------------------------------------------
-# `colossalai.engine.schedule`: our schedules with its order of arguments.
-# --------------------------------------------------------------------------------------------------
-
-
-__all__ = ["InterleavedPipelineSchedule", "NonPipelineSchedule", "PipelineSchedule"]
-
-_Process = Callable[..., tuple[Any, Any]] | None
-
-
-class PipelineSchedule(_Pipeline):
-    """1F1B. Whole tensors go between stages, whatever `scatter_gather_tensors` says."""
-
-    def __init__(
-        self,
-        num_microbatches: int,
-        data_process_func: _Process = None,
-        tensor_shape: Sequence[int] | None = None,
-        scatter_gather_tensors: bool = False,
-    ) -> None:
-        super().__init__(num_microbatches, "1f1b", None, data_process_func, tensor_shape)
-
-
-class InterleavedPipelineSchedule(_Pipeline):
-    """1F1B over several chunks per rank; `engine.model` is a ModuleList of them."""
-
-    def __init__(
-        self,
-        num_microbatches: int,
-        num_model_chunks: int,
-        data_process_func: _Process = None,
-        tensor_shape: Sequence[int] | None = None,
-        scatter_gather_tensors: bool = False,
-    ) -> None:
-        super().__init__(num_microbatches, "interleaved_1f1b", num_model_chunks, data_process_func, tensor_shape)

@@ -1,1 +1,1 @@
-"""How `colonnade run` starts the ranks of a job, shows what they say, and tells how they ended."""
+"""`colonnade run`: read `launcher` first. `outcome` decides which rank failed first, for `run_world` too."""

@@ -19,6 +19,9 @@ _MANY_PER_CORE = 8
 _LAST_PORT = 65535
 _MOST_PER_CORE, _MOST = 64, 1024
 
+Prefix = Literal["others", "all", "none"]
+"""Which ranks have their lines marked with their number."""
+
 
 @dataclass(frozen=True)
 class LaunchJob:
@@ -30,7 +33,7 @@ class LaunchJob:
     nproc: int | None = None
     as_colossalai: bool = False
     log_dir: Path | None = None
-    prefix: Literal["others", "all", "none"] = "others"
+    prefix: Prefix = "others"
     max_restarts: int = 0
     grace: int = 30
     nnodes: int = 1

@@ -1,9 +1,10 @@
-"""Start a job's ranks on torchrun's elastic agent and report how it ended.
+"""`colonnade run`: start a job's ranks on torchrun's elastic agent, show what they print, and report how the job ended.
 
-The agent is used in this process, not as a `torchrun` child: it owns what is hard (processes in sessions of
-their own, signals, rendezvous of several machines, restarts), and here its log files, its failures and its
-exit code can be turned into the one report that `colonnade run` promises. What is changed about where agents and ranks
-meet is in `meeting`: on one machine the agent meets itself in a file, and no store listens on all interfaces.
+`launch` is the whole of it. The agent is used in this process, not as a `torchrun` child: it owns the hard part (processes in
+sessions of their own, signals, rendezvous of several machines, restarts), and here its log files, its failures and its
+exit code can be turned into one report. It is told where agents and ranks meet (`agent_rendezvous`), what to
+execute first in a rank (`bootstrap`), and where output goes (`RankLogs`), which `Console` shows. Which rank is to blame is
+decided in `outcome`.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SignalException
@@ -25,58 +28,103 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from colonnade.constants import SAVED, STOPPED_IN_ORDER, TERMINAL
+from colonnade.launching.agent_rendezvous import BACKEND, STATIC_BACKEND, handlers
 from colonnade.launching.bootstrap import LAUNCHER
-from colonnade.launching.failures import Console, read_failure, report, silent_failure, who_failed
-from colonnade.launching.launch_job import LaunchJob, cores
-from colonnade.launching.meeting import BACKEND, PLACED, meetings
-from colonnade.launching.outcome import Outcome, first_failure
+from colonnade.launching.launch_job import LaunchJob, Prefix, cores
+from colonnade.launching.outcome import (
+    HIDDEN_FROM_HERE,
+    Outcome,
+    first_failure,
+    launch_report,
+    read_failure,
+    silent_failure,
+    who_failed,
+    without_frames,
+)
 
 _POLL_SECONDS = 0.1
+_COPY_SECONDS = 0.05
+_CHUNK = 1 << 16
 
 
 def launch(job: LaunchJob) -> int:
     """Run the job to its end and return the exit status of this process."""
     nproc = job.nproc or torch.cuda.device_count() or 1
-    _set_defaults(job, nproc)
-    logging.disable(logging.CRITICAL)  # the agent's account of a failure; ours says it once
-    with _folder(job) as folder, tempfile.TemporaryDirectory(prefix="colonnade-run-") as meeting:
-        saved = Path(meeting) / "saved"
+
+    # The ranks inherit this process's environment: what a job on shared cores wants, and how they find the launcher.
+    os.environ[LAUNCHER] = str(os.getpid())
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(job.grace)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // nproc)))
+    os.environ.pop(TERMINAL, None)
+    if sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and job.prefix != "all":
+        os.environ[TERMINAL] = str(shutil.get_terminal_size().columns)
+    if job.nnodes == 1 and sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+    # The agent logs its own account of a failure; the report here says it once.
+    logging.disable(logging.CRITICAL)
+
+    with contextlib.ExitStack() as stack:
+        # Without --log-dir the logs are gone afterwards; the console has shown them.
+        if job.log_dir is not None:
+            folder = job.log_dir.resolve()
+        else:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="colonnade-logs-")))
+        private = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="colonnade-run-")))
+        saved = private / "saved"
         os.environ[SAVED] = str(saved)
         console = Console(job.prefix)
         logs = RankLogs(folder, console)
+
+        # One machine meets itself in a file. Several meet at the endpoint, in the order in which they come or at given places;
+        # they must agree on the name of the job, while a job on one machine has a name that nobody else has.
+        meets: dict[str, Any]
+        if job.nnodes == 1:
+            meets = {
+                "run_id": uuid.uuid4().hex,
+                "rdzv_backend": BACKEND,
+                "rdzv_endpoint": str(private / "store"),
+                "rdzv_configs": {"store_type": "file"},
+                "local_addr": "127.0.0.1",
+            }
+        else:
+            meets = {"run_id": f"colonnade-{job.endpoint}", "rdzv_backend": BACKEND, "rdzv_endpoint": job.endpoint}
+            if job.node_rank is not None:
+                meets |= {"rdzv_backend": STATIC_BACKEND, "rdzv_configs": {"rank": job.node_rank}}
         config = LaunchConfig(
             min_nodes=job.nnodes,
             max_nodes=job.nnodes,
             nproc_per_node=nproc,
-            run_id=_run_id(job),
             max_restarts=job.max_restarts,
             monitor_interval=_POLL_SECONDS,
             logs_specs=logs,
-            **_rendezvous(job, Path(meeting) / "store"),
+            **meets,
         )
+
+        kind = "module" if job.is_module else "script"
+        names = "as-colossalai" if job.as_colossalai else "plain"
+        command = ["-u", "-m", "colonnade.launching.bootstrap", kind, names, job.target, *job.arguments]
         try:
-            elastic_launch(config, sys.executable)(*_command(job))
+            elastic_launch(config, sys.executable)(*command)
         except ChildFailedError as error:
             text, status = logs.report(error.failures)
-            console.close()
-            console.say("\n".join([*_saved(saved), text]))
-            return status
         except SignalException as error:
-            console.close()
+            # Ranks that obeyed the signal in order say so by their exit status: a scheduler may start them again.
             if logs.stopped_in_order():
+                console.close()
                 console.say(f"colonnade: stopped by {error.sigval.name}; the ranks finished their step and left")
                 return STOPPED_IN_ORDER
-            console.say("\n".join([*_saved(saved), f"colonnade: ended by {error.sigval.name}"]))
-            return 128 + error.sigval
+            text, status = f"colonnade: ended by {error.sigval.name}", 128 + error.sigval
+        else:
+            console.close()
+            return 0
         console.close()
-        return 0
-
-
-def _saved(note: Path) -> list[str]:
-    """What a run that ended early has saved, in words; nothing where it saves no checkpoints."""
-    if not note.is_file():
-        return []
-    return [f"saved last: {note.read_text(encoding='utf-8')}"]
+        # A run that ended early has saved something, or nothing where it saves no checkpoints.
+        if saved.is_file():
+            text = f"saved last: {saved.read_text(encoding='utf-8')}\n{text}"
+        console.say(text)
+        return status
 
 
 class RankLogs(LogsSpecs):
@@ -96,9 +144,9 @@ class RankLogs(LogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Name the files of one start of all local ranks, and let the console follow them."""
-        if meetings:  # torch counts on each machine what it saw fail itself
+        if handlers:  # torch counts on each machine what it saw fail itself
             for env in envs.values():
-                env["TORCHELASTIC_RESTART_COUNT"] = str(meetings[-1].restarts)
+                env["TORCHELASTIC_RESTART_COUNT"] = str(handlers[-1].restarts)
         restart = int(envs[0]["TORCHELASTIC_RESTART_COUNT"])
         if restart:
             self._console.drain()
@@ -136,7 +184,7 @@ class RankLogs(LogsSpecs):
             if rank not in notes
         }
         outcomes = {**notes, **silent}
-        return report(outcomes, {rank: self._file(rank, "stderr") for rank in outcomes})
+        return launch_report(outcomes, {rank: self._file(rank, "stderr") for rank in outcomes})
 
     def stopped_in_order(self) -> bool:
         """Whether every rank left by itself, with the exit status that says it may be started again."""
@@ -157,52 +205,136 @@ class RankLogs(LogsSpecs):
         return self._current / f"rank{rank}.{kind}"
 
 
-def _command(job: LaunchJob) -> list[str]:
-    kind = "module" if job.is_module else "script"
-    names = "as-colossalai" if job.as_colossalai else "plain"
-    return ["-u", "-m", "colonnade.launching.bootstrap", kind, names, job.target, *job.arguments]
+# --- The ranks' output on one console: rank 0 as it comes, the others line by line behind their rank ---
 
 
-def _rendezvous(job: LaunchJob, file: Path) -> dict[str, Any]:
-    if job.nnodes == 1:
-        return {
-            "rdzv_backend": BACKEND,
-            "rdzv_endpoint": str(file),
-            "rdzv_configs": {"store_type": "file"},
-            "local_addr": "127.0.0.1",
-        }
-    if job.node_rank is None:
-        return {"rdzv_backend": BACKEND, "rdzv_endpoint": job.endpoint}
-    return {
-        "rdzv_backend": PLACED,
-        "rdzv_endpoint": job.endpoint,
-        "rdzv_configs": {"rank": job.node_rank},
-    }
+@dataclass
+class _FollowedFile:
+    """One growing log file and where its lines go."""
+
+    path: Path
+    rank: int
+    target: BinaryIO
+    prefix: bytes
+    position: int = 0
+    partial: bytes = b""
+    hidden: bool = False
+
+    def new_bytes(self) -> bytes:
+        """Return what was written since, up to the traceback that the launcher shows at the end."""
+        if self.hidden or not self.path.exists():
+            return b""
+        with self.path.open("rb") as log:
+            log.seek(self.position)
+            chunk = log.read(_CHUNK)
+        self.position += len(chunk)
+        shown, mark, _ = chunk.partition(HIDDEN_FROM_HERE)
+        self.hidden = bool(mark)
+        return shown
 
 
-def _run_id(job: LaunchJob) -> str:
-    """Machines of one job must agree on its name; a job on one machine has one nobody else has."""
-    return uuid.uuid4().hex if job.nnodes == 1 else f"colonnade-{job.endpoint}"
+@dataclass
+class Console:
+    """Copies rank logs to this process's stdout and stderr until closed.
+
+    Bytes of a rank without a prefix are copied at once, so progress bars work; a prefixed rank's are copied
+    by whole lines. A line that another rank left open is ended first. If the reader of our output goes
+    away, the job goes on and its output is dropped.
+    """
+
+    prefix: Prefix
+    out: BinaryIO = field(default_factory=lambda: sys.stdout.buffer)
+    err: BinaryIO = field(default_factory=lambda: sys.stderr.buffer)
+    _files: list[_FollowedFile] = field(default_factory=list)
+    _open_line_of: _FollowedFile | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _closing: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    def follow(self, logs: Sequence[tuple[int, Path, Path]]) -> None:
+        """Follow the (rank, stdout, stderr) files from their beginning, instead of those followed before."""
+        self.drain()
+        with self._lock:
+            self._files = [
+                _FollowedFile(path, rank, target, self._prefix_of(rank, target))
+                for rank, *paths in logs
+                for path, target in zip(paths, (self.out, self.err), strict=True)
+            ]
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._copy, name="colonnade-console", daemon=True)
+            self._thread.start()
+
+    def drain(self) -> None:
+        """Copy everything that has been written so far, with the last lines even if they are not ended."""
+        while self._copy_once():
+            pass
+        with self._lock:
+            for file in self._files:
+                if file.partial:
+                    self._write(file, file.prefix + file.partial + b"\n")
+                    file.partial = b""
+            self._end_open_line()
+
+    def say(self, text: str) -> None:
+        """Write a message of the launcher itself to stderr."""
+        with self._lock:
+            self._end_open_line()
+            _put(self.err, text.encode("utf-8", "backslashreplace") + b"\n")
+
+    def close(self) -> None:
+        """Stop following, after a last copy."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join()
+        self.drain()
+
+    def _copy(self) -> None:
+        while not self._closing.wait(_COPY_SECONDS):
+            self._copy_once()
+
+    def _copy_once(self) -> bool:
+        """Copy one chunk per file; return whether there was any."""
+        with self._lock:
+            return sum(self._take(file) for file in self._files) > 0
+
+    def _take(self, file: _FollowedFile) -> bool:
+        chunk = file.new_bytes()
+        if not chunk:
+            return False
+        if file.prefix:
+            whole, newline, file.partial = (file.partial + chunk).rpartition(b"\n")
+            if newline:
+                text = without_frames(whole.decode("utf-8", "surrogateescape") + "\n")
+                shown = "".join(f"{file.prefix.decode()}{line}\n" for line in text.split("\n")[:-1])
+                self._write(file, shown.encode("utf-8", "surrogateescape"))
+        else:
+            self._write(file, chunk)
+        return True
+
+    def _write(self, file: _FollowedFile, content: bytes) -> None:
+        if self._open_line_of not in (None, file):
+            self._end_open_line()
+        _put(file.target, content)
+        self._open_line_of = None if content.endswith((b"\n", b"\r")) else file
+
+    def _end_open_line(self) -> None:
+        if self._open_line_of is not None:
+            _put(self._open_line_of.target, b"\n")
+            self._open_line_of = None
+
+    def _prefix_of(self, rank: int, target: BinaryIO) -> bytes:
+        if self.prefix == "none" or (self.prefix == "others" and rank == 0):
+            return b""
+        plain = f"[rank {rank}] "
+        in_colour = target.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        return (f"\x1b[2m{plain}\x1b[0m" if in_colour else plain).encode()
 
 
-def _set_defaults(job: LaunchJob, nproc: int) -> None:
-    """Set, in this process whose environment the ranks inherit, what a job on shared cores wants."""
-    os.environ[LAUNCHER] = str(os.getpid())
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(job.grace)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // nproc)))
-    os.environ.pop(TERMINAL, None)
-    if sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and job.prefix != "all":
-        os.environ[TERMINAL] = str(shutil.get_terminal_size().columns)
-    if job.nnodes == 1 and sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-
-
-@contextlib.contextmanager
-def _folder(job: LaunchJob) -> Iterator[Path]:
-    """Yield the folder of the logs; without --log-dir it is gone afterwards."""
-    if job.log_dir is not None:
-        yield job.log_dir.resolve()
-        return
-    with tempfile.TemporaryDirectory(prefix="colonnade-logs-") as folder:
-        yield Path(folder)
+def _put(target: BinaryIO, content: bytes) -> None:
+    try:
+        target.write(content)
+        target.flush()
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, target.fileno())
+        os.close(nowhere)

@@ -1,27 +1,45 @@
-"""What became of a world: one outcome per rank, and the report that names the rank which failed first. No torch.
+"""How the ranks of a world ended: one outcome per rank, which of them failed first, and the reports. No torch.
 
-And what every process of a world does, whoever started it: end with its parent, and tell how it failed.
+A rank describes its own failure (`description`). A rank of `colonnade run` leaves it in a file for the launcher
+(`write_failure`, `read_failure`); one of `run_world` sends it to its parent. `first_failure` decides who is to blame.
+`WorldResult.report` tells it to a test, `launch_report` to the user of `colonnade run`.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
+import re
+import signal
 import sys
+import time
 import traceback
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from signal import SIGKILL, Signals
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from colonnade.errors import ColonnadeError, Consequence, consequence_of, lost_a_peer
+from colonnade.error_pages import codes_in
+from colonnade.errors import ColonnadeError, Consequence, consequence_of, listed, lost_a_peer
 
 Kind = Literal["value", "exception", "signal", "exit", "timeout", "ended"]
 
 _PR_SET_PDEATHSIG = 1
 _TAIL_LINES = 25
 _NOT_THE_USERS = ("site-packages", os.path.dirname(os.__file__))
+
+HIDDEN_FROM_HERE = b"\x1e"
+"""Ends what the launcher shows of a rank's stderr as it comes: the traceback after it is shown last, and once."""
+
+# A rank that dies without leaving a note is noticed by its peers before the launcher sees it is gone, so their notes are
+# older than its death seems to be: the agent polls, and counts whole seconds.
+_HEAD_START = 2.0
+
+_FRAMES = re.compile(
+    r"(?:^(?:\[rank \d+\] )?(?:Exception raised from|frame #\d+:|C\+\+ CapturedTraceback:|#\d+ ).*\n)+", re.MULTILINE
+)
 
 
 @dataclass(frozen=True)
@@ -59,7 +77,7 @@ class Outcome:
         """Return the outcome of a process that left no report; a negative exit code is that of a signal."""
         if exitcode >= 0:
             return cls(rank, "exit", time, exitcode=exitcode, message=message)
-        known = {member.value: member.name for member in Signals}
+        known = {member.value: member.name for member in signal.Signals}
         return cls(rank, "signal", time, signal=known.get(-exitcode, f"signal {-exitcode}"), exitcode=exitcode)
 
     @property
@@ -97,6 +115,27 @@ class Outcome:
         if self.kind != "exception":
             return False
         return lost_a_peer(self.message) if self.consequence is None else self.consequence == "wholly"
+
+
+def first_failure(outcomes: Iterable[Outcome]) -> Outcome | None:
+    """Return the outcome that explains the others, or None when every rank returned.
+
+    A rank that was stopped explains nothing while another failed by itself, and neither does one that only
+    noticed a lost peer, or was told of its failure. Next come ranks that failed by themselves while they dealt with
+    that of another; among the rest it is the first by time.
+    """
+
+    def blame(outcome: Outcome) -> tuple[int, float]:
+        if outcome.kind == "ended":
+            return 4, outcome.time
+        if outcome.kind == "timeout":
+            return 3, outcome.time
+        return 2 if outcome.lost_a_peer else int(outcome.consequence == "partly"), outcome.time
+
+    return min((outcome for outcome in outcomes if not outcome.ok), key=blame, default=None)
+
+
+# --- The worlds of `run_world` ---
 
 
 @dataclass(frozen=True)
@@ -147,22 +186,99 @@ class WorldError(ColonnadeError, RuntimeError):
         self.rank = result.root_cause.rank if result.root_cause else None
 
 
-def first_failure(outcomes: Iterable[Outcome]) -> Outcome | None:
-    """Return the outcome that explains the others, or None when every rank returned.
+# --- The jobs of `colonnade run` ---
 
-    A rank that was stopped explains nothing while another failed by itself, and neither does one that only
-    noticed a lost peer, or was told of its failure. Next come ranks that failed by themselves while they dealt with
-    that of another; among the rest it is the first by time.
+
+def write_failure(file: Path, fields: Mapping[str, Any], status: int) -> None:
+    """Leave the fields of an `Outcome` for the launcher, in a form that torchrun's own tools read as well.
+
+    Whole or not at all: the launcher may be ending this rank at the same time. `status` is the exit status that
+    the rank is about to return; it may be ended before it gets there.
     """
-    return min((outcome for outcome in outcomes if not outcome.ok), key=_by_blame, default=None)
+    now = time.time()
+    extra = {"py_callstack": fields["traceback"], "timestamp": str(int(now))}
+    content = {
+        "message": {"message": f"{fields['type']}: {fields['message']}", "extraInfo": extra},
+        "outcome": {**fields, "exitcode": status, "time": now},
+    }
+    scratch = file.with_name(f".{file.name}.{os.getpid()}")
+    scratch.write_text(json.dumps(content))
+    scratch.replace(file)
 
 
-def _by_blame(outcome: Outcome) -> tuple[int, float]:
-    if outcome.kind == "ended":
-        return 4, outcome.time
-    if outcome.kind == "timeout":
-        return 3, outcome.time
-    return 2 if outcome.lost_a_peer else int(outcome.consequence == "partly"), outcome.time
+def read_failure(rank: int, file: Path) -> Outcome | None:
+    """Return what a rank left, or None if it left nothing."""
+    if not file.is_file():
+        return None
+    fields = json.loads(file.read_text())["outcome"]
+    return Outcome(rank=rank, **{**fields, "told_of": tuple(fields.get("told_of", ()))})
+
+
+def silent_failure(rank: int, exitcode: int, seen: float) -> Outcome:
+    """Return the outcome of a rank that left nothing; `seen` is when the launcher noticed."""
+    if exitcode == -signal.SIGTERM:
+        return Outcome(rank, "ended", seen, exitcode=exitcode)
+    return Outcome.of_exit(rank, exitcode, seen - _HEAD_START, "it left no traceback")
+
+
+def launch_report(outcomes: Mapping[int, Outcome], stderr: Mapping[int, Path]) -> tuple[str, int]:
+    """Return the text on the failed ranks and the exit status of the first.
+
+    The other ranks; then the first failure: the line that blames it and its traceback, or the end of its stderr and that line.
+    """
+    first = first_failure(outcomes.values())
+    assert first is not None
+    others = [outcomes[rank] for rank in sorted(outcomes) if rank != first.rank]
+
+    # A line for each rank that failed by itself, and one for all those that only lost a peer.
+    lost = [outcome.rank for outcome in others if outcome.lost_a_peer or outcome.kind == "ended"]
+    lines = [outcome.headline for outcome in others if outcome.rank not in lost]
+    gone = f"rank {first.rank}"
+    if (
+        first.lost_a_peer
+    ):  # the rank that failed is another one, which had no time to leave a note, or is on another host
+        lost = [rank for rank in lost if rank not in first.told_of]
+        gone = f"rank {listed(first.told_of)}" if first.told_of else "another rank"
+    if lost:
+        ranks = f"rank {lost[0]}" if len(lost) == 1 else f"ranks {listed(lost)}"
+        lines.append(f"{ranks}: ended because {gone} was gone")
+
+    blame = f"colonnade: {who_failed(first)}, exit status {exit_status(first)}"
+    if first.traceback:
+        more = "".join(f"; colonnade explain {code} says more" for code in codes_in(first.message)[-1:])
+        shown = [blame + more, first.traceback]
+    else:
+        log = stderr[first.rank]
+        words = without_frames(log.read_text(errors="replace")) if log.is_file() else ""
+        shown = [tail(f"stderr of rank {first.rank}", words), f"{blame}: {first.cause}"]
+    return "\n".join(part for part in [*lines, *shown] if part).rstrip(), exit_status(first)
+
+
+def who_failed(first: Outcome) -> str:
+    """Name the rank that failed first; `first` may be one that only lost it, or was told of it."""
+    if not first.lost_a_peer:
+        return f"rank {first.rank} failed first"
+    if first.told_of:
+        ranks = f"rank {first.told_of[0]}" if len(first.told_of) == 1 else f"ranks {listed(first.told_of)}"
+        return f"{ranks} failed first, as rank {first.rank} was told"
+    return (
+        f"rank {first.rank} lost another rank, and none that failed by itself has said so here: look at the output of the "
+        f"other hosts and at what ended that rank"
+    )
+
+
+def exit_status(outcome: Outcome) -> int:
+    """Return the exit status that a shell would give, or would have given had the rank not been ended."""
+    code = outcome.exitcode or 0
+    return 128 - code if code < 0 else code
+
+
+# --- Texts ---
+
+
+def without_frames(text: str) -> str:
+    """Fold the stacks that torch's C++ writes: they say where in torch, never what went wrong."""
+    return _FRAMES.sub(lambda found: f"({found[0].count(chr(10))} lines of torch's stack)\n", text)
 
 
 def _titled(title: str, outcome: Outcome) -> str:
@@ -178,10 +294,13 @@ def tail(title: str, text: str) -> str:
     return "\n".join([f"--- {title}{cut}", *lines[-_TAIL_LINES:]])
 
 
+# --- Inside a rank ---
+
+
 def end_with_parent() -> None:
     """Let the kernel kill this process when its parent dies, however that dies."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def description(error: BaseException, starters: Collection[str]) -> dict[str, Any]:

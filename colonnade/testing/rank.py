@@ -61,9 +61,23 @@ def rank_main(rank: int, spec: WorldSpec, link: Connection[Any, Any], listener: 
     _capture_output(rank, spec)
     _take_environment(rank, spec)
     try:
-        report = _call(rank, spec, link, listener)
+        function, args, kwargs = pickle.loads(spec.call.read_bytes())
+        link.send_bytes(LOADED)
+        if spec.backend is not None:
+            _join_group(rank, spec, spec.backend, listener)
+        link.send_bytes(JOINED)
+        value = function(*args, **kwargs)
+        try:
+            report = pickle.dumps({"kind": "value", "value": value, "time": time.monotonic()})
+        except Exception as error:
+            raise TypeError(
+                f"{function.__qualname__} returned a {type(value).__name__} that cannot be pickled ({error}); "
+                "return plain data or tensors"
+            ) from error
     except BaseException as error:  # SystemExit and KeyboardInterrupt are failures of this rank too
-        _send(_failure(error), rank, spec, link)
+        fields = description(error, [__file__])
+        fields["traceback"] += _asserted_values(error)
+        _send(pickle.dumps({**fields, "time": time.monotonic()}), rank, spec, link)
         # As soon as every peer has joined the group, so that their collectives fail now and not at their timeout;
         # not before, or a peer fails in joining and never reaches the function.
         link.recv_bytes()
@@ -73,22 +87,6 @@ def rank_main(rank: int, spec: WorldSpec, link: Connection[Any, Any], listener: 
     # needs the groups, and destroying gloo's takes 25 ms each (70 with DETAIL); the kernel does it in none.
     link.recv_bytes()
     _leave(0)
-
-
-def _call(rank: int, spec: WorldSpec, link: Connection[Any, Any], listener: socket.socket | None) -> bytes:
-    function, args, kwargs = pickle.loads(spec.call.read_bytes())
-    link.send_bytes(LOADED)
-    if spec.backend is not None:
-        _join_group(rank, spec, spec.backend, listener)
-    link.send_bytes(JOINED)
-    value = function(*args, **kwargs)
-    try:
-        return pickle.dumps({"kind": "value", "value": value, "time": time.monotonic()})
-    except Exception as error:
-        raise TypeError(
-            f"{function.__qualname__} returned a {type(value).__name__} that cannot be pickled ({error}); "
-            "return plain data or tensors"
-        ) from error
 
 
 def _send(report: bytes, rank: int, spec: WorldSpec, link: Connection[Any, Any]) -> None:
@@ -155,12 +153,6 @@ def _join_group(rank: int, spec: WorldSpec, backend: str, listener: socket.socke
         master_listen_fd=listener.detach() if listener else None,
     )
     distributed.init_process_group(backend, store=store, rank=rank, world_size=spec.world_size, timeout=patience)
-
-
-def _failure(error: BaseException) -> bytes:
-    fields = description(error, [__file__])
-    fields["traceback"] += _asserted_values(error)
-    return pickle.dumps({**fields, "time": time.monotonic()})
 
 
 def _asserted_values(error: BaseException) -> str:

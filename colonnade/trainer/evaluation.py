@@ -19,56 +19,49 @@ from colonnade.engine.schedule.executor import join
 from colonnade.errors import ConfigError, TrainerError
 from colonnade.hf.model_loss import IGNORED
 from colonnade.trainer.data import NO_BATCH, Lengths, moves_together, read_lengths
-from colonnade.trainer.records import gather_values, speaks, weigh
+from colonnade.trainer.hooks.hook import HookList
+from colonnade.trainer.records import Exchange, gather_values, is_first_with_data, weigh
 from colonnade.utils.sampler import DistinctDataSampler
 
 if TYPE_CHECKING:
     from colonnade.trainer.trainer import Trainer
 
 
-def run_test(trainer: Trainer, loader: Iterable[Any], agree: Callable[[], None]) -> None:
+def run_test(trainer: Trainer, loader: Iterable[Any], hooks: HookList, exchange: Exchange) -> None:
     """Run the hooks' test points over all batches of all ranks, which need not have equally many. Collective.
 
-    Samples that a sampler repeats, so that all ranks have equally many, are counted once.
+    Samples that a sampler repeats, so that all ranks have equally many, are counted once. The error of a hook is held: the
+    caller lets the ranks agree afterwards.
     """
-    hooks, engine = trainer._hooks, trainer.engine
+    engine = trainer.engine
     lengths = read_lengths(loader, trainer.context)
     with_loss = engine.gives_loss or any(hook.needs_loss for hook in hooks.hooks)
     hooks.call("before_test")
     hooks.call("before_test_epoch")
-    trainer.time("start", "Test-epoch")
     try:
-        with _evaluating(engine), _each_once(loader) as counted:
-            for number, batch in enumerate(_batches_of(trainer, loader, lengths)):
-                if number == counted:  # a repeat alone: other ranks may need this pass, but nothing of it counts
-                    engine.execute_schedule(
-                        iter((batch,)),
-                        forward_only=True,
-                        return_loss=with_loss,
-                        return_output_label=trainer.returns_output,
-                    )
-                    continue
-                hooks.call("before_test_iter")
-                trainer.time("start", "Test-step")
+        with _evaluating(engine), _each_once(loader) as repeated:
+            for number, batch in enumerate(_batches_of(trainer, loader, lengths, hooks, exchange)):
+                # A repeated sample alone in its batch: other ranks may need this pass, but nothing of it counts.
+                counts = number != repeated
+                if counts:
+                    hooks.call("before_test_iter")
                 output, label, loss = engine.execute_schedule(
                     iter((batch,)),
                     forward_only=True,
                     return_loss=with_loss,
                     return_output_label=trainer.returns_output,
                 )
-                trainer.time("stop", "Test-step")
-                trainer.batch_weight = weigh(loss, engine.loss_count, engine.schedule.batch_size)
-                hooks.call("after_test_iter", output, label, loss)
+                if counts:
+                    trainer.batch_weight = weigh(loss, engine.loss_count, engine.schedule.batch_size)
+                    hooks.call("after_test_iter", output, label, loss)
     except BaseException:
         hooks.call("after_test")  # what a hook changed for the time of the test is undone: EMAHook's weights
         raise
-    trainer.time("stop", "Test-epoch")
     hooks.call("after_test_epoch")
     hooks.call("after_test")
-    agree()
 
 
-def predict(trainer: Trainer, loader: Iterable[Any]) -> Any:
+def predict(trainer: Trainer, loader: Iterable[Any], hooks: HookList, exchange: Exchange) -> Any:
     """The outputs on every rank, on the host. Collective."""
     lengths = read_lengths(loader, trainer.context)
     pieces: list[Any] = []
@@ -76,14 +69,14 @@ def predict(trainer: Trainer, loader: Iterable[Any]) -> Any:
     fit = join if own is None else _join_padded
     with _evaluating(trainer.engine), _whole_epoch(_sampler_of(loader)[0]):
         indices = _indices(loader)
-        for batch in _batches_of(trainer, loader, lengths):
+        for batch in _batches_of(trainer, loader, lengths, hooks, exchange):
             output, _, _ = trainer.engine.execute_schedule(iter((batch,)), forward_only=True, return_loss=False)
             if output is not None:
                 output = own.predictions(output) if own is not None else output
                 pieces.append(tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), output))
     trainer.agree()
     mine = {"indices": indices, "output": fit(pieces) if pieces else None}
-    return _ordered(gather_values(mine, bool(pieces) and speaks(trainer.context), trainer.context), fit)
+    return _ordered(gather_values(mine, bool(pieces) and is_first_with_data(trainer.context), trainer.context), fit)
 
 
 @contextmanager
@@ -170,10 +163,14 @@ def _repeats_last(sampler: Any) -> bool:
     return (len(sampler) - 1) * sampler.num_replicas + sampler.rank >= len(sampler.dataset)  # type: ignore[arg-type]
 
 
-def _batches_of(trainer: Trainer, loader: Iterable[Any], lengths: Lengths) -> Iterator[Any]:
-    """The batches of this rank. Ranks need each other's batches only where a forward pass goes over several ranks."""
-    by_itself = _passes_alone(trainer)
-    if not by_itself and trainer.engine.gathers_weights and lengths.known and not lengths.equal:
+def _batches_of(
+    trainer: Trainer, loader: Iterable[Any], lengths: Lengths, hooks: HookList, exchange: Exchange
+) -> Iterator[Any]:
+    """The batches of this rank. Where a forward pass goes over several ranks, all of them must have equally many."""
+    gathers = trainer.engine.gathers_weights
+    # Whether a rank can run a forward pass that the others leave out.
+    by_itself = not (moves_together(Lengths((None,)), trainer.context) or gathers)
+    if gathers and lengths.known and not lengths.equal:
         raise ConfigError(
             f"{lengths}, and at zero stage 3 every rank needs the others in each forward pass; give all ranks equally many "
             f"batches (colonnade.utils.get_dataloader does)",
@@ -186,30 +183,21 @@ def _batches_of(trainer: Trainer, loader: Iterable[Any], lengths: Lengths) -> It
         except Exception as error:
             if not by_itself:  # its peers wait for this batch: they learn of the error when this process ends
                 raise
-            told = TrainerError(f"the data loader failed: {type(error).__name__}: {error}", code="C090")
-            told.__cause__ = error
-            trainer._hooks.hold(told)
+            failure = TrainerError(f"the data loader failed: {type(error).__name__}: {error}", code="C090")
+            failure.__cause__ = error
+            hooks.hold(failure)
             return
         if not by_itself and not lengths.known:
-            _check_even(trainer, batch is not NO_BATCH)
+            have, have_not = exchange.sum([float(batch is not NO_BATCH), float(batch is NO_BATCH)])
+            if have and have_not:
+                raise TrainerError(
+                    f"{int(have_not)} of {trainer.context.world_size} ranks have run out of batches before the others, and this "
+                    f"layout needs all of them in every pass; give all ranks equally many batches",
+                    code="C090",
+                )
         if batch is NO_BATCH:
             return
         yield batch
-
-
-def _passes_alone(trainer: Trainer) -> bool:
-    """Whether a rank can run a forward pass that the others leave out."""
-    return not (moves_together(Lengths((None,)), trainer.context) or trainer.engine.gathers_weights)
-
-
-def _check_even(trainer: Trainer, has_batch: bool) -> None:
-    have, have_not = trainer._exchange.sum([float(has_batch), float(not has_batch)])
-    if have and have_not:
-        raise TrainerError(
-            f"{int(have_not)} of {trainer.context.world_size} ranks have run out of batches before the others, and this "
-            f"layout needs all of them in every pass; give all ranks equally many batches",
-            code="C090",
-        )
 
 
 def _join_padded(pieces: list[Any]) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor
 from colonnade.comm.messages import is_alone
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import ConfigError
-from colonnade.trainer.records import gather_values, speaks, sum_over_world
+from colonnade.trainer.records import gather_values, is_first_with_data, sum_over_world
 
 
 class Metric(ABC):
@@ -51,7 +51,7 @@ class MeanMetric(Metric):
     def __init__(self, context: ParallelContext, higher_is_better: bool = False) -> None:
         self.higher_is_better = higher_is_better
         self._context = context
-        self._speaks = speaks(context)
+        self._counts = is_first_with_data(context)
         self._value = float("nan")
         self.reset()
 
@@ -61,7 +61,7 @@ class MeanMetric(Metric):
 
     def update(self, total: Tensor | float, count: Tensor | float) -> None:
         """Add what this rank has seen; the numbers stay on their device."""
-        if self._speaks:
+        if self._counts:
             device = self._context.device
             both = torch.stack(
                 [torch.as_tensor(x, device=device).detach().double().reshape(()) for x in (total, count)]
@@ -169,7 +169,7 @@ class StatefulMetric(Metric):
 
     def _joined(self) -> dict[str, Any] | None:
         """The state over all ranks that have seen a batch, in rank order; None if none has. Collective."""
-        has = self._saw and speaks(self._context)
+        has = self._saw and is_first_with_data(self._context)
         parts = gather_values(self._read() if has else None, has, self._context)
         if not parts:
             return None

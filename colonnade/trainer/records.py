@@ -1,8 +1,13 @@
-"""Records of steps: the numbers of a step are copied to the host beside training and read one step later."""
+"""Records of steps: the numbers of a step are copied to the host beside training and read one step later.
+
+`RecordBook` collects the numbers of a step, `Draft` is the step on its way to the host, `StepSums` joins it with those of the
+other ranks, and a `StepRecord` is the result, which hooks get in `on_record`.
+"""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,7 +49,7 @@ def weigh(loss: Tensor | None, count: Count | None, rows: int) -> Weight:
 class StepRecord:
     """What one optimizer step was, the same on every rank except `values`, which is what this rank's hooks logged.
 
-    `loss` is the mean over everything that all ranks learnt from, None where no rank has told its loss; `lr` the
+    `loss` is the mean over everything that all ranks learnt from, None where no rank knows its loss; `lr` the
     rate the step was made with; `grad_norm` the norm before clipping, None without clipping. `samples` counts the
     rows of all ranks; `weight` is how much this loss counts in a mean over steps. `times` says where the time of the
     step went on this rank, in seconds by phase (`colonnade.comm.waits`).
@@ -100,12 +105,12 @@ class Draft:
 
     def sums(self) -> list[float]:
         """What the ranks add up of a step: loss x weight, weight, samples."""
-        told = self._read()
-        return [told.get(_LOSS, 0.0), told.get(_WEIGHT, 0.0), float(self._samples)]
+        numbers = self._read()
+        return [numbers.get(_LOSS, 0.0), numbers.get(_WEIGHT, 0.0), float(self._samples)]
 
     def record(self, sums: list[float]) -> StepRecord:
         """The record of the step, given the sums over all ranks."""
-        told = self._read()
+        numbers = self._read()
         step, epoch, seconds = self._place
         loss, weight, samples = sums
         skipped = self._skipped is not None and self._skipped.read() > 0
@@ -113,15 +118,15 @@ class Draft:
             step=step,
             epoch=epoch,
             loss=loss / weight if weight else None,
-            lr=told.get(_LR),
-            grad_norm=told.get(_NORM),
+            lr=numbers.get(_LR),
+            grad_norm=numbers.get(_NORM),
             samples=int(samples),
             seconds=seconds,
             weight=weight,
-            clipped=told.get(_DIVISOR, 1.0) > 1.0 and not skipped,
+            clipped=numbers.get(_DIVISOR, 1.0) > 1.0 and not skipped,
             skipped=skipped,
             times=self._times.read() if self._times is not None else {},
-            values={name: value for name, value in told.items() if not name.startswith(" ")},
+            values={name: value for name, value in numbers.items() if not name.startswith(" ")},
         )
 
     def _read(self) -> dict[str, float]:
@@ -173,13 +178,13 @@ class RecordBook:
         self._place = (step, epoch, now - self._since)
         self._since = now
         self._times, self._skipped = self._clock.end_step(), engine.last_skip_flag
-        told = {
+        known = {
             _LR: next((group.get("lr") for group in engine.optimizer.param_groups), None),
             _NORM: engine.grad_norm,
             _DIVISOR: engine.clip_divisor,
             _WEIGHT: self._weight,
         }
-        self.add({name: value for name, value in told.items() if value is not None})
+        self.add({name: value for name, value in known.items() if value is not None})
 
     def draft(self) -> Draft | None:
         """The step on its way to the host, if one has ended since the last draft; the book is empty after it."""
@@ -194,12 +199,10 @@ class RecordBook:
         self._skipped, self._times = None, None
 
 
-# --------------------------------------------------------------------------------------------------
-# What the ranks tell each other beside training: sums of a few numbers, and whole values of those that have them.
-# --------------------------------------------------------------------------------------------------
+# --- What the ranks tell each other beside training ---
 
 
-def speaks(context: ParallelContext, pipeline: bool = False) -> bool:
+def is_first_with_data(context: ParallelContext, pipeline: bool = False) -> bool:
     """Whether this rank is the first of those that see the same data; with `pipeline`, of all stages too."""
     here = context.layout.coordinates(context.get_global_rank())
     return all(
@@ -210,14 +213,19 @@ def speaks(context: ParallelContext, pipeline: bool = False) -> bool:
 
 
 class Exchange:
-    """Adds up a few numbers of the host over the world, without waiting for a device. Collective to make and to use."""
+    """All-reduces a few numbers of the host over the world, without waiting for a device. Collective to make and to use."""
 
     def __init__(self, context: ParallelContext) -> None:
-        self._group = None if is_alone(context) else _host_group(context)
+        self._group = None
         self._waits = context.waits
+        if not is_alone(context):
+            # Collectives of a gloo group run on the host: the world's own group where it is one.
+            world = context.get_group(ParallelMode.GLOBAL)
+            is_gloo = dist.get_backend(world) == "gloo"
+            self._group = world if is_gloo else context.get_second_group(ParallelMode.GLOBAL, "gloo")
 
     def start(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
-        """Begin to add up; what it returns waits for the sums over all ranks. Collective, in the same order on all."""
+        """Begin to add up; the function that is returned waits for the sums. Collective, in the same order on all ranks."""
         if self._group is None:
             return lambda: list(numbers)
         values = torch.tensor(numbers, dtype=torch.float64, device="cpu")
@@ -233,6 +241,51 @@ class Exchange:
     def sum(self, numbers: Sequence[float]) -> list[float]:
         """The sums over all ranks. Collective."""
         return self.start(numbers)()
+
+
+class StepSums:
+    """The one all-reduce between two steps: the flags of every rank, and the numbers of an earlier step with them.
+
+    `start` begins it and `finish` waits for it; a checkpoint in between may `wait` for it earlier. All ranks call these in the
+    same order. Numbers are sent `lag` steps after `add` has queued them, so that reading them waits for no device. Each
+    finished record is given to `deliver`.
+    """
+
+    def __init__(self, exchange: Exchange, lag: int, deliver: Callable[[StepRecord], None]) -> None:
+        self._exchange, self._lag, self._deliver = exchange, lag, deliver
+        self._queue: deque[Draft] = deque()
+        self._begun: tuple[Draft | None, Callable[[], list[float]]] | None = None
+        self._flags: list[float] = []
+
+    def add(self, draft: Draft | None) -> None:
+        """Queue the numbers of a step, if there are any."""
+        if draft is not None:
+            self._queue.append(draft)
+
+    def start(self, flags: Sequence[bool]) -> None:
+        """Begin to add up the flags. Collective; waits for nobody."""
+        draft = self._queue.popleft() if len(self._queue) > self._lag else None
+        numbers = draft.sums() if draft is not None else [0.0, 0.0, 0.0]
+        self._begun = draft, self._exchange.start([*map(float, flags), *numbers])
+
+    def wait(self) -> None:
+        """Wait for what was begun, if anything was, and deliver the record that came with it."""
+        if self._begun is not None:
+            (draft, sums), self._begun = self._begun, None
+            *self._flags, loss, weight, samples = sums()
+            if draft is not None:
+                self._deliver(draft.record([loss, weight, samples]))
+
+    def finish(self) -> list[float]:
+        """The sums of the flags that were given to the last `start`."""
+        self.wait()
+        return self._flags
+
+    def drain(self) -> None:
+        """Deliver the records of all queued steps now. Collective."""
+        while self._queue:
+            draft = self._queue.popleft()
+            self._deliver(draft.record(self._exchange.sum(draft.sums())))
 
 
 def sum_over_world(values: Tensor, context: ParallelContext) -> Tensor:
@@ -251,12 +304,12 @@ def gather_values(value: Any, has: bool, context: ParallelContext) -> list[Any]:
     for rank, text in enumerate(gather_from_all(note, context)):
         if text:
             mine = iter(tensors) if rank == context.get_global_rank() else None
-            found.append(build(text, partial(_shared, rank, mine, context)))
+            found.append(build(text, partial(_broadcast_tensor, rank, mine, context)))
     return found
 
 
-def _shared(rank: int, mine: Iterator[Tensor] | None, context: ParallelContext, meta: Meta) -> Tensor:
-    """A tensor of `rank`, as bytes: so every type can travel."""
+def _broadcast_tensor(rank: int, mine: Iterator[Tensor] | None, context: ParallelContext, meta: Meta) -> Tensor:
+    """The next tensor of `rank` on every rank; sent as bytes, since backends have no collectives for some dtypes."""
     group = context.get_group(ParallelMode.GLOBAL)
     where = context.device if dist.get_backend(group) == "nccl" else torch.device("cpu")
     if mine is not None:
@@ -266,9 +319,3 @@ def _shared(rank: int, mine: Iterator[Tensor] | None, context: ParallelContext, 
     if value.numel():
         dist.broadcast(value.reshape(-1).view(torch.uint8), rank, group=group)
     return value.cpu()
-
-
-def _host_group(context: ParallelContext) -> Any:
-    """A group whose collectives run on the host: the world's own where that is gloo."""
-    world = context.get_group(ParallelMode.GLOBAL)
-    return world if dist.get_backend(world) == "gloo" else context.get_second_group(ParallelMode.GLOBAL, "gloo")

@@ -15,11 +15,9 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.core import given_or_global, global_context
 from colonnade.engine.activations import kept_on_host
 from colonnade.utils.sampler import DistinctDataSampler
-from colonnade.utils.timer import MultiTimer
 
 __all__ = [
     "DistinctDataSampler",
-    "MultiTimer",
     "checkpoint",
     "free_port",
     "get_current_device",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
-from colonnade.cli import app as module
+from colonnade.cli import run_command as module
 from colonnade.cli.app import build_app
 from colonnade.errors import LaunchError
 from colonnade.launching.launch_job import LaunchJob

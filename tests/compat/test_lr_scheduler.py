@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from colonnade.compat import old_optimizers
+from colonnade.compat import old_nn
 from colonnade.errors import ConfigError
 
 STEPS, RATE = 10, 0.5
@@ -36,26 +36,26 @@ torchs = torch.optim.lr_scheduler
     ("ours", "theirs"),
     [
         (
-            lambda o: old_optimizers.MultiStepLR(o, STEPS, milestones=[3, 6], gamma=0.2),
+            lambda o: old_nn.MultiStepLR(o, STEPS, milestones=[3, 6], gamma=0.2),
             lambda o: torchs.MultiStepLR(o, [3, 6], 0.2),
         ),
-        (lambda o: old_optimizers.MultiStepLR(o, STEPS), lambda o: torchs.MultiStepLR(o, [])),
-        (lambda o: old_optimizers.StepLR(o, STEPS, 2, 0.5), lambda o: torchs.StepLR(o, 2, 0.5)),
-        (lambda o: old_optimizers.ExponentialLR(o, STEPS, gamma=0.9), lambda o: torchs.ExponentialLR(o, 0.9)),
+        (lambda o: old_nn.MultiStepLR(o, STEPS), lambda o: torchs.MultiStepLR(o, [])),
+        (lambda o: old_nn.StepLR(o, STEPS, 2, 0.5), lambda o: torchs.StepLR(o, 2, 0.5)),
+        (lambda o: old_nn.ExponentialLR(o, STEPS, gamma=0.9), lambda o: torchs.ExponentialLR(o, 0.9)),
         (
-            lambda o: old_optimizers.OneCycleLR(o, STEPS, pct_start=0.5),
+            lambda o: old_nn.OneCycleLR(o, STEPS, pct_start=0.5),
             lambda o: torchs.OneCycleLR(o, RATE, STEPS, pct_start=0.5),
         ),
         (
-            lambda o: old_optimizers.PolynomialLR(o, STEPS, end_lr=0.1, power=2),
+            lambda o: old_nn.PolynomialLR(o, STEPS, end_lr=0.1, power=2),
             lambda o: torchs.LambdaLR(o, lambda step: (0.1 + 0.4 * (1 - step / STEPS) ** 2) / RATE),
         ),
         (
-            lambda o: old_optimizers.CosineAnnealingLR(o, STEPS, eta_min=0.1),
+            lambda o: old_nn.CosineAnnealingLR(o, STEPS, eta_min=0.1),
             lambda o: torchs.CosineAnnealingLR(o, STEPS, eta_min=0.1),
         ),
         (
-            lambda o: old_optimizers.CosineAnnealingWarmupLR(o, STEPS, 2, eta_min=0.1),
+            lambda o: old_nn.CosineAnnealingWarmupLR(o, STEPS, 2, eta_min=0.1),
             lambda o: torchs.LambdaLR(
                 o,
                 lambda step: (
@@ -70,6 +70,6 @@ def test_the_same_rates_at_every_step(ours, theirs) -> None:
 
 
 def test_one_last_rate_for_groups_of_other_rates_is_refused() -> None:
-    old_optimizers.CosineAnnealingLR(optimizer(0.1, 0.2), STEPS)
+    old_nn.CosineAnnealingLR(optimizer(0.1, 0.2), STEPS)
     with pytest.raises(ConfigError, match=r"eta_min=0.1 is one rate for groups that begin with \[0.1, 0.2\]"):
-        old_optimizers.CosineAnnealingLR(optimizer(0.1, 0.2), STEPS, eta_min=0.1)
+        old_nn.CosineAnnealingLR(optimizer(0.1, 0.2), STEPS, eta_min=0.1)

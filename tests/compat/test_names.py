@@ -33,6 +33,8 @@ IMPORTS = {
     "nn.layer.wrapper": "PipelineSharedModuleWrapper",
     "nn.lr_scheduler": "MultiStepLR OneCycleLR PolynomialLR StepLR ExponentialLR CosineAnnealingLR LinearWarmupLR",
     "nn.optimizer": "Lamb Lars FusedAdam HybridAdam",
+    "trainer": "Trainer hooks",
+    "trainer.hooks": "SaveCheckpointHook LoadCheckpointHook TensorboardHook LogTimingByEpochHook LossHook",
     "testing": "parameterize rerun_if_address_is_in_use assert_equal assert_close skip_if_not_enough_gpus",
     "utils": "save_checkpoint load_checkpoint is_using_pp is_dp_rank_0 is_tp_rank_0 is_no_pp_or_last_stage is_using_ddp "
     "sync_model_param clip_grad_norm_fp32 Timer MultiTimer DataParallelSampler report_memory_usage get_dataloader",
@@ -65,9 +67,8 @@ def test_initialize_is_a_module_and_a_function() -> None:
 def test_names_go_away_with_the_alias() -> None:
     from colonnade.engine import schedule
     from colonnade.nn import lr_scheduler
-    from colonnade.utils import timer
 
-    before = {module: dict(vars(module)) for module in (schedule, lr_scheduler, timer, colonnade.utils, colonnade.nn)}
+    before = {module: dict(vars(module)) for module in (schedule, lr_scheduler, colonnade.utils, colonnade.nn)}
     compat.install()
     assert colonnade.utils.save_checkpoint
     assert lr_scheduler.CosineAnnealingLR is not before[lr_scheduler]["CosineAnnealingLR"]
@@ -119,6 +120,41 @@ def test_timers_keep_what_they_are_told_to() -> None:
         several.stop("train", keep_in_history=True)
     assert [(name, len(held.history)) for name, held in timers] == [("train", 1)]
     assert list(off) == []
+    timers.start("train")
+    timers.reset("train")
+    assert timers.stop("train") == 0.0  # never begun, or forgotten
+    assert (timers.get_timer("train").history, timers.get_timer("train").get_elapsed_time()) == ([], 0.0)
+
+
+@pytest.mark.usefixtures("alias")
+def test_a_trainer_measures_epochs_and_steps_with_the_timer_it_is_given() -> None:
+    import colossalai
+    from colossalai.trainer import Trainer, hooks
+    from colossalai.utils import MultiTimer
+
+    gpc, model = colossalai.launch({}, verbose=False), nn.Linear(2, 1)
+    engine = colossalai.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)[0]
+    batches, timer = [(torch.ones(2, 2), torch.ones(2, 1))] * 2, MultiTimer()
+    seen: list[dict[str, int]] = []
+    shown: list[str] = []
+
+    class Log:
+        info = shown.append
+
+    class Laps(hooks.BaseHook):
+        def after_test_epoch(self, trainer: object) -> None:
+            seen.append({name: len(held.history) for name, held in timer})
+
+    trainer = Trainer(engine=engine, timer=timer)
+    trainer.fit(
+        batches, epochs=1, test_dataloader=batches, hooks=[Laps(), hooks.LogTimingByEpochHook(None, Log(), priority=20)]
+    )
+    with pytest.raises(colonnade.errors.HookError, match="LogTimingByEpochHook needs a timer"):
+        Trainer(engine).fit(batches, epochs=1, hooks=[{"type": "LogTimingByEpochHook"}])
+    gpc.destroy()
+    assert seen == [{"Train-epoch": 1, "Train-step": 0, "Test-epoch": 1, "Test-step": 2}]  # logged steps are forgotten
+    assert [line.partition(":")[0] for line in shown] == ["epoch 1 train", "epoch 1 test"]
+    assert all(", a step " in line for line in shown)
 
 
 @pytest.mark.usefixtures("alias")

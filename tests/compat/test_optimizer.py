@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from colonnade.compat.old_optimizers import CPUAdam, FusedAdam, HybridAdam, Lamb, Lars
+from colonnade.compat.old_nn import CPUAdam, FusedAdam, HybridAdam, Lamb, Lars
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError, PlacementError
 from colonnade.parallel.placement import Shard, place

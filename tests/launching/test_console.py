@@ -9,7 +9,8 @@ from typing import BinaryIO
 
 import pytest
 
-from colonnade.launching.failures import Console, Prefix
+from colonnade.launching.launch_job import Prefix
+from colonnade.launching.launcher import Console
 
 
 class Ranks:

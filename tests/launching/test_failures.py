@@ -9,8 +9,15 @@ from typing import Any
 
 import pytest
 
-from colonnade.launching.failures import exit_status, read_failure, report, silent_failure, write_failure
-from colonnade.launching.outcome import Outcome, first_failure
+from colonnade.launching.outcome import (
+    Outcome,
+    exit_status,
+    first_failure,
+    launch_report,
+    read_failure,
+    silent_failure,
+    write_failure,
+)
 
 NOWHERE = Path("/nonexistent")
 
@@ -35,7 +42,7 @@ def blamed(*outcomes: Outcome) -> int:
 
 
 def told(*outcomes: Outcome, stderr: Path = NOWHERE) -> list[str]:
-    text, status = report(
+    text, status = launch_report(
         {outcome.rank: outcome for outcome in outcomes}, {outcome.rank: stderr for outcome in outcomes}
     )
     assert f"exit status {status}" in text

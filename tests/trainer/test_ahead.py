@@ -130,9 +130,9 @@ class Waits(BaseHook):
 
     def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: Any) -> None:
         time.sleep(0.05)
-        assert trainer._loop is not None
+        assert trainer._fit is not None
         begin = time.perf_counter()
-        trainer._loop._hear()
+        trainer._fit.sums.wait()
         self.waited.append(time.perf_counter() - begin)
 
 

@@ -10,10 +10,9 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 from colonnade.engine.schedule.executor import join
-from colonnade.errors import ConfigError, TrainerError
+from colonnade.errors import ConfigError
 from colonnade.trainer import evaluation
 from colonnade.trainer.evaluation import (
-    _check_even,
     _evaluating,
     _filled,
     _indices,
@@ -117,33 +116,13 @@ def test_an_engine_evaluates_without_gradients_and_is_then_as_it_was(training):
     assert torch.is_grad_enabled()
 
 
-@pytest.mark.parametrize(("sums", "is_refused"), [((4.0, 0.0), False), ((0.0, 4.0), False), ((3.0, 1.0), True)])
-def test_ranks_that_run_out_of_batches_are_counted(sums, is_refused):
-    given: list[list[float]] = []
-
-    def added(mine: list[float]) -> tuple[float, float]:
-        given.append(mine)
-        return sums
-
-    trainer: Any = SimpleNamespace(context=SimpleNamespace(world_size=4), _exchange=SimpleNamespace(sum=added))
-    if is_refused:
-        with pytest.raises(
-            TrainerError, match=r"^1 of 4 ranks have run out of batches before the others, and this layout"
-        ):
-            _check_even(trainer, True)
-    else:
-        _check_even(trainer, True)
-    trainer._exchange.sum = lambda mine: given.append(mine) or (0.0, 0.0)
-    _check_even(trainer, False)
-    assert given == [[1.0, 0.0], [0.0, 1.0]]
-
-
 class Measured:
     """A trainer that writes down what an evaluation does."""
 
     def __init__(self, gives_loss: bool = True, hooks: Any = (), outputs: Any = None, own: Any = None) -> None:
         self.told: list[Any] = []
-        self._hooks = SimpleNamespace(hooks=hooks, call=lambda point, *given: self.told.append((point, *given)))
+        self.exchange = None  # nobody is asked
+        self.hooks = SimpleNamespace(hooks=hooks, call=lambda point, *given: self.told.append((point, *given)))
         self.context = SimpleNamespace(**vars(world(1)), is_launched=False, get_global_rank=lambda: 0)
         self.returns_output, self.batch_weight = "if asked", None
         self.outputs = outputs or {}
@@ -166,37 +145,29 @@ class Measured:
             raise ZeroDivisionError
         return self.outputs.get(batch, "output"), "label", torch.tensor(2.0)
 
-    def time(self, action: str, name: str) -> None:
-        self.told.append(f"{action} {name}")
-
     def agree(self) -> None:
         self.told.append("agree")
 
 
-def test_an_evaluation_calls_hooks_and_timers_in_their_order():
+def test_an_evaluation_calls_hooks_in_their_order():
     trainer: Any = Measured()
-    run_test(trainer, ["one"], trainer.agree)
+    run_test(trainer, ["one"], trainer.hooks, trainer.exchange)
     asked = {"forward_only": True, "return_loss": True, "return_output_label": "if asked"}
     assert trainer.told == [
         ("before_test",),
         ("before_test_epoch",),
-        "start Test-epoch",
         "eval",
         ("before_test_iter",),
-        "start Test-step",
         ("one", asked),
-        "stop Test-step",
         ("after_test_iter", "output", "label", torch.tensor(2.0)),
         "train",
-        "stop Test-epoch",
         ("after_test_epoch",),
         ("after_test",),
-        "agree",
     ]
     assert trainer.batch_weight == (6.0, 3.0)
     failing: Any = Measured()
     with pytest.raises(ZeroDivisionError):
-        run_test(failing, ["bad"], failing.agree)
+        run_test(failing, ["bad"], failing.hooks, failing.exchange)
     assert failing.told[-2:] == ["train", ("after_test",)]
 
 
@@ -206,7 +177,7 @@ def test_an_evaluation_calls_hooks_and_timers_in_their_order():
 )
 def test_an_evaluation_has_a_loss_where_one_is_known_or_a_hook_needs_it(gives_loss, needs, expected):
     trainer: Any = Measured(gives_loss, [SimpleNamespace(needs_loss=need) for need in needs])
-    run_test(trainer, ["one"], trainer.agree)
+    run_test(trainer, ["one"], trainer.hooks, trainer.exchange)
     (asked,) = [told[1] for told in trainer.told if told[0] == "one"]
     assert asked["return_loss"] is expected
 
@@ -215,7 +186,7 @@ def test_an_evaluation_has_a_loss_where_one_is_known_or_a_hook_needs_it(gives_lo
 def test_predictions_are_the_outputs_of_all_batches(monkeypatch, own):
     outputs = {"one": torch.ones(1, 2, requires_grad=True), "two": torch.zeros(2, 2 if own is None else 1)}
     trainer: Any = Measured(outputs=outputs, own=own)
-    found = predict(trainer, ["one", "two"])
+    found = predict(trainer, ["one", "two"], trainer.hooks, trainer.exchange)
     if own is None:
         assert found.tolist() == [[1, 1], [0, 0], [0, 0]]
     else:  # filled up
@@ -225,6 +196,6 @@ def test_predictions_are_the_outputs_of_all_batches(monkeypatch, own):
     assert trainer.told == ["eval", ("one", asked), ("two", asked), "train", "agree"]
     nothing: Any = Measured(own=own)
     nothing.execute = nothing.engine.execute_schedule = lambda batches, **asked: (None, None, None)
-    assert predict(nothing, ["one"]) is None
-    monkeypatch.setattr(evaluation, "speaks", lambda context: False)
-    assert predict(trainer, ["one"]) is None  # another rank gives the same
+    assert predict(nothing, ["one"], nothing.hooks, nothing.exchange) is None
+    monkeypatch.setattr(evaluation, "is_first_with_data", lambda context: False)
+    assert predict(trainer, ["one"], trainer.hooks, trainer.exchange) is None  # another rank gives the same

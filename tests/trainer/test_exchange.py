@@ -10,10 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from colonnade._launch import launch
 from colonnade.comm.messages import is_alone
+from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.schedule.transfer import Meta
+from colonnade.testing import run_world
 from colonnade.trainer import records
-from colonnade.trainer.records import Exchange, speaks
+from colonnade.trainer.records import Exchange, is_first_with_data
 from tests.trainer.test_data import world
 
 
@@ -32,8 +35,8 @@ def test_the_first_rank_of_those_that_see_the_same_data_speaks(context, stage, a
         found = []
         for rank in range(context.world_size):
             here: Any = SimpleNamespace(layout=context.layout, get_global_rank=lambda rank=rank: rank)
-            assert speaks(here) == speaks(here, pipeline=False)
-            found += [rank] if speaks(here, pipeline) else []
+            assert is_first_with_data(here) == is_first_with_data(here, pipeline=False)
+            found += [rank] if is_first_with_data(here, pipeline) else []
         return found
 
     assert (speakers(False), speakers(True)) == (stage, all_stages)
@@ -89,10 +92,10 @@ def test_values_travel_as_bytes_of_the_memory_that_the_backend_moves(monkeypatch
     monkeypatch.setattr(dist, "broadcast", broadcast)
     mine = iter([torch.ones(2, 3)]) if is_mine else None
     with pytest.raises(Sent) as sent:
-        records._shared(5, mine, context(2), Meta(torch.float32, (2, 3), False))
+        records._broadcast_tensor(5, mine, context(2), Meta(torch.float32, (2, 3), False))
     assert sent.value.args == (device, torch.uint8, (24,), 5, "world")
     if device == "cpu":  # nothing is sent of a tensor without elements
-        assert records._shared(5, None, context(2), Meta(torch.float32, (0, 3), False)).shape == (0, 3)
+        assert records._broadcast_tensor(5, None, context(2), Meta(torch.float32, (0, 3), False)).shape == (0, 3)
 
 
 def test_sums_of_a_device_are_those_of_all_ranks(monkeypatch):
@@ -101,24 +104,20 @@ def test_sums_of_a_device_are_those_of_all_ranks(monkeypatch):
     assert records.sum_over_world(torch.ones(2), context(2)).tolist() == [10, 10]
 
 
-def test_values_of_the_ranks_that_have_one_are_gathered_in_their_order(monkeypatch):
-    value = {"a": torch.ones(2), "b": 3}
+def gathered() -> list[Any]:
+    with launch({}, context=ParallelContext(), verbose=False) as gpc:
+        rank = gpc.get_global_rank()
+        value = {"a": torch.full((2,), float(rank), dtype=torch.bfloat16), "b": [rank, torch.ones(rank, 2) > 0]}
+        found = records.gather_values(value, rank != 1, gpc)
+        assert records.gather_values(value, False, gpc) == []
+        return found
+
+
+def test_values_of_the_ranks_that_have_one_are_gathered_in_their_order():
+    for first, third in run_world(3, gathered).values:
+        for rank, found in ((0, first), (2, third)):
+            assert (found["a"].tolist(), found["a"].dtype) == ([rank, rank], torch.bfloat16)
+            assert (found["b"][0], found["b"][1].tolist()) == (rank, [[True, True]] * rank)
+    value = {"a": torch.ones(2)}
     assert records.gather_values(value, True, context(1)) == [value]
     assert records.gather_values(value, False, context(1)) == []
-    note = '{"dict":[["a",{"tensor":["float32",[2],false]}],["b",3]]}'
-    told: list[str] = []
-
-    def gather(mine: str, context: Any) -> list[str]:
-        told.append(mine)
-        return [note, "", mine]
-
-    def shared(rank: int, mine: Any, context: Any, meta: Meta) -> Any:
-        return rank, None if mine is None else next(mine), meta.shape
-
-    monkeypatch.setattr(records, "gather_from_all", gather)
-    monkeypatch.setattr(records, "_shared", shared)
-    here = SimpleNamespace(**vars(context(3)), get_global_rank=lambda: 2)
-    first = {"a": (0, None, (2,)), "b": 3}
-    assert records.gather_values(value, True, here) == [first, {"a": (2, value["a"], (2,)), "b": 3}]  # type: ignore[arg-type]
-    assert records.gather_values(value, False, here) == [first]  # type: ignore[arg-type]
-    assert told == [note, ""]

@@ -1,4 +1,4 @@
-"""The average of weights under every layout beside one process; evaluations by step; profiles; the search for a rate."""
+"""The average of weights under every layout beside one process; evaluations by step; profiles."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from colonnade._launch import launch
 from colonnade.checkpoint import export_full
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
-from colonnade.errors import ConfigError, HookError
+from colonnade.errors import ConfigError
 from colonnade.testing import run_world
 from colonnade.trainer import BaseHook, Trainer
 from colonnade.trainer.hooks import (
@@ -26,8 +26,6 @@ from colonnade.trainer.hooks import (
     JsonlHook,
     LoadCheckpointHook,
     LossHook,
-    LRFinderHook,
-    LRSchedulerHook,
     ProfilerHook,
     SaveCheckpointHook,
 )
@@ -177,45 +175,6 @@ def test_evaluations_by_step_are_written_once_and_an_early_stop_counts_them(tmp_
     assert stopped == 7  # better at 2, no better at 4 and 6; the next step is the last
 
 
-def found_rate(folder: Path) -> dict[str, Any]:
-    """The weights, the optimizer and the place are what they were; the run after it is that without it."""
-    ends = []
-    for search in (True, False):
-        trainer = make_trainer({}, lr=0.3, optimizer=SGD)
-        finder = LRFinderHook(1e-4, 1e3, folder=folder / "finder")
-        if search:
-            trainer.fit(cut(range(256), 256), max_steps=60, hooks=[finder])
-            found = {"rates": finder.rates, "suggestion": finder.suggestion, "step": trainer.cur_step}
-        trainer.fit(cut(range(32), 32), max_steps=4)
-        ends.append([value.clone() for value in trainer.engine.model.state_dict().values()])
-        trainer.context.destroy()
-    assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
-    return {**found, "left": (folder / "finder").exists()}
-
-
-def test_the_search_for_a_rate_suggests_one_and_leaves_no_trace(tmp_path):
-    one, other = run_world(2, found_rate, tmp_path).values
-    assert one == other
-    assert one["step"] == 0
-    assert not one["left"]
-    assert one["rates"][0] == pytest.approx(1e-4)
-    assert len(one["rates"]) < 60  # it blew up and stopped
-    assert 1e-3 < one["suggestion"] < 100
-
-
-def refused(folder: Path) -> None:
-    trainer = make_trainer({})
-    scheduler = LRSchedulerHook(torch.optim.lr_scheduler.ConstantLR(trainer.engine.optimizer), by_epoch=False)
-    with pytest.raises(HookError, match="leave the LRSchedulerHook out"):
-        trainer.fit(cut(range(8), 8), max_steps=9, hooks=[LRFinderHook(folder=folder), scheduler])
-    with pytest.raises(HookError, match="max_steps=100"):
-        trainer.fit(cut(range(8), 8), epochs=1, hooks=[LRFinderHook(folder=folder)])
-    (folder / "mine").write_text("kept")
-    with pytest.raises(HookError, match="is not empty, and it is removed at the end"):
-        trainer.fit(cut(range(8), 8), max_steps=9, hooks=[LRFinderHook(folder=folder)])
-    assert (folder / "mine").read_text() == "kept"
-
-
 def test_a_decay_is_from_0_to_below_1():
     for decay in (0, 0.5, 0.9999):
         assert EMAHook(decay).decay == decay
@@ -225,15 +184,12 @@ def test_a_decay_is_from_0_to_below_1():
         assert str(error.value).startswith(f"EMAHook: decay is from 0 to below 1, such as 0.999, not {decay!r}")
 
 
-def test_what_they_refuse(tmp_path):
-    run_world(1, refused, tmp_path)
-    for wrong in (partial(EMAHook, 1.0), partial(EMAHook, -0.1), partial(EvaluateHook, [], 0)):
-        with pytest.raises(ConfigError):
-            wrong()
+def test_what_they_refuse():
     for wrong in (
+        partial(EMAHook, 1.0),
+        partial(EMAHook, -0.1),
+        partial(EvaluateHook, [], 0),
         partial(ProfilerHook, "trace", steps=0),
-        partial(LRFinderHook, 1.0, 0.1),
-        partial(LRFinderHook, stop_at=1),
     ):
         with pytest.raises(ConfigError):
             wrong()

@@ -1,88 +1,149 @@
-"""What a loop, its evaluations and its trainer decide, with numbers by hand."""
+"""A run from its first hook to its last, in one process; and what the ranks add up between two steps."""
 
 from __future__ import annotations
 
-from collections import deque
-from contextlib import nullcontext
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from colonnade.errors import ConfigError, TrainerError
-from colonnade.trainer import trainer as loop_module
+from colonnade.errors import ConfigError, HookError, TrainerError
+from colonnade.testing import run_world
+from colonnade.trainer import BaseHook, Trainer, trainer
 from colonnade.trainer.data import EpochPosition, Lengths
 from colonnade.trainer.evaluation import _batches_of
-from colonnade.trainer.trainer import Loop, Trainer, _Agreed, _divides, _Over, _Rest, _steps
+from colonnade.trainer.hooks import LoadCheckpointHook, LossHook, SaveCheckpointHook
+from colonnade.trainer.hooks.hook import POINTS, HookList
+from colonnade.trainer.records import StepSums
+from colonnade.trainer.trainer import _AgreedError, _EndOfTraining, _ExtraOfRun
+from tests.trainer.runs import cut, make_trainer
 from tests.trainer.test_data import world
 
 
-@pytest.mark.parametrize(
-    ("lengths", "behind", "accumulation", "steps", "divides"),
-    [
-        ((4, 4), 0, 2, 2, True),
-        ((5, 5), 0, 2, 3, False),
-        ((5, 5), 1, 2, 3, True),
-        ((5, 5), 1, 3, 2, False),
-        ((5, 5), 2, 3, 2, True),
-        ((4, 6), 0, 2, 3, False),
-        ((4, None), 0, 2, None, False),
-        ((None, None), 0, 1, None, False),
-        ((7,), 0, 1, 7, True),
-        ((0, 0), 0, 1, 0, True),
-    ],
-)
-def test_how_many_steps_an_epoch_has_and_whether_they_are_whole(lengths, behind, accumulation, steps, divides):
-    known = Lengths(lengths)
-    assert _steps(known, accumulation) == steps
-    assert bool(_divides(known, behind, accumulation)) is divides
-    assert known.known is (None not in lengths)
-    assert known.equal is (len({*lengths}) == 1)
+class Events(BaseHook):
+    """Writes down every point, and does `at[point, epoch, step]` there."""
+
+    def __init__(self, at: dict[tuple[str, int, int], Any] | None = None, points: str = " ".join(POINTS)) -> None:
+        super().__init__(priority=1000)
+        self.seen: list[str] = []
+        for point in points.split():
+            setattr(self, point, self._note(point, at or {}))
+
+    def _note(self, point: str, at: dict[tuple[str, int, int], Any]) -> Any:
+        def note(trainer: Trainer, *given: Any) -> None:
+            self.seen.append(point)
+            act = at.get((point, trainer.cur_epoch, trainer.cur_step))
+            if act is not None:
+                act(trainer)
+
+        return note
 
 
-@pytest.mark.parametrize(
-    ("stopping", "max_epochs", "max_steps", "is_over"),
-    [
-        (False, None, 6, False),
-        (False, None, 5, True),
-        (False, None, 4, True),
-        (False, 3, None, False),
-        (False, 2, None, True),
-        (False, 1, None, True),
-        (False, 3, 6, False),
-        (False, 3, 5, True),
-        (False, 2, 6, True),
-        (True, 3, 6, True),
-    ],
-)
-def test_a_run_is_over_when_it_is_stopped_or_has_its_epochs_or_its_steps(stopping, max_epochs, max_steps, is_over):
-    loop: Any = object.__new__(Loop)
-    loop._trainer = SimpleNamespace(
-        stopping=stopping, max_epochs=max_epochs, max_steps=max_steps, cur_epoch=2, cur_step=5
+def fitted(batches: int = 2, config: dict[str, Any] | None = None, **options: Any) -> Trainer:
+    """A run of one process, whose context has been given back."""
+    made = make_trainer(config or {}, lr=0.1)
+    try:
+        made.fit(cut(range(4 * batches), 4 * batches), **options)
+    finally:
+        made.context.destroy()
+    return made
+
+
+TEST = "before_test before_test_epoch before_test_iter after_test_iter after_test_epoch after_test"
+
+
+def test_the_points_of_a_run_come_in_their_order():
+    events = Events()
+    made = fitted(epochs=2, test_dataloader=cut(range(4), 4), test_interval=2, hooks=[events])
+    step = "before_train_iter after_train_iter"
+    epoch = f"before_train_epoch {step} {step} on_record on_record after_train_epoch"
+    expected = f"after_hook_is_attached before_train {epoch} {epoch} {TEST} after_train"
+    # The record of a first step comes with the sums of a later one; the others when the epoch ends.
+    assert [each for each in events.seen if each != "on_record"] == [
+        each for each in expected.split() if each != "on_record"
+    ]
+    assert events.seen.count("on_record") == 4
+    assert events.seen[-1] == "after_train"
+    assert (
+        events.seen.index("after_train_epoch") > [at for at, each in enumerate(events.seen) if each == "on_record"][1]
     )
-    assert bool(loop._is_over()) is is_over
+    assert (made.cur_epoch, made.cur_step, made.is_fitting) == (2, 4, False)
+
+
+def test_a_step_has_several_batches_with_accumulation_and_the_last_may_have_fewer():
+    done: list[bool] = []
+    note = Events(
+        {("after_train_iter", 0, step): lambda here: done.append(here.step_done) for step in range(4)},
+        "after_train_iter",
+    )
+    made = fitted(5, {"gradient_accumulation": 2}, epochs=1, hooks=[note])
+    # The engine itself makes the half that the last step lacks.
+    assert done == [False, True] * 3
+    assert (made.cur_step, made.steps_per_epoch) == (3, 3)
+    assert made._place == EpochPosition(0, 0)  # of the next epoch
+
+
+def stop(trainer: Trainer) -> None:
+    trainer.request_stop("enough")
 
 
 @pytest.mark.parametrize(
-    ("stops", "exits", "wants", "stopping", "expected"),
+    ("limits", "interval", "at", "epochs", "steps", "tests"),
     [
-        (0.0, 0.0, "", False, (False, "", False)),
-        (1.0, 0.0, "mine", False, (True, "mine", False)),
-        (1.0, 1.0, "", False, (True, "asked for by another rank", True)),
-        (1.0, 0.0, "second", True, (True, "", False)),
-        (0.0, 1.0, "", False, (False, "", True)),
+        ({"epochs": 3}, 1, None, 3, 6, 3),
+        ({"epochs": 5}, 2, None, 5, 10, 2),
+        ({"epochs": 5}, 6, None, 5, 10, 0),
+        ({"max_steps": 3}, 1, None, 1, 3, 2),
+        ({"max_steps": 4}, 1, None, 1, 4, 2),
+        ({"epochs": 5, "max_steps": 20}, 1, None, 5, 10, 5),
+        ({"epochs": 5}, 1, ("after_train_iter", 1, 3), 1, 4, 1),
+        ({"epochs": 5}, 1, ("before_train_iter", 1, 2), 1, 4, 1),
+        ({"epochs": 5}, 1, ("after_train_epoch", 1, 4), 2, 4, 2),
+        ({"epochs": 5}, 1, ("after_test", 1, 4), 2, 4, 2),
     ],
 )
-def test_all_ranks_stop_where_one_wants_to(stops, exits, wants, stopping, expected):
-    loop: Any = object.__new__(Loop)
-    loop._trainer = SimpleNamespace(stopping=stopping, stop_reason="", _wants_stop=wants, _wants_exit=False)
-    loop._note_stop(stops, exits)
-    found = loop._trainer
-    assert (found.stopping, found.stop_reason, found._wants_exit) == expected
-    loop._trainer._wants_exit = True
-    loop._note_stop(0.0, 0.0)
-    assert loop._trainer._wants_exit is True
+def test_a_run_ends_after_its_epochs_its_steps_or_the_step_after_a_wish(limits, interval, at, epochs, steps, tests):
+    events = Events({at: stop} if at else {})
+    made = fitted(test_dataloader=cut(range(4), 4), test_interval=interval, hooks=[events], **limits)
+    assert (made.cur_epoch, made.cur_step, events.seen.count("before_test")) == (epochs, steps, tests)
+    assert (made.stopping, made.stop_reason) == ((True, "enough") if at else (False, ""))
+
+
+@pytest.mark.parametrize(
+    ("at", "tests"), [(("after_train_iter", 0, 1), 0), (("after_train_epoch", 0, 2), 0), (("after_test", 0, 2), 1)]
+)
+def test_a_wish_to_leave_waits_for_no_evaluation_and_ends_the_process_with_75(at, tests):
+    events = Events({at: lambda here: here.request_stop("a signal", leave=True)})
+    with pytest.raises(SystemExit) as left:
+        fitted(epochs=3, test_dataloader=cut(range(4), 4), hooks=[events])
+    assert (left.value.code, events.seen.count("before_test")) == (75, tests)
+    assert events.seen[-1] == "after_train"
+
+
+@pytest.mark.parametrize("point", ["before_train", "before_train_epoch", "after_train_iter", "on_record", "after_test"])
+def test_the_error_of_a_hook_ends_the_run_in_order_and_keeps_its_cause(point):
+    def fail(trainer: Trainer) -> None:
+        raise ZeroDivisionError("inside")
+
+    ends: list[bool] = []
+    failing = Events({(point, 0, step): fail for step in range(3)}, point)
+    other = Events({("after_train", 0, step): lambda here: ends.append(here.failed) for step in range(3)})
+    with pytest.raises(HookError, match=f"hook Events failed in {point}") as error:
+        fitted(epochs=1, test_dataloader=cut(range(4), 4), hooks=[failing, other])
+    assert isinstance(error.value.__cause__, ZeroDivisionError)
+    assert (other.seen[-1], ends) == ("after_train", [True])
+
+
+@pytest.mark.parametrize("name", ["epochs", "max_steps", "test_interval"])
+def test_limits_are_whole_numbers_from_1_on(name):
+    made: Any = object.__new__(Trainer)
+    for wrong in (0, -1, 1.5, True, "2"):
+        with pytest.raises(ConfigError) as error:
+            made.fit([], **{"epochs": 1, name: wrong})
+        assert str(error.value).startswith(f"{name} is a whole number from 1 on, not {wrong!r}")
+    with pytest.raises(ConfigError, match=r"^fit needs epochs= or max_steps="):
+        made.fit([])
 
 
 @pytest.mark.parametrize(
@@ -99,42 +160,204 @@ def test_all_ranks_stop_where_one_wants_to(stops, exits, wants, stopping, expect
     ],
 )
 def test_how_many_steps_a_run_will_have(max_epochs, steps_per_epoch, max_steps, total):
-    trainer: Any = object.__new__(Trainer)
-    trainer.max_epochs, trainer.steps_per_epoch, trainer.max_steps = max_epochs, steps_per_epoch, max_steps
-    assert trainer.total_steps == total
+    made: Any = object.__new__(Trainer)
+    made.max_epochs, made.steps_per_epoch, made.max_steps = max_epochs, steps_per_epoch, max_steps
+    assert made.total_steps == total
 
 
-@pytest.mark.parametrize("name", ["epochs", "max_steps", "test_interval"])
-def test_limits_are_whole_numbers_from_1_on(name):
-    trainer: Any = object.__new__(Trainer)
-    limits = {"epochs": 1, "max_steps": 1, "test_interval": 1}
-    trainer._set_limits(**limits)
-    assert (trainer.max_epochs, trainer.max_steps) == (1, 1)
-    for wrong in (0, -1, 1.5, True, "2"):
-        with pytest.raises(ConfigError) as error:
-            trainer._set_limits(**{**limits, name: wrong})
-        assert str(error.value).startswith(f"{name} is a whole number from 1 on, not {wrong!r}")
-    for alone in ({"epochs": 2}, {"max_steps": 2}):
-        trainer._set_limits(**{"epochs": None, "max_steps": None, "test_interval": 1, **alone})
-    assert (trainer.max_epochs, trainer.max_steps) == (None, 2)
-    with pytest.raises(ConfigError, match=r"^fit needs epochs= or max_steps="):
-        trainer._set_limits(None, None, 1)
+def test_an_epoch_without_batches_and_a_loader_that_fails_are_errors():
+    def nothing() -> Any:
+        yield from ()
+
+    def broken() -> Any:
+        yield cut(range(4), 4)[0]
+        raise OSError("gone")
+
+    made = make_trainer({})
+    with pytest.raises(ConfigError, match="epoch 0 had no batches on any rank"):
+        made.fit(nothing(), epochs=1)
+    made.cur_epoch = 0
+    with pytest.raises(TrainerError, match="loader failed in epoch 0, after step 1: OSError: gone") as error:
+        made.fit(broken(), epochs=1)
+    assert isinstance(error.value.__cause__, OSError)
+    made.context.destroy()
+
+
+def test_a_run_that_was_saved_at_the_end_of_an_epoch_goes_on_with_its_evaluation(tmp_path):
+    batches = cut(range(8), 8)
+    fitted(epochs=1, hooks=[SaveCheckpointHook(1, tmp_path)])
+    events = Events()
+    made = make_trainer({}, lr=0.1)
+    made.fit(batches, epochs=2, test_dataloader=batches, hooks=[LoadCheckpointHook(tmp_path), events])
+    made.context.destroy()
+    parts = [each for each in events.seen if each in ("before_train_epoch", "before_test")]
+    assert parts == ["before_test", "before_train_epoch", "before_test"]
+
+
+def test_hooks_of_a_run_stay_when_a_hook_evaluates_with_others():
+    """They are closed then, and yet called: as it was."""
+    batches = cut(range(4), 4)
+    events = Events({("after_train_iter", 0, 1): lambda here: here.evaluate(batches, hooks=[LossHook()])})
+    fitted(epochs=1, hooks=[events])
+    assert events.seen.count("after_train_iter") == 2
+    assert events.seen[-1] == "after_train"
+
+
+# -- between two steps ------------------------------------------------------------------------------------
+
+
+class Numbers:
+    """Stands for the numbers of a step on this rank."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def sums(self) -> list[float]:
+        return [self.value] * 3
+
+    def record(self, sums: list[float]) -> Any:
+        return self.value, sums
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_flags_are_added_up_with_the_numbers_of_a_step_so_many_steps_ago(lag):
+    sent: list[list[float]] = []
+    exchange: Any = SimpleNamespace(
+        start=lambda numbers: sent.append(numbers) or (lambda: [2 * each for each in numbers]),
+        sum=lambda numbers: [10 * each for each in numbers],
+    )
+    records: list[Any] = []
+    sums = StepSums(exchange, lag, records.append)
+    sums.wait()  # nothing was begun
+    for value in (1.0, 2.0):
+        sums.add(Numbers(value))  # type: ignore[arg-type]
+    sums.add(None)
+    sums.start([True, False])
+    assert sent == [[1.0, 0.0, 1.0, 1.0, 1.0]]
+    assert records == []
+    sums.wait()  # a checkpoint does so in the middle of a step
+    assert sums.finish() == [2.0, 0.0]
+    assert records == [(1.0, [2.0] * 3)]
+    sums.start([False, True])
+    assert sent[1] == [0.0, 1.0, *([2.0] * 3 if lag == 0 else [0.0] * 3)]
+    assert sums.finish() == [0.0, 2.0]
+    sums.add(Numbers(3.0))  # type: ignore[arg-type]
+    sums.drain()
+    assert records[1:] == ([(2.0, [4.0] * 3)] if lag == 0 else [(2.0, [20.0] * 3)]) + [(3.0, [30.0] * 3)]
+
+
+def between(**given: Any) -> tuple[Any, Any]:
+    """A trainer and its run, whose sums are what `given` says."""
+    fit: Any = SimpleNamespace(ahead=False, hooks=HookList(None, []), sums=SimpleNamespace(finish=lambda: fit.told))
+    made: Any = object.__new__(Trainer)
+    made._hooks, made._fit, made.context = fit.hooks, fit, SimpleNamespace(is_launched=False)
+    made.cur_epoch, made._cur_step, made.stopping, made.stop_reason = 3, 7, False, ""
+    made.step_done, made._wants_stop, made._wants_exit = True, "", False
+    vars(made).update(given)
+    return made, fit
+
+
+@pytest.mark.parametrize("have", [True, False])
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("stopping", [True, False])
+@pytest.mark.parametrize("step_done", [True, False])
+def test_a_run_that_asks_ahead_ends_when_the_step_is_made(have, ahead, stopping, step_done):
+    made, fit = between(stopping=stopping, step_done=step_done)
+    fit.ahead, fit.told = ahead, [0.0, float(have), float(not have), 0.0, 0.0]
+    if have and ahead and stopping and step_done:
+        with pytest.raises(_EndOfTraining):
+            made._finish_sums(fit, have)
+    else:
+        assert made._finish_sums(fit, have) is have
+
+
+def test_a_rank_without_a_batch_says_so_where_others_have_one():
+    made, fit = between()
+    fit.told = [0.0, 1.0, 1.0, 0.0, 0.0]
+    with pytest.raises(_AgreedError, match="this rank ran out of batches in epoch 3 after step 7"):
+        made._finish_sums(fit, has_batch=False)
+
+
+@pytest.mark.parametrize(
+    ("stops", "exits", "wants", "stopping", "expected"),
+    [
+        (0.0, 0.0, "", False, (False, "", False)),
+        (1.0, 0.0, "mine", False, (True, "mine", False)),
+        (1.0, 1.0, "", False, (True, "asked for by another rank", True)),
+        (1.0, 0.0, "second", True, (True, "", False)),
+        (0.0, 1.0, "", False, (False, "", True)),
+    ],
+)
+def test_all_ranks_stop_where_one_wants_to(stops, exits, wants, stopping, expected):
+    made, fit = between(stopping=stopping, _wants_stop=wants)
+    fit.told = [0.0, 1.0, 0.0, stops, exits]
+    made._finish_sums(fit, True)
+    assert (made.stopping, made.stop_reason, made._wants_exit) == expected
+    made._wants_exit, fit.told = True, [0.0, 1.0, 0.0, 0.0, 0.0]
+    made._finish_sums(fit, True)
+    assert made._wants_exit is True
 
 
 def test_a_trainer_is_asked_to_stop_for_the_first_reason_and_leaves_if_any_says_so():
-    trainer: Any = object.__new__(Trainer)
-    trainer._wants_stop, trainer._wants_exit = "", False
-    trainer.request_stop("one")
-    assert (trainer._wants_stop, trainer._wants_exit) == ("one", False)
-    trainer.request_stop("two", leave=True)
-    trainer.request_stop("three")
-    assert (trainer._wants_stop, trainer._wants_exit) == ("one", True)
+    made, _ = between()
+    for reason, leave, expected in (("one", False, False), ("two", True, True), ("three", False, True)):
+        made.request_stop(reason, leave)
+        assert (made._wants_stop, made._wants_exit) == ("one", expected)
+
+
+class Stateful(list[Any]):
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Looks(BaseHook):
+    """Keeps how the run treats its batches in each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[bool, bool]] = []
+
+    def before_train_iter(self, here: Trainer) -> None:
+        assert here._fit is not None
+        self.found.append((here._fit.equal, here._fit.ahead))
+
+
+def treated(device_asks: bool, accumulation: int) -> list[list[tuple[bool, bool]]]:
+    found = []
+    if device_asks:
+        trainer.ASKS_AHEAD.add("cpu")
+    made = make_trainer({"gradient_accumulation": accumulation})
+    rank = made.context.get_global_rank()
+    for loader in (cut(range(8), 8), Stateful(cut(range(8), 8)), cut(range(12), 12), cut(range(4 + 4 * rank), 8)):
+        looks = Looks()
+        made.cur_epoch = 0
+        made.fit(loader, epochs=1, hooks=[looks])
+        found.append(sorted({*looks.found}))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("device_asks", "accumulation", "expected"),
+    [
+        (True, 1, [[(True, True)], [(True, False)], [(True, True)], [(False, False)]]),
+        (False, 1, [[(True, False)], [(True, False)], [(True, False)], [(False, False)]]),
+        (True, 2, [[(True, True)], [(True, False)], [(False, False)], [(False, False)]]),  # three batches: half a step
+    ],
+)
+def test_batches_are_equal_and_read_ahead_where_all_ranks_have_whole_steps_left(device_asks, accumulation, expected):
+    for found in run_world(2, treated, device_asks, accumulation).values:
+        assert found == expected
+
+
+# -- what a run takes and is given ------------------------------------------------------------------------
 
 
 def test_a_checkpoint_of_something_else_is_refused_before_anything_is_taken_of_it():
     taken: list[Any] = []
     engine: Any = SimpleNamespace(extra_state=lambda: {"engine.clip": 1}, load_extra_state=taken.append)
-    rest = _Rest(engine)
+    rest = _ExtraOfRun(engine)
     assert rest.state_dict() == {"trainer": {"data": {}}, "hooks": {}, "engine.clip": 1}
     with pytest.raises(TypeError):
         rest.load_state_dict({"trainer": {"data": {"page": 3}}, "hooks": {}})
@@ -154,446 +377,46 @@ def broken() -> Any:
 def test_ranks_ask_each_other_for_batches_only_where_a_pass_goes_over_several(by_itself, known):
     held: list[TrainerError] = []
     asked: list[list[float]] = []
-    trainer: Any = SimpleNamespace(
-        context=world(2) if by_itself else world(2, tensor=2),
-        engine=SimpleNamespace(gathers_weights=False),
-        _hooks=SimpleNamespace(hold=held.append),
-        _exchange=SimpleNamespace(sum=lambda mine: asked.append(mine) or mine),
+    hooks: Any = SimpleNamespace(hold=held.append)
+    exchange: Any = SimpleNamespace(sum=lambda mine: asked.append(mine) or mine)
+    made: Any = SimpleNamespace(
+        context=world(2) if by_itself else world(2, tensor=2), engine=SimpleNamespace(gathers_weights=False)
     )
     lengths = Lengths((2, 2) if known else (2, None))
     if by_itself:  # until weights are gathered in each pass
-        trainer.engine.gathers_weights = True
-        list(_batches_of(trainer, [7], lengths))
+        made.engine.gathers_weights = True
+        list(_batches_of(made, [7], lengths, hooks, exchange))
         assert asked == ([] if known else [[1.0, 0.0], [0.0, 1.0]])
         asked.clear()
-        trainer.engine.gathers_weights = False
-    assert list(_batches_of(trainer, [7, 8], lengths)) == [7, 8]
+        made.engine.gathers_weights = False
+    assert list(_batches_of(made, [7, 8], lengths, hooks, exchange)) == [7, 8]
     assert asked == ([] if by_itself or known else [[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
     if by_itself:
-        assert list(_batches_of(trainer, broken(), lengths)) == [1]
+        assert list(_batches_of(made, broken(), lengths, hooks, exchange)) == [1]
         assert [str(error) for error in held] == ["the data loader failed: OSError: gone [C090]"]
         assert isinstance(held[0].__cause__, OSError)
     else:
         with pytest.raises(OSError, match="gone"):
-            list(_batches_of(trainer, broken(), lengths))
+            list(_batches_of(made, broken(), lengths, hooks, exchange))
         assert held == []
+    exchange.sum = lambda mine: (3.0, 1.0)
+    if not by_itself and not known:
+        with pytest.raises(TrainerError, match=r"^1 of 2 ranks have run out of batches before the others, and this"):
+            list(_batches_of(made, [7], lengths, hooks, exchange))
 
 
-# -- the loop, epoch by epoch -----------------------------------------------------------------------------
+def test_the_time_of_a_loader_is_that_of_data():
+    class Slow(list[Any]):
+        def __iter__(self) -> Any:
+            for each in super().__iter__():
+                time.sleep(0.05)
+                yield each
 
-
-def told(monkeypatch: pytest.MonkeyPatch, script: list[tuple[bool, bool, bool]], **given: Any) -> tuple[Any, list[str]]:
-    """A loop whose epochs end as the script says: (epoch_done, stopping, wants to leave); and what it does."""
-    heard: list[str] = []
-    loop: Any = object.__new__(Loop)
-    trainer: Any = object.__new__(Trainer)
-    trainer.cur_epoch, trainer._cur_step, trainer.max_epochs, trainer.max_steps = 0, 0, 5, None
-    trainer.stopping, trainer.stop_reason, trainer._wants_exit = False, "", False
-    trainer.logger = SimpleNamespace(info=lambda text: heard.append("said"))
-    vars(trainer).update(given)
-    loop._trainer, loop._test_loader, loop._test_interval, loop.resumed = trainer, "test", 1, None
-    loop._context = "context"
-
-    def epoch() -> None:
-        heard.append(f"epoch {trainer.cur_epoch}")
-        trainer.epoch_done, trainer.stopping, trainer._wants_exit = script.pop(0)
-
-    def tested(trainer: Any, loader: Any, agree: Any) -> None:
-        assert loader == "test"
-        heard.append(f"test {trainer.cur_epoch}")
-
-    monkeypatch.setattr(loop, "_train_epoch", epoch)
-    monkeypatch.setattr(loop, "_call", heard.append)
-    monkeypatch.setattr(loop, "_agree_to_stop", lambda: heard.append("agree to stop"))
-    monkeypatch.setattr(loop_module, "run_test", tested)
-    return loop, heard
-
-
-GOES_ON, ENDS, STOPS, LEAVES = (True, False, False), (False, False, False), (True, True, False), (True, True, True)
-
-
-@pytest.mark.parametrize(
-    ("script", "expected", "epoch"),
-    [
-        ([GOES_ON] * 5, [f"{what} {at}" for at in range(5) for what in ("epoch", "test")], 5),
-        ([GOES_ON, ENDS], ["epoch 0", "test 0", "epoch 1", "test 1"], 1),
-        ([GOES_ON, STOPS], ["epoch 0", "test 0", "epoch 1", "test 1", "said"], 2),
-        ([GOES_ON, LEAVES], ["epoch 0", "test 0", "epoch 1", "said"], 1),
-        ([(False, True, False)], ["epoch 0", "said"], 0),
-    ],
-)
-def test_epochs_are_tested_until_the_run_is_over(monkeypatch, script, expected, epoch):
-    loop, heard = told(monkeypatch, list(script))
-    loop._train()
-    assert [each for each in heard if each not in ("before_train", "agree to stop")] == expected
-    assert heard[0] == "before_train"
-    assert heard.count("agree to stop") == sum(each.startswith("test") for each in expected)
-    assert loop._trainer.cur_epoch == epoch
-
-
-@pytest.mark.parametrize(("interval", "expected"), [(1, [0, 1, 2, 3, 4]), (2, [1, 3]), (3, [2]), (6, [])])
-def test_an_evaluation_comes_after_every_so_many_epochs(monkeypatch, interval, expected):
-    loop, heard = told(monkeypatch, [GOES_ON] * 5)
-    loop._test_interval = interval
-    loop._train()
-    assert [each for each in heard if each.startswith("test")] == [f"test {at}" for at in expected]
-    without, heard = told(monkeypatch, [GOES_ON] * 5)
-    without._test_loader = None
-    without._train()
-    assert not [each for each in heard if each.startswith("test")]
-
-
-def test_a_run_that_goes_on_at_the_end_of_an_epoch_has_its_evaluation_first(monkeypatch):
-    loop, heard = told(monkeypatch, [GOES_ON] * 4, epoch_done=True)
-    loop._train()
-    assert [each for each in heard if each.startswith(("epoch", "test"))][:3] == ["test 0", "epoch 1", "test 1"]
-
-
-@pytest.mark.parametrize(
-    ("batches", "epoch_done", "now"), [(0, False, True), (1, False, False), (1, True, True), (0, True, True)]
-)
-def test_states_are_given_back_at_once_where_no_epoch_goes_on(monkeypatch, batches, epoch_done, now):
-    loop, _ = told(monkeypatch, [], epoch_done=epoch_done, stopping=True)
-    loop._trainer._place = EpochPosition(batches)
-    streams: list[Any] = []
-    monkeypatch.setattr(loop_module, "set_random_state", lambda *given: streams.append(given))
-    monkeypatch.setattr(loop, "_load_hook_states", lambda: "streams")
-    loop.resumed = ("states", "streams")
-    loop._train()
-    assert streams == ([("streams", "context")] if now else [])
-    loop.resumed = None
-    loop._train()
-    assert len(streams) == now
-
-
-@pytest.mark.parametrize("fails", [True, False])
-def test_hooks_hear_of_the_end_of_a_run_and_whether_it_failed(fails):
-    heard: list[str] = []
-    loop: Any = object.__new__(Loop)
-    loop._engine = SimpleNamespace(train=lambda: heard.append("train"))
-    loop._hooks = SimpleNamespace(call=heard.append)
-    loop._trainer = SimpleNamespace(failed=False, agree=lambda: heard.append("agree"))
-    cause = ValueError("inside")
-    error = TrainerError("told")
-    error.__cause__ = cause
-
-    def run() -> None:
-        heard.append("run")
-        if fails:
-            raise _Agreed(error)
-
-    loop._train = run
-    if fails:
-        with pytest.raises(TrainerError, match="told") as caught:
-            loop.run()
-        assert caught.value.__cause__ is cause
-    else:
-        loop.run()
-    assert heard == ["train", "run", "after_train", *([] if fails else ["agree"])]
-    assert loop._trainer.failed is fails
-
-
-class Stateful:
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("loader", [[], Stateful()])
-@pytest.mark.parametrize("test_loader", [None, "test"])
-def test_what_a_loop_knows_before_it_begins(monkeypatch, device, size, loader, test_loader):
-    read: list[Any] = []
-    monkeypatch.setattr(
-        loop_module, "read_lengths", lambda loader, context: read.append(loader) or Lengths((5,) * size)
-    )
-    monkeypatch.setattr(loop_module, "moves_together", lambda lengths, context: "together")
-    monkeypatch.setattr(loop_module, "agree", lambda context: nullcontext())
-    monkeypatch.setattr(loop_module, "speaks", lambda context, pipeline: pipeline)
-    context = SimpleNamespace(device=SimpleNamespace(type=device), is_launched=True, world_size=size)
-    engine = SimpleNamespace(accumulation=2, schedule=SimpleNamespace(data_process_func=None))
-    trainer: Any = SimpleNamespace(engine=engine, _hooks=None, context=context, steps_per_epoch=None)
-    loop = Loop(trainer, loader, test_loader, 1)
-    assert read == [loader, *([test_loader] if test_loader else [])]
-    assert trainer.steps_per_epoch == 3
-    assert (loop._together, loop._counts_samples) == ("together", True)
-    assert loop._lag == (1 if device == "cuda" else 0)
-    assert loop._may_ask_ahead is (device == "cuda" and size == 2 and loader == [])
-
-
-# -- steps ------------------------------------------------------------------------------------------------
-
-
-def bare(**given: Any) -> tuple[Any, Any, list[Any]]:
-    """A loop without a world, its trainer, and what they do."""
-    heard: list[Any] = []
-    loop: Any = object.__new__(Loop)
-    trainer: Any = object.__new__(Trainer)
-    trainer.cur_epoch, trainer._cur_step, trainer.max_epochs, trainer.max_steps, trainer.timer = 3, 7, None, None, None
-    trainer.stopping, trainer.step_done, trainer._wants_stop, trainer._wants_exit = False, True, "", False
-    trainer.returns_output = "if asked"
-    trainer._book = SimpleNamespace(
-        restart=lambda: heard.append("restart"),
-        add_pass=lambda *given: heard.append(("add_pass", *given)),
-        end_step=lambda *given: heard.append(("end_step", *given[:2])),
-        draft=lambda: loop.drafts.pop(0) if loop.drafts else None,
-    )
-    trainer._exchange = SimpleNamespace(start=lambda told: heard.append(told) or (lambda: loop.sums))
-    trainer.time = lambda *given: heard.append(given)
-    trainer.agree = lambda: heard.append("agree")
-    loop._trainer, loop._context, loop.resumed, loop.drafts = trainer, "context", None, []
-    loop._hooks = SimpleNamespace(call=lambda *given: heard.append(given), held=None, hold=heard.append)
-    loop._waiting, loop._lag, loop._question, loop._told = deque(), 0, None, None
-    loop._even, loop._ahead = True, False
-    vars(loop).update(given)
-    return loop, trainer, heard
-
-
-@pytest.mark.parametrize(
-    ("ended", "stopping", "batches", "is_heard"),
-    [
-        (True, False, 1, True),
-        (True, True, 4, True),
-        (False, False, 4, True),
-        (False, True, 4, False),
-        (False, False, 0, True),
-        (True, False, 0, None),
-    ],
-)
-def test_an_epoch_from_its_start_to_its_end(ended, stopping, batches, is_heard):
-    loop, trainer, heard = bare(resumed=("states", "streams"))
-    trainer.stopping, trainer._place = stopping, EpochPosition(batches)
-    loop._train_batches = lambda then: heard.append(f"from {then}") or ended
-    loop._load_hook_states = lambda: heard.append("states") or "streams"
-    loop.settle = lambda: heard.append("settle")
-    loop._agree_to_stop = lambda: heard.append("agree to stop")
-    begin = [("start", "Train-epoch"), ("before_train_epoch",), "agree", "states", "restart", "from streams", "agree"]
-    if is_heard is None:
-        with pytest.raises(ConfigError, match="epoch 3 had no batches on any rank"):
-            loop._train_epoch()
-        assert heard == begin
-        return
-    loop._train_epoch()
-    end = [("after_train_epoch",), "agree", "agree to stop"] if is_heard else []
-    assert heard == [*begin, "settle", ("stop", "Train-epoch"), *end]
-    assert trainer.epoch_done is ended
-    loop.resumed, trainer._place = None, EpochPosition(1)
-    loop._train_epoch()
-    assert "from None" in heard
-
-
-@pytest.mark.parametrize("may_ask", [True, False])
-@pytest.mark.parametrize(
-    ("together", "lengths", "inside", "even"),
-    [
-        (False, (4, 4), 0, True),
-        (False, (4, 4), 1, False),
-        (False, (4, 5), 0, False),
-        (False, (5, 5), 0, False),
-        (True, (4, 5), 1, True),
-    ],
-)
-def test_batches_are_even_where_ranks_move_together_or_have_whole_steps_left(may_ask, together, lengths, inside, even):
-    loop, trainer, heard = bare(_together=together, _lengths=Lengths(lengths), _may_ask_ahead=may_ask)
-    trainer._place = EpochPosition(2)
-    loop.feed = SimpleNamespace(batches_behind=lambda place: place.batches, inside_batch=lambda place: inside)
-    loop._engine = SimpleNamespace(accumulation=2, batches=lambda fetched, none: (f"given {each}" for each in fetched))
-    loop._fetched = lambda then: iter_closed([1, 2], heard)
-    loop._even_batches = lambda fetched: (f"even {each}" for each in fetched)
-    loop._pass = heard.append
-    assert loop._train_batches(None) is True
-    kind = "even" if even else "given"
-    assert heard == [f"{kind} 1", f"{kind} 2", "closed"]
-    assert (loop._even, loop._ahead) == (even, may_ask and even)
-
-    def over(batch: Any) -> None:
-        raise _Over
-
-    loop._pass = over
-    assert loop._train_batches(None) is False
-
-
-def iter_closed(items: list[Any], heard: list[Any]) -> Any:
-    try:
-        yield from items
-    finally:
-        heard.append("closed")
-
-
-@pytest.mark.parametrize("counts", [True, False])
-@pytest.mark.parametrize("stepped", [True, False])
-def test_a_batch_is_learnt_from_and_written_down(counts, stepped):
-    loop, trainer, heard = bare(_counts_samples=counts)
-    loop._engine = SimpleNamespace(
-        zero_grad=lambda: heard.append("zero_grad"),
-        execute_schedule=lambda batches, **asked: (
-            heard.append((*batches, asked)) or ("out", "label", torch.tensor(2.0))
-        ),
-        step=lambda: heard.append("step") or stepped,
-        schedule=SimpleNamespace(batch_size=3),
-        loss_count=None,
-        accumulation=4,
-    )
-    loop.feed = SimpleNamespace(after=lambda place, batches: EpochPosition(place.batches + batches))
-    loop._between_steps = lambda: heard.append("between")
-    loop._pass("batch")
-    loss = torch.tensor(2.0)
-    assert heard == [
-        ("before_train_iter",),
-        ("start", "Train-step"),
-        "zero_grad",
-        ("batch", {"return_output_label": "if asked"}),
-        "step",
-        ("stop", "Train-step"),
-        ("add_pass", 6.0, 3.0, 3 if counts else 0),
-        *([("end_step", 8, 3)] if stepped else []),
-        ("after_train_iter", "out", "label", loss),
-        *(["between"] if stepped else []),
-    ]
-    assert (trainer.cur_step, trainer._place.batches) == ((8, 4) if stepped else (7, 0))
-    assert trainer.step_done is stepped
-    heard.clear()
-    loop._no_batch()
-    assert trainer.batch_weight == (None, 0.0)
-    assert heard == [("end_step", trainer.cur_step, 3), ("after_train_iter", None, None, None), "between"]
-    assert trainer.step_done is True
-
-
-@pytest.mark.parametrize(
-    ("stopping", "max_steps", "even", "expected"),
-    [
-        (False, None, True, ["line"]),
-        (False, None, False, ["ask True", "answer", "line"]),
-        (True, None, True, ["agree"]),
-        (False, 7, False, ["agree"]),
-        (False, 8, True, ["line"]),
-    ],
-)
-def test_between_two_steps(stopping, max_steps, even, expected):
-    loop, trainer, heard = bare(_even=even)
-    trainer.stopping, trainer.max_steps = stopping, max_steps
-    loop._ask = lambda has_batch: heard.append(f"ask {has_batch}")
-    loop._answer = lambda: heard.append("answer")
-    loop._put_in_line = lambda: heard.append("line")
-    if expected == ["agree"]:
-        with pytest.raises(_Over):
-            loop._between_steps()
-    else:
-        loop._between_steps()
-    assert heard == expected
-
-
-@pytest.mark.parametrize("ahead", [True, False])
-def test_ranks_ask_for_the_next_batch_before_a_step_or_after_it(ahead):
-    loop, _, heard = bare(_ahead=ahead)
-    answers = [True, True, False]
-    loop._ask = lambda has_batch: heard.append(f"ask {has_batch}")
-    loop._answer = lambda: answers.pop(0)
-    loop.feed = SimpleNamespace(look_ahead=lambda: heard.append("ahead"))
-    for batch in loop._even_batches(iter(["a", "b"])):
-        heard.append(batch)
-    if ahead:
-        assert heard == ["ask True", "ahead", "ask True", "a", "ahead", "ask False", "b"]
-    else:
-        assert heard == ["ask True", "a", "ask True", "b", "ask False"]
-
-
-def test_the_error_of_a_loader_is_held_and_its_time_is_that_of_data():
-    loop, trainer, heard = bare()
-    trainer.clock = SimpleNamespace(enter=lambda phase: heard.append(phase) or "before")
-    loop.feed = SimpleNamespace(open=lambda *given: heard.append(given[0]) or broken())
-    assert list(loop._fetched(None)) == [1]
-    *phases, error = heard
-    assert phases == [3, "data", "before", "data"]
-    assert str(error).startswith("the training data loader failed in epoch 3, after step 7: OSError: gone")
-    assert isinstance(error.__cause__, OSError)
-    heard.clear()
-    loop.feed = SimpleNamespace(open=lambda *given: iter([5]))
-    assert list(loop._fetched(None)) == [5]
-    assert heard == ["data", "before", "data", "before"]
-
-
-@pytest.mark.parametrize("lag", [0, 1])
-def test_what_a_rank_tells_the_others_and_hears_of_them(lag):
-    loop, trainer, heard = bare(_lag=lag)
-    drafts = [
-        SimpleNamespace(sums=lambda at=at: [at, at, at], record=lambda sums, at=at: (at, sums)) for at in (1.0, 2.0)
-    ]
-    loop._waiting.extend(drafts)
-    loop.sums = [0.0, 2.0, 0.0, 0.0, 0.0, 7.0, 8.0, 9.0]
-    loop._ask(True)
-    told = [0.0, 1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
-    assert heard == [told]
-    assert len(loop._waiting) == 1
-    assert loop._answer() is True
-    assert heard == [told, ("on_record", (1.0, [7.0, 8.0, 9.0]))]
-    trainer._wants_stop, trainer._wants_exit, loop._hooks.held = "why", True, "error"
-    heard.clear()
-    loop._ask(False)
-    told = [1.0, 0.0, 1.0, 1.0, 1.0, *([2.0] * 3 if lag == 0 else [0.0] * 3)]
-    assert heard == [told]
-    loop.sums = [1.0, 0.0, 2.0, 1.0, 1.0, 0.0, 0.0, 0.0]
-    assert loop._answer() is False
-    assert heard[-1] == "agree"
-    assert (trainer.stopping, trainer.stop_reason) == (True, "why")
-    heard.clear()
-    loop._hear()  # there is nothing to hear
-    assert heard == []
-
-
-@pytest.mark.parametrize("have", [True, False])
-@pytest.mark.parametrize("ahead", [True, False])
-@pytest.mark.parametrize("stopping", [True, False])
-@pytest.mark.parametrize("step_done", [True, False])
-def test_a_run_that_asks_ahead_ends_when_the_step_is_made(have, ahead, stopping, step_done):
-    loop, trainer, heard = bare(_ahead=ahead)
-    trainer.stopping, trainer.step_done, trainer.stop_reason = stopping, step_done, ""
-    loop.sums = [0.0, float(have), float(not have), 0.0, 0.0, 0.0, 0.0, 0.0]
-    loop._ask(have)
-    if have and ahead and stopping and step_done:
-        with pytest.raises(_Over):
-            loop._answer()
-    else:
-        assert loop._answer() is have
-    assert "agree" not in heard
-
-
-@pytest.mark.parametrize("has_batch", [True, False])
-def test_a_rank_without_a_batch_says_so_where_others_have_one(has_batch):
-    loop, _, heard = bare()
-    loop.sums = [0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
-    loop._ask(has_batch)
-    heard.clear()
-    loop._answer()
-    assert heard[-1] == "agree"
-    said = [str(each) for each in heard if isinstance(each, TrainerError)]
-    assert [text.partition(" while")[0] for text in said] == (
-        [] if has_batch else ["this rank ran out of batches in epoch 3 after step 7"]
-    )
-
-
-def test_records_that_wait_are_finished_and_states_are_given_to_hooks():
-    loop, trainer, heard = bare()
-    drafts = [SimpleNamespace(sums=lambda at=at: [at], record=lambda sums, at=at: (at, sums)) for at in (1.0, 2.0)]
-    loop._waiting.append(drafts[0])
-    loop.drafts = [drafts[1]]
-    trainer._exchange.sum = lambda mine: [10 * each for each in mine]
-    loop.settle()
-    assert heard == [("on_record", (1.0, [10.0])), ("on_record", (2.0, [20.0]))]
-    heard.clear()
-    trainer._wants_stop = "why"
-    loop._agree_to_stop()
-    assert (trainer.stopping, trainer.stop_reason) == (True, "why")
-    loop.resumed = ("states", "streams")
-    loop._hooks.load_state_dict = heard.append
-    assert loop._load_hook_states() == "streams"
-    assert (heard, loop.resumed) == (["states", "agree"], None)
-
-    def disagree() -> None:
-        raise TrainerError("of another rank")
-
-    trainer.agree = disagree
-    with pytest.raises(_Agreed, match="of another rank"):
-        loop._call("before_train")
+    seconds: list[float] = []
+    hook = BaseHook()
+    hook.on_record = lambda trainer, record: seconds.append(record.times["data"])  # type: ignore[method-assign]
+    made = make_trainer({})
+    made.fit(Slow(cut(range(8), 8)), epochs=1, hooks=[hook])
+    made.context.destroy()
+    assert len(seconds) == 2
+    assert min(seconds) >= 0.05

@@ -120,16 +120,17 @@ def hooked(hook: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         context=SimpleNamespace(get_global_rank=lambda: 0, config={"a": {"b": 1}, "long": "x" * 600}),
         metric_values=lambda kind: {"Loss": {"train": 0.5, "test": 0.25}[kind]},
         cur_step=7,
+        cur_epoch=0,
     )
     hook.close()  # nothing is open yet
     hook.before_train(trainer)
     for step in (3, 4):
-        hook.on_record(trainer, SimpleNamespace(step=step, numbers=lambda step=step: {"loss": float(step)}))
+        hook.on_record(trainer, SimpleNamespace(step=step, epoch=0, numbers=lambda step=step: {"loss": float(step)}))
     hook.after_train_epoch(trainer)
     hook.after_test_epoch(trainer)
     hook.close()
     hook.close()
-    hook.on_record(trainer, SimpleNamespace(step=5, numbers=lambda: {"loss": 5.0}))
+    hook.on_record(trainer, SimpleNamespace(step=5, epoch=0, numbers=lambda: {"loss": 5.0}))
     hook.after_test_epoch(trainer)
     return told.calls
 
@@ -177,6 +178,7 @@ def test_what_mlflow_is_told(monkeypatch, tmp_path):
 @pytest.mark.parametrize("hook", [WandbHook("x"), MLflowHook("x"), TensorBoardHook("x")])
 def test_rank_0_alone_sends(hook, monkeypatch):
     monkeypatch.setattr(hook, "_import", lambda: pytest.fail("opened on rank 1"))
-    hook.before_train(SimpleNamespace(context=SimpleNamespace(get_global_rank=lambda: 1)))
-    hook.after_train_epoch(SimpleNamespace())
+    trainer: Any = SimpleNamespace(context=SimpleNamespace(get_global_rank=lambda: 1))
+    hook.before_train(trainer)
+    hook.after_train_epoch(trainer)
     hook.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +12,7 @@ from torch.utils.data import TensorDataset
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.testing import run_world
-from colonnade.utils import MultiTimer, checkpoint, free_port, get_current_device, get_dataloader, print_rank_0
-from colonnade.utils import timer as timer_module
+from colonnade.utils import checkpoint, free_port, get_current_device, get_dataloader, print_rank_0
 
 
 def _loaded() -> list[float]:
@@ -70,21 +68,3 @@ def test_one_process_is_rank_0_on_its_device(capsys):
     print_rank_0("here")
     assert capsys.readouterr().out == "here\n"
     assert get_current_device() == torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def test_timers_keep_their_laps(monkeypatch):
-    clock = iter([1.0, 3.5, 10.0, 14.0])
-    monkeypatch.setattr(timer_module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    timers = MultiTimer()
-    assert timers.stop("train") == 0.0  # never begun
-    timers.start("train")
-    assert timers.stop("train") == 2.5
-    assert timers.stop("train") == 0.0
-    timers.start("test")
-    assert timers.stop("test") == 4.0
-    train, test = timers.get_timer("train"), timers.get_timer("test")
-    assert (train.history, train.get_elapsed_time(), test.history) == ([2.5], 2.5, [4.0])
-    timers.reset("train")
-    assert (train.history, train.get_elapsed_time(), test.history) == ([], 0.0, [4.0])
-    timers.reset()
-    assert (test.history, test.get_elapsed_time()) == ([], 0.0)

@@ -1,4 +1,9 @@
-"""Hooks that write to the log: metrics by epoch and by step, times, memory."""
+"""Hooks that write: to the log, to files, to trackers.
+
+A `Sink` gets the record of every step, the metrics of every epoch and of every evaluation, and puts them in one place on rank 0: lines
+of the log, a JSON or CSV file, TensorBoard, Weights & Biases, MLflow. Memory has hooks of its own. `run_facts` is what the
+first line of a JSON file says of the run.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +38,36 @@ from colonnade.version import __version__
 if TYPE_CHECKING:
     from colonnade.trainer.records import StepRecord
     from colonnade.trainer.trainer import Trainer
-    from colonnade.utils.timer import MultiTimer
+
+_SECONDS_PER_MEMORY = 1.0
+
+
+class Sink(BaseHook, ABC):
+    """Puts the numbers of a run in one place, on rank 0.
+
+    They come in three kinds: "step", the record of a step; "train" and "test", the metrics of an epoch and of an evaluation.
+    """
+
+    @abstractmethod
+    def put(self, trainer: Trainer, kind: str, step: int, epoch: int, numbers: Mapping[str, float]) -> None:
+        """Numbers of a kind, on rank 0."""
+
+    def on_record(self, trainer: Trainer, record: StepRecord) -> None:
+        if trainer.context.get_global_rank() == 0:
+            self.put(trainer, "step", record.step, record.epoch, record.numbers())
+
+    def after_train_epoch(self, trainer: Trainer) -> None:
+        self._put_metrics(trainer, "train")
+
+    def after_test_epoch(self, trainer: Trainer) -> None:
+        self._put_metrics(trainer, "test")
+
+    def _put_metrics(self, trainer: Trainer, kind: str) -> None:
+        if trainer.context.get_global_rank() == 0:
+            self.put(trainer, kind, trainer.cur_step, trainer.cur_epoch, trainer.metric_values(kind))
+
+
+# --- Lines of the log ---
 
 
 class LogByEpochHook(BaseHook):
@@ -51,23 +85,16 @@ class LogByEpochHook(BaseHook):
 
 
 @HOOKS.register_module
-class LogMetricByEpochHook(LogByEpochHook):
+class LogMetricByEpochHook(LogByEpochHook, Sink):
     """Logs the metrics of an epoch over all ranks."""
 
-    def after_train_epoch(self, trainer: Trainer) -> None:
-        self._log(trainer, "train")
-
-    def after_test_epoch(self, trainer: Trainer) -> None:
-        self._log(trainer, "test")
-
-    def _log(self, trainer: Trainer, kind: str) -> None:
-        metrics = trainer.metric_values(kind)
-        if metrics:
-            self.write(trainer, f"{kind}: {_told(metrics)}")
+    def put(self, trainer: Trainer, kind: str, step: int, epoch: int, numbers: Mapping[str, float]) -> None:
+        if kind != "step" and numbers:
+            self.write(trainer, f"{kind}: {_as_text(numbers)}")
 
 
 @HOOKS.register_module
-class LogMetricByStepHook(BaseHook):
+class LogMetricByStepHook(Sink):
     """Keeps the numbers of the last step in `trainer.states["step_metrics"]`, and logs every `interval`-th of them."""
 
     def __init__(self, interval: int | None = None, logger: Any = None, priority: int = 10) -> None:
@@ -78,48 +105,16 @@ class LogMetricByStepHook(BaseHook):
         trainer.states["step_metrics"] = {}
 
     def on_record(self, trainer: Trainer, record: StepRecord) -> None:
-        trainer.states["step_metrics"] = record.numbers()
-        due = self.interval is not None and record.step % self.interval == 0
-        if due and trainer.context.get_global_rank() == 0:
-            (self.logger or trainer.logger).info(f"step {record.step}: {_told(record.numbers())}")
+        trainer.states["step_metrics"] = record.numbers()  # on every rank
+        super().on_record(trainer, record)
+
+    def put(self, trainer: Trainer, kind: str, step: int, epoch: int, numbers: Mapping[str, float]) -> None:
+        if kind == "step" and self.interval is not None and step % self.interval == 0:
+            (self.logger or trainer.logger).info(f"step {step}: {_as_text(numbers)}")
 
 
-@HOOKS.register_module
-class LogTimingByEpochHook(LogByEpochHook):
-    """Logs what a timer has measured, of rank 0 and on its clock: the epoch, and the mean of its steps."""
-
-    def __init__(
-        self,
-        timer: MultiTimer | None = None,
-        logger: Any = None,
-        interval: int = 1,
-        priority: int = 10,
-        log_eval: bool = True,
-        ignore_num_train_steps: int = 0,
-    ) -> None:
-        super().__init__(logger, interval, priority)
-        self._given, self._log_eval, self._ignore = timer, log_eval, max(0, ignore_num_train_steps)
-
-    def after_hook_is_attached(self, trainer: Trainer) -> None:
-        trainer.timer = trainer.timer or self._given
-        if trainer.timer is None:
-            raise ConfigError("LogTimingByEpochHook needs a timer: Trainer(engine, timer=MultiTimer())", code="C092")
-
-    def after_train_epoch(self, trainer: Trainer) -> None:
-        self._log(trainer, "Train")
-
-    def after_test_epoch(self, trainer: Trainer) -> None:
-        if self._log_eval:
-            self._log(trainer, "Test")
-
-    def _log(self, trainer: Trainer, kind: str) -> None:
-        timer = trainer.timer
-        assert timer is not None
-        steps = timer.get_timer(f"{kind}-step").history[self._ignore :]
-        step = f", a step {1000 * sum(steps) / len(steps):.2f} ms" if steps else ""
-        spent = timer.get_timer(f"{kind}-epoch").get_elapsed_time()
-        self.write(trainer, f"{kind.lower()}: {spent:.2f} s{step}")
-        timer.reset(f"{kind}-step")
+def _as_text(numbers: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} = {value:.5g}" for name, value in numbers.items())
 
 
 @HOOKS.register_module
@@ -148,10 +143,6 @@ class LogMemoryByEpochHook(MemoryHook):
         self.write(trainer, f"memory: {found['peak']:.0f} MiB at most, on rank {found['rank']}")
 
 
-def _told(numbers: dict[str, float]) -> str:
-    return ", ".join(f"{name} = {value:.5g}" for name, value in numbers.items())
-
-
 def peak_memory(device: torch.device) -> float:
     """MiB of this rank: on CUDA the peak of the allocator since its last reset, elsewhere that of the process."""
     if device.type == "cuda":
@@ -160,60 +151,10 @@ def peak_memory(device: torch.device) -> float:
     return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
 
 
-# --------------------------------------------------------------------------------------------------
-# What a run is, as plain values for its log: layout, config, ledger, memory. Read once, before the first step.
-# --------------------------------------------------------------------------------------------------
+# --- Files: one flushed line each, so that a run that is killed has all but the last ---
 
 
-def run_facts(trainer: Trainer) -> dict[str, Any]:
-    """What a report says of the run as a whole; of rank 0 where ranks differ."""
-    engine, context = trainer.engine, trainer.context
-    held = engine.memory()
-    return {
-        "time": time.time(),
-        "colonnade": __version__,
-        "torch": torch.__version__,
-        "device": _device_name(context.device),
-        "world_size": context.world_size,
-        "layout": {axis.name: axis.size for axis in context.layout.axes if axis.size > 1},
-        "schedule": type(engine.schedule).__name__,
-        "accumulation": engine.accumulation,
-        "parameters": sum(parameter.numel() for parameter in engine.model.parameters()),
-        "memory": {kind: getattr(held, kind).formula or 0 for kind in ("parameters", "gradients", "state")},
-        "clip": _clip_level(context.config.get("clip_grad_norm")),
-        "config": json.loads(json.dumps(context.config, default=str), parse_constant=str),
-        "ledger": [asdict(row) for row in engine.ledger().by_pattern()],
-    }
-
-
-def flat_config(config: Mapping[str, Any], under: str = "") -> dict[str, Any]:
-    """The values of a config by dotted names."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        name = f"{under}{key}"
-        flat.update(flat_config(value, f"{name}.") if isinstance(value, Mapping) else {name: value})
-    return flat
-
-
-def _clip_level(setting: Any) -> float | None:
-    """The one norm that gradients are clipped to, if there is one."""
-    level = setting.get("max_norm") if isinstance(setting, Mapping) and not setting.get("method") else setting
-    return float(level) if isinstance(level, (int, float)) and 0 < level < float("inf") else None
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-# --------------------------------------------------------------------------------------------------
-# Hooks that write the numbers of a run to files, one flushed line each. Rank 0 writes.
-# --------------------------------------------------------------------------------------------------
-
-
-_SECONDS_PER_MEMORY = 1.0
-
-
-class _Lines(BaseHook, ABC):
+class _LineFile(Sink, ABC):
     """One file, written on rank 0.
 
     A run that begins anew puts an older file of that name aside, as `<name>.1`; one that is resumed cuts off the
@@ -258,7 +199,7 @@ class _Lines(BaseHook, ABC):
 
 
 @HOOKS.register_module
-class JsonlHook(_Lines):
+class JsonlHook(_LineFile):
     """One JSON object a line: every step's record, and the metrics of every epoch and evaluation.
 
     Lines have `kind`, `step` and `epoch`; what is not finite is null. Kinds: `step`; `train` and `test`, the metrics of an epoch
@@ -271,12 +212,16 @@ class JsonlHook(_Lines):
     def __init__(self, path: str | Path, priority: int = 10, *, report: bool = True) -> None:
         super().__init__(path, priority)
         self._report, self._measured, self._warnings = report, 0.0, _Warnings(self)
+        self._ended = False
+        self._cut = 0
+        """How many steps of an older file this run makes again."""
 
     def before_train(self, trainer: Trainer) -> None:
         self._warnings.trainer, self._ended = trainer, False
         super().before_train(trainer)
         if self._file is not None:
-            self._put("run", trainer.cur_step, trainer.cur_epoch, {**run_facts(trainer), "made_again": self._cut})
+            facts = {**run_facts(trainer), "made_again": self._cut}
+            self.put(trainer, "run", trainer.cur_step, trainer.cur_epoch, facts)
             logging.getLogger("colonnade").addHandler(self._warnings)
 
     def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: Tensor | None) -> None:
@@ -284,9 +229,6 @@ class JsonlHook(_Lines):
         if self._file is not None and trainer.step_done and now - self._measured > _SECONDS_PER_MEMORY:
             self._measured = now
             trainer.log({"memory": peak_memory(trainer.context.device)})
-
-    def on_record(self, trainer: Trainer, record: StepRecord) -> None:
-        self._put("step", record.step, record.epoch, record.numbers())
 
     def after_train(self, trainer: Trainer) -> None:
         how = "failed" if trainer.failed else "stopped" if trainer.stopping else "finished"
@@ -301,11 +243,13 @@ class JsonlHook(_Lines):
         if written and self._report:
             self._write_report()
 
-    def after_train_epoch(self, trainer: Trainer) -> None:
-        self._put("train", trainer.cur_step, trainer.cur_epoch, trainer.metric_values("train"))
-
-    def after_test_epoch(self, trainer: Trainer) -> None:
-        self._put("test", trainer.cur_step, trainer.cur_epoch, trainer.metric_values("test"))
+    def put(self, trainer: Trainer, kind: str, step: int, epoch: int, numbers: Mapping[str, Any]) -> None:
+        # JSON has no NaN and no infinity.
+        finite = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in numbers.items()
+        }
+        self.write(json.dumps({"kind": kind, "step": step, "epoch": epoch, **finite}) + "\n")
 
     def kept(self, lines: list[str], trainer: Trainer) -> list[str]:
         kept = _behind(lines, trainer)
@@ -315,18 +259,8 @@ class JsonlHook(_Lines):
     def _end(self, how: str, reason: str) -> None:
         self._ended, trainer = True, self._warnings.trainer
         if trainer is not None:
-            self._put("end", trainer.cur_step, trainer.cur_epoch, {"time": time.time(), "how": how, "reason": reason})
-
-    _ended = False
-    _cut = 0
-    """How many steps of an older file this run makes again."""
-
-    def _put(self, kind: str, step: int, epoch: int, values: dict[str, Any]) -> None:
-        told = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in values.items()
-        }
-        self.write(json.dumps({"kind": kind, "step": step, "epoch": epoch, **told}) + "\n")
+            facts = {"time": time.time(), "how": how, "reason": reason}
+            self.put(trainer, "end", trainer.cur_step, trainer.cur_epoch, facts)
 
     def _write_report(self) -> None:
         try:
@@ -335,52 +269,6 @@ class JsonlHook(_Lines):
             write_run_page([self.path], self.path.with_suffix(".html"))
         except Exception as error:  # the run is done: a page is no reason to fail it
             get_dist_logger().warning(f"the page of the run was not written: {type(error).__name__}: {error}")
-
-
-class _Warnings(logging.Handler):
-    """Puts the warnings of this rank into the log as events, with the step they came in."""
-
-    def __init__(self, hook: JsonlHook) -> None:
-        super().__init__(logging.WARNING)
-        self._hook = hook
-        self.trainer: Trainer | None = None
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if self.trainer is not None:
-            self._hook._put(
-                "event",
-                self.trainer.cur_step,
-                self.trainer.cur_epoch,
-                {"time": record.created, "level": record.levelname.lower(), "text": record.getMessage()},
-            )
-
-
-@HOOKS.register_module
-class CsvHook(_Lines):
-    """Every step as a row, in the columns step, epoch, loss, lr, grad_norm, samples and seconds, and `columns`: names
-    of other numbers of a record."""
-
-    def __init__(self, path: str | Path, columns: tuple[str, ...] = (), priority: int = 10) -> None:
-        super().__init__(path, priority)
-        self._columns = ["loss", "lr", "grad_norm", "samples", "seconds", *columns]
-
-    def before_train(self, trainer: Trainer) -> None:
-        super().before_train(trainer)
-        if self._file is not None and self._file.tell() == 0:
-            self.write(_row(["step", "epoch", *self._columns]))
-
-    def on_record(self, trainer: Trainer, record: StepRecord) -> None:
-        numbers = record.numbers()
-        self.write(_row([record.step, record.epoch, *(numbers.get(name, "") for name in self._columns)]))
-
-    def kept(self, lines: list[str], trainer: Trainer) -> list[str]:
-        expected = _row(["step", "epoch", *self._columns])
-        if lines and lines[0] != expected:
-            raise ConfigError(
-                f"{self.path} has other columns ({lines[0].strip()}) than this run; give another path", code="C092"
-            )
-        rows = [line for line in lines if line.endswith("\n") and line.partition(",")[0].isdigit()]
-        return lines[:1] + [line for line in rows if int(line.partition(",")[0]) <= trainer.cur_step]
 
 
 def _behind(lines: list[str], trainer: Trainer) -> list[str]:
@@ -405,6 +293,88 @@ def _behind(lines: list[str], trainer: Trainer) -> list[str]:
     return kept
 
 
+class _Warnings(logging.Handler):
+    """Puts the warnings of this rank into the log as events, with the step they came in."""
+
+    def __init__(self, hook: JsonlHook) -> None:
+        super().__init__(logging.WARNING)
+        self._hook = hook
+        self.trainer: Trainer | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.trainer is not None:
+            facts = {"time": record.created, "level": record.levelname.lower(), "text": record.getMessage()}
+            self._hook.put(self.trainer, "event", self.trainer.cur_step, self.trainer.cur_epoch, facts)
+
+
+def run_facts(trainer: Trainer) -> dict[str, Any]:
+    """What a report says of the run as a whole; of rank 0 where ranks differ."""
+    engine, context = trainer.engine, trainer.context
+    held = engine.memory()
+    return {
+        "time": time.time(),
+        "colonnade": __version__,
+        "torch": torch.__version__,
+        "device": _device_name(context.device),
+        "world_size": context.world_size,
+        "layout": {axis.name: axis.size for axis in context.layout.axes if axis.size > 1},
+        "schedule": type(engine.schedule).__name__,
+        "accumulation": engine.accumulation,
+        "parameters": sum(parameter.numel() for parameter in engine.model.parameters()),
+        "memory": {kind: getattr(held, kind).formula or 0 for kind in ("parameters", "gradients", "state")},
+        "clip": _clip_level(context.config.get("clip_grad_norm")),
+        "config": json.loads(json.dumps(context.config, default=str), parse_constant=str),
+        "ledger": [asdict(row) for row in engine.ledger().by_pattern()],
+    }
+
+
+def flat_config(config: Mapping[str, Any], under: str = "") -> dict[str, Any]:
+    """The values of a config by dotted names."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        name = f"{under}{key}"
+        flat.update(flat_config(value, f"{name}.") if isinstance(value, Mapping) else {name: value})
+    return flat
+
+
+def _clip_level(setting: Any) -> float | None:
+    """The one norm that gradients are clipped to, if there is one."""
+    level = setting.get("max_norm") if isinstance(setting, Mapping) and not setting.get("method") else setting
+    return float(level) if isinstance(level, (int, float)) and 0 < level < float("inf") else None
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+@HOOKS.register_module
+class CsvHook(_LineFile):
+    """Every step as a row, in the columns step, epoch, loss, lr, grad_norm, samples and seconds, and `columns`: names
+    of other numbers of a record."""
+
+    def __init__(self, path: str | Path, columns: tuple[str, ...] = (), priority: int = 10) -> None:
+        super().__init__(path, priority)
+        self._columns = ["loss", "lr", "grad_norm", "samples", "seconds", *columns]
+
+    def before_train(self, trainer: Trainer) -> None:
+        super().before_train(trainer)
+        if self._file is not None and self._file.tell() == 0:
+            self.write(_row(["step", "epoch", *self._columns]))
+
+    def put(self, trainer: Trainer, kind: str, step: int, epoch: int, numbers: Mapping[str, float]) -> None:
+        if kind == "step":
+            self.write(_row([step, epoch, *(numbers.get(name, "") for name in self._columns)]))
+
+    def kept(self, lines: list[str], trainer: Trainer) -> list[str]:
+        expected = _row(["step", "epoch", *self._columns])
+        if lines and lines[0] != expected:
+            raise ConfigError(
+                f"{self.path} has other columns ({lines[0].strip()}) than this run; give another path", code="C092"
+            )
+        rows = [line for line in lines if line.endswith("\n") and line.partition(",")[0].isdigit()]
+        return lines[:1] + [line for line in rows if int(line.partition(",")[0]) <= trainer.cur_step]
+
+
 def _row(cells: list[Any]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerow(cells)
@@ -418,12 +388,10 @@ def _free_name(path: Path) -> Path:
     return other
 
 
-# --------------------------------------------------------------------------------------------------
-# Hooks that send the numbers of a run to a tracker: TensorBoard, Weights & Biases, MLflow. Rank 0 alone.
-# --------------------------------------------------------------------------------------------------
+# --- Trackers ---
 
 
-class _Tracker(BaseHook, ABC):
+class _Tracker(Sink, ABC):
     """Sends the numbers of every `interval`-th step, and the metrics of every epoch and evaluation."""
 
     package = ""
@@ -463,20 +431,9 @@ class _Tracker(BaseHook, ABC):
             self._writer = self.open(self._import())
             self.describe(trainer)
 
-    def on_record(self, trainer: Trainer, record: StepRecord) -> None:
-        if self._writer is not None and record.step % self.interval == 0:
-            self.send({f"step/{name}": value for name, value in record.numbers().items()}, record.step)
-
-    def after_train_epoch(self, trainer: Trainer) -> None:
-        self._send_metrics(trainer, "train")
-
-    def after_test_epoch(self, trainer: Trainer) -> None:
-        self._send_metrics(trainer, "test")
-
-    def _send_metrics(self, trainer: Trainer, kind: str) -> None:
-        if self._writer is not None:
-            metrics = trainer.metric_values(kind).items()
-            self.send({f"{kind}/{name}": value for name, value in metrics}, trainer.cur_step)
+    def put(self, trainer: Trainer, kind: str, step: int, epoch: int, numbers: Mapping[str, float]) -> None:
+        if self._writer is not None and (kind != "step" or step % self.interval == 0):
+            self.send({f"{kind}/{name}": value for name, value in numbers.items()}, step)
 
     def _import(self) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""Where the launchers of a job meet, and the store that they serve to the ranks of each start.
+"""The rendezvous of torchrun's elastic agents, one on each machine, and the store that they serve to the ranks of each start.
 
 Torch lets a store listen on all interfaces. Here it listens on the loopback interface where the job has one machine,
 and else on the address by which the other machines know this one. The launcher itself serves the ranks' store, on
@@ -8,6 +8,7 @@ of its own, because in a store that outlived the ranks gloo finds the addresses 
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 from typing import Any
 
@@ -26,13 +27,13 @@ from colonnade.comm.torch_versions import TCPStore
 from colonnade.context.rendezvous import launchers_met, listening_at
 
 BACKEND = "colonnade"
-PLACED = "colonnade-placed"
+STATIC_BACKEND = "colonnade-placed"
 """Where each machine was given its place by --node-rank."""
 _SECONDS = 60
 
 
-class Meeting(RendezvousHandler):
-    """Torch's rendezvous; what it agrees on beside the ranks is a store for this start, and how many there were before."""
+class AgentRendezvous(RendezvousHandler):
+    """Torch's rendezvous, which also agrees on a store for this start and on how many starts there were before."""
 
     def __init__(self, inner: Any, one_host: bool) -> None:
         self._inner, self._one_host = inner, one_host
@@ -46,7 +47,7 @@ class Meeting(RendezvousHandler):
         met = self._inner.next_rendezvous()
         if met.rank == 0:
             host = "127.0.0.1" if self._one_host else met.bootstrap_store_info.master_addr
-            self._served = serving(host, 0, self._one_host)
+            self._served = serve_store(host, 0, self._one_host)
             met.store.set("colonnade/ranks meet", f"{host} {self._served.port} {self._starts}")
         host, port, starts = met.store.get("colonnade/ranks meet").decode().split()
         self.restarts, self._starts = int(starts), self._starts + 1
@@ -82,7 +83,7 @@ class Meeting(RendezvousHandler):
         return bool(self._inner.shutdown())
 
 
-class Placed(StaticTCPRendezvous):
+class StaticAgentRendezvous(StaticTCPRendezvous):
     """Torch's rendezvous of machines with given places, at one store for the whole job, which the first machine serves."""
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -93,71 +94,66 @@ class Placed(StaticTCPRendezvous):
 
     def _first(self) -> RendezvousInfo:
         if self.rank == 0:
-            self._store = serving(self.master_addr, self.master_port, False)
+            self._store = serve_store(self.master_addr, self.master_port, False)
         return super().next_rendezvous()
 
     def get_backend(self) -> str:
         """The name in torch's registry."""
-        return PLACED
+        return STATIC_BACKEND
 
 
-def serving(host: str, port: int, one_host: bool) -> TCPStore:
+def serve_store(host: str, port: int, one_host: bool) -> TCPStore:
     """A store that is served here, at this address alone where that can be; port 0 is any that is free."""
     try:
         held = listening_at(host, port, one_host)
     except OSError:  # the port is in use, which torch says; or the address leads here by way of another machine
         held = None
+    return _served(host, held.getsockname()[1] if held is not None else port, held, multi_tenant=port != 0)
+
+
+def _served(host: str, port: int, held: socket.socket | None, multi_tenant: bool) -> TCPStore:
     return TCPStore(
         host,
-        held.getsockname()[1] if held is not None else port,
+        port,
         is_master=True,
         timeout=timedelta(seconds=_SECONDS),
         wait_for_workers=False,
-        multi_tenant=port != 0,
+        multi_tenant=multi_tenant,
         master_listen_fd=held.detach() if held is not None else None,
     )
 
 
-meetings: list[Meeting] = []
+handlers: list[AgentRendezvous] = []
 """Of this process, the last one last."""
 
 
-def _meet(params: RendezvousParameters) -> Meeting:
+def make_handler(params: RendezvousParameters) -> AgentRendezvous:
     one_host = params.get("store_type") == "file"
-    backend: Any = None
-    store: Any = None
-    if not one_host:
+    if one_host:
+        # The agent of a single machine meets itself in a file: nothing listens.
+        backend, store = create_backend(params)
+    else:
+        # The machine whose address the endpoint is serves the store of all agents, at that address alone.
         host, _, port = params.endpoint.rpartition(":")
         try:
             held = listening_at(host, int(port), False)
         except OSError:  # another machine is the host, or another launcher on this one
             held = None
-        if held is not None:
-            store = TCPStore(
-                host,
-                int(port),
-                is_master=True,
-                timeout=timedelta(seconds=_SECONDS),
-                wait_for_workers=False,
-                multi_tenant=True,
-                master_listen_fd=held.detach(),
-            )
+        if held is None:
+            limit = timedelta(seconds=_SECONDS)
+            backend, store = launchers_met(params.endpoint, limit, lambda: create_backend(params))
+        else:
+            store = _served(host, int(port), held, multi_tenant=True)
             backend = C10dRendezvousBackend(store, params.run_id)
-    if backend is None:
-        backend, store = (
-            create_backend(params)
-            if one_host
-            else launchers_met(params.endpoint, timedelta(seconds=_SECONDS), lambda: create_backend(params))
-        )
-    meetings[:] = [Meeting(create_handler(store, backend, params), one_host)]
-    return meetings[-1]
+    handlers[:] = [AgentRendezvous(create_handler(store, backend, params), one_host)]
+    return handlers[-1]
 
 
-def _place(params: RendezvousParameters) -> Placed:
-    meetings.clear()
+def make_static_handler(params: RendezvousParameters) -> StaticAgentRendezvous:
+    handlers.clear()
     host, _, port = params.endpoint.rpartition(":")
-    return Placed(host, int(port), int(params.config["rank"]), params.max_nodes, params.run_id, _SECONDS)
+    return StaticAgentRendezvous(host, int(port), int(params.config["rank"]), params.max_nodes, params.run_id, _SECONDS)
 
 
-rendezvous_handler_registry.register(BACKEND, _meet)
-rendezvous_handler_registry.register(PLACED, _place)
+rendezvous_handler_registry.register(BACKEND, make_handler)
+rendezvous_handler_registry.register(STATIC_BACKEND, make_static_handler)
