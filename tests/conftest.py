@@ -73,7 +73,7 @@ LONG = (
     "models/test_grid.py::test_models_equal_one_process[4 ranks: sequence 4, ring]",
     "models/test_grid.py::test_models_equal_one_process[4 ranks: tensor 4 1d]",
     "models/test_grid.py::test_models_equal_one_process[8 ranks: data 2 x expert 2 x tensor 2 1d x pipeline 2]",
-    "nn/test_activations.py::test_the_same_steps_under_every_kind_of_parallelism[slow]",
+    "engine/test_activations.py::test_the_same_steps_under_every_kind_of_parallelism[slow]",
     "optim/zero/test_scenarios.py::test_chunks_of_a_pipeline[ZBV]",
     "test_ancestor_loop.py::test_the_ancestors_trainer_flow_runs_through_the_alias",
     "proof/scripts/test_run.py::test_a_handler_that_does_not_divide_is_named_and_fails_a_test",
