@@ -42,8 +42,8 @@ from colonnade.hf.model_loss import ModelLoss, criterion_of
 from colonnade.logging import get_dist_logger
 from colonnade.nn.activations import ActivationSettings
 from colonnade.nn.layer.cross_entropy import CrossEntropyLoss
-from colonnade.optim.bucket_step import can_scatter, wants_flat
 from colonnade.optim.clip import ClipSettings
+from colonnade.optim.engine_optimizer import EngineOptimizer, PlainOptimizer
 from colonnade.optim.zero.formula import ZeroSettings
 from colonnade.optim.zero.fsdp import ShardedModel, outer_members, shard_model
 from colonnade.optim.zero.zero_optimizer import ZeroOptimizer
@@ -344,18 +344,18 @@ def initialize(
         plain = _build_optimizer(optimizer, built, list(model) if isinstance(model, Split) else [], context)
         agreement.require(alike_optimizer(plain, lr_scheduler, built, context.get_local_rank(ParallelMode.PIPELINE)))
         chosen = _shard_optimizer(plain, built, zero, config.get("flat_step"))
-        handlers = build_handlers(_named_handlers(context), built, chosen, context)
+        handlers = build_handlers(_named_handlers(context), built, chosen.user_optimizer, context)
     check_tied(plain, built, context)
     if sharding is not None:
         sharding.guard(plain)
-    sync, flat = _synchronise(built, chosen, handlers, schedule, context)
+    sync = _synchronise(built, chosen, handlers, schedule, context)
     with agreed_errors(device):
-        parts = built, chosen, precision.around(criterion, device)
+        parts = built, chosen.user_optimizer, precision.around(criterion, device)
         engine = Engine(
             *parts,
             context=context,
             sync=sync,
-            stepper=Stepper(built, chosen, context, sync, clip, flat, scaler, bool(config.get("graph_step"))),
+            stepper=Stepper(built, chosen, context, sync, clip, scaler, bool(config.get("graph_step"))),
             precision=precision,
             own_loss=own_loss,
             schedule=schedule,
@@ -421,10 +421,10 @@ def _home(settings: ZeroSettings, device: torch.device) -> torch.device:
     return torch.device("cpu") if settings.stage == 3 and settings.offload else device
 
 
-def _shard_optimizer(optimizer: Any, model: nn.Module, settings: ZeroSettings, flat: bool | None) -> Any:
-    """The optimizer, sharded where the settings say stage 1 or 2."""
+def _shard_optimizer(optimizer: Any, model: nn.Module, settings: ZeroSettings, flat: bool | None) -> EngineOptimizer:
+    """The optimizer as the engine drives it, sharded where the settings say stage 1 or 2."""
     if settings.stage not in (1, 2):
-        return optimizer
+        return PlainOptimizer(optimizer, model, flat)
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
             f"zero stages 1 and 2 shard a torch optimizer, not {type(optimizer).__name__}; give one, or turn zero off",
@@ -434,29 +434,33 @@ def _shard_optimizer(optimizer: Any, model: nn.Module, settings: ZeroSettings, f
 
 
 def _synchronise(
-    model: nn.Module, optimizer: Any, handlers: list[BuiltHandler], schedule: BaseSchedule, context: ParallelContext
-) -> tuple[GradientSync, bool]:
-    """The handlers with their buckets, and whether steps are flat. A sharded optimizer takes its buckets over."""
+    model: nn.Module,
+    optimizer: EngineOptimizer,
+    handlers: list[BuiltHandler],
+    schedule: BaseSchedule,
+    context: ParallelContext,
+) -> GradientSync:
+    """The handlers with their buckets, which a sharded optimizer takes over."""
     if isinstance(schedule, PipelineSchedule):
         schedule.open_groups(context)
     config = context.config
-    options = dict(config.get("sync") or {})
-    if not hasattr(optimizer, "shards_of"):
-        flat = wants_flat(list(model.parameters()), optimizer, config.get("flat_step"))
-        # A graph of a step needs gradients that stay where they are; else the kernels find them anywhere.
-        anywhere = all(can_scatter(parameter) for parameter in model.parameters() if parameter.requires_grad)
-        flatten = flat and not (anywhere and not config.get("graph_step"))
-        return build_sync(model, optimizer, context, handlers, options, bucket_all=flatten), flat
-    shards = optimizer.shards_of(pipeline=context.pipeline_parallel_size > 1)
-    sync = build_sync(model, optimizer, context, handlers, options, shards=shards)
-    optimizer.attach(sync.synchroniser, model)
-    optimizer.waits = context.waits
-    sync.before_pass = optimizer.wait
-    get_dist_logger().info(
-        f"ZeRO stage {optimizer.settings.stage}: {optimizer.numel} of {sum(p.numel() for p in model.parameters())} "
-        f"elements are stepped on here"
+    sync = build_sync(
+        model,
+        optimizer.user_optimizer,
+        context,
+        handlers,
+        dict(config.get("sync") or {}),
+        bucket_all=optimizer.needs_buckets(graph=bool(config.get("graph_step"))),
+        shards=optimizer.plan_shards(pipeline=context.pipeline_parallel_size > 1),
+        before_pass=optimizer.wait,
     )
-    return sync, False
+    optimizer.attach(sync.synchroniser, context.waits)
+    if isinstance(optimizer, ZeroOptimizer):
+        get_dist_logger().info(
+            f"ZeRO stage {optimizer.settings.stage}: {optimizer.numel} of {sum(p.numel() for p in model.parameters())} "
+            f"elements are stepped on here"
+        )
+    return sync
 
 
 def _scheduler(lr_scheduler: Any, engine: Engine) -> Any:

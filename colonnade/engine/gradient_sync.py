@@ -43,13 +43,14 @@ class GradientSync:
         synchroniser: Synchroniser,
         ledger: Ledger,
         loose: Sequence[tuple[BaseGradientHandler | None, Sequence[nn.Parameter]]] = (),
+        before_pass: Callable[[], None] = lambda: None,
     ) -> None:
         self.handlers = list(handlers)
         self.synchroniser = synchroniser
         self.ledger = ledger
         self._loose = list(loose)
-        self.before_pass: Callable[[], None] | None = None
-        """Called before anything else of a backward pass: gathers that run on must end."""
+        self.before_pass = before_pass
+        """Called before anything else of a backward pass: gathers of weights that run on must end."""
         self.log: CallLog | None = None
         """Set by whoever wants to know what handlers call."""
         self.scale: float | Tensor | None = None
@@ -57,8 +58,7 @@ class GradientSync:
 
     def prepare(self, last: bool) -> None:
         """Before each backward pass."""
-        if self.before_pass is not None:
-            self.before_pass()
+        self.before_pass()
         self.synchroniser.prepare(last)
         for handler in self.handlers:
             handler.prepare(last)
@@ -143,11 +143,12 @@ def build_sync(
     options: Mapping[str, Any],
     bucket_all: bool = False,
     shards: Shards | None = None,
+    before_pass: Callable[[], None] = lambda: None,
 ) -> GradientSync:
     """Let the ledger see what the named handlers do, attach what is missing, lay out buckets. Collective.
 
     `bucket_all`: gradients that owe no reduction lie in flat buckets too, for a flat optimizer step. `shards`: what is
-    to be sharded over the ranks that share it.
+    to be sharded over the ranks that share it. `before_pass` as of `GradientSync`.
     """
     waive = _waived(options)
     demands = read_demands(model, context.layout, context.get_global_rank())
@@ -165,7 +166,8 @@ def build_sync(
         synchroniser = Synchroniser(sums, log=get_dist_logger().info)
     for planner in found.planners:
         planner.use(synchroniser)
-    return GradientSync([*found.attached, *mine], synchroniser, found.ledger, _loose(demands, covered, synchroniser))
+    loose = _loose(demands, covered, synchroniser)
+    return GradientSync([*found.attached, *mine], synchroniser, found.ledger, loose, before_pass)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from colonnade.errors import ConfigError, listed
 from colonnade.gradients.synchroniser import Synchroniser
 from colonnade.logging import get_dist_logger
 from colonnade.nn.layer import Classifier, Embedding, Linear
+from colonnade.optim.engine_optimizer import EngineOptimizer
 from colonnade.optim.norm import Norms
 from colonnade.optim.zero.fsdp import dtypes_of, make_fp32
 from colonnade.optim.zero.zero_optimizer import state_dtypes
@@ -363,7 +364,7 @@ class PrecisionTable:
 
 
 def precision_table(
-    model: nn.Module, optimizer: Any, synchroniser: Synchroniser, autocast: torch.dtype | None
+    model: nn.Module, optimizer: EngineOptimizer, synchroniser: Synchroniser, autocast: torch.dtype | None
 ) -> PrecisionTable:
     """From the tensors that there are.
 
@@ -394,7 +395,7 @@ def precision_table(
         (
             _row(WEIGHTS, _sizes(map(local_part, parameters)), count),
             PrecisionRow(COMPUTED, _names(computed)),
-            _row(MASTERS, _sizes(getattr(optimizer, "masters", ())), count),
+            _row(MASTERS, _sizes(optimizer.masters), count),
             _row(GRADIENTS, gradients, count),
             PrecisionRow(REDUCED, _names(reduced)),
             _row(STATE, _state(optimizer), count),
@@ -402,9 +403,9 @@ def precision_table(
     )
 
 
-def _state(optimizer: Any) -> Counter[torch.dtype]:
+def _state(optimizer: EngineOptimizer) -> Counter[torch.dtype]:
     """Bytes of the optimizer's state by dtype; without single numbers, such as counts of steps."""
-    stepped = getattr(optimizer, "stepped", optimizer)
+    stepped = optimizer.stepped
     if not isinstance(stepped, Optimizer):
         return Counter()
     held = [value for state in stepped.state.values() for value in state.values() if isinstance(value, Tensor)]
@@ -416,7 +417,7 @@ def _state(optimizer: Any) -> Counter[torch.dtype]:
     known: dict[torch.dtype, tuple[torch.dtype, ...]] = {}
     for group in stepped.param_groups:
         # Slices take no gradient from autograd; all of them are stepped on.
-        for parameter in [p for p in group["params"] if p.requires_grad or stepped is not optimizer]:
+        for parameter in [p for p in group["params"] if p.requires_grad or stepped is not optimizer.user_optimizer]:
             if parameter.dtype not in known:
                 known[parameter.dtype] = state_dtypes(stepped, parameter.dtype)
             for dtype in known[parameter.dtype]:

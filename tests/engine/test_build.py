@@ -25,6 +25,7 @@ from colonnade.engine.schedule.pipeline import PipelineSchedule
 from colonnade.engine.stepper import SkipAwareScheduler
 from colonnade.errors import ConfigError
 from colonnade.gradients import synchroniser
+from colonnade.optim import engine_optimizer
 from colonnade.optim.zero.formula import ZeroSettings
 from colonnade.parallel.meta import meta_init
 from colonnade.parallel.split import split
@@ -117,7 +118,7 @@ def test_initialize_makes_every_check(check, monkeypatch):
         raise ReachedError
 
     name, _, method = check.partition(".")
-    where = {"Agreement": messages}.get(name, build)
+    where = {"Agreement": messages, "wants_flat": engine_optimizer}.get(name, build)
     model = nn.Linear(2, 2)
     with launch({}, context=ParallelContext(), verbose=False) as gpc:
         monkeypatch.setattr(*((getattr(where, name), method) if method else (where, name)), reached)
@@ -216,48 +217,23 @@ def test_a_scheduler_knows_of_dropped_steps_where_there_may_be_some(may_skip, wo
     assert is_wrapped or found is scheduler
 
 
-@pytest.mark.parametrize(
-    ("flat", "scattered", "graph", "in_buckets"),
-    [
-        (True, (False, False), False, True),
-        (True, (True, False), False, True),
-        (True, (True, True), False, False),  # kernels find gradients where they lie
-        (True, (True, True), True, True),  # but a graph needs them to stay
-        (True, (False, False), True, True),
-        (False, (False, False), False, False),
-        (False, (True, True), True, False),
-    ],
-)
-def test_which_gradients_lie_in_buckets_for_a_flat_step(monkeypatch, flat, scattered, graph, in_buckets):
-    model = nn.Linear(2, 2)
-    can = dict(zip(model.parameters(), scattered, strict=True))
-    monkeypatch.setattr(build, "wants_flat", lambda *_: flat)
-    monkeypatch.setattr(build, "can_scatter", can.__getitem__)
-    monkeypatch.setattr(build, "build_sync", lambda *_, bucket_all: bucket_all)
-    context: Any = SimpleNamespace(config={"graph_step": graph})
-    made = build._synchronise(model, SimpleNamespace(), [], object(), context)  # type: ignore[arg-type]
-    assert made == (in_buckets, flat)
-
-
 @pytest.mark.parametrize(("stages", "pipeline"), [(1, False), (2, True), (3, True)])
-def test_a_sharded_optimizer_is_told_whether_there_is_a_pipeline_and_takes_the_buckets_over(
-    monkeypatch, stages, pipeline
-):
+def test_an_optimizer_knows_of_a_pipeline_and_takes_the_buckets_over(monkeypatch, stages, pipeline):
     told: list[Any] = []
-    monkeypatch.setattr(build, "build_sync", lambda *_, shards: told.append(shards) or SimpleNamespace(synchroniser=1))
-    optimizer = SimpleNamespace(
-        shards_of=lambda pipeline: ("shards", pipeline),
+    monkeypatch.setattr(build, "build_sync", lambda *_, **given: told.append(given) or SimpleNamespace(synchroniser=1))
+    optimizer: Any = SimpleNamespace(
+        user_optimizer=None,
+        needs_buckets=lambda graph: ("buckets", graph),
+        plan_shards=lambda pipeline: ("shards", pipeline),
         attach=lambda *given: told.append(given),
         wait="wait",
-        settings=SimpleNamespace(stage=1),
-        numel=3,
     )
-    model, schedule = nn.Linear(1, 1), PipelineSchedule.__new__(PipelineSchedule)
+    schedule = PipelineSchedule.__new__(PipelineSchedule)
     monkeypatch.setattr(PipelineSchedule, "open_groups", lambda self, context: told.append("groups are opened"))
-    context: Any = SimpleNamespace(config={}, pipeline_parallel_size=stages, waits="waits")
-    sync, _ = build._synchronise(model, optimizer, [], schedule, context)
-    assert told == ["groups are opened", ("shards", pipeline), (1, model)]
-    assert (sync.before_pass, optimizer.waits) == ("wait", "waits")
+    context: Any = SimpleNamespace(config={"graph_step": True}, pipeline_parallel_size=stages, waits="waits")
+    build._synchronise(nn.Linear(1, 1), optimizer, [], schedule, context)
+    given = {"bucket_all": ("buckets", True), "shards": ("shards", pipeline), "before_pass": "wait"}
+    assert told == ["groups are opened", given, (1, "waits")]
 
 
 @pytest.mark.parametrize("given", [{"param_groups": []}, {"step": print}, {}])

@@ -9,6 +9,7 @@ import operator
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,12 +18,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from colonnade.comm.waits import WaitWatch
+from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError, GradientError
 from colonnade.gradients.bucket import BucketValues
 from colonnade.gradients.gather import Gather, GatherAhead
 from colonnade.gradients.sums import Sharding, Shards
 from colonnade.gradients.synchroniser import Synchroniser
 from colonnade.optim.bucket_step import BucketStep, OwnedBucket, ShardedBucket, wants_flat
+from colonnade.optim.engine_optimizer import EngineOptimizer, GradientSlice
 from colonnade.optim.zero.formula import ZeroSettings
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.flat import MASTER, FlatShard, flattened, view_like
@@ -331,7 +334,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class ZeroOptimizer(Optimizer):
+class ZeroOptimizer(EngineOptimizer, Optimizer):
     """Shards an element-wise optimizer over flat buckets. Made by `initialize`.
 
     `param_groups` are the original's own (its schedulers go on working) and hold the model's parameters; each
@@ -339,6 +342,7 @@ class ZeroOptimizer(Optimizer):
     slices and `.grad` is None. `state_dict` and `whole_gradient` are collective.
     """
 
+    is_sharded = True
     is_sharded_elsewhere = True  # another initialize() refuses it, and the original once this one has its state
 
     def __init__(
@@ -357,11 +361,9 @@ class ZeroOptimizer(Optimizer):
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._sizes = [len(group["params"]) for group in self.param_groups]
         self._frozen: list[Tensor] = []
-        self.waits = WaitWatch()
-        """Where this rank is: that of the context, once an engine has it."""
 
-    def shards_of(self, pipeline: bool) -> Shards:
-        """What is sharded, and how: the parameters that can get a gradient. With a `pipeline`, summed once a step."""
+    def plan_shards(self, pipeline: bool) -> Shards:
+        """The parameters that can get a gradient. With a `pipeline`, summed once a step."""
         labels: dict[int, str] = {}
         for at, group in enumerate(self.param_groups):
             for parameter in group["params"]:
@@ -389,8 +391,12 @@ class ZeroOptimizer(Optimizer):
         )
         return Shards(sharding, labels, settings.bucket_mb)
 
-    def attach(self, synchroniser: Synchroniser, model: nn.Module) -> None:
+    def needs_buckets(self, graph: bool) -> bool:
+        return False  # what is sharded is in buckets, and the rest is not stepped on here
+
+    def attach(self, synchroniser: Synchroniser, waits: WaitWatch) -> None:
         """Take over the sharded buckets: their parameters become flat, and their slices the optimizer's. Collective."""
+        self._waits = waits
         self._values = [
             BucketValues(bucket, synchroniser.groups[bucket.sum.ranks])
             for bucket in synchroniser.layout
@@ -413,9 +419,13 @@ class ZeroOptimizer(Optimizer):
         for one in self._values:
             by_group.setdefault(id(one.group), (one.group, []))[1].append(one)
         self._gathers = [Gather(group, mine) for group, mine in by_group.values()]
-        self._ahead = GatherAhead(model, self._gathers) if self.settings.gather_ahead else None
+        self._ahead = GatherAhead(self._model, self._gathers) if self.settings.gather_ahead else None
         self.numel = sum(part.stop - part.start for part in parts)
         """How many elements this rank steps on."""
+
+    @property
+    def user_optimizer(self) -> ZeroOptimizer:
+        return self
 
     @property
     def masters(self) -> list[Tensor]:
@@ -427,20 +437,27 @@ class ZeroOptimizer(Optimizer):
         """The optimizer of this rank's slices, which has their state."""
         return self._inner
 
-    def use_slots(self, held: Sequence[Held], slot_of: Callable[[Held], int]) -> BucketStep:
-        """Before the first step: who else holds each parameter, and its slot in the norm and the divisor.
+    @cached_property
+    def is_flat(self) -> bool:
+        # Asked of the slices: their masters may be of another dtype, or on another device, than the parameters.
+        return wants_flat([part for one in self._values for part in one.parts], self._inner, self._flat)
 
-        Returns what measures this rank's slices.
-        """
+    def make_step(
+        self,
+        synchroniser: Synchroniser,
+        held: Sequence[Held],
+        slot_of: Callable[[Held], int],
+        context: ParallelContext,
+    ) -> BucketStep:
         entry_of = {id(entry.tensor): entry for entry in held}
         buckets: list[OwnedBucket] = []
         for one in self._values:
             entries = [entry_of[id(parameter)] for parameter in one.bucket.parameters]
             buckets.append(ShardedBucket(one, entries, [slot_of(entry) for entry in entries]))
         loose = [entry for entry in held if not self.shards(entry.tensor)]
-        flat = wants_flat([part for one in self._values for part in one.parts], self._inner, self._flat)
+        # The buckets of slices stay the same for the life of the engine, and no rank measures the whole gradient.
         self._bucket_step = BucketStep(
-            self._inner, lambda: buckets, lambda: "the same", loose, slot_of, flat, self._model, False
+            self._inner, lambda: buckets, lambda: "the same", loose, slot_of, self.is_flat, self._model, False
         )
         return self._bucket_step
 
@@ -504,8 +521,7 @@ class ZeroOptimizer(Optimizer):
         """Which elements of a parameter this rank steps on, and the state it keeps for them; None for none."""
         return self._state.shard_of(parameter)
 
-    def gradient_slices(self) -> Iterator[tuple[Tensor, int, int, Tensor | None]]:
-        """What this rank owns of the final gradients: (parameter, first and last + 1 of its elements in memory, gradient)."""
+    def gradient_slices(self) -> Iterator[GradientSlice]:
         for one in self._values:
             for span, gradient in zip(one.bucket.spans, one.grads, strict=True):
                 missing = span.index in one.bucket.absent
@@ -520,7 +536,7 @@ class ZeroOptimizer(Optimizer):
 
         Checkpoints do not use it: they take each rank's slices as they are.
         """
-        with self.waits.together("optimizer.state_dict()"):
+        with self._waits.together("optimizer.state_dict()"):
             return self._state_dict()
 
     def _state_dict(self) -> dict[str, Any]:

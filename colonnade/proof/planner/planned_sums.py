@@ -110,7 +110,7 @@ def plan_gradients(
     stepper = optimizer
     if sharded:
         stepper = ZeroOptimizer(optimizer, model, zero, context.config.get("flat_step"))
-        shards = stepper.shards_of(pipeline=context.pipeline_parallel_size > 1)
+        shards = stepper.plan_shards(pipeline=context.pipeline_parallel_size > 1)
     try:
         found = _synchronised(model, stepper, context, device, shards, notes)
     except ColonnadeError as error:

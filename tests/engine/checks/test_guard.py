@@ -242,7 +242,7 @@ def _keys_of_guards(seconds: float) -> tuple[int, int]:
     store = distributed_c10d._world.pg_map[dist.group.WORLD][1]
     counted = Counted(store)
     distributed_c10d._world.pg_map[dist.group.WORLD] = ("gloo", counted)
-    sync = SimpleNamespace(log=None, before_pass=None, synchroniser=SimpleNamespace(buckets=[]))
+    sync = SimpleNamespace(log=None, before_pass=lambda: None, synchroniser=SimpleNamespace(buckets=[]))
     torch.manual_seed(1)
     model = nn.Linear(2, 2)
     guard = guard_of(model, None, gpc, sync)  # type: ignore[arg-type]
