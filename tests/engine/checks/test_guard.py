@@ -403,5 +403,5 @@ def test_state_is_what_the_optimizer_keeps_as_plain_tensors():
     assert names(SimpleNamespace(state={})) == names(SimpleNamespace()) == []
     shard = SimpleNamespace(state=kept, start=4, stop=6)
     for found, expected in ((shard, ["exp_avg[4:6]"]), (None, [])):
-        sharded = SimpleNamespace(flat_shard={parameter: found}.get, param_groups=[], load_state_dict=None)
+        sharded = SimpleNamespace(flat_shard={parameter: found}.get, param_groups=[], load_state_dict=print)
         assert names(sharded) == expected
