@@ -259,7 +259,10 @@ def test_the_launcher_is_told_what_a_run_would_go_on_from(manager, monkeypatch):
     for path in (file, manager.folder / "not there/told"):  # a launcher that is gone does no harm
         monkeypatch.setenv(SAVED, str(path))
         manager.save(3, nn.Linear(1, 1))
-    assert file.read_text() == f"step 3 in {manager.folder / 'step-00000003'}"
+    said = (
+        f"step 3 in {manager.folder / 'step-00000003'}; a loop that calls load() of a CheckpointManager on that folder"
+    )
+    assert file.read_text() == f"{said} goes on from there"
     monkeypatch.delenv(SAVED)
     manager.save(4, nn.Linear(1, 1))
     assert "step 4" not in file.read_text()
