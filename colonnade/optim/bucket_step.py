@@ -24,7 +24,6 @@ from colonnade.optim.flat_step import (
     FlatBucket,
     FlatStep,
     ScatteredGradient,
-    StepGraph,
     check_capturable,
     why_not,
 )
@@ -414,8 +413,7 @@ class BucketStep:
             else:
                 self.flat.close()
                 self.flat = None  # before its successor comes, or both would hold their memory
-            self.flat = FlatStep(self._optimizer, [bucket.flat() for bucket in self._buckets])
-            self.flat.graph = StepGraph() if self.captured else None
+            self.flat = FlatStep(self._optimizer, [bucket.flat() for bucket in self._buckets], self.captured)
             self._flat_key = key
         return True
 

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.engine import build, stepper
 from colonnade.engine.build import initialize
-from colonnade.optim import bucket_step, flat_step, kernels
+from colonnade.optim import bucket_step, engine_optimizer, flat_step, kernels
 from colonnade.optim.flat_step import FlatBucket, Fragment
 from colonnade.optim.norm import UNIT
 from colonnade.parallel.flat import FlatLayout
@@ -42,8 +41,7 @@ def python_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "step_kernels", fake, raising=False)
     monkeypatch.setattr(flat_step, "prepare", flat_step.KernelRun)
     monkeypatch.setattr(flat_step, "pinned", lambda numbers: numbers)
-    for module in (build, stepper):
-        monkeypatch.setattr(module, "can_scatter", lambda parameter: True)
+    monkeypatch.setattr(engine_optimizer, "can_scatter", lambda parameter: True)
 
 
 def test_what_a_launch_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
