@@ -35,7 +35,7 @@ from colonnade.hf.match import is_cut_by_plan
 from colonnade.logging import get_dist_logger
 from colonnade.nn.activations import release_blocks
 from colonnade.nn.layer.spread import FirstPass
-from colonnade.optim.zero.zero_optimizer import kinds_of_groups, two_steps
+from colonnade.optim.optimizer_trial import kinds_of_groups, two_steps
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.forward import ModelHook
 from colonnade.parallel.held import Held, checksum, held_tensors, whole_parameters, words_of

@@ -21,8 +21,8 @@ from colonnade.logging import get_dist_logger
 from colonnade.nn.layer import Classifier, Embedding, Linear
 from colonnade.optim.engine_optimizer import EngineOptimizer
 from colonnade.optim.norm import Norms
+from colonnade.optim.optimizer_trial import state_dtypes
 from colonnade.optim.zero.fsdp import dtypes_of, make_fp32
-from colonnade.optim.zero.zero_optimizer import state_dtypes
 from colonnade.parallel.dtensor import local_part
 
 # --------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from colonnade.comm.messages import gather_in_pieces
 from colonnade.comm.rank_group import gloo_beside
 from colonnade.comm.torch_versions import all_gather_flat, reduce_scatter_flat
 from colonnade.errors import GradientError, listed
-from colonnade.optim.zero.zero_optimizer import kinds_of_groups, two_steps
+from colonnade.optim.optimizer_trial import kinds_of_groups, two_steps
 from colonnade.parallel.split import Chunks
 
 _ADVICE = "Run every module on every rank (multiply by zero what is not wanted), or use zero stage 2."

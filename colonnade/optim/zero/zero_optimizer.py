@@ -1,12 +1,26 @@
-"""ZeroOptimizer: an ordinary torch optimizer whose state, and at stage 2 its gradients, are sharded over the ranks
-that hold the same parameters and see distinct data.
+"""ZeRO stages 1 and 2: an element-wise torch optimizer whose state, and at stage 2 its gradients, are sharded.
+
+What differs from plain data parallelism, along a step:
+
+- A bucket is cut into one slice for each rank that shares its sum. Its parameters are views of flat memory on every rank, and a
+  rank owns its slice of them (`BucketValues`).
+- Gradients are reduced and scattered instead of all-reduced: a rank gets the final gradient of its slice, and `.grad` is None.
+  Stage 1 keeps memory for whole gradients and sums once a step. Stage 2 keeps slices, sums at every backward pass, and buckets
+  share a little memory for what is on its way.
+- Each rank measures its slices, which are nobody else's, so the norm is joined by the one collective as ever.
+- A twin of the user's optimizer (`_inner`) steps on the slices, and has their state. A slice that is stepped on in another dtype
+  or on the host is a master copy.
+- Then each rank sends its slice of the parameters to the others (`Gather`): at once, or with `gather_ahead` while the next forward
+  pass runs, whose modules wait for their own parameters.
+
+The user's optimizer keeps its parameter groups, which schedulers write to, and gives its state up.
 """
 
 from __future__ import annotations
 
 import copy
 import operator
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,312 +40,11 @@ from colonnade.gradients.sums import Sharding, Shards
 from colonnade.gradients.synchroniser import Synchroniser
 from colonnade.optim.bucket_step import BucketStep, OwnedBucket, ShardedBucket, wants_flat
 from colonnade.optim.engine_optimizer import EngineOptimizer, GradientSlice
+from colonnade.optim.optimizer_trial import kinds_of_groups, twin_of, two_steps
 from colonnade.optim.zero.formula import ZeroSettings
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.flat import MASTER, FlatShard, flattened, view_like
 from colonnade.parallel.held import Held
-
-# --------------------------------------------------------------------------------------------------
-# The user's optimizer over parts: the same class and options, on what this rank owns instead of whole parameters.
-# --------------------------------------------------------------------------------------------------
-
-
-_OWN_HOOKS = (
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
-
-
-@dataclass(frozen=True, eq=False)
-class OwnedPart:
-    """Elements [start, stop) of a parameter's local tensor, in memory order: `value` is what the optimizer steps on."""
-
-    parameter: Tensor
-    group: int
-    start: int
-    stop: int
-    value: Tensor
-
-    @property
-    def local(self) -> Tensor:
-        """All elements of the parameter that this rank's model holds."""
-        return local_part(self.parameter).detach()
-
-
-def optimizer_of_parts(optimizer: Optimizer, parts: Sequence[OwnedPart]) -> Optimizer:
-    """An optimizer like this one over `parts`, which takes over its state; the original's is given up.
-
-    Step hooks are shared with the original, hooks of state dictionaries are not: they are for whole parameters.
-    """
-    groups = range(len(optimizer.param_groups))
-    inner = _twin(optimizer, [[part.value for part in parts if part.group == at] for at in groups])
-    for name in _OWN_HOOKS:
-        setattr(inner, name, OrderedDict())
-    for part in parts:
-        held = optimizer.state.get(part.parameter)
-        if held:
-            inner.state[part.value] = {name: cut(value, part, name) for name, value in held.items()}
-    optimizer.state.clear()
-    return inner
-
-
-def copy_options(source: Optimizer, target: Optimizer) -> None:
-    """Give the groups of one optimizer the options of the other's (a scheduler, or a step, may have changed them)."""
-    for theirs, mine in zip(source.param_groups, target.param_groups, strict=True):
-        for key, value in theirs.items():
-            if key != "params":
-                mine[key] = value
-
-
-def cut(value: Any, part: OwnedPart, name: str) -> Any:
-    """What a part keeps of something that was kept for its whole parameter."""
-    if not isinstance(value, Tensor):
-        return copy.deepcopy(value)
-    whole, held = part.local, local_part(value).detach()
-    if name != "step" and held.shape == whole.shape:
-        if held.stride() != whole.stride():
-            held = torch.empty_like(whole, dtype=held.dtype).copy_(held)
-        return flattened(held)[part.start : part.stop].to(part.value.device, copy=True)
-    return held.clone()
-
-
-def check_elementwise(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose update of an element depends on its neighbours: a slice would step otherwise.
-
-    Found out by trying, for each kind of parameter group: two steps on a small matrix, whole and in two halves.
-    """
-    for first, *_ in kinds_of_groups(optimizer):
-        _check_group(optimizer, first)
-
-
-def kinds_of_groups(optimizer: Optimizer) -> list[list[int]]:
-    """The numbers of its groups with parameters, those together that differ only in how large an option is."""
-    found: dict[str, list[int]] = {}
-    for at, group in enumerate(optimizer.param_groups):
-        options = {
-            name: bool(value) if isinstance(value, (int, float)) else value
-            for name, value in group.items()
-            if name not in ("params", "param_names")
-        }
-        if group["params"]:
-            found.setdefault(repr(sorted(options.items())), []).append(at)
-    return list(found.values())
-
-
-def _check_group(optimizer: Optimizer, at: int) -> None:
-    name = type(optimizer).__name__
-    try:
-        whole, halves = two_steps(
-            optimizer, at, (4, 6), lambda tensor: [half.clone() for half in tensor.view(-1).chunk(2)]
-        )
-    except Exception as error:
-        raise GradientError(
-            f"zero stages 1 and 2 shard element-wise optimizers, and {name} could not step on a slice: {error}. "
-            f"Use AdamW, SGD or the like, or zero stage 3 or 0.",
-            code="C070",
-        ) from error
-    if not torch.allclose(whole.view(-1), torch.cat(halves), rtol=1e-9, atol=1e-12):
-        raise GradientError(
-            f"zero stages 1 and 2 shard element-wise optimizers, and {name} is none: in group {at} it steps otherwise on half of "
-            f"a matrix than on the whole. Use AdamW, SGD or the like, or turn zero off.",
-            code="C070",
-        )
-
-
-def two_steps(
-    optimizer: Optimizer, at: int, shape: tuple[int, ...], cut: Callable[[Tensor], list[Any]], device: str = "cpu"
-) -> tuple[Tensor, list[Any]]:
-    """A matrix, and what `cut` makes of it, each after two steps on the same gradients in group `at` of such an optimizer."""
-    numbers = torch.Generator().manual_seed(0)
-    whole, *grads = (
-        torch.randn(shape, generator=numbers, dtype=torch.float64, device="cpu").to(device) for _ in range(3)
-    )
-    parts = cut(whole)
-    trials = [_trial_of(optimizer, at, [whole]), _trial_of(optimizer, at, parts)]
-    with torch.random.fork_rng(devices=[]):
-        for grad in grads:
-            whole.grad = grad
-            for part, piece in zip(parts, cut(grad), strict=True):
-                part.grad = piece
-            for trial in trials:
-                trial.step()
-    return whole, parts
-
-
-def state_dtypes(optimizer: Optimizer, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    """The dtypes of the state that it will keep of every element of a parameter; none where a trial fails."""
-    parameter = torch.zeros(2, 2, dtype=dtype, device="cpu")
-    parameter.grad = torch.ones_like(parameter)
-    try:
-        trial = _trial_of(optimizer, 0, [parameter])
-        trial.step()
-    except Exception:  # it says why at its first step
-        return ()
-    kept = [value for value in trial.state[parameter].values() if isinstance(value, Tensor)]
-    return tuple(value.dtype for value in kept if value.shape == parameter.shape)
-
-
-def _trial_of(optimizer: Optimizer, at: int, parameters: list[Tensor]) -> Optimizer:
-    """The optimizer's group `at` alone, on small tensors of the host, without hooks."""
-    trial = _twin(optimizer, [parameters for _ in optimizer.param_groups])
-    # What it changes in place must not be the user's.
-    own = {key: copy.copy(value) for key, value in trial.__dict__.items() if type(value) in (list, dict)}
-    trial.__dict__.update({key: value for key, value in own.items() if key != "param_groups"})
-    group = {key: value if key == "params" else copy.deepcopy(value) for key, value in trial.param_groups[at].items()}
-    trial.param_groups = [group]
-    for option in ("fused", "foreach", "capturable", "differentiable"):
-        if option in group:
-            group[option] = False
-    for option, value in group.items():
-        if isinstance(value, Tensor):
-            group[option] = float(value)
-    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        setattr(trial, name, OrderedDict())
-    # Some make their state when they are built: a sample of it, of the new shapes.
-    held = [(p, optimizer.state[p]) for p in optimizer.param_groups[at]["params"] if optimizer.state.get(p)]
-    like, sample = next((one for one in held if local_part(one[0]).numel()), held[0] if held else (None, {}))
-    for parameter in parameters:
-        trial.state[parameter] = {key: _sample(value, like, parameter, key) for key, value in sample.items()}
-    return trial
-
-
-def _sample(value: Any, like: Any, parameter: Tensor, name: str) -> Any:
-    if isinstance(value, Tensor) and name != "step" and value.shape == like.shape:
-        own = local_part(value).flatten()  # a rank may hold none of it
-        return torch.full_like(parameter, float(own[0]) if own.numel() else 0.0)
-    return torch.zeros((), device="cpu") if name == "step" and isinstance(value, Tensor) else copy.deepcopy(value)
-
-
-def _twin(optimizer: Optimizer, parameters: Sequence[Sequence[Tensor]]) -> Optimizer:
-    """A second object of the same class with the same attributes, over other tensors, without state."""
-    twin = object.__new__(type(optimizer))
-    twin.__dict__.update(optimizer.__dict__)
-    twin.__dict__.pop("step", None)  # a scheduler puts there a method that steps the original
-    twin.state = defaultdict(dict)
-    twin.param_groups = [
-        {**group, "params": list(tensors)} for group, tensors in zip(optimizer.param_groups, parameters, strict=True)
-    ]
-    return twin
-
-
-# --------------------------------------------------------------------------------------------------
-# The sharded optimizer state as whole parameters see it: gathered, cut, or as the ranges that this rank has.
-# --------------------------------------------------------------------------------------------------
-
-
-class ShardedState:
-    """Reads and writes `inner.state` by parameter."""
-
-    def __init__(self, inner: Optimizer, values: Sequence[BucketValues], parts: Sequence[OwnedPart]) -> None:
-        self._inner = inner
-        self._parts = {id(part.parameter): part for part in parts}
-        self._values = {id(parameter): one for one in values for parameter in one.bucket.parameters}
-
-    def knows(self, parameter: Tensor) -> bool:
-        """Whether the parameter is sharded here, if only into other ranks' slices."""
-        return id(parameter) in self._values
-
-    def shard_of(self, parameter: Tensor) -> FlatShard | None:
-        """This rank's part of a parameter; None if it has none, or the parameter is not sharded at all."""
-        part = self._parts.get(id(parameter))
-        if part is None:
-            return None
-        return FlatShard(part.start, part.stop, self._values[id(parameter)].group.ranks, self._kept(part))
-
-    def whole(self, parameter: Tensor) -> dict[str, Any]:
-        """Everything kept for a sharded parameter, as if it were not sharded. Collective over its group."""
-        part = self._parts.get(id(parameter))
-        kept: dict[str, Any] = {}
-        notes: dict[str, list[Any]] = {}
-        told: dict[str, list[Any]] = {}
-        if part is not None:
-            kept = self._kept(part)
-            notes = {name: _kind(value, part) for name, value in kept.items()}
-        for note in self._values[id(parameter)].group.gather_objects(notes):
-            told.update(note)
-        return {name: self._gathered(parameter, kept.get(name), kind) for name, kind in told.items()}
-
-    def whole_gradient(self, parameter: Tensor) -> Tensor | None:
-        """The final gradient of a sharded parameter. Collective over its group; None where no rank had one."""
-        bucket = self._values[id(parameter)].bucket
-        index = next(at for at, one in enumerate(bucket.parameters) if one is parameter)
-        if index in bucket.absent:
-            return None
-        span = next((span for span in bucket.spans if span.index == index), None)
-        own = bucket.gradient[span.at : span.at + span.numel] if span is not None else None
-        gradient: Tensor = self._gathered(parameter, own, ["like", _name(bucket.gradient.dtype)])
-        return gradient
-
-    def load(self, states: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-        """The dictionary that `inner` is to load: by id of parameter, whole state or just this rank's part of it."""
-        numbers: dict[int, int] = {}
-        groups = []
-        for group in self._inner.param_groups:
-            first = len(numbers)
-            for value in group["params"]:
-                numbers[id(value)] = len(numbers)
-            groups.append({**group, "params": list(range(first, len(numbers)))})
-        state: dict[int, dict[str, Any]] = {}
-        for part in self._parts.values():
-            given = dict(states.get(id(part.parameter), {}))
-            self._set_master(part, given.pop(MASTER, None))
-            if given:
-                state[numbers[id(part.value)]] = {k: _fitting(v, part, k) for k, v in given.items()}
-        return {"state": state, "param_groups": groups}
-
-    def _kept(self, part: OwnedPart) -> dict[str, Any]:
-        kept = dict(self._inner.state.get(part.value, {}))
-        # A copy that only lies on another device is no state: it is the parameter.
-        return {**kept, MASTER: part.value} if part.value.dtype != part.local.dtype else kept
-
-    @torch.no_grad()
-    def _set_master(self, part: OwnedPart, given: Any) -> None:
-        if self._values[id(part.parameter)].has_master:
-            part.value.copy_(
-                flattened(part.local)[part.start : part.stop] if given is None else _fitting(given, part, MASTER)
-            )
-
-    def _gathered(self, parameter: Tensor, value: Any, kind: Sequence[Any]) -> Any:
-        if kind[0] == "value":
-            return _decoded(kind)
-        group, part, like = self._values[id(parameter)].group, self._parts.get(id(parameter)), local_part(parameter)
-        whole = torch.zeros(like.numel(), dtype=getattr(torch, kind[1]), device=like.device)
-        if part is not None and value is not None:
-            whole[part.start : part.stop] = value
-        if not group.alone:
-            # As bytes: every element is somebody's and zero elsewhere, so that the sum has the same bits.
-            dist.all_reduce(whole.view(torch.uint8), group=group.group)
-        return view_like(whole, like.detach())
-
-
-def _kind(value: Any, part: OwnedPart) -> list[Any]:
-    """["like", dtype] for a tensor with an element per element; ["value", ...] for one value of all."""
-    if isinstance(value, Tensor):
-        if value.shape == part.value.shape:
-            return ["like", _name(value.dtype)]
-        if value.numel() != 1:
-            raise CheckpointError(f"state of shape {tuple(value.shape)} belongs neither to elements nor to a parameter")
-        return ["value", _name(value.dtype), value.item(), list(value.shape)]
-    return ["value", None, value]
-
-
-def _decoded(kind: Sequence[Any]) -> Any:
-    if kind[1] is None:
-        return kind[2]
-    return torch.tensor(kind[2], dtype=getattr(torch, kind[1]), device="cpu").reshape(kind[3])
-
-
-def _fitting(value: Any, part: OwnedPart, name: str) -> Any:
-    """What was loaded, cut to the part if it is for the whole parameter."""
-    if isinstance(value, Tensor) and name != "step" and value.shape == part.value.shape:
-        return value
-    return cut(value, part, name)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 class ZeroOptimizer(EngineOptimizer, Optimizer):
@@ -349,6 +62,7 @@ class ZeroOptimizer(EngineOptimizer, Optimizer):
         self, optimizer: Optimizer, model: nn.Module, settings: ZeroSettings, flat: bool | None = None
     ) -> None:
         check_elementwise(optimizer)
+        # Groups are the original's own dicts: a scheduler that holds the original writes its learning rates here.
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.settings = settings
         self.optimizer_class = type(optimizer)
@@ -470,11 +184,17 @@ class ZeroOptimizer(EngineOptimizer, Optimizer):
     def step_divided(self, divisor: Tensor | None, found_inf: Tensor | None) -> None:
         """Step on the gradient divided by `divisor`, unless `found_inf` is 1; then give the slices to all."""
         self._check_parameters()
+
+        # Take up what was changed since the last step: options by a scheduler, weights by whoever loaded some. An optimizer may
+        # also write options in its step, which go back to where users see them.
         copy_options(self, self._inner)
         for one in self._values:
             one.refresh()
         self._bucket_step.step_divided(divisor, found_inf)
         copy_options(self._inner, self)
+
+        # Send this rank's slices, also when the step was dropped: only the device knows that, and the ranks must issue the same
+        # collectives. With `gather_ahead` only what a forward pass would not wait for by itself is waited for here.
         for gather in self._gathers:
             gather.begin()
         if self._ahead is None:
@@ -488,6 +208,7 @@ class ZeroOptimizer(EngineOptimizer, Optimizer):
         """Step as it is, when the gradients have been summed; `engine.step()` does both, and clips."""
         if closure is not None:
             raise GradientError("a sharded optimizer takes no closure: gradients are summed once per step", code="C070")
+        # The flat step runs all step hooks but those that only watch for a step of the user's own, which this is.
         for hook in [one for one in self._optimizer_step_pre_hooks.values() if getattr(one, "only_looks", False)]:
             hook(self, (), {})
         self.step_divided(None, None)
@@ -593,6 +314,10 @@ class ZeroOptimizer(EngineOptimizer, Optimizer):
             )
 
 
+# Its step hooks run where the slices are stepped on; torch would run them around `step` once more.
+ZeroOptimizer.step.hooked = True  # type: ignore[attr-defined]
+
+
 def refuse_state_dict(optimizer: Optimizer) -> None:
     """Of the optimizer that was sharded: the ranks have its state, and no rank may gather it alone."""
     raise GradientError(
@@ -618,5 +343,204 @@ def refuse_empty_state_dict(optimizer: Optimizer) -> None:
         refuse_state_dict(optimizer)
 
 
-# Its step hooks run where the slices are stepped on; torch would run them around `step` once more.
-ZeroOptimizer.step.hooked = True  # type: ignore[attr-defined]
+def check_elementwise(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose update of an element depends on its neighbours: a slice would step otherwise.
+
+    Found out by trying, for each kind of parameter group: two steps on a small matrix, whole and in two halves.
+    """
+    name = type(optimizer).__name__
+    for at, *_ in kinds_of_groups(optimizer):
+        try:
+            whole, halves = two_steps(
+                optimizer, at, (4, 6), lambda tensor: [half.clone() for half in tensor.view(-1).chunk(2)]
+            )
+        except Exception as error:
+            raise GradientError(
+                f"zero stages 1 and 2 shard element-wise optimizers, and {name} could not step on a slice: {error}. "
+                f"Use AdamW, SGD or the like, or zero stage 3 or 0.",
+                code="C070",
+            ) from error
+        if not torch.allclose(whole.view(-1), torch.cat(halves), rtol=1e-9, atol=1e-12):
+            raise GradientError(
+                f"zero stages 1 and 2 shard element-wise optimizers, and {name} is none: in group {at} it steps otherwise on half of "
+                f"a matrix than on the whole. Use AdamW, SGD or the like, or turn zero off.",
+                code="C070",
+            )
+
+
+# --- The twin that steps on slices: the same class and options, on what this rank owns instead of whole parameters ---
+
+
+_OWN_HOOKS = (
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class OwnedPart:
+    """Elements [start, stop) of a parameter's local tensor, in memory order: `value` is what the optimizer steps on."""
+
+    parameter: Tensor
+    group: int
+    start: int
+    stop: int
+    value: Tensor
+
+    @property
+    def local(self) -> Tensor:
+        """All elements of the parameter that this rank's model holds."""
+        return local_part(self.parameter).detach()
+
+
+def optimizer_of_parts(optimizer: Optimizer, parts: Sequence[OwnedPart]) -> Optimizer:
+    """An optimizer like this one over `parts`, which takes over its state; the original's is given up.
+
+    Step hooks are shared with the original, hooks of state dictionaries are not: they are for whole parameters.
+    """
+    groups = range(len(optimizer.param_groups))
+    inner = twin_of(optimizer, [[part.value for part in parts if part.group == at] for at in groups])
+    for name in _OWN_HOOKS:
+        setattr(inner, name, OrderedDict())
+    for part in parts:
+        held = optimizer.state.get(part.parameter)
+        if held:
+            inner.state[part.value] = {name: cut(value, part, name) for name, value in held.items()}
+    optimizer.state.clear()
+    return inner
+
+
+def copy_options(source: Optimizer, target: Optimizer) -> None:
+    """Give the groups of one optimizer the options of the other's (a scheduler, or a step, may have changed them)."""
+    for theirs, mine in zip(source.param_groups, target.param_groups, strict=True):
+        for key, value in theirs.items():
+            if key != "params":
+                mine[key] = value
+
+
+def cut(value: Any, part: OwnedPart, name: str) -> Any:
+    """What a part keeps of something that was kept for its whole parameter."""
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    whole, held = part.local, local_part(value).detach()
+    if name != "step" and held.shape == whole.shape:
+        if held.stride() != whole.stride():
+            held = torch.empty_like(whole, dtype=held.dtype).copy_(held)
+        return flattened(held)[part.start : part.stop].to(part.value.device, copy=True)
+    return held.clone()
+
+
+# --- The sharded state as whole parameters see it: gathered, cut, or as the ranges that this rank has ---
+
+
+class ShardedState:
+    """Reads and writes `inner.state` by parameter."""
+
+    def __init__(self, inner: Optimizer, values: Sequence[BucketValues], parts: Sequence[OwnedPart]) -> None:
+        self._inner = inner
+        self._parts = {id(part.parameter): part for part in parts}
+        self._values = {id(parameter): one for one in values for parameter in one.bucket.parameters}
+
+    def knows(self, parameter: Tensor) -> bool:
+        """Whether the parameter is sharded here, if only into other ranks' slices."""
+        return id(parameter) in self._values
+
+    def shard_of(self, parameter: Tensor) -> FlatShard | None:
+        """This rank's part of a parameter; None if it has none, or the parameter is not sharded at all."""
+        part = self._parts.get(id(parameter))
+        if part is None:
+            return None
+        return FlatShard(part.start, part.stop, self._values[id(parameter)].group.ranks, self._kept(part))
+
+    def whole(self, parameter: Tensor) -> dict[str, Any]:
+        """Everything kept for a sharded parameter, as if it were not sharded. Collective over its group."""
+        part = self._parts.get(id(parameter))
+        kept = self._kept(part) if part is not None else {}
+        # A rank without a part does not know what is kept, nor in which dtype, and must take part in the same collectives.
+        mine = {name: _kind(value, part) for name, value in kept.items()} if part is not None else {}
+        kinds: dict[str, list[Any]] = {}
+        for theirs in self._values[id(parameter)].group.gather_objects(mine):
+            kinds.update(theirs)
+        return {name: self._gathered(parameter, kept.get(name), kind) for name, kind in kinds.items()}
+
+    def whole_gradient(self, parameter: Tensor) -> Tensor | None:
+        """The final gradient of a sharded parameter. Collective over its group; None where no rank had one."""
+        bucket = self._values[id(parameter)].bucket
+        index = next(at for at, one in enumerate(bucket.parameters) if one is parameter)
+        if index in bucket.absent:
+            return None
+        span = next((span for span in bucket.spans if span.index == index), None)
+        own = bucket.gradient[span.at : span.at + span.numel] if span is not None else None
+        gradient: Tensor = self._gathered(parameter, own, ["like", _name(bucket.gradient.dtype)])
+        return gradient
+
+    def load(self, states: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+        """The dictionary that `inner` is to load: by id of parameter, whole state or just this rank's part of it."""
+        numbers: dict[int, int] = {}
+        groups = []
+        for group in self._inner.param_groups:
+            first = len(numbers)
+            for value in group["params"]:
+                numbers[id(value)] = len(numbers)
+            groups.append({**group, "params": list(range(first, len(numbers)))})
+        state: dict[int, dict[str, Any]] = {}
+        for part in self._parts.values():
+            given = dict(states.get(id(part.parameter), {}))
+            self._set_master(part, given.pop(MASTER, None))
+            if given:
+                state[numbers[id(part.value)]] = {k: _fitting(v, part, k) for k, v in given.items()}
+        return {"state": state, "param_groups": groups}
+
+    def _kept(self, part: OwnedPart) -> dict[str, Any]:
+        kept = dict(self._inner.state.get(part.value, {}))
+        # A copy that only lies on another device is no state: it is the parameter.
+        return {**kept, MASTER: part.value} if part.value.dtype != part.local.dtype else kept
+
+    @torch.no_grad()
+    def _set_master(self, part: OwnedPart, given: Any) -> None:
+        if self._values[id(part.parameter)].has_master:
+            part.value.copy_(
+                flattened(part.local)[part.start : part.stop] if given is None else _fitting(given, part, MASTER)
+            )
+
+    def _gathered(self, parameter: Tensor, value: Any, kind: Sequence[Any]) -> Any:
+        if kind[0] == "value":
+            return _decoded(kind)
+        group, part, like = self._values[id(parameter)].group, self._parts.get(id(parameter)), local_part(parameter)
+        whole = torch.zeros(like.numel(), dtype=getattr(torch, kind[1]), device=like.device)
+        if part is not None and value is not None:
+            whole[part.start : part.stop] = value
+        if not group.alone:
+            # As bytes: every element is somebody's and zero elsewhere, so that the sum has the same bits.
+            dist.all_reduce(whole.view(torch.uint8), group=group.group)
+        return view_like(whole, like.detach())
+
+
+def _kind(value: Any, part: OwnedPart) -> list[Any]:
+    """["like", dtype] for a tensor with an element per element; ["value", ...] for one value of all."""
+    if isinstance(value, Tensor):
+        if value.shape == part.value.shape:
+            return ["like", _name(value.dtype)]
+        if value.numel() != 1:
+            raise CheckpointError(f"state of shape {tuple(value.shape)} belongs neither to elements nor to a parameter")
+        return ["value", _name(value.dtype), value.item(), list(value.shape)]
+    return ["value", None, value]
+
+
+def _decoded(kind: Sequence[Any]) -> Any:
+    if kind[1] is None:
+        return kind[2]
+    return torch.tensor(kind[2], dtype=getattr(torch, kind[1]), device="cpu").reshape(kind[3])
+
+
+def _fitting(value: Any, part: OwnedPart, name: str) -> Any:
+    """What was loaded, cut to the part if it is for the whole parameter."""
+    if isinstance(value, Tensor) and name != "step" and value.shape == part.value.shape:
+        return value
+    return cut(value, part, name)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

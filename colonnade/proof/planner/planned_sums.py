@@ -25,8 +25,9 @@ from colonnade.gradients.sums import Shards, Sum, make_sums, read_demands
 from colonnade.gradients.transport import CollectiveTransport, DeviceCollectiveTransport, LocalTransport, Transport
 from colonnade.gradients.uneven import by_kind
 from colonnade.optim.bucket_step import wants_flat
+from colonnade.optim.optimizer_trial import state_dtypes
 from colonnade.optim.zero.formula import ZeroSettings
-from colonnade.optim.zero.zero_optimizer import ZeroOptimizer, state_dtypes
+from colonnade.optim.zero.zero_optimizer import ZeroOptimizer
 from colonnade.parallel.dtensor import local_part
 from colonnade.proof.planner.recorder import OperatorRecorder, PlannedCall
 

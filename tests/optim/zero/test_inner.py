@@ -9,18 +9,14 @@ import torch
 from torch import nn
 
 from colonnade.errors import GradientError
+from colonnade.optim.optimizer_trial import _sample, _trial_of, kinds_of_groups, state_dtypes, two_steps
 from colonnade.optim.zero import ZeroOptimizer
 from colonnade.optim.zero.formula import ZeroSettings
 from colonnade.optim.zero.zero_optimizer import (
     OwnedPart,
-    _sample,
-    _trial_of,
     check_elementwise,
     copy_options,
-    kinds_of_groups,
     optimizer_of_parts,
-    state_dtypes,
-    two_steps,
 )
 
 
