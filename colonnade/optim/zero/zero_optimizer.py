@@ -208,7 +208,8 @@ class ZeroOptimizer(EngineOptimizer, Optimizer):
         """Step as it is, when the gradients have been summed; `engine.step()` does both, and clips."""
         if closure is not None:
             raise GradientError("a sharded optimizer takes no closure: gradients are summed once per step", code="C070")
-        # The flat step runs all step hooks but those that only watch for a step of the user's own, which this is.
+        # A hook that only looks refuses gradients that nobody has summed. The engine has summed them when it steps, and a flat
+        # step passes over such hooks; a step that the user takes asks them here.
         for hook in [one for one in self._optimizer_step_pre_hooks.values() if getattr(one, "only_looks", False)]:
             hook(self, (), {})
         self.step_divided(None, None)
