@@ -14,6 +14,7 @@ from rich.text import Text
 
 from colonnade.errors import ConfigError
 from colonnade.proof.planner.plan_records import Plan, PlannedTimeline, RankClass, SearchResult
+from colonnade.texts import format_bytes, format_seconds
 
 
 def plan(
@@ -186,12 +187,12 @@ def show_search(found: SearchResult, limit: int = 10) -> None:
     for one in found.fitting[:limit]:
         table.add_row(
             layout_text(one.layout),
-            seconds(one.step_seconds or 0.0),
-            size(one.peak_memory or 0),
+            format_seconds(one.step_seconds or 0.0),
+            format_bytes(one.peak_memory or 0),
             f"{one.mfu or 0:.0%}",
             f"{one.hfu or 0:.0%}",
             f"{one.bubble or 0:.0%}",
-            seconds(one.exposed_seconds or 0.0),
+            format_seconds(one.exposed_seconds or 0.0),
         )
     console.print(table)
     reasons: dict[str, list[str]] = defaultdict(list)
@@ -209,20 +210,6 @@ def show_search(found: SearchResult, limit: int = 10) -> None:
         console.print(found.verify, markup=False, soft_wrap=True)
 
 
-def size(count: float) -> str:
-    """Bytes for people."""
-    for unit in ("B", "KB", "MB", "GB", "TB", "PB"):
-        if abs(count) < 1000 or unit == "PB":
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return ""
-
-
-def seconds(value: float) -> str:
-    """Seconds for people."""
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.2f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} us"
-
-
 def layout_text(layout: dict[str, Any]) -> str:
     """A layout in few words: without axes of one rank, and without what is off."""
     off = {"zero": 0, "checkpoint": "none"}
@@ -236,7 +223,7 @@ def _head(console: Console, plan: Plan) -> None:
     if plan.classes:
         per = f", {totals.tokens / totals.step_seconds:,.0f} tokens/s" if totals.tokens else ""
         console.print(
-            f"{totals.parameters:,} parameters; a step takes {seconds(totals.step_seconds)}{per}, "
+            f"{totals.parameters:,} parameters; a step takes {format_seconds(totals.step_seconds)}{per}, "
             f"MFU {totals.mfu:.1%}, HFU {totals.hfu:.1%}",
             markup=False,
         )
@@ -246,18 +233,18 @@ def _head(console: Console, plan: Plan) -> None:
             style="dim",
         )
         console.print(
-            f"  computing {seconds(totals.compute_seconds)}, collectives that nothing hides {seconds(totals.exposed_seconds)}, "
-            f"pipeline bubble {seconds(totals.bubble_seconds)}, optimizer {seconds(totals.optimizer_seconds)}",
+            f"  computing {format_seconds(totals.compute_seconds)}, collectives that nothing hides {format_seconds(totals.exposed_seconds)}, "
+            f"pipeline bubble {format_seconds(totals.bubble_seconds)}, optimizer {format_seconds(totals.optimizer_seconds)}",
             markup=False,
         )
         fits = "fits" if totals.fits else "DOES NOT FIT"
         console.print(
-            f"  fullest rank: {size(totals.peak_memory)} of {size(plan.hardware.memory)}: {fits}",
+            f"  fullest rank: {format_bytes(totals.peak_memory)} of {format_bytes(plan.hardware.memory)}: {fits}",
             style=None if totals.fits else "red",
         )
         console.print(
-            f"  sent in a step by all ranks: {size(totals.bytes_inside_nodes)} inside nodes, "
-            f"{size(totals.bytes_between_nodes)} between them",
+            f"  sent in a step by all ranks: {format_bytes(totals.bytes_inside_nodes)} inside nodes, "
+            f"{format_bytes(totals.bytes_between_nodes)} between them",
             markup=False,
         )
     console.print(
@@ -289,8 +276,10 @@ def _memory(console: Console, plan: Plan) -> None:
             drawn += width
         mark = round(limit / scale * 60)
         bar.append(" " * max(0, mark - drawn) + "|" if drawn <= mark else "")
-        parts = ", ".join(f"{name} {size(getattr(one.memory, name))}" for name, _ in KINDS if getattr(one.memory, name))
-        bar.append(f" {size(one.memory.total)}")
+        parts = ", ".join(
+            f"{name} {format_bytes(getattr(one.memory, name))}" for name, _ in KINDS if getattr(one.memory, name)
+        )
+        bar.append(f" {format_bytes(one.memory.total)}")
         console.print(bar)
         console.print(f"{'':<12}{parts}", markup=False, style="dim", soft_wrap=True)
 
@@ -305,17 +294,17 @@ def _collectives(plan: Plan) -> Table:
     for call in calls[:24]:
         table.add_row(
             call.when, call.mode, call.op, f"{call.bytes:,}", f"{call.count:,}", f"{call.ranks:,}", call.link,
-            seconds(call.seconds), seconds(call.exposed), call.what,
+            format_seconds(call.seconds), format_seconds(call.exposed), call.what,
         )  # fmt: skip
     if len(calls) > 24:
         rest = calls[24:]
-        table.add_row("", f"{len(rest)} more", *[""] * 5, seconds(sum(call.seconds for call in rest)), "", "")
+        table.add_row("", f"{len(rest)} more", *[""] * 5, format_seconds(sum(call.seconds for call in rest)), "", "")
     return table
 
 
 def _timeline(console: Console, timeline: PlannedTimeline) -> None:
     console.print(
-        f"[bold]Pipeline[/bold] {timeline.schedule}, {timeline.num_microbatches} micro-batches: {seconds(timeline.makespan)}, "
+        f"[bold]Pipeline[/bold] {timeline.schedule}, {timeline.num_microbatches} micro-batches: {format_seconds(timeline.makespan)}, "
         f"pipeline bubble {timeline.bubble:.1%} of ranks x makespan ({timeline.equal_bubble:.1%} were all passes equally long "
         f"and transfers free)"
     )

@@ -220,8 +220,9 @@ class WaitWatch:
         a step with which this rank would have to help never comes: then it is an error here.
         """
         with self.during(f"{OUTSIDE}, in {what}"):
-            if dist.is_initialized():
-                self._meet(what, dist.get_world_size())
+            _, world_size = self._world
+            if world_size > 1:
+                self._meet(what, world_size)
             yield
 
     def _meet(self, what: str, world_size: int) -> None:

@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colonnade.checkpoint.agreement import gather_json
 from colonnade.checkpoint.export import WholeTensors
 from colonnade.comm.host_copy import HostCopy
-from colonnade.comm.messages import error_of, note_of
+from colonnade.comm.messages import error_of, gather_from_all, note_of
 from colonnade.comm.rank_group import RankGroup
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
@@ -150,7 +149,7 @@ class WholeWeights:
         with self.context.waits.together("engine.save_pretrained()"):
             self.wait_for_weights()
             # Asked of all: some stages of a pipeline may have no adapters.
-            if any(gather_json(any(True for _ in lora_layers(self.model)), self.context)):
+            if any(gather_from_all(any(True for _ in lora_layers(self.model)), self.context)):
                 return save_adapters(self.model, folder, self.context, dtype)
             return save_pretrained(self.model, folder, self.context, max_shard_size, dtype)
 
@@ -297,7 +296,7 @@ class LossBook:
                 f"some ranks gave their loss as (sum, count), others as a mean; {USE_ONE_FORM}", code="C045"
             )
 
-    def someone_has(self, batch_here: bool) -> bool:
+    def any_rank_has_batch(self, batch_here: bool) -> bool:
         """Whether any rank has a batch left. Collective over the world."""
         flag = torch.tensor([float(batch_here)], device=self._context.device)
         with self._context.waits.during("asking who has a batch"):
@@ -426,7 +425,7 @@ class Engine(LastStep, WholeWeights):
         A mean that torch's cross-entropy or ours has made counts as (sum, count): it may leave out labels.
         """
         self._check_not_failed()
-        with self._told_to_all():
+        with self._raise_on_all_ranks():
             value, count, self._schedule.loss_count = self._book.read(loss)
             self._book.add(count)
             self._begin_pass()
@@ -457,7 +456,7 @@ class Engine(LastStep, WholeWeights):
     def step(self) -> bool:
         """Reduce, clip and step, if this was the last pass of the step; returns whether it was."""
         if self._passes == 0:
-            with self._told_to_all():
+            with self._raise_on_all_ranks():
                 raise GradientError(
                     "step() before backward(): there are no gradients to apply. Write engine.backward(loss), not "
                     "loss.backward(): that one sums nothing over the ranks",
@@ -517,7 +516,7 @@ class Engine(LastStep, WholeWeights):
         try:
             while True:
                 batch = next(iterator, _NO_BATCH)
-                if not self._book.someone_has(batch is not _NO_BATCH):
+                if not self._book.any_rank_has_batch(batch is not _NO_BATCH):
                     break
                 if batch is _NO_BATCH:
                     self._pass_without_batch(after_step)
@@ -636,24 +635,24 @@ class Engine(LastStep, WholeWeights):
         self._sync.synchroniser.end_backward()
 
     @contextmanager
-    def _told_to_all(self) -> Iterator[None]:
+    def _raise_on_all_ranks(self) -> Iterator[None]:
         """An error in here that this rank alone may have made: it gives the step up, and all ranks raise the error."""
         try:
             yield
         except GradientError as error:
-            if self.context.world_size > 1 and not self._unheard_by():
+            if self.context.world_size > 1 and not self._ranks_without_common_sum():
                 get_dist_logger().error(f"rank {self.context.get_global_rank()} gives this step up: {error}")
                 with suppress(GradientError):
                     self._give_up_step(note_of(error))
             raise
 
-    def _unheard_by(self) -> list[int]:
+    def _ranks_without_common_sum(self) -> list[int]:
         """The ranks with which this one sums no gradient: they would not hear that it gives a step up."""
         return sorted(set(range(self.context.world_size)).difference(*self._sync.synchroniser.groups))
 
     def _give_up_step(self, why: str = "") -> None:
         """Take part in the others' step with nothing, and have all ranks drop it; all raise, if told `why`."""
-        others = self._unheard_by()
+        others = self._ranks_without_common_sum()
         if others:
             raise GradientError(
                 f"backward failed on this rank, and no gradient is summed with ranks {listed(others)}, so ranks "
@@ -667,13 +666,13 @@ class Engine(LastStep, WholeWeights):
         while self._passes < self.accumulation:
             self._sync.synchroniser.end_backward()
             if self._book.uneven:  # before each pass the other ranks ask who has a batch
-                self._book.someone_has(True)
+                self._book.any_rank_has_batch(True)
             self._begin_pass()
         self._total_passes = total
         self._sync.synchroniser.fail(why)
         self._sync.synchroniser.end_backward()
         self._reduce()
-        if not self._sync.synchroniser.failed_ranks:  # a quiet step: the others drop it on the device
+        if not self._sync.synchroniser.failed_ranks:  # a steady step: the others drop it on the device
             self._stepper.step()
         self._end_step()
 
@@ -737,7 +736,7 @@ class Engine(LastStep, WholeWeights):
         self._book.set_scale(self._sync, self._stepper.scaler)
         with self.context.waits.during("summing the gradients", "communication"):
             self._sync.finish()
-        told = self._sync.synchroniser.why_failed
+        told = self._sync.synchroniser.failure_reasons
         if told:
             first, *_ = told
             self._watch.unsummed = False

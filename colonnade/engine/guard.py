@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from colonnade.checkpoint.agreement import before_save
 from colonnade.comm import waits
-from colonnade.comm.messages import digest_of, gather_in_pieces, share_texts
-from colonnade.comm.torch_versions import default_store, gather_rows, groups_meet, is_alive, timeout_of
+from colonnade.comm.messages import gather_bytes, share_texts
+from colonnade.comm.torch_versions import default_store, groups_meet, is_alive, timeout_of
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.gradient_sync import GradientSync
@@ -33,6 +33,7 @@ from colonnade.gradients.probe import CallLog, Steps, first_difference, read_ste
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.flat import ShardedOptimizer
 from colonnade.parallel.held import checksum, held_tensors
+from colonnade.texts import digest_of
 
 # --------------------------------------------------------------------------------------------------
 # Many numbers as one, for comparisons between ranks.
@@ -156,12 +157,9 @@ class Guard:
     def _exchange(self, mine: list[_Part]) -> list[dict[int, int]]:
         """Every rank's parts, in rank order."""
         self._meet()
-        rows = gather_in_pieces(b"".join(_PART.pack(*part) for part in mine), self._gather)
+        parts = b"".join(_PART.pack(*part) for part in mine)
+        rows = gather_bytes(parts, torch.device("cpu"), self._group)  # its group is one of gloo
         return [dict(_PART.iter_unpack(row)) for row in rows]
-
-    def _gather(self, content: bytes) -> list[bytes]:
-        mine = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        return [bytes(row) for row in gather_rows(mine, self._group).tolist()]
 
     def _meet(self) -> None:
         """Return when all ranks are here; raise if one never will be."""

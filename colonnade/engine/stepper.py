@@ -23,7 +23,7 @@ from colonnade.engine.gradient_sync import GradientSync
 from colonnade.engine.precision import LossScaler
 from colonnade.errors import ConfigError, did_you_mean, listed
 from colonnade.gradients.ledger import Ledger
-from colonnade.gradients.uneven import Riders
+from colonnade.gradients.uneven import PiggybackedFlags
 from colonnade.logging import get_dist_logger
 from colonnade.optim.clip import ClipPolicy, ClipSettings, Decision, Per
 from colonnade.optim.engine_optimizer import EngineOptimizer
@@ -140,9 +140,9 @@ class OwnNorms:
                     code="C131",
                 )
         common = any(entry.tensor.requires_grad and entry.name not in waived for entry in held)
-        told = gather_numbers(2 * bool(waived) + common, context.device)
-        own.mixed = any(number & 1 for number in told)
-        return own if any(number & 2 for number in told) else None
+        everyone = gather_numbers([bool(waived), common], context.device)
+        own.mixed = any(has_common for _, has_common in everyone)
+        return own if any(has_waived for has_waived, _ in everyone) else None
 
     @property
     def count(self) -> int:
@@ -290,7 +290,7 @@ class Stepper:
         self._step = optimizer.make_step(sync.synchroniser, held, slot_of, context)
         self._synchroniser = sync.synchroniser
         self._capture = self._captured() if graph else None
-        self._ride()
+        self._use_flags()
         self.last: Decision | None = None
         self.skips = SkipReport()
 
@@ -299,12 +299,12 @@ class Stepper:
         cannot drop it on the device."""
         during = self._context.waits.during
         if self.policy is None:
-            verdict = self._verdict()
+            drop_flag = self._drop_flag()
             self.skips.last, self.skips.flag = False, None
-            if verdict is not None:
-                self.skips.note(verdict)
+            if drop_flag is not None:
+                self.skips.note(drop_flag)
             with during("in the step of the optimizer", "optimizer"):
-                self.optimizer.step_divided(None, verdict)
+                self.optimizer.step_divided(None, drop_flag)
             return
         with during("measuring the norm", "clip"):
             self.last = self._decide(self.policy)
@@ -364,25 +364,25 @@ class Stepper:
         meter = self._step.meter(
             self._norm_type, policy.slots if self._own is None else self._own.count, self._context.device
         )
-        riders, told, whole = self._synchroniser.riders, self._synchroniser.told, self._step.measures_whole
+        flags, told, whole = self._synchroniser.flags, self._synchroniser.unsent_flags, self._step.measures_whole
         if self._capture is not None and (whole or self._context.world_size == 1):
-            return self._with_verdict(self._repeated(self._capture, policy, meter), self._verdict())
+            return self._with_drop_flag(self._repeated(self._capture, policy, meter), self._drop_flag())
         vector, count = meter.measure(), 0
         if told is not None and not whole:
             vector, count = torch.cat([vector, told]), len(told)
         group = self._context.get_group(ParallelMode.GLOBAL)
-        norms = reduce_norms(vector, self._norm_type, group, riders=count, whole=whole)
+        norms = reduce_norms(vector, self._norm_type, group, piggybacked=count, whole=whole)
         if self._own is not None:
             norms = self._own.folded(norms)
         decision = policy.decide(norms if self.scaler is None else self.scaler.unscaled(norms))
-        return self._with_verdict(
-            decision, riders.take(vector[-count:]) if riders is not None and count else self._verdict()
+        return self._with_drop_flag(
+            decision, flags.take(vector[-count:]) if flags is not None and count else self._drop_flag()
         )
 
-    def _with_verdict(self, decision: Decision, verdict: Tensor | None) -> Decision:
-        if verdict is None:
+    def _with_drop_flag(self, decision: Decision, drop_flag: Tensor | None) -> Decision:
+        if drop_flag is None:
             return decision
-        return replace(decision, found_inf=torch.maximum(decision.found_inf, verdict))
+        return replace(decision, found_inf=torch.maximum(decision.found_inf, drop_flag))
 
     def _captured(self) -> Capture:
         """Make the step one of CUDA graphs, or say why it cannot be."""
@@ -408,22 +408,22 @@ class Stepper:
         norms = replace(found.norms, sums=found.norms.sums.clone(), nonfinite=found.norms.nonfinite.clone())
         return Decision(norms=norms, **copies)
 
-    def _ride(self) -> None:
+    def _use_flags(self) -> None:
         """Let the synchroniser do without agreements that the host would wait for, where all ranks can. Collective."""
         if self._context.device.type != "cuda" or self._context.world_size == 1:
             return
         able = self._step.drops_on_device and not self._synchroniser.host_waits
         if is_same_everywhere(int(able), self._context.device) and able:
-            self._synchroniser.riders = Riders(self._context.device)
+            self._synchroniser.flags = PiggybackedFlags(self._context.device)
 
-    def _verdict(self) -> Tensor | None:
+    def _drop_flag(self) -> Tensor | None:
         """What the world says of this step: 1.0 to drop it; None where nothing is asked."""
-        riders, told = self._synchroniser.riders, self._synchroniser.told
-        if riders is None or told is None:
-            return self._synchroniser.verdict
+        flags, told = self._synchroniser.flags, self._synchroniser.unsent_flags
+        if flags is None or told is None:
+            return self._synchroniser.drop_flag
         told = told.clone()
         dist.all_reduce(told, group=self._context.get_group(ParallelMode.GLOBAL))
-        return riders.take(told)
+        return flags.take(told)
 
 
 def _slot_of(slots: Slots | None, entry: Held, own: OwnNorms | None = None) -> int:

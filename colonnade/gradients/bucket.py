@@ -449,7 +449,7 @@ def _by_size(sum_: Sum, positions: Sequence[int]) -> tuple[list[int], list[int]]
 
 
 _MB = 1 << 20
-TURNS = 2
+STAGING_BUFFERS = 2
 """In how many pieces of memory buckets take turns that have none of their own: one is summed while the next is filled."""
 
 
@@ -462,7 +462,7 @@ class BucketStorage:
         self._memory: list[GroupMemory] = []
         # One for all memory of the group: a signal says that one bucket is full, so no two may be waited for at once.
         self._under_way: deque[Bucket] = group.under_way
-        self._turn = 0
+        self._next_staging = 0
 
     def lay_out(self, order: Sequence[int]) -> list[Bucket]:
         """Buckets for the parameters at these positions, in this order, with their memory and transport.
@@ -475,7 +475,9 @@ class BucketStorage:
         cap, first = options.bucket_mb or cap, options.first_bucket_mb or first
         buckets = fill(self._sum, order, cap * _MB, first * _MB, self._group.index)
         keeps = all(bucket.keeps_gradients for bucket in buckets)
-        self._reserve(*((1, sum(b.numel for b in buckets)) if keeps else (TURNS, max(b.numel for b in buckets))))
+        self._reserve(
+            *((1, sum(b.numel for b in buckets)) if keeps else (STAGING_BUFFERS, max(b.numel for b in buckets)))
+        )
         transport = self._transport(shared=self._is_shared)
         start = 0
         for bucket in buckets:
@@ -494,17 +496,17 @@ class BucketStorage:
         for memory in self._memory:
             memory.own.zero_()
 
-    def take_turn(self, bucket: Bucket) -> None:
+    def acquire_staging(self, bucket: Bucket) -> None:
         """Give a bucket without memory of its own the next piece; first that must have been summed on every rank."""
         # In shared memory a rank that is told of a full piece learns that the one before it is free.
         most = 1 if self._is_shared else len(self._memory)
         while len(self._under_way) >= most or bucket in self._under_way:  # of an earlier pass, in its other piece
             self._under_way.popleft().finish(1.0)
-        bucket.use(bucket.buffers[self._turn % len(self._memory)])
-        self._turn += 1
+        bucket.use(bucket.buffers[self._next_staging % len(self._memory)])
+        self._next_staging += 1
         self._under_way.append(bucket)
 
-    def finish_turns(self) -> None:
+    def finish_staged(self) -> None:
         """End the sums of all buckets that have a turn."""
         while self._under_way:
             self._under_way.popleft().finish(1.0)

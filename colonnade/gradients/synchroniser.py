@@ -7,7 +7,6 @@ started too early leaves a late gradient beside it, which `wait` finds and adds 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import weakref
@@ -24,8 +23,9 @@ from colonnade.errors import GradientError
 from colonnade.gradients.bucket import FAILED, OUTSIDE, SPARSE, Bucket
 from colonnade.gradients.gather import give_back
 from colonnade.gradients.sums import Sum
-from colonnade.gradients.uneven import GroupNotes, Riders, SumState, explain, finish_uneven, notes_of_all
+from colonnade.gradients.uneven import GroupNotes, PiggybackedFlags, SumState, explain, finish_uneven, notes_of_all
 from colonnade.parallel.dtensor import local_part
+from colonnade.texts import digest_of
 
 # --------------------------------------------------------------------------------------------------
 # Before the first step: the groups that sums go over, and a check that all their ranks have the same sums.
@@ -70,8 +70,7 @@ def check_alike(sums: Sequence[Sum], groups: Mapping[tuple[int, ...], RankGroup]
     problems = []
     for ranks, group in sorted(groups.items()):
         table = [line for one in sums if one.ranks == ranks for line in _described(one)]
-        digest = hashlib.blake2b(json.dumps([text for _, text in table]).encode(), digest_size=16).digest()
-        if len(set(group.gather_bytes(digest))) > 1:
+        if len(set(group.gather_objects(digest_of(json.dumps([text for _, text in table]))))) > 1:
             problems.append(_difference(group, group.gather_objects(table)))
     if problems:
         raise GradientError(problems[0])
@@ -158,20 +157,20 @@ class Synchroniser:
         self._last_to_all: Bucket | None = None
         self._handles: list[Any] = []
         self._last = self._pass_open = self._failed = False
-        self.strayed = False
+        self.unprepared_gradients = False
         """Gradients have come from a backward pass that was not prepared for: nobody sums them."""
         self.failed_ranks: list[int] = []
         """The ranks that gave the last step up, so that its gradients are worth nothing."""
-        self.why_failed: dict[int, str] = {}
+        self.failure_reasons: dict[int, str] = {}
         """Of those of them that told why: what they told."""
         self._why = ""
         self.counts = False
         """Set before `wait` by a rank whose loss of this step is (sum, count): all ranks of a sum must have the same form."""
-        self.riders: Riders | None = None
+        self.flags: PiggybackedFlags | None = None
         """Set by whoever can drop a step on the device and makes a collective over the world at every step."""
-        self.told: Tensor | None = None
-        """What the riders of this rank have to tell the world about the last step."""
-        self.verdict: Tensor | None = None
+        self.unsent_flags: Tensor | None = None
+        """What the flags of this rank have to tell the world about the last step."""
+        self.drop_flag: Tensor | None = None
         """What the world has said of it already: 1.0 if the step must be dropped."""
         self._seen: list[tuple[bytes, list[bytes]]] = []
         self._counted = False  # whether losses were (sum, count) in the last step in which the ranks agreed
@@ -191,7 +190,7 @@ class Synchroniser:
         if self._pass_open and not self._last:
             self._end_pass()
         self._last, self._pass_open, self._ended = last, True, []
-        self.strayed = False
+        self.unprepared_gradients = False
         for state in self._states:
             state.begin_pass()
         for bucket in self.buckets:
@@ -255,18 +254,18 @@ class Synchroniser:
         for state in self._states:
             state.open_notes(self._failed)
         self._start_early()
-        carrier = self._last_to_all if self.riders is not None else None
+        carrier = self._last_to_all if self.flags is not None else None
         self._start_rest([bucket for bucket in self.buckets if bucket is not carrier])
         if carrier is not None:
             self._state_of[id(carrier)].collect(carrier, early=False)
         for state in self._states:
-            state.finish_turns()
+            state.finish_staged()
         pairs = self._compare_notes(carrier)
         self.failed_ranks = sorted({rank for state, report in pairs for rank in state.failed(report)})
-        self.why_failed = {}
+        self.failure_reasons = {}
         if self.failed_ranks:
             self._drop()
-            self._tell_why(pairs)
+            self._gather_reasons(pairs)
         else:
             for state, report in pairs:
                 self._finish_uneven(state, report)
@@ -284,15 +283,17 @@ class Synchroniser:
 
     # During backward
 
-    def _came_to(self, at: int) -> Bucket:
+    def _gradient_arrived(self, at: int) -> Bucket:
         """The bucket that a gradient has come to."""
         bucket, self._ended = self.buckets[at], []
-        self.strayed = self.strayed or not (self._pass_open or self._state_of[id(bucket)].group.alone)
+        self.unprepared_gradients = self.unprepared_gradients or not (
+            self._pass_open or self._state_of[id(bucket)].group.alone
+        )
         return bucket
 
     def _on_gradient(self, at: int, index: int) -> None:
         """While recording: note the order of gradients and move each at once."""
-        bucket = self._came_to(at)
+        bucket = self._gradient_arrived(at)
         self._state_of[id(bucket)].record(bucket.positions[index])
         if bucket.keeps_gradients:
             with torch.no_grad():
@@ -300,14 +301,14 @@ class Synchroniser:
 
     def _on_large(self, at: int, index: int) -> None:
         """A gradient that is moved by itself has come."""
-        bucket = self._came_to(at)
+        bucket = self._gradient_arrived(at)
         if not bucket.started:
             with torch.no_grad():
                 bucket.move_large(index, self._last)
 
     def _on_last(self, at: int, _: int) -> None:
         """The gradient that comes last in a bucket has come."""
-        bucket = self._came_to(at)
+        bucket = self._gradient_arrived(at)
         bucket.left -= 1
         if bucket.left != 0 or bucket.started or not self._pass_open:
             return
@@ -371,42 +372,42 @@ class Synchroniser:
             group.collect()
 
     def _compare_notes(self, carrier: Bucket | None) -> list[tuple[SumState, list[bytes]]]:
-        """Finish the buckets, and have all ranks' notes about each sum: from them, or in a quiet step as they were."""
-        if self.riders is not None:
-            said = self.riders.begin()
+        """Finish the buckets, and have all ranks' notes about each sum: from them, or in a steady step as they were."""
+        if self.flags is not None:
+            said = self.flags.begin()
             if said is not None:
                 self._log(said)
         states = [state for notes in self._group_notes for state in notes.states]
-        if self.riders is not None and self.riders.quiet:
+        if self.flags is not None and self.flags.steady:
             notes = [state.close_notes() for state in states]
             deviates = self._failed or self.counts != self._counted or notes != [own for own, _ in self._seen]
-            self._ride(self.riders.numbers(deviates, unsteady=False), carrier)
-            if deviates and carrier is not None and self.riders.all_deviate(carrier.tail):
+            self._send_flags(self.flags.numbers(deviates, unsteady=False), carrier)
+            if deviates and carrier is not None and self.flags.all_deviate(carrier.tail):
                 # As when all ranks freeze a layer: then all are here, and can agree after all.
-                self.verdict = None
+                self.drop_flag = None
                 return notes_of_all(self._group_notes, self._step, counts=self.counts)
             return [(state, report) for state, (_, report) in zip(states, self._seen, strict=True)]
-        if self.riders is not None:
+        if self.flags is not None:
             pairs = notes_of_all(self._group_notes, self._step, counts=self.counts)
             seen = [(bytes(state.notes), report) for state, report in pairs]
             odd = any(note & (OUTSIDE | SPARSE | FAILED) for _, report in seen for notes in report for note in notes)
             learns = any(state.recording for state in states) or self.counts != self._counted
             self._counted = self.counts
-            self._ride(self.riders.numbers(False, unsteady=odd or learns or seen != self._seen), carrier)
+            self._send_flags(self.flags.numbers(False, unsteady=odd or learns or seen != self._seen), carrier)
             self._seen = seen
             return pairs
         return notes_of_all(self._group_notes, self._step, meanwhile=self._finish_buckets, counts=self.counts)
 
-    def _ride(self, told: Tensor, carrier: Bucket | None) -> None:
-        """Send the riders' numbers with the last bucket if it can carry them; else they go with the next collective."""
-        assert self.riders is not None
-        self.told, self.verdict = told, None
+    def _send_flags(self, told: Tensor, carrier: Bucket | None) -> None:
+        """Send the flags' numbers with the last bucket if it can carry them; else they go with the next collective."""
+        assert self.flags is not None
+        self.unsent_flags, self.drop_flag = told, None
         if carrier is not None:
             carrier.tail[: len(told)].copy_(told)
             carrier.send()
         self._finish_buckets()
         if carrier is not None:
-            self.told, self.verdict = None, self.riders.take(carrier.tail[: len(told)].double())
+            self.unsent_flags, self.drop_flag = None, self.flags.take(carrier.tail[: len(told)].double())
 
     def _finish_uneven(self, state: SumState, report: list[bytes]) -> None:
         if not state.remarkable and all(notes == report[0] for notes in report):
@@ -444,12 +445,12 @@ class Synchroniser:
             if group.sockets is not None:
                 group.exchange(b"x")  # no rank writes to memory that another still reads
 
-    def _tell_why(self, pairs: Sequence[tuple[SumState, list[bytes]]]) -> None:
+    def _gather_reasons(self, pairs: Sequence[tuple[SumState, list[bytes]]]) -> None:
         """Collective over each group in which a rank gave the step up."""
         groups = {state.group.ranks: state.group for state, report in pairs if state.failed(report)}
         for _, group in sorted(groups.items()):
             told = group.gather_objects(self._why)
-            self.why_failed |= {rank: why for rank, why in zip(group.ranks, told, strict=True) if why}
+            self.failure_reasons |= {rank: why for rank, why in zip(group.ranks, told, strict=True) if why}
 
     def _learn(self, reports: Sequence[tuple[SumState, list[bytes]]]) -> None:
         """Adapt the buckets to what this step has shown. Collective where something is new."""

@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import PlacementError, did_you_mean, listed
 from colonnade.nn.layer.arrangement import Arrangement, arrange
+from colonnade.texts import pattern_of
 
 # --------------------------------------------------------------------------------------------------
 # Styles of torch's `parallelize_module` as values of a plan: read into ours, without importing DTensor.
@@ -179,11 +180,6 @@ def has_plan(model: nn.Module) -> bool:
 def is_cut_by_plan(model: nn.Module) -> bool:
     """Whether the model has in it what `note_plan` was told of."""
     return any(map(has_plan, model.modules()))
-
-
-def pattern_of(name: str) -> str:
-    """A name with a '*' for each number: what the layers of a list have in common."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def fits(pattern: str, name: str) -> bool:

@@ -15,7 +15,8 @@ from torch import nn
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import LayoutError, PlacementError, listed
-from colonnade.hf.match import fits, pattern_of
+from colonnade.hf.match import fits
+from colonnade.texts import pattern_of
 
 # --------------------------------------------------------------------------------------------------
 # Plans of ours for architectures that bring none along, by `config.model_type`; names are those of the base model.

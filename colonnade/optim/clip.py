@@ -367,7 +367,7 @@ def grad_norm(
     measured, _ = vector
     evidence = _place_and_sum(held, measured) if shared and known is None else vector[:0]
     vector = torch.cat([vector, evidence])
-    norms = reduce_norms(vector, norm_type, riders=len(evidence), whole=not shared)
+    norms = reduce_norms(vector, norm_type, piggybacked=len(evidence), whole=not shared)
     total = norms.total()
     if len(evidence):
         copies = _are_copies(vector[-len(evidence) :])

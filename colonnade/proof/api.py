@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from colonnade.comm.messages import gather_from_all
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.engine import Engine
 from colonnade.engine.schedule.executor import cut_batch
@@ -24,7 +25,7 @@ from colonnade.parallel.split import Split, call_layer
 from colonnade.proof.compare import Evidence, Report, assemble, dropped_by, whole_shapes, whole_tensors
 from colonnade.proof.diagnose import diagnose
 from colonnade.proof.dropout_masks import Dropping, Nothing, Noting, Replaying, Replays, notes_of
-from colonnade.proof.exchange import agreed, attempt, everyones, gather_to_first, shared
+from colonnade.proof.exchange import agreed, attempt, gather_to_first, shared
 from colonnade.proof.record import (
     Batch,
     EngineRecorder,
@@ -107,7 +108,7 @@ def _refuse_a_begun_optimizer(engine: Engine) -> None:
     """One process begins with no state of the optimizer, so the run has to."""
     kept = [value for state in engine.engine_optimizer.stepped.state.values() for value in state.values()]
     stepped = engine._total_passes > 0 and any(isinstance(value, Tensor) for value in kept)
-    if any(everyones(stepped, engine.context)):
+    if any(gather_from_all(stepped, engine.context)):
         raise ParityError(
             f"the {type(engine.optimizer).__name__} of this engine has stepped already, and its state (momentum, moments) would make "
             f"the run differ from one process, which begins with none; verify before the first step, or an engine that is built "
@@ -165,7 +166,7 @@ def _cannot_agree(
             dropping,
         ):
             engine.execute_schedule(iter([again]), forward_only=True, return_output_label=False)
-        if not any(everyones(bool(dropping.masks), engine.context)):
+        if not any(gather_from_all(bool(dropping.masks), engine.context)):
             return off
         recorder = EngineRecorder(engine)
         recorder.close()

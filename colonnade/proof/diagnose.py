@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -60,6 +59,7 @@ from colonnade.proof.hypotheses import (  # noqa: F401  each registers its hypot
 )
 from colonnade.proof.hypotheses.clipping import ClipCase
 from colonnade.proof.hypotheses.norms import NormCase
+from colonnade.texts import pattern_of
 
 _SURE = 80
 """Claims of this rank and above say that something differs, and little of why."""
@@ -267,7 +267,7 @@ class _Diagnosis:
     def _kind(self, name: str) -> str:
         """The name without its numbers, and the placement."""
         info = self.evidence.parameters.get(name)
-        return re.sub(r"\d+", "*", name) + (f" {info.placement}" if info is not None else "")
+        return pattern_of(name, inside=True) + (f" {info.placement}" if info is not None else "")
 
     def _gradient_case(self, row: Row, healthy: frozenset[str], scale: float) -> GradientCase:
         gradient = self.step.gradients[row.name]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colonnade.checkpoint.tensor_files import raw_bytes
-from colonnade.comm.messages import gather_json, message_device
+from colonnade.comm.messages import gather_from_all, message_device
 from colonnade.comm.rank_group import own_gloo
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
@@ -178,7 +178,7 @@ def gather_to_first(value: Any, context: ParallelContext) -> list[Any] | None:
         return [value]
     rank = context.get_global_rank()
     mine = attempt(lambda: packed(value, f"what rank {rank} noted")) if rank else None
-    problems = [text for text in everyones(str(mine) if isinstance(mine, Exception) else "", context) if text]
+    problems = [text for text in gather_from_all(str(mine) if isinstance(mine, Exception) else "", context) if text]
     if problems:
         raise mine if isinstance(mine, Exception) else ParityError(problems[0])
     wires = own_gloo()
@@ -195,11 +195,6 @@ def gather_to_first(value: Any, context: ParallelContext) -> list[Any] | None:
         wires.recv([torch.frombuffer(memory, dtype=torch.uint8)], other, 1).wait()
         found.append(unpacked(memory))
     return found
-
-
-def everyones(value: Any, context: ParallelContext) -> list[Any]:
-    """Every rank's JSON value, on every rank. Collective over the world."""
-    return [value] if context.world_size == 1 else gather_json(value, context.device)
 
 
 def attempt(function: Callable[[], Any]) -> Any:

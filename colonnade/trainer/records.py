@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from colonnade.checkpoint.agreement import gather_json
 from colonnade.comm.host_copy import HostCopy
+from colonnade.comm.messages import gather_from_all, is_alone
 from colonnade.comm.waits import PhaseClock, PhaseTimes
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
@@ -210,16 +210,11 @@ def speaks(context: ParallelContext, pipeline: bool = False) -> bool:
     )
 
 
-def alone(context: ParallelContext) -> bool:
-    """Whether there is nobody to talk to."""
-    return not context.is_launched or context.world_size == 1
-
-
 class Exchange:
     """Adds up a few numbers of the host over the world, without waiting for a device. Collective to make and to use."""
 
     def __init__(self, context: ParallelContext) -> None:
-        self._group = None if alone(context) else _host_group(context)
+        self._group = None if is_alone(context) else _host_group(context)
         self._waits = context.waits
 
     def start(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
@@ -243,7 +238,7 @@ class Exchange:
 
 def sum_over_world(values: Tensor, context: ParallelContext) -> Tensor:
     """The sums of a device tensor over all ranks. Collective."""
-    if not alone(context):
+    if not is_alone(context):
         dist.all_reduce(values, group=context.get_group(ParallelMode.GLOBAL))
     return values
 
@@ -251,10 +246,10 @@ def sum_over_world(values: Tensor, context: ParallelContext) -> Tensor:
 def gather_values(value: Any, has: bool, context: ParallelContext) -> list[Any]:
     """The nested values of tensors of all ranks that have one, in rank order, on the host of every rank. Collective."""
     note, tensors = describe(value, "what is gathered") if has else ("", [])
-    if alone(context):
+    if is_alone(context):
         return [value] if has else []
     found = []
-    for rank, text in enumerate(gather_json(note, context)):
+    for rank, text in enumerate(gather_from_all(note, context)):
         if text:
             mine = iter(tensors) if rank == context.get_global_rank() else None
             found.append(build(text, partial(_shared, rank, mine, context)))

@@ -113,7 +113,7 @@ def _dies(config: dict[str, Any], where: str, folder: str) -> tuple[str, str, fl
                 manager.save(2, model=engine.model)
             else:
                 of, name = {
-                    "vote": (engine._book, "someone_has"),
+                    "vote": (engine._book, "any_rank_has_batch"),
                     "counts": (engine._book, "_added"),
                     "norm": (engine._stepper, "_decide"),
                 }[where]

@@ -292,7 +292,7 @@ def test_a_step_that_is_given_up_takes_part_in_what_the_others_do(failed_ranks, 
         engine._reduce = lambda: told.append("reduce")
         engine._stepper.step = lambda: told.append("step")
         engine._book.carry = lambda *_: None
-        engine._book.someone_has = lambda here: told.append(("someone has", here))
+        engine._book.any_rank_has_batch = lambda here: told.append(("someone has", here))
         engine._book.uneven, engine._failed, total = uneven, True, engine._total_passes
         engine._give_up_step()
         asked = [("someone has", True)] * uneven

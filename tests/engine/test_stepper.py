@@ -42,17 +42,17 @@ def bare(**parts: Any) -> Any:
     ],
 )
 def test_agreements_ride_along_where_all_ranks_can(monkeypatch, device, world_size, drops, waits, alike, rides):
-    monkeypatch.setattr(stepper, "Riders", lambda device: "riders")
+    monkeypatch.setattr(stepper, "PiggybackedFlags", lambda device: "flags")
     monkeypatch.setattr(stepper, "is_same_everywhere", lambda number, device: alike)
-    synchroniser = SimpleNamespace(host_waits=waits, riders=None)
+    synchroniser = SimpleNamespace(host_waits=waits, flags=None)
     context = SimpleNamespace(device=device, world_size=world_size)
-    bare(_context=context, _step=SimpleNamespace(drops_on_device=drops), _synchroniser=synchroniser)._ride()
-    assert synchroniser.riders == ("riders" if rides else None)
+    bare(_context=context, _step=SimpleNamespace(drops_on_device=drops), _synchroniser=synchroniser)._use_flags()
+    assert synchroniser.flags == ("flags" if rides else None)
 
 
 def test_an_engine_asks_whether_agreements_can_ride_along(monkeypatch):
     asked: list[bool] = []
-    monkeypatch.setattr(Stepper, "_ride", lambda self: asked.append(True))
+    monkeypatch.setattr(Stepper, "_use_flags", lambda self: asked.append(True))
     with launch({}, context=ParallelContext(), verbose=False) as gpc:
         initialize(nn.Linear(1, 1), torch.optim.SGD, context=gpc)[0].close()
     assert asked == [True]
@@ -69,7 +69,7 @@ def decision(found_inf: float = 0.0) -> Decision:
     )
 
 
-class Riders:
+class PiggybackedFlags:
     """What the world says, out of what ranks told."""
 
     def take(self, told: Any) -> Any:
@@ -77,24 +77,24 @@ class Riders:
 
 
 @pytest.mark.parametrize(
-    ("riders", "told", "whole", "graph", "world_size", "expected"),
+    ("flags", "told", "whole", "graph", "world_size", "expected"),
     [
-        (False, False, False, False, 2, ("verdict", 0)),
+        (False, False, False, False, 2, ("drop_flag", 0)),
         (True, True, False, False, 2, ("told", 2)),  # in the collective of the norm
         (True, True, True, False, 2, ("asked", 0)),  # there is none, so it gets one of its own
-        (True, False, False, False, 2, ("verdict", 0)),
-        (False, False, False, True, 1, ("verdict", "graph")),
-        (False, False, True, True, 2, ("verdict", "graph")),
-        (False, False, False, True, 2, ("verdict", 0)),
+        (True, False, False, False, 2, ("drop_flag", 0)),
+        (False, False, False, True, 1, ("drop_flag", "graph")),
+        (False, False, True, True, 2, ("drop_flag", "graph")),
+        (False, False, False, True, 2, ("drop_flag", 0)),
         (True, True, True, True, 2, ("asked", "graph")),
     ],
 )
-def test_norm_and_verdict_of_a_step(monkeypatch, riders, told, whole, graph, world_size, expected):
+def test_norm_and_drop_flag_of_a_step(monkeypatch, flags, told, whole, graph, world_size, expected):
     seen: list[Any] = []
 
-    def reduce_norms(vector: Any, p: float, group: Any = None, *, riders: int = 0, whole: bool = False) -> Any:
-        seen.append(riders)
-        return vector[: len(vector) - riders]
+    def reduce_norms(vector: Any, p: float, group: Any = None, *, piggybacked: int = 0, whole: bool = False) -> Any:
+        seen.append(piggybacked)
+        return vector[: len(vector) - piggybacked]
 
     monkeypatch.setattr(stepper, "reduce_norms", reduce_norms)
     monkeypatch.setattr(stepper.dist, "all_reduce", lambda told, group: seen.append("asked"))
@@ -105,9 +105,9 @@ def test_norm_and_verdict_of_a_step(monkeypatch, riders, told, whole, graph, wor
         _norm_type=2.0,
         _context=SimpleNamespace(device=CPU, world_size=world_size, get_group=lambda mode: mode),
         _synchroniser=SimpleNamespace(
-            riders=Riders() if riders else None,
-            told=torch.tensor([10.0, 20.0]) if told else None,
-            verdict=torch.tensor(0.5),
+            flags=PiggybackedFlags() if flags else None,
+            unsent_flags=torch.tensor([10.0, 20.0]) if told else None,
+            drop_flag=torch.tensor(0.5),
         ),
         _capture=object() if graph else None,
         _repeated=lambda *_: seen.append("graph") or decision(),
@@ -118,16 +118,16 @@ def test_norm_and_verdict_of_a_step(monkeypatch, riders, told, whole, graph, wor
     found = made._decide(policy)
     how, sent = expected
     assert seen[0] == sent
-    assert found.found_inf == {"verdict": 0.5, "told": 1.0, "asked": 1.0}[how]
+    assert found.found_inf == {"drop_flag": 0.5, "told": 1.0, "asked": 1.0}[how]
     assert ("asked" in seen) == (how == "asked")
     assert measured == ([] if sent == "graph" else [[1.0, 2.0]])
 
 
-def test_a_verdict_drops_a_step_that_the_norm_would_not():
+def test_a_drop_flag_drops_a_step_that_the_norm_would_not():
     made = bare()
-    assert made._with_verdict(decision(), None).found_inf == 0.0
-    assert made._with_verdict(decision(), torch.tensor(1.0)).found_inf == 1.0
-    assert made._with_verdict(decision(1.0), torch.tensor(0.0)).found_inf == 1.0
+    assert made._with_drop_flag(decision(), None).found_inf == 0.0
+    assert made._with_drop_flag(decision(), torch.tensor(1.0)).found_inf == 1.0
+    assert made._with_drop_flag(decision(1.0), torch.tensor(0.0)).found_inf == 1.0
 
 
 def test_a_graph_leaves_copies(monkeypatch):

@@ -16,7 +16,7 @@ from colonnade.gradients.sums import Sharding, Sum
 from colonnade.parallel.flat import ALIGN_BYTES
 
 STEP = ALIGN_BYTES // 4
-TURNS = Sharding(keep_whole=False)
+STAGED = Sharding(keep_whole=False)
 
 
 class Notes:
@@ -120,7 +120,7 @@ def test_which_buckets_carry_numbers_and_which_large_ones():
 
 def test_only_whole_buckets_of_plain_tensors_on_the_host_offer_their_views(monkeypatch):
     assert made(5, 6)._offers
-    assert not made(5, 6, sharding=TURNS)._offers
+    assert not made(5, 6, sharding=STAGED)._offers
     some = made(5, 6)
     monkeypatch.setattr(bucket_module, "is_dtensor", lambda parameter: parameter is some.parameters[1])
     some.use(some.buffer)
@@ -237,7 +237,7 @@ def test_large_gradients_that_no_hook_has_moved_are_moved_when_it_is_asked(monke
 
 
 def test_buckets_that_take_turns_are_complete_when_all_that_is_expected_is_there():
-    bucket = made(5, 6, 7, sharding=TURNS)
+    bucket = made(5, 6, 7, sharding=STAGED)
     bucket.begin()
     bucket.expected = [0, 2]
     for values, complete in (((None,) * 3, False), ((1, 1, None), False), ((1, None, 1), True)):
@@ -247,7 +247,7 @@ def test_buckets_that_take_turns_are_complete_when_all_that_is_expected_is_there
 
 @pytest.mark.parametrize(
     ("sharding", "device", "large"),
-    [(None, "cpu", [1, 2]), (Sharding(), "cpu", [1, 2]), (TURNS, "cpu", []), (None, "meta", [])],
+    [(None, "cpu", [1, 2]), (Sharding(), "cpu", [1, 2]), (STAGED, "cpu", []), (None, "meta", [])],
 )
 def test_which_gradients_are_large(monkeypatch, sharding, device, large):
     monkeypatch.setattr(bucket_module, "LARGE_BYTES", 40)
@@ -345,7 +345,7 @@ def test_what_is_missing_or_sparse_is_zero_in_the_bucket_and_noted():
 
 
 def test_buckets_that_take_turns_copy_all_and_let_go():
-    bucket = made(5, 6, 7, sharding=TURNS)
+    bucket = made(5, 6, 7, sharding=STAGED)
     come(bucket, 3, None, None)
     bucket.parameters[2].grad = unlike = sparse(bucket.parameters[2])
     assert bucket.collect(early=False) == {1: MISSING, 2: SPARSE}
@@ -356,9 +356,9 @@ def test_buckets_that_take_turns_copy_all_and_let_go():
     bucket.finish(1.0)
     assert bucket.shard.landed
     assert [parameter.grad for parameter in bucket.parameters] == [None, None, unlike]
-    none = made(5, sharding=TURNS)
+    none = made(5, sharding=STAGED)
     assert none.collect(early=True) == {0: MISSING}
-    full = made(STEP, 2 * STEP, sharding=TURNS)  # without gaps
+    full = made(STEP, 2 * STEP, sharding=STAGED)  # without gaps
     come(full, 2, 3)
     assert full.collect(early=True) == {}
     assert inside(full) == [2, 3]

@@ -176,8 +176,8 @@ def test_buckets_without_memory_of_their_own_take_turns_in_two_pieces(shared):
     assert said == (["finish 1", "start 1"] if shared else ["finish 0", "finish 1", "start 1"])
     said.clear()
     state.start(third, early=True)
-    state.finish_turns()
-    state.finish_turns()
+    state.finish_staged()
+    state.finish_staged()
     expected = ["start 2", "finish 1", "finish 2"]
     assert said == (["finish 1", "start 2", "finish 2"] if shared else expected)
 

@@ -12,7 +12,7 @@ from torch import nn
 from colonnade.errors import GradientError
 from colonnade.gradients.sums import Sharding, Sum, SyncOptions
 from colonnade.gradients.synchroniser import Synchroniser
-from colonnade.gradients.uneven import Riders
+from colonnade.gradients.uneven import PiggybackedFlags
 
 SMALL = SyncOptions(bucket_mb=64 / 2**20, first_bucket_mb=32 / 2**20)
 
@@ -31,8 +31,8 @@ def backward(parameters: tuple[nn.Parameter, ...], value: float = 4.0) -> None:
 
 def test_a_new_one_has_seen_nothing():
     reducer, parameters = alone(8, 8, 8)
-    assert (reducer.generation, reducer.strayed, reducer.failed_ranks) == (0, False, [])
-    assert (reducer.scale, reducer.last_scale, reducer.riders, reducer.told, reducer.verdict) == (None,) * 5
+    assert (reducer.generation, reducer.unprepared_gradients, reducer.failed_ranks) == (0, False, [])
+    assert (reducer.scale, reducer.last_scale, reducer.flags, reducer.unsent_flags, reducer.drop_flag) == (None,) * 5
     assert reducer.parameters == {id(parameter) for parameter in parameters}
     assert [bucket.names for bucket in reducer.layout] == [("p2",), ("p1", "p0")]
     assert reducer._step == 0
@@ -111,12 +111,12 @@ def test_gradients_of_a_pass_that_nobody_prepared_have_strayed_where_others_wait
             if prepared:
                 reducer.prepare(last=True)
             backward(parameters)
-            assert reducer.strayed is (others and not prepared)
+            assert reducer.unprepared_gradients is (others and not prepared)
             state.group.size = 1
             if prepared:
                 reducer.wait()
     reducer.prepare(last=True)
-    assert not reducer.strayed
+    assert not reducer.unprepared_gradients
 
 
 def test_a_rank_that_fails_drops_its_gradients_and_goes_on():
@@ -196,7 +196,7 @@ def test_what_riders_have_to_say_is_logged():
     said: list[str] = []
     parameters = (nn.Parameter(torch.zeros(8)),)
     reducer = Synchroniser([Sum(("p0",), parameters, (0,), None, 2.0, SMALL)], log=said.append)
-    reducer.riders = Riders(torch.device("cpu"))
+    reducer.flags = PiggybackedFlags(torch.device("cpu"))
     unsteady = []
     for step in range(7):
         parameters[0].grad = None
@@ -204,10 +204,10 @@ def test_what_riders_have_to_say_is_logged():
         if step != 4:
             backward(parameters)
         reducer.wait()
-        assert reducer.verdict is None  # no bucket carried it
-        unsteady.append(reducer.told[:2].tolist())
-        reducer.riders.take(reducer.told)
-    # Unsteady while it learns; in step 4 it is quiet, and deviates; from then on it is noted.
+        assert reducer.drop_flag is None  # no bucket carried it
+        unsteady.append(reducer.unsent_flags[:2].tolist())
+        reducer.flags.take(reducer.unsent_flags)
+    # Unsteady while it learns; in step 4 it is steady, and deviates; from then on it is noted.
     assert unsteady == [[0, 1], [0, 0], [0, 0], [0, 0], [1, 0], [0, 0], [0, 0]]
     assert [text[:18] for text in said] == ["step 4 was dropped"]
 

@@ -7,7 +7,6 @@ says, one action after another. Losses are scaled, gradients never are, so calls
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import inspect
 import itertools
 import json
@@ -54,6 +53,7 @@ from colonnade.errors import ScheduleError, listed, with_users_line
 from colonnade.logging import get_dist_logger
 from colonnade.nn.activations import recomputes
 from colonnade.parallel.split import Stage, call_layer
+from colonnade.texts import digest_of
 
 # --------------------------------------------------------------------------------------------------
 # Micro-batches: a batch cut on dimension 0, and the outputs of its pieces joined again.
@@ -905,7 +905,7 @@ class Executor:
         except ScheduleError as error:
             problem = error
         if len(self.ranks) > 1:
-            mine = [hashlib.sha256("\n".join(format_rows(self.table)).encode()).hexdigest(), str(problem or "")]
+            mine = [digest_of("\n".join(format_rows(self.table))), str(problem or "")]
             everyone = gather_json(mine, self.device, self.group)
             failed = [(rank, text) for rank, (_, text) in zip(self.ranks, everyone, strict=True) if text]
             if problem is None and failed:

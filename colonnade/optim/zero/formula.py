@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from colonnade.errors import ConfigError
-from colonnade.gradients.bucket import TURNS
+from colonnade.gradients.bucket import STAGING_BUFFERS
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def bytes_held(
             3: width * per_rank,
         }[stage],
         state=(state + master) * (numel if stage == 0 else per_rank),
-        turns=TURNS * width * largest if stage == 2 else 0,
+        turns=STAGING_BUFFERS * width * largest if stage == 2 else 0,
     )
 
 

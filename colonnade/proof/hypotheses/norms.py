@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,6 +24,7 @@ from colonnade.proof.compare import (
     in_units,
     length,
 )
+from colonnade.texts import pattern_of
 
 _WEIGHTS = "which ranks' elements count in the norm, and with which weight"
 
@@ -258,7 +258,7 @@ def _kinds(case: NormCase) -> Mapping[str, list[str]]:
             kinds.setdefault(f"parameters placed as {info.placement}", []).append(name)
         if info is not None and info.tied:
             kinds.setdefault("tied weights", []).append(name)
-        kinds.setdefault(f"parameters like {re.sub(r'[0-9]+', '*', name)}", []).append(name)
+        kinds.setdefault(f"parameters like {pattern_of(name, inside=True)}", []).append(name)
         kinds.setdefault(f"parameters called {name.rpartition('.')[2]}", []).append(name)
         for module in {name.partition(".")[0], name.rpartition(".")[0]} - {"", name}:
             kinds.setdefault(f"parameters of {module}", []).append(name)

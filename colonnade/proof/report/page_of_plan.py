@@ -14,7 +14,8 @@ from typing import Any
 
 from colonnade.paths import local_path
 from colonnade.proof.report.charts import COLORS, bar_chart
-from colonnade.proof.report.shell import card, cards, folded, page, seconds, short, size, table, tiles
+from colonnade.proof.report.shell import card, cards, folded, page, table, tiles
+from colonnade.texts import format_bytes, format_count, format_seconds
 
 # --------------------------------------------------------------------------------------------------
 # Pictures of a plan as SVG files: the mesh by modes, the ledger as a matrix, the timeline of the pipeline.
@@ -129,7 +130,7 @@ def plan_page(values: Values) -> str:
     if plan is None:
         return page("No layout fits", [_hardware_line(values)], parts)
     title = " x ".join(f"{name} {count}" for name, count in plan["axes"].items() if count > 1) or "one process"
-    line = f"{plan['totals']['world_size']:,} ranks · {short(plan['totals']['parameters'])} parameters · {_hardware_line(plan)}"
+    line = f"{plan['totals']['world_size']:,} ranks · {format_count(plan['totals']['parameters'])} parameters · {_hardware_line(plan)}"
     parts += [_problems(plan), _figures(plan), cards(_cards(plan))]
     script = (Path(__file__).parent / "plan.js").read_text(encoding="utf-8")
     return page(f"Plan: {title}", [line], [*parts, _data(plan)], script)
@@ -156,7 +157,7 @@ def write_plan_pictures(values: Values, folder: str | Path) -> list[Path]:
 
 def _hardware_line(values: Values) -> str:
     hardware = values["hardware"]
-    return f"{hardware['name']}, {hardware['devices_per_node']} to a node, {size(hardware['memory'])} each"
+    return f"{hardware['name']}, {hardware['devices_per_node']} to a node, {format_bytes(hardware['memory'])} each"
 
 
 def _problems(plan: Values) -> str:
@@ -168,14 +169,18 @@ def _figures(plan: Values) -> str:
     totals, step = plan["totals"], plan["totals"]["step_seconds"]
     rate = (totals["tokens"], "tokens/s") if totals["tokens"] else (totals["samples"], "samples/s")
     figures: list[tuple[str, str] | tuple[str, str, bool]] = [
-        (seconds(step), "a step"),
-        (short(rate[0] / step) if step else "", rate[1]),
+        (format_seconds(step), "a step"),
+        (format_count(rate[0] / step) if step else "", rate[1]),
         (f"{totals['mfu']:.1%}", "MFU, of the peak flops"),
         (f"{totals['hfu']:.1%}", "HFU, with what is recomputed"),
-        (size(totals["peak_memory"]), f"peak memory, of {size(plan['hardware']['memory'])}", not totals["fits"]),
+        (
+            format_bytes(totals["peak_memory"]),
+            f"peak memory, of {format_bytes(plan['hardware']['memory'])}",
+            not totals["fits"],
+        ),
         (f"{plan['timeline']['bubble']:.1%}" if plan["timeline"] else "", "pipeline bubble, of ranks x makespan"),
         (f"{totals['exposed_seconds'] / step:.1%}" if step else "", "exposed communication, of a step"),
-        (size(totals["bytes_between_nodes"]), "between nodes in a step"),
+        (format_bytes(totals["bytes_between_nodes"]), "between nodes in a step"),
         (f"{totals['communicators_per_rank']:,}", f"communicators on a rank, {totals['communicators']:,} in all"),
     ]
     return tiles(figures) + f"<p>{'<br>'.join(map(escape, FORMULAS))}</p>"
@@ -186,7 +191,9 @@ def _cards(plan: Values) -> list[str]:
     if plan["timeline"]:
         made.append(_timeline(plan))
     if plan["classes"]:  # a plan without a model has none
-        capacity = f"of one rank of each kind, at the fullest moment; a device has {size(plan['hardware']['memory'])}"
+        capacity = (
+            f"of one rank of each kind, at the fullest moment; a device has {format_bytes(plan['hardware']['memory'])}"
+        )
         made.append(card("Memory", _memory_chart(plan), capacity))
         longest = "of the kind of rank that communicates longest"
         made.append(card("Communication by mode", _communication_chart(plan), longest))
@@ -303,11 +310,11 @@ def _collectives(plan: Values) -> str:
             call["mode"],
             call["op"],
             f"{call['ranks']:,}",
-            size(call["bytes"]),
+            format_bytes(call["bytes"]),
             f"{call['count']:,}",
             call["link"],
-            seconds(call["seconds"]),
-            seconds(call["exposed"]),
+            format_seconds(call["seconds"]),
+            format_seconds(call["exposed"]),
             call["when"],
             call["what"],
         )
@@ -344,10 +351,10 @@ def _search(search: Values) -> str:
         return (
             str(at),
             ", ".join(f"{name} {value}" for name, value in one["layout"].items()),
-            seconds(step) if step else "",
-            size(memory) if memory else "",
+            format_seconds(step) if step else "",
+            format_bytes(memory) if memory else "",
             "" if one["bubble"] is None else f"{one['bubble']:.1%}",
-            "" if one["exposed_seconds"] is None else seconds(one["exposed_seconds"]),
+            "" if one["exposed_seconds"] is None else format_seconds(one["exposed_seconds"]),
             *("" if one[name] is None else f"{one[name]:.1%}" for name in ("mfu", "hfu")),
         )
 
@@ -400,7 +407,7 @@ def _shown(plan: Values) -> dict[str, Values]:
 
 def _shards(one: Values) -> str:
     stages = ", ".join(map(str, one["stages"]))
-    return f"{one['parameters']:,} parameters of stage {stages}, {size(one['memory']['total'])} at its fullest"
+    return f"{one['parameters']:,} parameters of stage {stages}, {format_bytes(one['memory']['total'])} at its fullest"
 
 
 def _compact(timeline: Values) -> dict[str, Any]:
@@ -409,7 +416,7 @@ def _compact(timeline: Values) -> dict[str, Any]:
         [[kind, stage, micro, round(a * scale), round(b * scale)] for kind, stage, micro, a, b in row]
         for row in timeline["rows"]
     ]
-    return {"rows": rows, "parts": _PARTS, "makespan": seconds(timeline["makespan"])}
+    return {"rows": rows, "parts": _PARTS, "makespan": format_seconds(timeline["makespan"])}
 
 
 def _spread(items: Sequence[Any], most: int) -> list[Any]:
