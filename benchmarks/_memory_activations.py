@@ -12,8 +12,8 @@ import torch
 from _measure import has_device, interleaved
 
 from colonnade.context.parallel_context import ParallelContext
+from colonnade.engine.activations import ActivationSettings, release_blocks
 from colonnade.models import GPT
-from colonnade.nn.activations import ActivationSettings, release_blocks
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "none": {"mode": "none"},

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from colonnade import _moved
 from colonnade._lazy import lazy_names
+from colonnade.engine.model import register_family
 from colonnade.version import __version__
 
 if TYPE_CHECKING:
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
     from colonnade.trainer.trainer import Trainer as Trainer
 
 _moved.install()
+# The families of models that come with the package; they are imported when such a model comes to `initialize`.
+register_family("colonnade.hf.family", signs=("loss_function", "lora_A"))
+register_family("colonnade.nn.layer.spread", signs=("arrangement",))
 __getattr__, __dir__, _names = lazy_names(
     __name__,
     {

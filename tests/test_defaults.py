@@ -36,8 +36,8 @@ engine.schedule.executor.Executor.run: forward_only=False with_loss=True keep_ou
 engine.schedule.loss.LossForm: allow_counts=True implicit=True
 engine.schedule.loss.split_loss: implicit=True
 engine.schedule.pipeline.PipelineSchedule: loss_everywhere=True
-nn.activations.ActivationSettings: mode='none' every=1 offload=False
-nn.activations.ActivationSettings.apply: complete=True
+engine.activations.ActivationSettings: mode='none' every=1 offload=False
+engine.activations.ActivationSettings.apply: complete=True
 nn.layer.arrangement.Arrangement: sequence_split=False
 nn.layer.modes.OneD: sequence_split=False
 nn.layer.modes.TwoD: sequence_split=False

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,16 +25,14 @@ from colonnade.comm.torch_versions import default_store, gather_rows, gloo_all_g
 from colonnade.comm.waits import OUTSIDE, pauses, place_of
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
+from colonnade.engine.activations import release_blocks
 from colonnade.engine.gradient_sync import GradientSync
-from colonnade.engine.guard import guard_of, ordered_sum
+from colonnade.engine.model import families_of, is_cut_by_plan
 from colonnade.engine.schedule.base import rows_of
 from colonnade.engine.schedule.executor import FEED_ALIKE
 from colonnade.errors import ConfigError, GradientError, ScheduleError, listed
 from colonnade.gradients.uneven import USE_ONE_FORM
-from colonnade.hf.match import is_cut_by_plan
 from colonnade.logging import get_dist_logger
-from colonnade.nn.activations import release_blocks
-from colonnade.nn.layer.spread import FirstPass
 from colonnade.optim.optimizer_trial import kinds_of_groups, two_steps
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.forward import ModelHook
@@ -43,6 +41,9 @@ from colonnade.parallel.own_forward import ModelStage
 from colonnade.parallel.placement import Shard, is_dtensor, placement_of
 from colonnade.parallel.split import Chunks, Stage
 from colonnade.texts import digest_of
+
+if TYPE_CHECKING:
+    from colonnade.engine.guard import Guard
 
 # --------------------------------------------------------------------------------------------------
 # What is said once, when a model trains, but not as its user may think.
@@ -378,6 +379,12 @@ class SameBatch:
         )
 
 
+def ordered_sum(numbers: Tensor) -> Tensor:
+    """One 64-bit number of many: it changes with the order of the numbers, and always when one of them changes."""
+    factors = torch.arange(len(numbers), device=numbers.device) * 0x9E3779B97F4A7C1
+    return ((factors ^ factors >> 29 | 1) * numbers).sum()
+
+
 @torch.no_grad()
 def _digest(given: Any) -> int | None:
     """A number that another batch does not have; None where there are no plain tensors. Waits for them."""
@@ -471,6 +478,16 @@ def _compare(names: list[str], dtypes: list[torch.dtype], sums: Tensor) -> None:
         )
 
 
+def guard_of(model: nn.Module, optimizer: Any, context: ParallelContext, sync: GradientSync | None) -> Guard | None:
+    """The guard that the config asks for, if there are ranks to compare. Collective over the world."""
+    asked = context.config.get("guard")
+    if not asked or context.world_size == 1 or sync is None:
+        return None
+    from colonnade.engine.guard import EVERY, Guard  # a run without a guard imports nothing of it
+
+    return Guard(model, optimizer, context, sync, (asked.get("every") if isinstance(asked, dict) else None) or EVERY)
+
+
 _LOOK_EVERY = 100
 """Steps between two looks at the model's parameters, after the first two."""
 
@@ -487,7 +504,8 @@ class LoopWatch:
         self.unsummed = False
         self._sync = sync
         self._guard = guard_of(model, optimizer, context, sync)
-        self._first_pass = FirstPass(model, context)
+        watches = (family.watch_first_step(model, context) for _, family in families_of(model))
+        self._first_step = [watch for watch in watches if watch is not None]
         self._same_gradients = SameGradients(model, context)
         self._evaluations = Evaluations(model, context)
         self._model = weakref.ref(model)
@@ -522,7 +540,7 @@ class LoopWatch:
     def end_step(self) -> None:
         """A step was made: now and then, see that the model still has its parameters."""
         if self._steps == 0:
-            self._first_pass.close()
+            self._end_first_step()
         self._steps += 1
         if self._steps <= 2 or self._steps % _LOOK_EVERY == 0:
             self.look()
@@ -540,8 +558,12 @@ class LoopWatch:
                     code="C046",
                 )
 
+    def _end_first_step(self) -> None:
+        for watch in self._first_step:
+            watch.close()
+
     def close(self) -> None:
-        self._first_pass.close()
+        self._end_first_step()
         self._same_gradients.close()
         self._evaluations.close()
         for handle in self._handles:

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colonnade.checkpoint.export import WholeTensors
 from colonnade.comm.host_copy import HostCopy
 from colonnade.comm.messages import error_of, gather_from_all, note_of
 from colonnade.comm.rank_group import RankGroup
@@ -23,6 +22,7 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.checks import LoopWatch, SameBatch, refuse_batch
 from colonnade.engine.gradient_sync import GradientSync
 from colonnade.engine.memory import MemoryTable, memory_table
+from colonnade.engine.model import TrainingLoss, family, own_format_of
 from colonnade.engine.precision import LossScaler, Precision, PrecisionTable, precision_table
 from colonnade.engine.schedule.base import BaseSchedule, StepResult, checked_result
 from colonnade.engine.schedule.loss import Count, DivisionWatch, LossForm, MeanWatch, count_on, split_loss
@@ -31,8 +31,6 @@ from colonnade.errors import CheckpointError, GradientError, ScheduleError, list
 from colonnade.gradients.ledger import Ledger
 from colonnade.gradients.synchroniser import Synchroniser
 from colonnade.gradients.uneven import USE_ONE_FORM
-from colonnade.hf.lora import lora_layers, save_adapters
-from colonnade.hf.model_loss import ModelLoss
 from colonnade.logging import get_dist_logger
 from colonnade.optim.engine_optimizer import EngineOptimizer
 from colonnade.paths import local_path
@@ -119,11 +117,14 @@ class WholeWeights:
             return self._full_state_dict(to, dtype)
 
     def _full_state_dict(self, to: str | Path, dtype: torch.dtype | None) -> dict[str, Tensor]:
+        from colonnade.checkpoint.export import (  # a run that exports nothing imports nothing of it
+            WholeTensors,
+            save_full,
+        )
+
         self.wait_for_weights()
         whole = WholeTensors(self.model, self.context)
         if to not in ("all", "first"):
-            from colonnade.checkpoint.export import save_full
-
             save_full(whole, to, self.context, dtype)
             return {}
         found: dict[str, Tensor] = {}
@@ -148,9 +149,11 @@ class WholeWeights:
 
         with self.context.waits.together("engine.save_pretrained()"):
             self.wait_for_weights()
-            # Asked of all: some stages of a pipeline may have no adapters.
-            if any(gather_from_all(any(True for _ in lora_layers(self.model)), self.context)):
-                return save_adapters(self.model, folder, self.context, dtype)
+            # Asked of all: some stages of a pipeline may have nothing of it (no adapters, say).
+            homes = gather_from_all(own_format_of(self.model), self.context)
+            own_format = next((home for home in homes if home is not None), None)
+            if own_format is not None:
+                return family(own_format).export(self.model, folder, self.context, dtype)
             return save_pretrained(self.model, folder, self.context, max_shard_size, dtype)
 
     def wait_for_weights(self) -> None:
@@ -375,7 +378,7 @@ class Engine(LastStep, WholeWeights):
         schedule: BaseSchedule,
         accumulation: int,
         precision: Precision,
-        own_loss: ModelLoss | None = None,
+        own_loss: TrainingLoss | None = None,
     ) -> None:
         self._model, self._optimizer, self._criterion = model, optimizer, criterion
         self._forward = own_loss.run if own_loss is not None and criterion is None else model

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -12,21 +11,17 @@ from torch import Tensor, nn
 from colonnade.comm.messages import agreed_errors, note_of
 from colonnade.comm.rank_group import RankGroup
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.errors import ConfigError, GradientError
-from colonnade.gradients.handler import (
-    BaseGradientHandler,
-    PlannedGradientHandler,
-    ZeROGradientHandler,
-    attach_automatic,
-    describe,
-)
-from colonnade.gradients.ledger import Covered, Ledger, is_waived, match, require_complete
-from colonnade.gradients.probe import CallLog, probe
-from colonnade.gradients.sums import Demand, Grouped, Reduction, Shards, SumPlan, group_plans, make_sums, read_demands
+from colonnade.errors import GradientError
+from colonnade.gradients.handler import BaseGradientHandler, BuiltHandler, describe
+from colonnade.gradients.ledger import Ledger, is_waived
+from colonnade.gradients.sum_plan import plan_sums, waived_patterns
+from colonnade.gradients.sums import Claim, Demand, Shards, read_demands, with_groups
 from colonnade.gradients.synchroniser import Synchroniser
 from colonnade.logging import get_dist_logger
 from colonnade.optim.bucket_step import scale_all
-from colonnade.registry import GRADIENT_HANDLER
+
+if TYPE_CHECKING:
+    from colonnade.engine.guard import CallLog
 
 
 class GradientSync:
@@ -113,28 +108,6 @@ class GradientSync:
         self.synchroniser.close()
 
 
-BuiltHandler = tuple[BaseGradientHandler, list[Reduction] | None]
-"""A named handler and what it says it covers; None: find out by a trial."""
-
-
-def build_handlers(
-    named: Sequence[Any], model: nn.Module, optimizer: Any, context: ParallelContext
-) -> list[BuiltHandler]:
-    """The handlers that the config names, and that of an optimizer with `sync_grad()`, attached."""
-    handlers = [build_gradient_handler(entry, model, optimizer) for entry in named]
-    if needs_own_handler(optimizer, handlers):
-        handlers.insert(0, ZeROGradientHandler(model, optimizer))
-    for handler in handlers:
-        handler.attach(context)
-    return [(handler, handler.covers()) for handler in handlers]
-
-
-def needs_own_handler(optimizer: Any, handlers: Sequence[BaseGradientHandler]) -> bool:
-    """Whether the optimizer sums gradients itself, and none of these handlers asks it to."""
-    asked = any(isinstance(handler, ZeROGradientHandler) for handler in handlers)
-    return callable(getattr(optimizer, "sync_grad", None)) and not asked
-
-
 def build_sync(
     model: nn.Module,
     optimizer: Any,
@@ -150,121 +123,40 @@ def build_sync(
     `bucket_all`: gradients that owe no reduction lie in flat buckets too, for a flat optimizer step. `shards`: what is
     to be sharded over the ranks that share it. `before_pass` as of `GradientSync`.
     """
-    waive = _waived(options)
+    waive = waived_patterns(options)
     demands = read_demands(model, context.layout, context.get_global_rank())
     mine = [handler for handler, _ in handlers]
     touched: dict[str, str] = {}
-    covered = [
-        (one, probe(one, demands, context, lambda name: is_waived(name, waive), touched) if said is None else said)
-        for one, said in handlers
-    ]
+    claims: list[Claim] = []
+    for handler, said in handlers:
+        if said is None:
+            from colonnade.gradients.probe import probe  # few runs have a handler that must be tried
+
+            said = probe(handler, demands, context, lambda name: is_waived(name, waive), touched)
+        claims.append((handler, said))
     with agreed_errors(context.device):
-        found = plan_sync(model, optimizer, context, covered, options, bucket_all, shards, touched)
-    get_dist_logger().info(describe(found.attached, mine))
-    sums = make_sums(found.grouped, context, shards)
+        plan = plan_sums(
+            model, optimizer, context, claims, options, bucket_all=bucket_all, shards=shards, touched=touched
+        )
+    get_dist_logger().info(describe(plan.attached, mine))
+    sums = with_groups(plan.sums, context)
     with agreed_errors(context.device):
         synchroniser = Synchroniser(sums, log=get_dist_logger().info)
-    for planner in found.planners:
+    for planner in plan.planned:
         planner.use(synchroniser)
-    loose = _loose(demands, covered, synchroniser)
-    return GradientSync([*found.attached, *mine], synchroniser, found.ledger, loose, before_pass)
-
-
-@dataclass(frozen=True)
-class SyncPlan:
-    """What is summed on this rank, over which ranks and by whom: the ledger, handlers that came by themselves, all that
-    say what they sum, and the parameters of each sum."""
-
-    ledger: Ledger
-    attached: Sequence[PlannedGradientHandler]
-    planners: Sequence[PlannedGradientHandler]
-    grouped: Grouped
-
-
-def plan_sync(
-    model: nn.Module,
-    optimizer: Any,
-    context: ParallelContext,
-    covered: Sequence[tuple[BaseGradientHandler, list[Reduction]]],
-    options: Mapping[str, Any],
-    bucket_all: bool = False,
-    shards: Shards | None = None,
-    touched: Mapping[str, str] | None = None,
-) -> SyncPlan:
-    """Match what the named handlers do (`covered`) with what is owed, and attach the rest. Needs no process group.
-
-    `options`, `bucket_all` and `shards` as of `build_sync`. `touched`: handlers that were seen to change waived parameters, by
-    the names of these.
-    """
-    rank = context.get_global_rank()
-    demands = read_demands(model, context.layout, rank)
-    entries: list[Covered] = [(type(one).__name__, reduction) for one, found in covered for reduction in found]
-    ledger = match(demands, entries, context.layout, rank, _waived(options), touched or {})
-    attached, ledger = attach_automatic(ledger, model, optimizer) if options.get("automatic", True) else ([], ledger)
-    require_complete(ledger)
-    if shards is not None:
-        _refuse_by_hand(covered, shards)
-    for handler in attached:
-        handler.attach(context)
-    planned: list[tuple[PlannedGradientHandler, list[Reduction]]] = [(one, one.plan_for(demands)) for one in attached]
-    planned += [(handler, found) for handler, found in covered if isinstance(handler, PlannedGradientHandler)]
-    plans = [SumPlan(type(handler).__name__, found, handler.options) for handler, found in planned]
-    unsummed = [(demand.name, demand.parameter) for demand in demands] if bucket_all or shards is not None else []
-    if shards is not None and not bucket_all:
-        unsummed = [(name, parameter) for name, parameter in unsummed if id(parameter) in shards.labels]
-    transport = {key: value for key, value in options.items() if key not in ("waive", "automatic")}
-    grouped = group_plans(plans, context, transport, unsummed, shards)
-    return SyncPlan(ledger, attached, [handler for handler, _ in planned], grouped)
-
-
-def _waived(options: Mapping[str, Any]) -> Sequence[str]:
-    """Names of parameters that nobody need synchronise, as patterns."""
-    waive = options.get("waive") or ()
-    return (waive,) if isinstance(waive, str) else waive
-
-
-def _refuse_by_hand(covered: Sequence[tuple[BaseGradientHandler, list[Reduction]]], shards: Shards) -> None:
-    """Sharded gradients are in slices when a handler is called, at stage 2 since the pass that made them."""
-    for handler, reductions in covered:
-        for reduction in reductions if not isinstance(handler, PlannedGradientHandler) else ():
-            for name, parameter in zip(reduction.names, reduction.parameters, strict=True):
-                if id(parameter) in shards.labels:
-                    raise GradientError(
-                        f"{type(handler).__name__} sums {name!r} by hand, but zero stages 1 and 2 sum gradients into slices "
-                        f"themselves; say what to sum in a PlannedGradientHandler, or turn zero off",
-                        code="C042",
-                    )
+    loose = _loose(demands, claims, synchroniser)
+    return GradientSync([*plan.attached, *mine], synchroniser, plan.ledger, loose, before_pass)
 
 
 def _loose(
     demands: Sequence[Demand],
-    covered: Sequence[tuple[BaseGradientHandler, list[Reduction]]],
+    claims: Sequence[Claim],
     synchroniser: Synchroniser,
 ) -> list[tuple[BaseGradientHandler | None, list[nn.Parameter]]]:
     """The parameters that are in no sum, by who handles them."""
     left = {id(d.parameter): d.parameter for d in demands if id(d.parameter) not in synchroniser.parameters}
     found: list[tuple[BaseGradientHandler | None, list[nn.Parameter]]] = []
-    for handler, reductions in covered:
+    for handler, reductions in claims:
         theirs = [p for reduction in reductions for p in reduction.parameters if left.pop(id(p), None) is not None]
         found.append((handler, theirs))
     return [*found, (None, list(left.values()))]
-
-
-def build_gradient_handler(entry: Any, model: nn.Module, optimizer: Any) -> BaseGradientHandler:
-    """A handler from the config: `dict(type="Name", **kwargs)`, or just its name."""
-    settings = {"type": entry} if isinstance(entry, str) else dict(entry)
-    name = settings.pop("type")
-    handler_class = GRADIENT_HANDLER.get_module(name)
-    try:
-        handler = handler_class(model, optimizer, **settings)
-    except TypeError as error:
-        raise ConfigError(
-            f"gradient_handler: {name} could not be built with {settings or 'no further arguments'}: {error}. It is "
-            f"called as {name}(model, optimizer, **the rest of its dict in the config).",
-            code="C042",
-        ) from error
-    if not callable(getattr(handler, "handle_gradient", None)):
-        raise ConfigError(
-            f"gradient_handler: {name} has no handle_gradient(); inherit BaseGradientHandler", code="C042"
-        )
-    return handler

@@ -1,8 +1,11 @@
-"""The guard of a run: now and then, and before each save, ranks compare what must be alike.
+"""The guard of a run (config key `guard`): now and then, and before each save, ranks compare what must be alike.
 
-Replicas (weights, and what the optimizer keeps of them) by checksum, over the ranks that hold the same part by placement;
-and what gradient handlers have called since the last time. Ranks tell each other digests, on a group that nothing else uses,
-so that calls which have fallen out of step are not mixed up with it. Only where digests differ are names exchanged.
+Two silent mistakes are caught. Replicas drift apart: weights, and what the optimizer keeps of them, are compared by checksum
+over the ranks that hold the same part by placement. Handlers make other calls on other ranks, so that gradients are summed
+with those of another parameter: `CallLog` notes what each handler calls, and the notes are compared.
+
+Ranks exchange digests, on a group that nothing else uses, so that calls which are out of step are not mixed up with it, and
+meet by the store first, so that a rank that waits in a call of another step is found. Names are exchanged where digests differ.
 """
 
 from __future__ import annotations
@@ -12,39 +15,32 @@ import re
 import struct
 import time
 import weakref
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
+from functools import partial
+from itertools import count, zip_longest
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from colonnade.checkpoint.agreement import before_save
 from colonnade.comm import waits
 from colonnade.comm.messages import gather_bytes, share_texts
-from colonnade.comm.torch_versions import default_store, groups_meet, is_alive, timeout_of
+from colonnade.comm.torch_versions import default_store, groups_meet, is_alive, noting_collectives, timeout_of
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
+from colonnade.engine.checks import ordered_sum
 from colonnade.engine.gradient_sync import GradientSync
 from colonnade.errors import GradientError, listed
-from colonnade.gradients.probe import CallLog, Steps, first_difference, read_steps
+from colonnade.gradients.handler import BaseGradientHandler, PlannedGradientHandler
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.flat import ShardedOptimizer
 from colonnade.parallel.held import checksum, held_tensors
 from colonnade.texts import digest_of
-
-# --------------------------------------------------------------------------------------------------
-# Many numbers as one, for comparisons between ranks.
-# --------------------------------------------------------------------------------------------------
-
-
-def ordered_sum(numbers: Tensor) -> Tensor:
-    """One number (of 64 bits, as all of them) that another order gives another of; one changed number always changes it."""
-    factors = torch.arange(len(numbers), device=numbers.device) * 0x9E3779B97F4A7C1
-    return ((factors ^ factors >> 29 | 1) * numbers).sum()
-
 
 EVERY = 100
 """Steps between two comparisons, unless the config says otherwise."""
@@ -53,7 +49,7 @@ _NAMED = 8
 
 
 class _Part(NamedTuple):
-    """Something that all ranks which know it must have alike: its key is the same on them, and on no others."""
+    """A digest that all ranks which have this key must have alike; ranks that need not agree have other keys."""
 
     key: int
     digest: int
@@ -71,14 +67,6 @@ class _Replicas:
     @property
     def key(self) -> int:
         return digest_of(f"{self.kind} {self.holders} {self.labels}")
-
-
-def guard_of(model: nn.Module, optimizer: Any, context: ParallelContext, sync: GradientSync | None) -> Guard | None:
-    """The guard that the config asks for, if it does and there is somebody to compare with. Collective over the world."""
-    asked = context.config.get("guard")
-    if not asked or context.world_size == 1 or sync is None:
-        return None
-    return Guard(model, optimizer, context, sync, (asked.get("every") if isinstance(asked, dict) else None) or EVERY)
 
 
 class Guard:
@@ -343,3 +331,134 @@ def _digests(replicas: list[_Replicas]) -> list[_Part]:
     for places in by_device.values():
         numbers |= zip(places, torch.stack([mixed[at] for at in places]).tolist(), strict=True)
     return [_Part(one.key, numbers[at]) for at, one in enumerate(replicas)]
+
+
+# -- calls of handlers ------------------------------------------------------------------------------------
+
+Entry = tuple[str, str, tuple[int, ...]]
+"""(handler, what it calls, over which ranks); no ranks: it does what it has planned."""
+Steps = list[tuple[Entry, ...]]
+"""What was called in each step."""
+
+_PLANNED = "does its planned sums"
+
+
+class CallLog:
+    """Runs handlers and notes what they call. `at` is told of each collective before it is made."""
+
+    def __init__(self, named: Callable[[], Iterable[tuple[str, nn.Parameter]]], at: Callable[[str], None]) -> None:
+        self._named, self._at = named, at
+        self._entries: list[Entry] = []
+        self._known: dict[tuple[Entry, ...], tuple[tuple[Entry, ...], dict[Any, int]]] = {}
+        self._names: dict[int, str] = {}
+        self._parameters: list[tuple[str, nn.Parameter]] = []
+        self._texts: dict[Any, tuple[Entry, str] | None] = {}
+        """By what is called: what is noted of it. Made once, since a step may make hundreds of calls."""
+        self.steps: Steps = []
+        """Since `forget`."""
+        self.digests: Counter[tuple[int, ...] | None] = Counter()
+        """What was called so far over each set of ranks, and (under None) in which order handlers ran, as a number."""
+
+    def run(self, handler: BaseGradientHandler) -> None:
+        """Let a handler do its part of a step."""
+        name = type(handler).__name__
+        if isinstance(handler, PlannedGradientHandler):
+            self._entries.append((name, _PLANNED, ()))
+            handler.handle_gradient()
+            return
+        self._entries.append((name, "begins", ()))
+        self._names = {}
+        with noting_collectives(partial(self._note, name)):
+            handler.handle_gradient()
+        self._at("summing the gradients")
+
+    def end_step(self) -> None:
+        """All handlers have run, or none."""
+        called, self._entries = tuple(self._entries), []
+        if called not in self._known:
+            self._known[called] = called, _by_ranks(called)
+        called, digests = self._known[called]  # one object for all steps that are alike
+        for ranks, digest in digests.items():
+            self.digests[ranks] = digest_of(f"{self.digests[ranks]} {digest}")
+        self.steps.append(called)
+
+    def forget(self) -> None:
+        """What was called so far was alike on all ranks."""
+        self.steps.clear()
+        self._known.clear()
+        self._texts.clear()
+
+    @property
+    def so_far(self) -> Steps:
+        """With the step that is under way."""
+        return [*self.steps, tuple(self._entries)]
+
+    def _note(self, handler: str, name: str, group: Any, given: Any) -> None:
+        """A handler is about to make this collective."""
+        if not self._names:
+            self._names = self._places()
+        match given:
+            case [Tensor()]:  # of an all_reduce; looking into anything else takes longer than all the rest
+                tensors = given
+            case _:
+                tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+        found: Any = next((self._names[place] for t in tensors if (place := t.data_ptr()) in self._names), None)
+        key = handler, name, group, sum(t.numel() for t in tensors) if found is None else found
+        if key not in self._texts:
+            self._texts[key] = _noted(*key)
+        if (noted := self._texts[key]) is not None:
+            entry, at = noted
+            self._entries.append(entry)
+            self._at(at)
+
+    def _places(self) -> dict[int, str]:
+        """By the memory of a gradient: the parameter's name."""
+        self._parameters = self._parameters or list(self._named())
+        gradients = ((name, p.grad) for name, p in self._parameters if p.grad is not None)
+        return {local_part(grad).data_ptr(): name for name, grad in gradients if not grad.is_sparse}
+
+
+def _noted(handler: str, name: str, group: Any, of: str | int) -> tuple[Entry, str] | None:
+    """What is noted, and where the rank is meanwhile; None for a group of one rank."""
+    ranks = tuple(dist.get_process_group_ranks(group))
+    what = f"of {of!r}" if isinstance(of, str) else f"of {of} elements"
+    at = f"in {handler}, at {name} {what} over ranks {list(ranks)}"
+    return ((handler, f"{name} {what}", ranks), at) if len(ranks) > 1 else None
+
+
+def _by_ranks(called: Sequence[Entry]) -> dict[tuple[int, ...] | None, int]:
+    found: dict[tuple[int, ...] | None, list[Entry]] = {None: []}
+    for entry in called:
+        *_, ranks = entry
+        found.setdefault(ranks or None, []).append(entry)
+    return {ranks: digest_of(repr(entries)) for ranks, entries in found.items()}
+
+
+def first_difference(
+    one: Steps, other: Steps, ranks: Sequence[int] | None, *, under_way: bool
+) -> tuple[int, str, str] | None:
+    """(step, what was called on the first, what on the other) where two ranks first differ in calls over `ranks`.
+
+    `ranks` None: in the order of handlers. `under_way`: the other may still make further calls of its last step.
+    """
+    wanted = tuple(ranks or ())
+    for step, both in enumerate(zip(one, other, strict=False)):
+        left, right = ([entry for *entry, over in called if over == wanted] for called in both)
+        if under_way and step + 1 == len(other):
+            left = left[: len(right)]
+        for at, (mine, theirs) in enumerate(zip_longest(left, right)):
+            if mine != theirs:
+                return step, _text_of(mine, at), _text_of(theirs, at)
+    return None
+
+
+def read_steps(told: Any) -> Steps:
+    """Steps that came as JSON."""
+    return [tuple((who, what, tuple(ranks)) for who, what, ranks in called) for called in told]
+
+
+def _text_of(entry: Sequence[str] | None, at: int) -> str:
+    if entry is None:
+        return f"makes no further call after {at}"
+    who, what = entry
+    return f"{who} {what}" if what in ("begins", _PLANNED) else f"{who} calls {what}"

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from colonnade.engine.model import layer_kind
 from colonnade.errors import ConfigError, listed
 from colonnade.gradients.synchroniser import Synchroniser
 from colonnade.logging import get_dist_logger
-from colonnade.nn.layer import Classifier, Embedding, Linear
 from colonnade.optim.engine_optimizer import EngineOptimizer
 from colonnade.optim.norm import Norms
 from colonnade.optim.optimizer_trial import state_dtypes
-from colonnade.optim.zero.fsdp import dtypes_of, make_fp32
+from colonnade.optim.zero.formula import dtypes_of, make_fp32
 from colonnade.parallel.dtensor import local_part
 
 # --------------------------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ class Float8:
 
         config = Float8LinearConfig.from_recipe_name(self.recipe)
         config = replace(config, emulate=self.emulate, pad_inner_dim=True)
-        tied = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, Embedding))}
+        tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding) or layer_kind(m) == "embedding"}
         chosen, left = [], []
         for root in model if isinstance(model, nn.ModuleList) else [model]:
             for name, layer in _linears(root):
@@ -74,7 +74,7 @@ class Float8:
                     left.append(f"{name} ({reason})")
                     continue
                 chosen.append(name)
-                if isinstance(layer, Linear):
+                if layer_kind(layer) is not None:
                     layer.arrangement = copy.copy(layer.arrangement)
                     layer.arrangement.multiply = _multiplier(config)
             convert_to_float8_training(root, module_filter_fn=lambda _, name: name in chosen, config=config)
@@ -105,7 +105,7 @@ class Float8:
 
     def _why_not(self, name: str, layer: Any, tied: set[int]) -> str | None:
         """Why a layer keeps its dtype; None if it does not."""
-        if isinstance(layer, Classifier) or id(layer.weight) in tied:
+        if layer_kind(layer) == "classifier" or id(layer.weight) in tied:
             return "the classifier"
         if any(fnmatchcase(name, pattern) or name.rpartition(".")[2] == pattern for pattern in self.skip):
             return "skipped"
@@ -114,7 +114,7 @@ class Float8:
             return f"{rows} x {columns} is no multiple of {_MULTIPLE}"
         if layer.weight.dtype is torch.float64:
             return "float64"
-        if isinstance(layer, Linear) and not layer.arrangement.multiplies_blocks:
+        if layer_kind(layer) is not None and not layer.arrangement.multiplies_blocks:
             return f"{type(layer.arrangement).__name__} multiplies in several pieces"
         return None
 
@@ -122,7 +122,7 @@ class Float8:
 def _linears(root: nn.Module) -> Iterator[tuple[str, Any]]:
     """The linear layers inside a model, by name. Torch's own kinds (as in its attention) use the weight by themselves."""
     for name, module in root.named_modules():
-        if name and (isinstance(module, Linear) or type(module) is nn.Linear):
+        if name and (layer_kind(module) in ("linear", "classifier") or type(module) is nn.Linear):
             yield name, module
 
 

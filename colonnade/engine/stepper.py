@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -45,6 +45,13 @@ class Slots:
     names: tuple[str, ...]
     group_of: tuple[int, ...]
     of_parameter: dict[str, int]
+
+
+def count_slots(names: Iterable[str], settings: ClipSettings) -> int:
+    """How many norms a step measures, of parameters of these names in the whole world."""
+    if (settings.report or settings.per) == "group":
+        return len(settings.clip_groups())
+    return len({(settings.group_of(name), label_of(name, settings.report or settings.per)) for name in names})
 
 
 def number_slots(names: Sequence[str], settings: ClipSettings, context: ParallelContext) -> Slots:

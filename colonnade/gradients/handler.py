@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.errors import GradientError
+from colonnade.errors import ColonnadeError, ConfigError, GradientError
 from colonnade.gradients.ledger import Ledger
 from colonnade.gradients.sums import (
     Choice,
     Demand,
     Reduction,
-    SumPlan,
     SyncOptions,
     choose,
-    group_plans,
     group_reductions,
-    make_sums,
     read_demands,
+    sums_of,
+    with_groups,
 )
 from colonnade.gradients.synchroniser import Synchroniser
 from colonnade.parallel.demand import Owed
@@ -125,9 +123,8 @@ class PlannedGradientHandler(BaseGradientHandler):
 
     def handle_gradient(self) -> None:
         if self._synchroniser is None:
-            plan = SumPlan(type(self).__name__, self.plan(), self.options)
-            sums = make_sums(group_plans([plan], self.context, {}), self.context)
-            self._synchroniser, self._by_hand = Synchroniser(sums), True
+            sums = sums_of([(self, self.plan())], self.context, {})
+            self._synchroniser, self._by_hand = Synchroniser(with_groups(sums, self.context)), True
         if self._by_hand:
             # Used by hand there is no engine to say when backward begins: it has just ended.
             self._synchroniser.prepare(last=True)
@@ -138,6 +135,8 @@ class DemandGradientHandler(PlannedGradientHandler):
     """A planned handler that does what the placements demand over its `modes` (None: over all)."""
 
     modes: frozenset[ParallelMode] | None = None
+    when: frozenset[ParallelMode] | None = None
+    """For the automatic ones: attached where a sum over one of these modes is open (None: over any)."""
     reason: str = ""
     """Why it is attached when nobody names it."""
 
@@ -173,6 +172,7 @@ class DataParallelGradientHandler(DemandGradientHandler):
     """Sums over DATA and divides by the number of ranks that saw distinct data; does nothing on one data rank."""
 
     modes = frozenset({ParallelMode.DATA})
+    when = frozenset({ParallelMode.DATA})
     reason = "data parallelism: replicas see different samples"
 
 
@@ -185,6 +185,7 @@ class MoeGradientHandler(DemandGradientHandler):
     """
 
     modes = frozenset({ParallelMode.DATA, ParallelMode.EXPERT_DATA, ParallelMode.MOE_DATA})
+    when = frozenset({ParallelMode.EXPERT_DATA, ParallelMode.MOE_DATA})
     reason = "expert parallelism: experts are reduced over their expert-data twin"
 
 
@@ -193,6 +194,7 @@ class SequenceParallelGradientHandler(DemandGradientHandler):
     """Sums over data and sequence at once (SEQUENCE_DP) and divides by the number of distinct parts."""
 
     modes = frozenset({ParallelMode.DATA, ParallelMode.SEQUENCE, ParallelMode.SEQUENCE_DP})
+    when = frozenset({ParallelMode.SEQUENCE, ParallelMode.SEQUENCE_DP})
     reason = "sequence parallelism: ranks see different tokens"
 
 
@@ -201,6 +203,7 @@ class PipelineSharedModuleGradientHandler(DemandGradientHandler):
     """Sums the gradients of a tied parameter over its stages; each stage has its own part of it."""
 
     modes = frozenset({ParallelMode.PIPELINE})
+    when = frozenset({ParallelMode.PIPELINE})
     reason = "tied parameters: each stage has a part of the gradient"
 
 
@@ -251,26 +254,21 @@ class ZeROGradientHandler(BaseGradientHandler):
 
 
 # --------------------------------------------------------------------------------------------------
-# What is attached by itself, and why: one table of rules, read from top to bottom for every row of the ledger.
+# Attached by themselves, where nobody does what is owed.
 # --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class AutomaticRule:
-    """Attach `handler` where any open row is over one of `when` (None: always); it takes the rows of its modes."""
-
-    handler: type[DemandGradientHandler]
-    when: frozenset[ParallelMode] | None
-
-
-RULES: tuple[AutomaticRule, ...] = (
-    AutomaticRule(PipelineSharedModuleGradientHandler, frozenset({ParallelMode.PIPELINE})),
-    AutomaticRule(MoeGradientHandler, frozenset({ParallelMode.EXPERT_DATA, ParallelMode.MOE_DATA})),
-    AutomaticRule(SequenceParallelGradientHandler, frozenset({ParallelMode.SEQUENCE, ParallelMode.SEQUENCE_DP})),
-    AutomaticRule(DataParallelGradientHandler, frozenset({ParallelMode.DATA})),
-    AutomaticRule(PlacementGradientHandler, None),
+AUTOMATIC: tuple[type[DemandGradientHandler], ...] = (
+    PipelineSharedModuleGradientHandler,
+    MoeGradientHandler,
+    SequenceParallelGradientHandler,
+    DataParallelGradientHandler,
+    PlacementGradientHandler,
 )
-"""Before these, an optimizer with `sync_grad()` gets a ZeROGradientHandler, as if it had been named."""
+"""Read from top to bottom: the first class one of whose `when` modes is owed takes all open rows of its modes.
+
+Before these, an optimizer with `sync_grad()` gets a ZeROGradientHandler, as if it had been named (`build_handlers`).
+"""
 
 
 def attach_automatic(ledger: Ledger, model: nn.Module, optimizer: Any) -> tuple[list[DemandGradientHandler], Ledger]:
@@ -278,13 +276,13 @@ def attach_automatic(ledger: Ledger, model: nn.Module, optimizer: Any) -> tuple[
     left = [(row.parameter, ParallelMode[row.mode]) for row in ledger.open_rows()]
     attached: list[DemandGradientHandler] = []
     done: dict[tuple[str, str], str] = {}
-    for rule in RULES:
-        modes = rule.handler.modes
-        if not left or (rule.when is not None and not any(mode in rule.when for _, mode in left)):
+    for kind in AUTOMATIC:
+        modes, when = kind.modes, kind.when
+        if not left or (when is not None and not any(mode in when for _, mode in left)):
             continue
         mine = [(name, mode) for name, mode in left if modes is None or mode in modes]
         left = [(name, mode) for name, mode in left if not (modes is None or mode in modes)]
-        handler = rule.handler(model, optimizer)
+        handler = kind(model, optimizer)
         handler.limit_to(mine)
         attached.append(handler)
         done.update(((name, mode.name), type(handler).__name__) for name, mode in mine)
@@ -298,3 +296,69 @@ def describe(attached: Sequence[Any], named: Sequence[Any]) -> str:
         f"{type(handler).__name__}: {getattr(handler, 'reason', '') or 'named in the config'}" for handler in named
     ]
     return "gradient handlers: " + ("; ".join(lines) or "none, no gradient owes a reduction")
+
+
+# --------------------------------------------------------------------------------------------------
+# From a config to handlers.
+# --------------------------------------------------------------------------------------------------
+
+
+BuiltHandler = tuple[BaseGradientHandler, list[Reduction] | None]
+"""A named handler and the reductions that it says it does; None: a trial must find out."""
+
+
+def build_handlers(
+    named: Sequence[Any],
+    model: nn.Module,
+    optimizer: Any,
+    context: ParallelContext,
+    failed: Callable[[str, ColonnadeError], None] | None = None,
+) -> list[BuiltHandler]:
+    """The handlers that the config names, and that of an optimizer with `sync_grad()`, attached to the context.
+
+    `failed` is told of the name and the error of each that cannot be built, which is left out then; without it the error is
+    raised.
+    """
+    refuse = failed if failed is not None else _raise
+    handlers: list[BaseGradientHandler] = []
+    for entry in named:
+        try:
+            handlers.append(build_gradient_handler(entry, model, optimizer))
+        except ColonnadeError as error:
+            refuse(entry if isinstance(entry, str) else entry["type"], error)
+    asked = any(isinstance(handler, ZeROGradientHandler) for handler in handlers)
+    if callable(getattr(optimizer, "sync_grad", None)) and not asked:
+        handlers.insert(0, ZeROGradientHandler(model, optimizer))
+    for handler in handlers:
+        handler.attach(context)
+    found: list[BuiltHandler] = []
+    for handler in handlers:
+        try:
+            found.append((handler, handler.covers()))
+        except ColonnadeError as error:
+            refuse(type(handler).__name__, error)
+    return found
+
+
+def _raise(name: str, error: ColonnadeError) -> None:
+    raise error
+
+
+def build_gradient_handler(entry: Any, model: nn.Module, optimizer: Any) -> BaseGradientHandler:
+    """A handler from the config: `dict(type="Name", **kwargs)`, or just its name."""
+    settings = {"type": entry} if isinstance(entry, str) else dict(entry)
+    name = settings.pop("type")
+    handler_class = GRADIENT_HANDLER.get_module(name)
+    try:
+        handler = handler_class(model, optimizer, **settings)
+    except TypeError as error:
+        raise ConfigError(
+            f"gradient_handler: {name} could not be built with {settings or 'no further arguments'}: {error}. It is "
+            f"called as {name}(model, optimizer, **the rest of its dict in the config).",
+            code="C042",
+        ) from error
+    if not callable(getattr(handler, "handle_gradient", None)):
+        raise ConfigError(
+            f"gradient_handler: {name} has no handle_gradient(); inherit BaseGradientHandler", code="C042"
+        )
+    return handler

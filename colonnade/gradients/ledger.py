@@ -21,9 +21,6 @@ from colonnade.gradients.sums import Demand, Reduction
 from colonnade.parallel.demand import Owed, joint_ranks
 from colonnade.texts import pattern_of
 
-Covered = tuple[str, Reduction]
-"""(name of the handler, what it does)"""
-
 
 class LedgerRow(NamedTuple):
     """One sum that one parameter owes. Of one that is `waived`, what the handler does (`done_by`) was not checked."""
@@ -100,13 +97,13 @@ class Ledger:
 
 def match(
     demands: Sequence[Demand],
-    covered: Iterable[Covered],
+    covered: Iterable[tuple[str, Reduction]],
     layout: Layout,
     rank: int,
     waive: Sequence[str] = (),
     touched: Mapping[str, str] | None = None,
 ) -> Ledger:
-    """Write every handler's reductions into the ledger; wrong or doubled ones are one error that lists them all.
+    """Write the reductions of every handler (`covered`, by its name) into the ledger; wrong or doubled ones are one error.
 
     Those of waived parameters are written in unchecked; `touched`: who else changes the gradients of such.
     """

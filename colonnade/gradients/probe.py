@@ -1,8 +1,9 @@
-"""Finding out what a handler does: run it once on marked gradients and read the marks.
+"""Finding out what a handler that sums by hand does: run it once on marked gradients and read the marks.
 
-Each rank fills each gradient with small whole numbers that every other rank can compute. After the handler has run,
-they tell over which ranks it summed and by what it divided. It may sum in bf16, fp16 or int8: the marks are exact in
-all of them. The handler, its random numbers and the gradients are then as they were.
+Each rank fills each gradient with small whole numbers that every other rank can compute. After the handler has run, the
+gradients tell over which ranks it summed and by what it divided (`probe`). It may sum in bf16, fp16 or int8: the marks are exact
+in all of them. The handler may be wrong, and ranks may then call different collectives, so these are compared before they
+run (`SameCalls`). Afterwards the handler, the random streams and the gradients are as they were (`state_put_back`).
 """
 
 from __future__ import annotations
@@ -10,12 +11,11 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from hashlib import sha256, sha512
-from itertools import combinations, zip_longest
+from itertools import combinations
 from math import prod, sqrt
 from time import sleep
 from typing import Any
@@ -28,334 +28,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from colonnade.comm.messages import agreed_errors, message_device
-from colonnade.comm.torch_versions import PrefixStore, default_store, group_of_call, noting_collectives
+from colonnade.comm.torch_versions import PrefixStore, default_store, group_of_call
 from colonnade.comm.waits import pauses
 from colonnade.context.layout import Layout
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.context.random_state import random_state, set_random_state
 from colonnade.errors import ColonnadeError, LedgerError
-from colonnade.gradients.handler import BaseGradientHandler, PlannedGradientHandler
+from colonnade.gradients.handler import BaseGradientHandler
 from colonnade.gradients.sums import Demand, Reduction, group_reductions
 from colonnade.parallel.demand import Owed, joint_ranks
 from colonnade.parallel.dtensor import local_part
-from colonnade.texts import digest_of
 
-# --------------------------------------------------------------------------------------------------
-# Comparing what ranks are about to call, before they call it.
-# --------------------------------------------------------------------------------------------------
-
-
-_COLLECTIVES = ("all", "barrier", "broadcast", "gather", "reduce", "scatter")
-_UNEVEN = ("alltoall", "all_to_all", "barrier", "gather", "scatter")
-"""Their tensors may have another size on each rank."""
-_LOOK_EVERY = 0.25  # seconds
-_WORKING = {"at": "", "does": "", "size": None, "ended": False, "raised": ""}
-
-
-class SameCalls(TorchDispatchMode):
-    """Within the block, a collective runs once every rank of its group has come to the same one.
-
-    Where they differ, torch would abort or wait for half an hour. Each rank writes into the store of the world what it
-    is about to call. One that waits for the others looks there, now and then, whether they can still come.
-    Sends and receives are not compared. Collective over the world: every rank enters the block.
-    """
-
-    def __init__(self, who: str, rank: int) -> None:
-        super().__init__()
-        self.summed: Counter[tuple[int, ...]] = Counter()
-        """How many elements went through sums over which ranks."""
-        self._who, self._rank, self._calls = who, rank, Counter[str]()
-        turn = default_store().add(f"colonnade/probe/{rank}", 1)
-        self._store: Any = PrefixStore(f"colonnade/probe/turn {turn}", default_store())
-        self._tell()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # let it become collectives on plain tensors first
-        name = re.sub("^all(?=reduce|gather)", "all_", str(getattr(func, "_opname", "")).strip("_"))
-        if "c10d" in getattr(func, "namespace", "") and name.startswith(_COLLECTIVES):
-            group = group_of_call(args)
-            ranks = tuple(dist.get_process_group_ranks(group))
-            tensors = [[leaf for leaf in tree_leaves(arg) if isinstance(leaf, Tensor)] for arg in args]
-            elements = max(sum(tensor.numel() for tensor in some) for some in tensors)
-            if name.startswith(("all_reduce", "reduce")):
-                self.summed[ranks] += elements
-            size = "" if name.startswith(_UNEVEN) else f" of {elements} element{'s' if elements != 1 else ''}"
-            kind = next(str(leaf.dtype).removeprefix("torch.") for some in tensors for leaf in some)
-            self._meet(group.group_name, ranks, f"calls {name}{size} ({kind}) over ranks {list(ranks)}")
-        return func(*args, **(kwargs or {}))
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        super().__exit__(kind, error, trace)
-        raised = str(error).removeprefix(f"{self._who}: ") if isinstance(error, LedgerError) else ""
-        does = f"stops with {kind.__name__}: {error}" if error is not None else "ends handle_gradient()"
-        self._tell(does=does, ended=True, raised=raised)
-
-    def _tell(self, **state: Any) -> None:
-        """What this rank is about to do, and `at` which group, of which `size`; or how it has `ended`."""
-        self._store.set(f"rank/{self._rank}", json.dumps({**_WORKING, "calls": self._calls, **state}))
-
-    def _meet(self, group: str, ranks: tuple[int, ...], does: str) -> None:
-        """Return when every rank of the group is here; raise if one cannot come."""
-        self._calls[group] += 1
-        self._tell(at=group, does=does, size=len(ranks))
-        here = f"{group}/{self._calls[group]}/{does}"
-        if self._store.add(here, 1) == len(ranks):
-            self._store.set(f"{here}/all", "1")
-            return
-        before: dict[int, Any] = {}
-        for pause in pauses(_LOOK_EVERY):
-            if self._store.check([f"{here}/all"]):
-                return
-            sleep(pause)
-            if pause < _LOOK_EVERY:
-                continue
-            states = self._look()
-            wrong = find_difference(self._rank, ranks, states, quiet=states == before)
-            if wrong is not None:
-                raise LedgerError(f"{self._who}: {wrong}", code="C042")
-            before = states
-
-    def _look(self) -> dict[int, Any]:
-        names = [f"rank/{rank}" for rank in range(dist.get_world_size())]
-        return {rank: json.loads(text) for rank, text in enumerate(self._store.multi_get(names))}
-
-
-def find_difference(rank: int, ranks: Sequence[int], states: Mapping[int, Any], quiet: bool) -> str | None:
-    """Why `rank`, which waits for the others of `ranks`, waits in vain; None if they may still come.
-
-    `quiet`: nobody has moved since the last look, so if every rank waits for another, it stays so.
-    """
-    mine, calls = states[rank], {other: Counter(state["calls"]) for other, state in states.items()}
-    group = mine["at"]
-    number = calls[rank][group]
-    missing = [other for other in ranks if calls[other][group] < number]
-    here = [other for other in ranks if states[other]["at"] == group and other not in missing]
-    unlike = [other for other in here if states[other]["does"] != mine["does"]]
-    ended = [other for other in missing if states[other]["ended"]]
-    raised = next((states[other]["raised"] for other in ranks if states[other]["raised"]), None)
-    if raised is not None:
-        return str(raised)
-    stuck = quiet and not any(_can_go_on(at, states[at], calls) for at in states)
-    culprits = unlike or ended or (missing if stuck else [])
-    if not culprits:
-        return None
-    culprit, *_ = culprits
-    first, second = sorted([rank, culprit])
-    return (
-        f"rank {second} {states[second]['does']} where rank {first} {states[first]['does']} (after {number - 1} equal "
-        f"calls over these ranks); a handler must do the same on every rank"
-    )
-
-
-def _can_go_on(rank: int, state: Mapping[str, Any], calls: Mapping[int, Counter[str]]) -> bool:
-    """Whether it is working, or all ranks that it waits for have come."""
-    group = state["at"]
-    come = sum(theirs[group] >= calls[rank][group] for theirs in calls.values())
-    return not state["ended"] and (not group or come == state["size"])
-
-
-# --------------------------------------------------------------------------------------------------
-# What handlers have called, step by step: kept on every rank, so that ranks can compare it.
-#
-# Handlers that say what they sum cannot call anything else. Of those that sum by hand, every collective is noted.
-# --------------------------------------------------------------------------------------------------
-
-
-Entry = tuple[str, str, tuple[int, ...]]
-"""(handler, what it calls, over which ranks); no ranks: it does what it has planned."""
-Steps = list[tuple[Entry, ...]]
-"""What was called in each step."""
-
-_PLANNED = "does its planned sums"
-
-
-class CallLog:
-    """Runs handlers and notes what they call. `at` is told of each collective before it is made."""
-
-    def __init__(self, named: Callable[[], Iterable[tuple[str, nn.Parameter]]], at: Callable[[str], None]) -> None:
-        self._named, self._at = named, at
-        self._entries: list[Entry] = []
-        self._known: dict[tuple[Entry, ...], tuple[tuple[Entry, ...], dict[Any, int]]] = {}
-        self._names: dict[int, str] = {}
-        self._parameters: list[tuple[str, nn.Parameter]] = []
-        self._texts: dict[Any, tuple[Entry, str] | None] = {}
-        """By what is called: what is noted of it. Made once, since a step may make hundreds of calls."""
-        self.steps: Steps = []
-        """Since `forget`."""
-        self.digests: Counter[tuple[int, ...] | None] = Counter()
-        """What was called so far over each set of ranks, and (under None) in which order handlers ran, as a number."""
-
-    def run(self, handler: BaseGradientHandler) -> None:
-        """Let a handler do its part of a step."""
-        name = type(handler).__name__
-        if isinstance(handler, PlannedGradientHandler):
-            self._entries.append((name, _PLANNED, ()))
-            handler.handle_gradient()
-            return
-        self._entries.append((name, "begins", ()))
-        self._names = {}
-        with noting_collectives(partial(self._note, name)):
-            handler.handle_gradient()
-        self._at("summing the gradients")
-
-    def end_step(self) -> None:
-        """All handlers have run, or none."""
-        called, self._entries = tuple(self._entries), []
-        if called not in self._known:
-            self._known[called] = called, _by_ranks(called)
-        called, digests = self._known[called]  # one object for all steps that are alike
-        for ranks, digest in digests.items():
-            self.digests[ranks] = digest_of(f"{self.digests[ranks]} {digest}")
-        self.steps.append(called)
-
-    def forget(self) -> None:
-        """What was called so far was alike on all ranks."""
-        self.steps.clear()
-        self._known.clear()
-        self._texts.clear()
-
-    @property
-    def so_far(self) -> Steps:
-        """With the step that is under way."""
-        return [*self.steps, tuple(self._entries)]
-
-    def _note(self, handler: str, name: str, group: Any, given: Any) -> None:
-        """A handler is about to make this collective."""
-        if not self._names:
-            self._names = self._places()
-        match given:
-            case [Tensor()]:  # of an all_reduce; looking into anything else takes longer than all the rest
-                tensors = given
-            case _:
-                tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
-        found: Any = next((self._names[place] for t in tensors if (place := t.data_ptr()) in self._names), None)
-        key = handler, name, group, sum(t.numel() for t in tensors) if found is None else found
-        if key not in self._texts:
-            self._texts[key] = _noted(*key)
-        if (noted := self._texts[key]) is not None:
-            entry, at = noted
-            self._entries.append(entry)
-            self._at(at)
-
-    def _places(self) -> dict[int, str]:
-        """By the memory of a gradient: the parameter's name."""
-        self._parameters = self._parameters or list(self._named())
-        gradients = ((name, p.grad) for name, p in self._parameters if p.grad is not None)
-        return {local_part(grad).data_ptr(): name for name, grad in gradients if not grad.is_sparse}
-
-
-def _noted(handler: str, name: str, group: Any, of: str | int) -> tuple[Entry, str] | None:
-    """What is noted, and where the rank is meanwhile; None for a group of one rank."""
-    ranks = tuple(dist.get_process_group_ranks(group))
-    what = f"of {of!r}" if isinstance(of, str) else f"of {of} elements"
-    at = f"in {handler}, at {name} {what} over ranks {list(ranks)}"
-    return ((handler, f"{name} {what}", ranks), at) if len(ranks) > 1 else None
-
-
-def _by_ranks(called: Sequence[Entry]) -> dict[tuple[int, ...] | None, int]:
-    found: dict[tuple[int, ...] | None, list[Entry]] = {None: []}
-    for entry in called:
-        *_, ranks = entry
-        found.setdefault(ranks or None, []).append(entry)
-    return {ranks: digest_of(repr(entries)) for ranks, entries in found.items()}
-
-
-def first_difference(
-    one: Steps, other: Steps, ranks: Sequence[int] | None, *, under_way: bool
-) -> tuple[int, str, str] | None:
-    """(step, what was called on the first, what on the other) where two ranks first differ in calls over `ranks`.
-
-    `ranks` None: in the order of handlers. `under_way`: the other may still make further calls of its last step.
-    """
-    wanted = tuple(ranks or ())
-    for step, both in enumerate(zip(one, other, strict=False)):
-        left, right = ([entry for *entry, over in called if over == wanted] for called in both)
-        if under_way and step + 1 == len(other):
-            left = left[: len(right)]
-        for at, (mine, theirs) in enumerate(zip_longest(left, right)):
-            if mine != theirs:
-                return step, _said(mine, at), _said(theirs, at)
-    return None
-
-
-def read_steps(told: Any) -> Steps:
-    """Steps that came as JSON."""
-    return [tuple((who, what, tuple(ranks)) for who, what, ranks in called) for called in told]
-
-
-def _said(entry: Sequence[str] | None, at: int) -> str:
-    if entry is None:
-        return f"makes no further call after {at}"
-    who, what = entry
-    return f"{who} {what}" if what in ("begins", _PLANNED) else f"{who} calls {what}"
-
-
-# --------------------------------------------------------------------------------------------------
-# Putting a handler's own state back after it was run for a look.
-# --------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def state_put_back(handler: Any, context: ParallelContext) -> Iterator[None]:
-    """After the block, the attributes of the handler and all random streams are as they were before it.
-
-    Tensors (but not parameters), random generators, and dicts, lists, sets, deques and tuples of such get their content
-    back in place. Of other objects (the model, the optimizer, process groups) only the reference is put back.
-    """
-    put_back = _keep(vars(handler), {})
-    streams = random_state(context)
-    try:
-        yield
-    finally:
-        put_back()
-        set_random_state(streams, context)
-
-
-def _keep(value: Any, known: dict[int, Any]) -> Callable[[], Any]:
-    """A function that gives `value` the content back that it has now."""
-    if id(value) in known:
-        return _nothing
-    known[id(value)] = value
-    if isinstance(value, torch.Generator):
-        state = value.get_state()
-        return lambda: value.set_state(state)
-    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-        data, copy = value.data, value.detach().clone()
-        # Through `data` it is the same memory again, even if the handler gave the tensor another size.
-        return lambda: setattr(value, "data", data.copy_(copy))
-    if isinstance(value, dict):
-        return _refill(value, dict(value), list(value.values()), value.update, known)
-    if isinstance(value, (list, deque)):
-        return _refill(value, list(value), list(value), value.extend, known)
-    if isinstance(value, set):
-        return _refill(value, set(value), [], value.update, known)
-    if isinstance(value, tuple):
-        return _refill(None, value, list(value), _nothing, known)
-    return _nothing
-
-
-def _refill(
-    container: Any, content: Any, values: list[Any], fill: Callable[[Any], Any], known: dict[int, Any]
-) -> Callable[[], None]:
-    inside = [_keep(value, known) for value in values]
-
-    def put_back() -> None:
-        if container is not None:
-            container.clear()
-        fill(content)
-        for one in inside:
-            one()
-
-    return put_back
-
-
-def _nothing(*_: Any) -> None:
-    """Nothing is to be put back."""
-
+# --- Marks and what became of them ---------------------------------------------------------------------
 
 _RUNS = 4
 """At most: a gradient of one element tells little in one run. One run is enough from about four elements on."""
@@ -577,3 +262,178 @@ def _with_repeats(
         divisors = [due, answer.divisor] if due is not None and due != answer.divisor and twice else [answer.divisor]
         found += [(one.demand, Owed(answer.mode, answer.ranks, divisor)) for divisor in divisors]  # type: ignore[arg-type]
     return found
+
+
+# --- Collectives of the trial, compared before they run ------------------------------------------------
+
+_COLLECTIVES = ("all", "barrier", "broadcast", "gather", "reduce", "scatter")
+_UNEVEN = ("alltoall", "all_to_all", "barrier", "gather", "scatter")
+"""Their tensors may have another size on each rank."""
+_LOOK_EVERY = 0.25  # seconds
+_WORKING = {"at": "", "does": "", "size": None, "ended": False, "raised": ""}
+
+
+class SameCalls(TorchDispatchMode):
+    """Within the block, a collective runs once every rank of its group has come to the same one.
+
+    Where they differ, torch would abort or wait for half an hour. Each rank writes into the store of the world what it
+    is about to call. A rank that waits for the others looks there, now and then, whether they can still come.
+    Sends and receives are not compared. Collective over the world: every rank enters the block.
+    """
+
+    def __init__(self, who: str, rank: int) -> None:
+        super().__init__()
+        self.summed: Counter[tuple[int, ...]] = Counter()
+        """How many elements went through sums over which ranks."""
+        self._who, self._rank, self._calls = who, rank, Counter[str]()
+        turn = default_store().add(f"colonnade/probe/{rank}", 1)
+        self._store: Any = PrefixStore(f"colonnade/probe/turn {turn}", default_store())
+        self._publish()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # let it become collectives on plain tensors first
+        name = re.sub("^all(?=reduce|gather)", "all_", str(getattr(func, "_opname", "")).strip("_"))
+        if "c10d" in getattr(func, "namespace", "") and name.startswith(_COLLECTIVES):
+            group = group_of_call(args)
+            ranks = tuple(dist.get_process_group_ranks(group))
+            tensors = [[leaf for leaf in tree_leaves(arg) if isinstance(leaf, Tensor)] for arg in args]
+            elements = max(sum(tensor.numel() for tensor in some) for some in tensors)
+            if name.startswith(("all_reduce", "reduce")):
+                self.summed[ranks] += elements
+            size = "" if name.startswith(_UNEVEN) else f" of {elements} element{'s' if elements != 1 else ''}"
+            kind = next(str(leaf.dtype).removeprefix("torch.") for some in tensors for leaf in some)
+            self._wait_for_group(group.group_name, ranks, f"calls {name}{size} ({kind}) over ranks {list(ranks)}")
+        return func(*args, **(kwargs or {}))
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        raised = str(error).removeprefix(f"{self._who}: ") if isinstance(error, LedgerError) else ""
+        does = f"stops with {kind.__name__}: {error}" if error is not None else "ends handle_gradient()"
+        self._publish(does=does, ended=True, raised=raised)
+
+    def _publish(self, **state: Any) -> None:
+        """Write to the store what this rank is about to do, and `at` which group, of which `size`; or how it has `ended`."""
+        self._store.set(f"rank/{self._rank}", json.dumps({**_WORKING, "calls": self._calls, **state}))
+
+    def _wait_for_group(self, group: str, ranks: tuple[int, ...], does: str) -> None:
+        """Return when every rank of the group is here; raise if one cannot come."""
+        self._calls[group] += 1
+        self._publish(at=group, does=does, size=len(ranks))
+        here = f"{group}/{self._calls[group]}/{does}"
+        if self._store.add(here, 1) == len(ranks):
+            self._store.set(f"{here}/all", "1")
+            return
+        before: dict[int, Any] = {}
+        for pause in pauses(_LOOK_EVERY):
+            if self._store.check([f"{here}/all"]):
+                return
+            sleep(pause)
+            if pause < _LOOK_EVERY:
+                continue
+            states = self._look()
+            wrong = find_difference(self._rank, ranks, states, unchanged=states == before)
+            if wrong is not None:
+                raise LedgerError(f"{self._who}: {wrong}", code="C042")
+            before = states
+
+    def _look(self) -> dict[int, Any]:
+        names = [f"rank/{rank}" for rank in range(dist.get_world_size())]
+        return {rank: json.loads(text) for rank, text in enumerate(self._store.multi_get(names))}
+
+
+def find_difference(rank: int, ranks: Sequence[int], states: Mapping[int, Any], unchanged: bool) -> str | None:
+    """Why `rank`, which waits for the others of `ranks`, waits in vain; None if they may still come.
+
+    `unchanged`: nobody has moved since the last look, so if every rank waits for another, it stays so.
+    """
+    mine, calls = states[rank], {other: Counter(state["calls"]) for other, state in states.items()}
+    group = mine["at"]
+    number = calls[rank][group]
+    missing = [other for other in ranks if calls[other][group] < number]
+    here = [other for other in ranks if states[other]["at"] == group and other not in missing]
+    unlike = [other for other in here if states[other]["does"] != mine["does"]]
+    ended = [other for other in missing if states[other]["ended"]]
+    raised = next((states[other]["raised"] for other in ranks if states[other]["raised"]), None)
+    if raised is not None:
+        return str(raised)
+    stuck = unchanged and not any(_may_proceed(at, states[at], calls) for at in states)
+    culprits = unlike or ended or (missing if stuck else [])
+    if not culprits:
+        return None
+    culprit, *_ = culprits
+    first, second = sorted([rank, culprit])
+    return (
+        f"rank {second} {states[second]['does']} where rank {first} {states[first]['does']} (after {number - 1} equal "
+        f"calls over these ranks); a handler must do the same on every rank"
+    )
+
+
+def _may_proceed(rank: int, state: Mapping[str, Any], calls: Mapping[int, Counter[str]]) -> bool:
+    """Whether it is working, or all ranks that it waits for have come."""
+    group = state["at"]
+    come = sum(theirs[group] >= calls[rank][group] for theirs in calls.values())
+    return not state["ended"] and (not group or come == state["size"])
+
+
+# --- Everything back as it was -------------------------------------------------------------------------
+
+
+@contextmanager
+def state_put_back(handler: Any, context: ParallelContext) -> Iterator[None]:
+    """After the block, the attributes of the handler and all random streams are as they were before it.
+
+    Tensors (but not parameters), random generators, and dicts, lists, sets, deques and tuples of such get their content
+    back in place. Of other objects (the model, the optimizer, process groups) only the reference is put back.
+    """
+    put_back = _keep(vars(handler), {})
+    streams = random_state(context)
+    try:
+        yield
+    finally:
+        put_back()
+        set_random_state(streams, context)
+
+
+def _keep(value: Any, known: dict[int, Any]) -> Callable[[], Any]:
+    """A function that gives `value` the content back that it has now."""
+    if id(value) in known:
+        return _nothing
+    known[id(value)] = value
+    if isinstance(value, torch.Generator):
+        state = value.get_state()
+        return lambda: value.set_state(state)
+    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        data, copy = value.data, value.detach().clone()
+        # Through `data` it is the same memory again, even if the handler gave the tensor another size.
+        return lambda: setattr(value, "data", data.copy_(copy))
+    if isinstance(value, dict):
+        return _refill(value, dict(value), list(value.values()), value.update, known)
+    if isinstance(value, (list, deque)):
+        return _refill(value, list(value), list(value), value.extend, known)
+    if isinstance(value, set):
+        return _refill(value, set(value), [], value.update, known)
+    if isinstance(value, tuple):
+        return _refill(None, value, list(value), _nothing, known)
+    return _nothing
+
+
+def _refill(
+    container: Any, content: Any, values: list[Any], fill: Callable[[Any], Any], known: dict[int, Any]
+) -> Callable[[], None]:
+    inside = [_keep(value, known) for value in values]
+
+    def put_back() -> None:
+        if container is not None:
+            container.clear()
+        fill(content)
+        for one in inside:
+            one()
+
+    return put_back
+
+
+def _nothing(*_: Any) -> None:
+    """Nothing is to be put back."""

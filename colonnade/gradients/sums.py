@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -193,6 +194,11 @@ class Sum:
     """Whether the ranks are at several pipeline stages: they come to this sum at unlike moments of a step, and one that
     waited for another in the middle of it would hold up the pipeline. So it is never started early."""
 
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """The place of the sum among others: all ranks start theirs in ascending order of this."""
+        return self.ranks, self.divisor, self.sharding is not None, repr(self.options)
+
 
 def read_demands(model: nn.Module, layout: Layout, rank: int) -> list[Demand]:
     """What every parameter of the model owes; a parameter with two names counts once, under its first."""
@@ -246,105 +252,94 @@ class Shards:
     bucket_mb: float | None = None
 
 
-@dataclass(frozen=True)
-class SumPlan:
-    """What one handler wants summed, and the options that were given for it by name."""
-
-    handler: str
-    reductions: list[Reduction]
-    options: Mapping[str, Any] = field(default_factory=dict)
+Claim = tuple[Any, Sequence[Reduction]]
+"""A gradient handler, and the reductions that it does."""
 
 
-@dataclass
-class _Entry:
-    name: str
-    parameter: nn.Parameter
-    reductions: list[Reduction]
-    options: dict[str, tuple[Any, str]]
-
-
-Grouped = dict[tuple[tuple[int, ...], float, SyncOptions, bool], list[_Entry]]
-"""Parameters by (ranks, divisor, options, whether they are sharded)."""
-
-
-def group_plans(
-    plans: Iterable[SumPlan],
+def sums_of(
+    claims: Iterable[Claim],
     context: ParallelContext,
     options: Mapping[str, Any],
     unsummed: Iterable[tuple[str, nn.Parameter]] = (),
     shards: Shards | None = None,
-) -> Grouped:
-    """What these plans come to, as this rank sees it.
+) -> list[Sum]:
+    """The sums that planned handlers come to on this rank, in the order in which all ranks start them; without groups yet.
 
-    `options` hold where a handler was given no others. `unsummed` are parameters that owe nothing and are to lie in
-    buckets all the same.
+    All reductions of a parameter are carried out as one sum over their joint ranks, divided by the product of their divisors.
+    `options` hold where a handler was given no others. `unsummed` are parameters that owe nothing and are to lie in buckets
+    all the same.
     """
-    entries = _by_parameter(plans, unsummed)
-    grouped: Grouped = {}
+    named: dict[int, tuple[str, nn.Parameter]] = {}
+    owed_by: dict[int, list[Reduction]] = {}
+    given_for: dict[int, dict[str, tuple[Any, str]]] = {}
+    for handler, reductions in claims:
+        for reduction in reductions:
+            for name, parameter in zip(reduction.names, reduction.parameters, strict=True):
+                key = id(parameter)
+                named.setdefault(key, (name, parameter))
+                owed_by.setdefault(key, []).append(reduction)
+                _note_options(given_for.setdefault(key, {}), handler, name)
+    for name, parameter in unsummed:
+        named.setdefault(id(parameter), (name, parameter))
+    members: dict[tuple[tuple[int, ...], float, SyncOptions, bool], list[int]] = {}
     read: dict[Any, SyncOptions] = {}
-    for entry in entries:
-        given = tuple((key, value) for key, (value, _) in entry.options.items())
-        sharded = shards is not None and id(entry.parameter) in shards.labels
+    for key, (_, parameter) in named.items():
+        given = tuple((name, value) for name, (value, _) in given_for.get(key, {}).items())
+        sharded = shards is not None and key in shards.labels
         if (given, sharded) not in read:
             chosen = SyncOptions.read({**options, **dict(given)})
             if sharded and shards is not None and shards.bucket_mb is not None:
                 chosen = replace(chosen, bucket_mb=shards.bucket_mb)
             read[given, sharded] = chosen
-        grouped.setdefault((*_ranks_and_divisor(entry, context), read[given, sharded], sharded), []).append(entry)
-    return grouped
-
-
-def make_sums(grouped: Grouped, context: ParallelContext, shards: Shards | None = None) -> list[Sum]:
-    """The sums, with their groups. Collective over the world: groups that do not exist yet are made."""
-    # Every rank asks for its sets at the same moment, whether it has sums or not.
-    several = {ranks for ranks, *_ in grouped if len(ranks) > 1}
-    context.ensure_groups(several)
-    return [
+        ranks, divisor = _ranks_and_divisor(parameter, owed_by.get(key, ()), context)
+        members.setdefault((ranks, divisor, read[given, sharded], sharded), []).append(key)
+    layout = context.layout
+    sums = [
         Sum(
-            names=tuple(entry.name for entry in members),
-            parameters=tuple(entry.parameter for entry in members),
+            names=tuple(named[key][0] for key in keys),
+            parameters=tuple(named[key][1] for key in keys),
             ranks=ranks,
-            group=context.group_of_ranks(ranks) if ranks in several else None,
+            group=None,
             divisor=divisor,
             options=chosen,
             sharding=shards.sharding if sharded and shards is not None else None,
-            labels=tuple(shards.labels[id(entry.parameter)] for entry in members) if sharded and shards else (),
-            between_stages=len({context.layout.local_rank(ParallelMode.PIPELINE, rank) for rank in ranks}) > 1,
+            labels=tuple(shards.labels[key] for key in keys) if sharded and shards is not None else (),
+            between_stages=len({layout.local_rank(ParallelMode.PIPELINE, rank) for rank in ranks}) > 1,
         )
-        for (ranks, divisor, chosen, sharded), members in grouped.items()
+        for (ranks, divisor, chosen, sharded), keys in members.items()
     ]
+    return sorted(sums, key=lambda one: one.order)
 
 
-def _by_parameter(plans: Iterable[SumPlan], unsummed: Iterable[tuple[str, nn.Parameter]]) -> list[_Entry]:
-    entries: dict[int, _Entry] = {}
-    for plan in plans:
-        for reduction in plan.reductions:
-            for name, parameter in zip(reduction.names, reduction.parameters, strict=True):
-                entry = entries.setdefault(id(parameter), _Entry(name, parameter, [], {}))
-                entry.reductions.append(reduction)
-                for key, value in plan.options.items():
-                    before, by = entry.options.setdefault(key, (value, plan.handler))
-                    if before != value:
-                        raise ConfigError(
-                            f"gradient_handler: {by} has {key}={before!r} and {plan.handler} {key}={value!r}, and both "
-                            f"sum {name!r}, which is one sum; give both the same {key}",
-                            code="C003",
-                        )
-    for name, parameter in unsummed:
-        entries.setdefault(id(parameter), _Entry(name, parameter, [], {}))
-    return list(entries.values())
+def with_groups(sums: Iterable[Sum], context: ParallelContext) -> list[Sum]:
+    """The sums with their process groups. Collective over the world: groups that do not exist yet are made."""
+    sums = list(sums)
+    # Every rank asks for its sets at the same moment, whether it has sums or not.
+    context.ensure_groups({one.ranks for one in sums if len(one.ranks) > 1})
+    return [replace(one, group=context.group_of_ranks(one.ranks)) if len(one.ranks) > 1 else one for one in sums]
 
 
-def _ranks_and_divisor(entry: _Entry, context: ParallelContext) -> tuple[tuple[int, ...], float]:
+def _note_options(noted: dict[str, tuple[Any, str]], handler: Any, parameter: str) -> None:
+    """Add the options that a handler was given by name; handlers of one sum must have been given the same."""
+    for key, value in handler.options.items():
+        before, by = noted.setdefault(key, (value, type(handler).__name__))
+        if before != value:
+            raise ConfigError(
+                f"gradient_handler: {by} has {key}={before!r} and {type(handler).__name__} {key}={value!r}, and both "
+                f"sum {parameter!r}, which is one sum; give both the same {key}",
+                code="C003",
+            )
+
+
+def _ranks_and_divisor(
+    parameter: nn.Parameter, reductions: Sequence[Reduction], context: ParallelContext
+) -> tuple[tuple[int, ...], float]:
     layout, rank = context.layout, context.get_global_rank()
-    divisor = 1.0
-    for reduction in entry.reductions:
-        divisor *= reduction.divisor
-    if not entry.reductions:
+    divisor = prod((reduction.divisor for reduction in reductions), start=1.0)
+    if not reductions:
         return (rank,), divisor
-    if len(entry.reductions) == 1:
-        (only,) = entry.reductions
-        return only.ranks, divisor
-    placement = effective_placement(entry.parameter, layout, rank)
-    factors = tuple(Owed(r.mode, r.ranks, int(r.divisor)) for r in entry.reductions)
-    return joint_ranks(layout, placement, factors, rank), divisor
+    if len(reductions) == 1:
+        # Those that the handler names, which the ledger has compared with what is owed (or did not, where it is waived).
+        return reductions[0].ranks, divisor
+    factors = tuple(Owed(each.mode, each.ranks, int(each.divisor)) for each in reductions)
+    return joint_ranks(layout, effective_placement(parameter, layout, rank), factors, rank), divisor

@@ -141,7 +141,7 @@ class Synchroniser:
         self.buckets: list[Bucket] = []
         self._log = log
         # In one order on every rank, since each has its own subset of sums and some of this is collective.
-        sums = sorted(sums, key=lambda one: (one.ranks, one.divisor, one.sharding is not None, repr(one.options)))
+        sums = sorted(sums, key=lambda one: one.order)
         self.groups = open_groups(sums, log)
         check_alike(sums, self.groups)
         self.parameters = {id(parameter) for one in sums for parameter in one.parameters}

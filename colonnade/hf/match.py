@@ -167,21 +167,6 @@ def place_of(name: str, model: nn.Module) -> tuple[nn.Module, str | None]:
     return (holder, last) if last in holder._parameters else (model.get_submodule(name), None)
 
 
-def note_plan(model: nn.Module) -> None:
-    """Remember that a plan has cut the model, or a stage of it."""
-    model._colonnade_plan = True  # type: ignore[assignment]
-
-
-def has_plan(model: nn.Module) -> bool:
-    """Whether `note_plan` was told of the model itself."""
-    return "_colonnade_plan" in vars(model)
-
-
-def is_cut_by_plan(model: nn.Module) -> bool:
-    """Whether the model has in it what `note_plan` was told of."""
-    return any(map(has_plan, model.modules()))
-
-
 def fits(pattern: str, name: str) -> bool:
     """Whether a name fits a pattern, part by part."""
     wanted, parts = pattern.split("."), name.split(".")

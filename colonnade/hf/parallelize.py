@@ -9,11 +9,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.core import given_or_global
+from colonnade.engine.model import has_plan, note_plan
 from colonnade.errors import ConfigError, ContextError, PlacementError
 from colonnade.hf import expert_styles as _experts  # noqa: F401  registers the styles for experts
 from colonnade.hf.attention_patch import prepare_sequence
 from colonnade.hf.lora import Adapters
-from colonnade.hf.match import Plan, PlanEntry, Target, has_plan, note_plan, place_of, resolve
+from colonnade.hf.match import Plan, PlanEntry, Target, place_of, resolve
 from colonnade.hf.model_loss import base_model, join_router_loss
 from colonnade.hf.model_plans import plan_of
 from colonnade.hf.plan_checks import check_entries, check_mode, compared, with_ties

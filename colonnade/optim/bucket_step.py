@@ -432,10 +432,10 @@ def wants_flat(parameters: Sequence[Tensor], optimizer: Any, flat: bool | None, 
     return reason is None
 
 
-def can_scatter(parameter: Tensor) -> bool:
-    """Whether the kernels can read the parameter's gradient wherever it lies."""
-    fits = parameter.is_cuda and parameter.dtype in (torch.float32, *HALVES) and kernels_available()
-    return fits and not is_dtensor(parameter)
+def can_scatter(parameter: Tensor, planned_on: str | None = None) -> bool:
+    """Whether the kernels can read the parameter's gradient wherever it lies; `planned_on`: on a device of this kind, elsewhere."""
+    has_kernels = planned_on == "cuda" if planned_on is not None else parameter.is_cuda and kernels_available()
+    return has_kernels and parameter.dtype in (torch.float32, *HALVES) and not is_dtensor(parameter)
 
 
 # --- A step by a torch optimizer as it is: the divisor goes into the step instead of a pass of its own ---

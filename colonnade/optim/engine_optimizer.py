@@ -74,8 +74,11 @@ class EngineOptimizer(ABC):
         """What of the gradients is to be sharded, and how; None: nothing. `pipeline`: a schedule runs many passes a step."""
 
     @abstractmethod
-    def needs_buckets(self, graph: bool) -> bool:
-        """Whether all gradients must lie in buckets, also those that no other rank has a part in. `graph`: `graph_step`."""
+    def needs_buckets(self, graph: bool, planned_on: str | None = None) -> bool:
+        """Whether all gradients must lie in buckets, also those that no other rank has a part in.
+
+        `graph`: the key `graph_step` of the config. `planned_on`: for a plan, the kind of device of the machine that it is for.
+        """
 
     @abstractmethod
     def attach(self, synchroniser: Synchroniser, waits: WaitWatch) -> None:
@@ -143,10 +146,11 @@ class PlainOptimizer(EngineOptimizer):
     def plan_shards(self, pipeline: bool) -> Shards | None:
         return None
 
-    def needs_buckets(self, graph: bool) -> bool:
+    def needs_buckets(self, graph: bool, planned_on: str | None = None) -> bool:
         # Kernels find gradients wherever autograd has put them; but a graph of a step needs gradients that stay where they are.
-        anywhere = all(can_scatter(parameter) for parameter in self._model.parameters() if parameter.requires_grad)
-        return self.is_flat and not (anywhere and not graph)
+        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        anywhere = not graph and all(can_scatter(parameter, planned_on) for parameter in trained)
+        return self.is_flat and not anywhere
 
     def attach(self, synchroniser: Synchroniser, waits: WaitWatch) -> None:
         pass

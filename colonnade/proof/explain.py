@@ -17,10 +17,11 @@ from colonnade.context.layout import Layout
 from colonnade.context.layout_builder import build_layout
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.engine.gradient_sync import build_gradient_handler, needs_own_handler
-from colonnade.errors import ColonnadeError, ConfigError, LedgerError, RegistryError, did_you_mean
-from colonnade.gradients.handler import RULES, BaseGradientHandler, ZeROGradientHandler, attach_automatic
-from colonnade.gradients.ledger import Covered, Ledger, LedgerRow, match, require_complete
+from colonnade.engine.prepare import prepare_optimizer, prepare_sums, read_numerics
+from colonnade.errors import ColonnadeError, ConfigError, RegistryError, did_you_mean
+from colonnade.gradients.handler import AUTOMATIC, ZeROGradientHandler
+from colonnade.gradients.ledger import Ledger, LedgerRow, match
+from colonnade.gradients.sum_plan import plan_sums
 from colonnade.gradients.sums import read_demands
 from colonnade.optim.zero.formula import ZeroSettings, shard_dim
 from colonnade.optim.zero.fsdp import left_whole, replica_mode, shard_modes_of
@@ -216,7 +217,7 @@ def explain(
 
         context = global_context
     layout = build_layout(config, world_size)
-    zero = ZeroSettings.read(config.get("zero"))
+    _, zero = read_numerics(config)
     found: dict[Any, _Found] = {}
     names: set[str] = set()
     reasons: dict[str, str] = {}
@@ -225,8 +226,7 @@ def explain(
     for role in roles(config, world_size, model, context):
         problems |= _schedule_problem(context) | _mode_problem(role, layout)
         sharded = _cut_by_fsdp(role.model, layout, role.rank, zero)
-        stepper = optimizer(role.model.parameters()) if optimizer is not None else None
-        ledger = _ledger(role, stepper, config, context, reasons, problems, notes)
+        ledger = _ledger(role, optimizer, context, zero, reasons, problems, notes)
         names.update(name for name, _ in role.model.named_parameters())
         _collect(role, layout, ledger, sharded, param, found)
     if param is not None and not found:
@@ -277,58 +277,49 @@ def _collect(
 def _ledger(
     role: Role,
     optimizer: Any,
-    config: Config,
     context: ParallelContext,
+    zero: ZeroSettings,
     reasons: dict[str, str],
     problems: dict[str, None],
     notes: dict[str, None],
 ) -> Ledger:
-    """As `initialize` fills it, as far as that can be without a process group."""
-    options = config.get("sync") or {}
-    waive = options.get("waive") or ()
-    waive = (waive,) if isinstance(waive, str) else tuple(waive)
-    demands = read_demands(role.model, context.layout, role.rank)
-    covered: list[Covered] = []
-    unknown = []
-    own = ZeROGradientHandler.__name__
-    built: list[BaseGradientHandler] = []
-    entries = list(config.get("gradient_handler") or config.get("gradient_handlers") or ())
-    for entry in [*entries, None]:  # after all that are named, that of an optimizer which sums gradients itself
-        name = own if entry is None else entry if isinstance(entry, str) else entry["type"]
-        try:
-            if entry is not None:
-                reasons[name] = "named in the config"
-                handler = build_gradient_handler(entry, role.model, optimizer)
-            elif needs_own_handler(optimizer, built):
-                handler = ZeROGradientHandler(role.model, optimizer)
-                reasons[name] = f"attached by itself: {handler.reason}"
-            else:
-                continue
-            built.append(handler)
-            handler.attach(context)
-            planned = handler.covers()
-        except RegistryError as error:
+    """As `initialize` fills it, as far as that can be without other ranks."""
+    config, unknown = context.config, []
+
+    def failed(name: str, error: ColonnadeError) -> None:
+        if isinstance(error, RegistryError):
             problems[str(error)] = None
-            continue
-        except ColonnadeError as error:  # it may need the optimizer, or a process group
-            notes[f"{name} (named in the config) cannot be planned here: {error}"] = None
-            unknown.append(name)
-            continue
-        if planned is None:
-            unknown.append(name)
-            notes[_by_trial(name)] = None
-        covered += [(name, reduction) for reduction in planned or ()]
+            return
+        notes[f"{name} (named in the config) cannot be planned here: {error}"] = (
+            None  # it may need an optimizer, or a group
+        )
+        unknown.append(name)
+
     try:
-        ledger = match(demands, covered, context.layout, role.rank, waive)
-        if options.get("automatic", True):
-            attached, ledger = attach_automatic(ledger, role.model, optimizer)
-            reasons |= {type(one).__name__: f"attached by itself: {one.reason}" for one in attached}
-        if not unknown:
-            require_complete(ledger)
-    except LedgerError as error:
+        if optimizer is not None:
+            optimizer = prepare_optimizer(optimizer, role.model, context)
+        sums = prepare_sums(role.model, optimizer, context, zero, planned_on="cpu", failed=failed)
+        named = config.get("gradient_handler") or config.get("gradient_handlers") or ()
+        asked = [entry if isinstance(entry, str) else entry["type"] for entry in named]
+        reasons |= dict.fromkeys(asked, "named in the config")
+        for handler, said in sums.handlers:
+            name = type(handler).__name__
+            if name not in asked and isinstance(handler, ZeROGradientHandler):
+                reasons[name] = f"attached by itself: {handler.reason}"
+            if said is None:
+                unknown.append(name)
+                notes[_by_trial(name)] = None
+        claims = [(handler, said) for handler, said in sums.handlers if said is not None]
+        # What nobody does here may be done by a handler that only a run finds out about.
+        found = plan_sums(
+            role.model, sums.user_optimizer, context, claims, config.get("sync") or {},
+            bucket_all=sums.bucket_all, shards=sums.shards, complete=not unknown,
+        )  # fmt: skip
+    except ColonnadeError as error:
         problems[str(error)] = None
-        ledger = match(demands, [], context.layout, role.rank)
-    return ledger
+        return match(read_demands(role.model, context.layout, role.rank), [], context.layout, role.rank)
+    reasons |= {type(one).__name__: f"attached by itself: {one.reason}" for one in found.attached}
+    return found.ledger
 
 
 def _schedule_problem(context: ParallelContext) -> dict[str, None]:
@@ -401,7 +392,7 @@ def _sum(row: LedgerRow, placement: Placement, layout: Layout, ranks: Sequence[i
     mode = next(each for each in layout.modes if each.name == row.mode)
     handler = row.done_by or ("nobody (waived)" if row.waived else "nobody")
     why = reasons.get(handler, "named in sync.waive" if row.waived else "no handler does it")
-    if any(rule.handler.__name__ == handler and rule.when is not None and mode not in rule.when for rule in RULES):
+    if any(kind.__name__ == handler and kind.when is not None and mode not in kind.when for kind in AUTOMATIC):
         why += f"; with it, what is owed over {row.mode}"
     if handler == _FSDP:
         groups = _distinct(ranks, lambda each: tuple(layout.group_of(mode, each)))

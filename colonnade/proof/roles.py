@@ -15,12 +15,12 @@ from colonnade.context.layout import Layout
 from colonnade.context.layout_builder import build_layout
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.engine.schedule.pipeline import PipelineSchedule
+from colonnade.engine.prepare import prepare_model, read_stages
 from colonnade.errors import ColonnadeError, ConfigError
 from colonnade.optim.zero.formula import ZeroSettings
 from colonnade.parallel.meta import meta_init, shapes_only
 from colonnade.parallel.placement import Replicate, Shard, Tied, place
-from colonnade.parallel.split import Split, build_schedule, take_stages
+from colonnade.parallel.split import Split, build_schedule
 from colonnade.proof.scripts import call_given
 
 BuildModel = Callable[..., Any]
@@ -95,7 +95,18 @@ def _model(build: BuildModel, context: ParallelContext, splits: dict[Any, Split]
     whole = isinstance(model, Split) and model.whole is not None
     if whole and not (model.ties and ZeroSettings.read(context.config.get("zero")).stage == 3):
         splits[inside] = model  # FSDP2 would cut what stages share a second time
-    return own_stages(model, context)
+    return prepared(model, context)
+
+
+def prepared(model: nn.Module | Split, context: ParallelContext) -> nn.Module:
+    """The part of a model that the rank which `context` is would train."""
+    schedule = None
+    try:
+        schedule = build_schedule(context)
+    except ColonnadeError:  # `explain` lists it; stages cannot be chosen without it
+        if isinstance(model, Split):
+            raise
+    return prepare_model(read_stages(model), context, schedule, device=None)[0]
 
 
 def built(build: BuildModel, context: ParallelContext) -> Any:
@@ -121,21 +132,6 @@ def built(build: BuildModel, context: ParallelContext) -> Any:
             f"the model's function returned a {type(model).__name__}; it returns a torch.nn.Module, or what colonnade.split does"
         )
     return model
-
-
-def own_stages(model: nn.Module | Split, context: ParallelContext) -> nn.Module:
-    """What the rank that `context` is has of a model."""
-    if isinstance(model, nn.Module):
-        return model
-    stages, schedule = model, build_schedule(context)
-    if not isinstance(schedule, PipelineSchedule):
-        raise ConfigError(
-            f"the model is split into {len(stages)} stages, but the config has no pipeline; add parallel=dict(pipeline="
-            f"{len(stages)}) and a schedule, or return the whole model"
-        )
-    return take_stages(
-        stages, schedule.stage_ranks(context.pipeline_parallel_size), context.get_local_rank(ParallelMode.PIPELINE)
-    )
 
 
 def _one_of_each(layout: Layout, rank: int) -> nn.Module:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.core import given_or_global, global_context
-from colonnade.nn.activations import kept_on_host
+from colonnade.engine.activations import kept_on_host
 from colonnade.utils.sampler import DistinctDataSampler
 from colonnade.utils.timer import MultiTimer
 

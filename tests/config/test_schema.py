@@ -53,7 +53,7 @@ READERS = {
     "float8": "engine/precision.py",
     "zero": "engine/build.py optim/zero/zero_optimizer.py optim/zero/fsdp.py",
     "schedule": "parallel/split.py",
-    "activation_checkpoint": "nn/activations.py",
+    "activation_checkpoint": "engine/activations.py",
     "sync": "engine/gradient_sync.py gradients/sums.py gradients/sums.py gradients/transport.py",
     "compile": "engine/build.py",
     "guard": "engine/guard.py",

@@ -18,7 +18,8 @@ from colonnade.comm import messages
 from colonnade.comm.waits import OUTSIDE
 from colonnade.config import load_config
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.engine import build
+from colonnade.engine import build, compile, prepare
+from colonnade.engine import engine as engine_module
 from colonnade.engine.build import initialize
 from colonnade.engine.precision import Precision
 from colonnade.engine.schedule.pipeline import PipelineSchedule
@@ -26,6 +27,7 @@ from colonnade.engine.stepper import SkipAwareScheduler
 from colonnade.errors import ConfigError
 from colonnade.gradients import synchroniser
 from colonnade.optim import engine_optimizer
+from colonnade.optim.zero import fsdp
 from colonnade.optim.zero.formula import ZeroSettings
 from colonnade.parallel.meta import meta_init
 from colonnade.parallel.split import split
@@ -98,13 +100,21 @@ def test_the_start_takes_little_memory_beside_parameters_and_gradients():
 
 
 CHECKS = [
-    *("Precision.read", "ClipSettings.read", "ZeroSettings.read", "Precision.build_scaler", "Precision.apply"),
-    *("ActivationSettings.read", "ActivationSettings.apply", "Float8.read", "Agreement.require", "Placements.check"),
-    *("MetaStart.alike", "MetaStart.locate", "MetaStart.materialise", "_apply_backend_flags", "check_ties"),
-    *("read_recipes", "refuse_marks", "warn_of_batch_norm", "warn_of_repeated_work", "compile_model"),
-    *("numeric_settings", "broadcast_shared", "_shard_parameters", "alike_optimizer", "_shard_optimizer"),
-    *("refuse_lazy", "check_adapters", "refuse_optimizer", "refuse_parts", "announce", "criterion_of"),
-    *("build_handlers", "check_tied", "wants_flat", "build_sync", "Precision.around", "_announced", "_scheduler"),
+    *("Precision.build_scaler", "Precision.apply", "Precision.around", "ClipSettings.read", "Agreement.require"),
+    *("refuse_meta_state", "Placements.check", "MetaStart.alike", "MetaStart.locate", "MetaStart.materialise"),
+    *("ActivationSettings.read", "ActivationSettings.apply", "Float8.read", "SyncOptions.read", "ZeroSettings.read"),
+    *("_apply_backend_flags", "check_ties", "read_recipes", "refuse_marks", "refuse_lazy", "refuse_unfit"),
+    *("warn_of_batch_norm", "warn_of_repeated_work", "training_loss_of", "numeric_settings", "broadcast_shared"),
+    *("compare_stages", "alike_optimizer", "refuse_optimizer", "refuse_parts", "build_handlers", "check_tied"),
+    *("wants_flat", "build_sync", "announce", "_scheduler"),
+]
+ASKED_FOR: list[tuple[str, dict[str, Any]]] = [
+    *((check, {"zero": 3}) for check in ("shard_model", "check_placements", "ShardedModel.carry_over")),
+    ("ShardedModel.guard", {"zero": 3}),
+    ("ZeroOptimizer", {"zero": 1}),
+    ("ZeroOptimizer", {"zero": 2}),
+    ("Float8.convert", {"float8": {"emulate": True}}),
+    ("compile_model", {"compile": True}),
 ]
 
 
@@ -112,40 +122,22 @@ class ReachedError(Exception):
     """Instead of the check."""
 
 
-@pytest.mark.parametrize("check", CHECKS)
-def test_initialize_makes_every_check(check, monkeypatch):
+@pytest.mark.parametrize(("check", "config"), [*((check, {}) for check in CHECKS), *ASKED_FOR])
+def test_initialize_makes_every_check(check, config, monkeypatch):
+    """Each once, with what the config asks for; the modules in which `initialize` finds them are looked through."""
+
     def reached(*args: object, **kwargs: object) -> None:
         raise ReachedError
 
     name, _, method = check.partition(".")
-    where = {"Agreement": messages, "wants_flat": engine_optimizer}.get(name, build)
-    model = nn.Linear(2, 2)
-    with launch({}, context=ParallelContext(), verbose=False) as gpc:
-        monkeypatch.setattr(*((getattr(where, name), method) if method else (where, name)), reached)
-        with pytest.raises(ReachedError):
-            initialize(model, torch.optim.SGD(model.parameters()), context=gpc)
-
-
-@pytest.mark.parametrize(
-    ("check", "config"),
-    [
-        *(
-            (check, {"zero": 3})
-            for check in ("shard_model", "check_placements", "ShardedModel.carry_over", "ShardedModel.guard")
-        ),
-        ("ZeroOptimizer", {"zero": 1}),
-        ("ZeroOptimizer", {"zero": 2}),
-        ("Float8.convert", {"float8": {"emulate": True}}),
-    ],
-)
-def test_initialize_makes_what_the_config_asks_for(check, config, monkeypatch):
-    def reached(*args: object, **kwargs: object) -> None:
-        raise ReachedError
-
-    name, _, method = check.partition(".")
+    where = next(
+        each
+        for each in (messages, build, prepare, compile, fsdp, engine_module, engine_optimizer)
+        if name in vars(each)
+    )
     model = nn.Linear(2, 2)
     with launch(config, context=ParallelContext(), verbose=False) as gpc:
-        monkeypatch.setattr(*((getattr(build, name), method) if method else (build, name)), reached)
+        monkeypatch.setattr(*((getattr(where, name), method) if method else (where, name)), reached)
         with pytest.raises(ReachedError):
             initialize(model, torch.optim.SGD(model.parameters()), context=gpc)
 
@@ -161,13 +153,13 @@ def test_a_name_that_no_layer_has_is_a_slip_where_the_whole_model_is_known(monke
         told.extend(args)
         raise ReachedError
 
-    monkeypatch.setattr(build.ActivationSettings, "apply", reached)
-    monkeypatch.setattr(build, "_own_stages", lambda split, *_: next(iter(split)))
+    monkeypatch.setattr(prepare.ActivationSettings, "apply", reached)
+    monkeypatch.setattr(prepare, "take_stages", lambda split, *_: next(iter(split)))
     layers = [nn.Linear(2, 2) for _ in range(given)]
     model = split(layers) if given > 1 else layers[0]
     context: Any = SimpleNamespace(pipeline_parallel_size=stages, config={}, get_local_rank=lambda mode: 0)
     with pytest.raises(ReachedError):
-        build._build_model(model, context, object())  # type: ignore[arg-type]
+        prepare.prepare_model(prepare.read_stages(model), context, PipelineSchedule(2), None)
     assert told == [layers[0], layers, complete]
 
 
@@ -189,8 +181,8 @@ def test_weights_are_compared_unless_the_config_says_otherwise(monkeypatch, give
 def test_an_engine_is_being_built_until_it_is_outside(monkeypatch):
     with launch({}, context=ParallelContext(), verbose=False) as gpc:
         during: list[Any] = []
-        read = build.Precision.read
-        monkeypatch.setattr(build.Precision, "read", lambda config: during.append(gpc.waits._place[:2]) or read(config))
+        read = Precision.read
+        monkeypatch.setattr(Precision, "read", lambda config: during.append(gpc.waits._place[:2]) or read(config))
         model = nn.Linear(2, 2)
         engine = initialize(model, torch.optim.SGD(model.parameters()), context=gpc)[0]
         assert during == [("in initialize()", None)]
@@ -217,23 +209,38 @@ def test_a_scheduler_knows_of_dropped_steps_where_there_may_be_some(may_skip, wo
     assert is_wrapped or found is scheduler
 
 
-@pytest.mark.parametrize(("stages", "pipeline"), [(1, False), (2, True), (3, True)])
-def test_an_optimizer_knows_of_a_pipeline_and_takes_the_buckets_over(monkeypatch, stages, pipeline):
+@pytest.mark.parametrize(("device", "in_buckets"), [("cpu", True), ("cuda", False)])
+def test_a_plan_says_where_gradients_lie_on_another_machine(device, in_buckets):
+    model = nn.Linear(2, 2, device="meta")
+    context: Any = SimpleNamespace(config={}, pipeline_parallel_size=1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert prepare.prepare_sums(model, optimizer, context, ZeroSettings(), planned_on=device).bucket_all is in_buckets
+
+
+def test_an_optimizer_takes_the_buckets_over(monkeypatch):
     told: list[Any] = []
-    monkeypatch.setattr(build, "build_sync", lambda *_, **given: told.append(given) or SimpleNamespace(synchroniser=1))
-    optimizer: Any = SimpleNamespace(
-        user_optimizer=None,
-        needs_buckets=lambda graph: ("buckets", graph),
-        plan_shards=lambda pipeline: ("shards", pipeline),
-        attach=lambda *given: told.append(given),
-        wait="wait",
-    )
+    monkeypatch.setattr(build, "build_sync", lambda *given: told.append(given[5:]) or SimpleNamespace(synchroniser=1))
+    optimizer: Any = SimpleNamespace(user_optimizer=None, attach=lambda *given: told.append(given), wait="wait")
     schedule = PipelineSchedule.__new__(PipelineSchedule)
     monkeypatch.setattr(PipelineSchedule, "open_groups", lambda self, context: told.append("groups are opened"))
-    context: Any = SimpleNamespace(config={"graph_step": True}, pipeline_parallel_size=stages, waits="waits")
-    build._synchronise(nn.Linear(1, 1), optimizer, [], schedule, context)
-    given = {"bucket_all": ("buckets", True), "shards": ("shards", pipeline), "before_pass": "wait"}
-    assert told == ["groups are opened", given, (1, "waits")]
+    context: Any = SimpleNamespace(config={}, waits="waits")
+    shards: Any = "shards"
+    build._synchronise(nn.Linear(1, 1), prepare.SumSettings(optimizer, [], False, shards), schedule, context)
+    assert told == ["groups are opened", (False, "shards", "wait"), (1, "waits")]
+
+
+@pytest.mark.parametrize(("pipeline", "between"), [(1, False), (2, True), (3, True)])
+def test_a_sharded_optimizer_is_told_whether_there_is_a_pipeline(monkeypatch, pipeline, between):
+    told: list[bool] = []
+    sharded = SimpleNamespace(
+        plan_shards=lambda pipeline: told.append(pipeline), needs_buckets=lambda *_: False, user_optimizer=None
+    )
+    monkeypatch.setattr(prepare, "ZeroOptimizer", lambda *_: sharded)
+    model = nn.Linear(1, 1)
+    context: Any = SimpleNamespace(config={}, pipeline_parallel_size=pipeline)
+    optimizer = torch.optim.SGD(model.parameters())
+    assert prepare.prepare_sums(model, optimizer, context, ZeroSettings(stage=1)).optimizer is sharded
+    assert told == [between]
 
 
 @pytest.mark.parametrize("given", [{"param_groups": []}, {"step": print}, {}])
@@ -248,9 +255,9 @@ def test_what_lacks_a_step_or_parameters_is_no_optimizer(given):
 def test_each_check_is_told_how_many_there_are_of_what_it_checks(monkeypatch):
     told: dict[str, object] = {}
     monkeypatch.setattr(build.Placements, "check", lambda self, counts: told.update(parameters=counts))
-    locate = build.MetaStart.locate
+    locate = prepare.MetaStart.locate
     monkeypatch.setattr(
-        build.MetaStart, "locate", lambda self, count: (told.update(on_meta=count), locate(self, count))
+        prepare.MetaStart, "locate", lambda self, count: (told.update(on_meta=count), locate(self, count))
     )
     with launch({}, context=ParallelContext(), verbose=False) as gpc:
         with meta_init():
@@ -271,7 +278,8 @@ def test_each_check_is_told_how_many_there_are_of_what_it_checks(monkeypatch):
     ],
 )
 def test_stage_3_reduces_in_what_sync_says(sync, expected):
-    precision = Precision(torch.bfloat16, master_weights=False)
-    settings = build.zero_settings(load_config({"zero": 3, "sync": sync}), precision)
+    zero = {"stage": 3, "master_weights": False}
+    precision, settings = prepare.read_numerics(load_config({"zero": zero, "bf16": True, "sync": sync}))
     assert (settings.stage, settings.reduce_dtype) == (3, expected)
     assert (settings.gather_dtype, settings.master_weights) == (torch.bfloat16, False)
+    assert (precision.dtype, precision.master_weights) == (torch.bfloat16, False)

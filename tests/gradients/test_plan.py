@@ -14,17 +14,17 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError, LedgerError
 from colonnade.gradients.bucket import Bucket, BucketStorage
+from colonnade.gradients.handler import PlannedGradientHandler
 from colonnade.gradients.sums import (
     Reduction,
     Sharding,
     Shards,
     Sum,
-    SumPlan,
     SyncOptions,
     choose,
-    group_plans,
-    make_sums,
     read_demands,
+    sums_of,
+    with_groups,
 )
 from colonnade.gradients.transport import TRANSPORTS
 from colonnade.parallel.placement import Replicate, place
@@ -46,15 +46,28 @@ def reduction(mode: ParallelMode, ranks: tuple[int, ...], divisor: float, **para
     return Reduction(tuple(parameters), tuple(parameters.values()), mode, ranks, divisor)
 
 
+class Data(PlannedGradientHandler):
+    def plan(self) -> list[Reduction]:
+        raise NotImplementedError
+
+
+class Other(Data):
+    pass
+
+
+def claim(*reductions: Reduction, kind: type[PlannedGradientHandler] = Data, **options: Any) -> Any:
+    return kind(nn.Module(), None, **options), reductions
+
+
 def test_one_sum_for_all_that_a_parameter_owes(context):
     a, b, c, d = (nn.Parameter(torch.ones(size)) for size in range(1, 5))
     place(b, {M.TENSOR: Replicate(owes="sum")})
-    plans = [
-        SumPlan("Data", [reduction(M.DATA, (1, 5), 2, a=a, b=b)]),
-        SumPlan("Tensor", [reduction(M.TENSOR, (4, 5), 1, b=b)]),
-        SumPlan("Stages", [reduction(M.PIPELINE, (5, 7), 3, c=c)], {"overlap": False}),
+    claims = [
+        claim(reduction(M.DATA, (1, 5), 2, a=a, b=b)),
+        claim(reduction(M.TENSOR, (4, 5), 1, b=b)),
+        claim(reduction(M.PIPELINE, (5, 7), 3, c=c), overlap=False),
     ]
-    sums = make_sums(group_plans(plans, context, {"bucket_mb": 2}, [("d", d), ("a", a)]), context)
+    sums = with_groups(sums_of(claims, context, {"bucket_mb": 2}, [("d", d), ("a", a)]), context)
     found = {
         one.names: (one.ranks, one.divisor, one.between_stages, one.options.overlap, one.group is None) for one in sums
     }
@@ -66,23 +79,25 @@ def test_one_sum_for_all_that_a_parameter_owes(context):
     }
     assert all(one.options.bucket_mb == 2 for one in sums)
     assert all((one.sharding, one.labels) == (None, ()) for one in sums)
+    assert [one.ranks for one in sums] == [(0, 1, 4, 5), (1, 5), (5,), (5, 7)]
 
 
 def test_a_single_reduction_goes_over_the_ranks_that_it_names_and_only_groups_are_asked_for(context, monkeypatch):
     a, b = (nn.Parameter(torch.ones(1)) for _ in range(2))
     asked: list[Any] = []
     monkeypatch.setattr(context, "ensure_groups", lambda ranks: asked.extend(ranks))
-    grouped = group_plans([SumPlan("Own", [reduction(M.DATA, (2, 5), 2, a=a)])], context, {}, [("b", b)])
-    assert [one.ranks for one in make_sums(grouped, context)] == [(2, 5), (5,)]
+    sums = sums_of([claim(reduction(M.DATA, (2, 5), 2, a=a))], context, {}, [("b", b)])
+    assert asked == []
+    assert [one.ranks for one in with_groups(sums, context)] == [(2, 5), (5,)]
     assert asked == [(2, 5)]
 
 
 def test_what_is_sharded_is_summed_apart_in_buckets_of_its_own_size(context):
     a, b, c = (nn.Parameter(torch.ones(2)) for _ in range(3))
-    plans = [SumPlan("Data", [reduction(M.DATA, (1, 5), 2, a=a, b=b, c=c)])]
+    claims = [claim(reduction(M.DATA, (1, 5), 2, a=a, b=b, c=c))]
     for size in (None, 7.0):
         shards = Shards(Sharding(wide=True), {id(b): "second", id(c): "third"}, size)
-        plain, sharded = make_sums(group_plans(plans, context, {"bucket_mb": 2}, (), shards), context, shards)
+        plain, sharded = sums_of(claims, context, {"bucket_mb": 2}, (), shards)
         assert (plain.names, plain.sharding, plain.labels, plain.options.bucket_mb) == (("a",), None, (), 2)
         assert (sharded.names, sharded.labels) == (("b", "c"), ("second", "third"))
         assert sharded.sharding is shards.sharding
@@ -91,14 +106,12 @@ def test_what_is_sharded_is_summed_apart_in_buckets_of_its_own_size(context):
 
 def test_two_handlers_of_one_sum_agree_on_its_options(context):
     a = nn.Parameter(torch.ones(1))
-    parts = [reduction(M.DATA, (1, 5), 2, a=a)], [reduction(M.TENSOR, (4, 5), 1, a=a)]
-    group_plans([SumPlan("A", parts[0], {"overlap": True}), SumPlan("B", parts[1], {"overlap": True})], context, {})
+    parts = reduction(M.DATA, (1, 5), 2, a=a), reduction(M.TENSOR, (4, 5), 1, a=a)
+    sums_of([claim(parts[0], overlap=True), claim(parts[1], kind=Other, overlap=True)], context, {})
     with pytest.raises(ConfigError) as error:
-        group_plans(
-            [SumPlan("A", parts[0], {"overlap": True}), SumPlan("B", parts[1], {"overlap": False})], context, {}
-        )
+        sums_of([claim(parts[0], overlap=True), claim(parts[1], kind=Other, overlap=False)], context, {})
     assert str(error.value).startswith(
-        "gradient_handler: A has overlap=True and B overlap=False, and both sum 'a', which is one sum; give both the same overlap"
+        "gradient_handler: Data has overlap=True and Other overlap=False, and both sum 'a', which is one sum; give both the same overlap"
     )
 
 

@@ -274,16 +274,16 @@ def test_a_rank_that_is_slow_is_waited_for(built):
 def test_a_rank_that_works_or_is_about_to_pass_is_no_difference():
     here = {"at": "g", "does": "calls a", "size": 2, "calls": {"g": 1}, "ended": False, "raised": ""}
     working = {"at": "", "does": "", "size": 1, "calls": {}, "ended": False, "raised": ""}
-    assert find_difference(0, [0, 1], {0: here, 1: working}, quiet=True) is None
+    assert find_difference(0, [0, 1], {0: here, 1: working}, unchanged=True) is None
     elsewhere = {**here, "at": "h", "calls": {"h": 1}}
-    assert find_difference(0, [0, 1], {0: here, 1: elsewhere, 2: working}, quiet=True) is None
+    assert find_difference(0, [0, 1], {0: here, 1: elsewhere, 2: working}, unchanged=True) is None
     passing = {**here, "at": "h", "calls": {"h": 1}}
-    assert find_difference(0, [0, 1], {0: here, 1: elsewhere, 2: passing}, quiet=True) is None
+    assert find_difference(0, [0, 1], {0: here, 1: elsewhere, 2: passing}, unchanged=True) is None
     stuck = {0: here, 1: elsewhere, 2: {**working, "ended": True}}
-    assert find_difference(0, [0, 1], stuck, quiet=False) is None
-    assert "rank 1 calls a where rank 0 calls a" in str(find_difference(0, [0, 1], stuck, quiet=True))
+    assert find_difference(0, [0, 1], stuck, unchanged=False) is None
+    assert "rank 1 calls a where rank 0 calls a" in str(find_difference(0, [0, 1], stuck, unchanged=True))
     passed = {**here, "calls": {"g": 2}, "does": "calls b"}
-    assert find_difference(0, [0, 1], {0: passed, 1: here, 2: working}, quiet=True) is None
+    assert find_difference(0, [0, 1], {0: passed, 1: here, 2: working}, unchanged=True) is None
 
 
 @GRADIENT_HANDLER.register_module

@@ -13,8 +13,9 @@ from colonnade._launch import launch
 from colonnade.context.layout_builder import build_layout
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.gradient_handler import BaseGradientHandler, ZeROGradientHandler
-from colonnade.engine.gradient_sync import GradientSync, build_gradient_handler, build_handlers
+from colonnade.engine.gradient_sync import GradientSync
 from colonnade.errors import ConfigError, GradientError
+from colonnade.gradients.handler import build_gradient_handler, build_handlers
 from colonnade.registry import GRADIENT_HANDLER
 
 

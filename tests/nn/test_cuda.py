@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from colonnade.context.parallel_context import ParallelContext
+from colonnade.engine.activations import ActivationSettings, kept_on_host, release_blocks
 from colonnade.models import GPT
-from colonnade.nn.activations import ActivationSettings, kept_on_host, release_blocks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -30,7 +30,7 @@ CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 def test_which_gradients_lie_in_buckets_for_a_flat_step(monkeypatch, flat, scattered, graph, in_buckets):
     model = nn.Linear(2, 2)
     can = dict(zip(model.parameters(), scattered, strict=True))
-    monkeypatch.setattr(engine_optimizer, "can_scatter", can.__getitem__)
+    monkeypatch.setattr(engine_optimizer, "can_scatter", lambda parameter, planned_on: can[parameter])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     made = PlainOptimizer(optimizer, model, None if flat else False)
     assert (made.needs_buckets(graph), made.is_flat) == (in_buckets, flat)

@@ -41,7 +41,7 @@ def python_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "step_kernels", fake, raising=False)
     monkeypatch.setattr(flat_step, "prepare", flat_step.KernelRun)
     monkeypatch.setattr(flat_step, "pinned", lambda numbers: numbers)
-    monkeypatch.setattr(engine_optimizer, "can_scatter", lambda parameter: True)
+    monkeypatch.setattr(engine_optimizer, "can_scatter", lambda *_: True)
 
 
 def test_what_a_launch_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 
 from colonnade.comm.messages import error_of, gather_json, note_of, share_texts
 from colonnade.comm.waits import WaitWatch
+from colonnade.engine.activations import recomputes
 from colonnade.engine.schedule.actions import (
     COMPUTE,
     GIVES_INPUT_GRADIENT,
@@ -51,7 +52,6 @@ from colonnade.engine.schedule.transfer import (
 )
 from colonnade.errors import ScheduleError, listed, with_users_line
 from colonnade.logging import get_dist_logger
-from colonnade.nn.activations import recomputes
 from colonnade.parallel.split import Stage, call_layer
 from colonnade.texts import digest_of
 

@@ -33,6 +33,8 @@ class CrossEntropyLoss(nn.Module):
     a "mean" too.
     """
 
+    layer_kind = "cross_entropy"
+
     def __init__(
         self,
         ignore_index: int = -100,

@@ -29,6 +29,8 @@ class Linear(nn.Module):
     and keeps its block: the weights do not depend on the mode.
     """
 
+    layer_kind = "linear"
+
     def __init__(
         self,
         in_features: int,
@@ -116,6 +118,8 @@ class Classifier(Linear):
     `CrossEntropyLoss` takes them so; `gather_output(logits, side="inner")` gives whole ones. `weight` of an
     `Embedding` may be given to tie the two: in every mode they lie in the same way.
     """
+
+    layer_kind = "classifier"
 
     def __init__(
         self,
@@ -214,6 +218,8 @@ class Embedding(nn.Module):
 
     Takes whole tokens, the same on every rank of the tensor group, and gives vectors in the outer spread.
     """
+
+    layer_kind = "embedding"
 
     def __init__(
         self,

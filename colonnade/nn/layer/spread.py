@@ -17,6 +17,7 @@ from torch.autograd.function import BackwardCFunction
 
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
+from colonnade.engine.model import ModelFamily
 from colonnade.errors import PlacementError
 from colonnade.parallel import collectives
 from colonnade.parallel.held import whole_parameters
@@ -248,6 +249,16 @@ class FirstPass:
                 f"a plan, give the layer of {plain[0]!r} the style 'replicated_with_grad_allreduce'",
                 code="C033",
             )
+
+
+class SplitLayers(ModelFamily):
+    """The family of models that have layers of colonnade.nn in them."""
+
+    def watch_first_step(self, model: nn.Module, context: ParallelContext) -> FirstPass:
+        return FirstPass(model, context)
+
+
+FAMILY = SplitLayers()
 
 
 class _PlainLayer:

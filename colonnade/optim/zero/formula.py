@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from colonnade.errors import ConfigError
 from colonnade.gradients.bucket import STAGING_BUFFERS
+from colonnade.gradients.sums import HALVES
 
 
 @dataclass(frozen=True)
@@ -140,3 +142,19 @@ def _offload(value: Any) -> bool:
     if value == "cpu":
         return True
     raise ConfigError(f"zero.offload={value!r}; allowed are True, False and 'cpu'", code="C003")
+
+
+def dtypes_of(parameter: Tensor) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """What a shard is gathered in, and what its gradient is reduced in; None: as it is."""
+    found: tuple[torch.dtype | None, torch.dtype | None] = getattr(parameter, "fsdp_dtypes", (None, None))
+    return found
+
+
+@torch.no_grad()
+def make_fp32(parameters: Iterable[nn.Parameter]) -> None:
+    """Give those of half precision fp32 values; they stay the same objects."""
+    for parameter in parameters:
+        if parameter.dtype in HALVES:
+            grad, parameter.grad = parameter.grad, None
+            parameter.data = parameter.data.float()
+            parameter.grad = None if grad is None else grad.float()

@@ -33,7 +33,7 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError, PlacementError, did_you_mean, listed
 from colonnade.gradients.sums import HALVES
 from colonnade.logging import get_dist_logger
-from colonnade.optim.zero.formula import ZeroSettings, shard_dim
+from colonnade.optim.zero.formula import ZeroSettings, make_fp32, shard_dim
 from colonnade.optim.zero.fsdp_checks import (
     ForwardGuard,
     Member,
@@ -449,7 +449,7 @@ def _is_list(child: nn.Module, parent: nn.Module) -> bool:
     return isinstance(child, (nn.ModuleList, nn.ModuleDict))
 
 
-# --- The optimizer, dtypes, and the ranks that wait for each other ---
+# --- The optimizer, and the ranks that wait for each other ---
 
 
 def _step_kinds_apart(optimizer: Any) -> None:
@@ -468,22 +468,6 @@ def _cut_state(value: Any, old: nn.Parameter, new: Any, name: str) -> Any:
     shape, offset = compute_local_shape_and_global_offset(new.shape, new.device_mesh, new.placements)
     part = value[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
     return as_dtensor(part.clone(), new)
-
-
-def dtypes_of(parameter: Tensor) -> tuple[torch.dtype | None, torch.dtype | None]:
-    """What a shard is gathered in, and what its gradient is reduced in; None: as it is."""
-    found: tuple[torch.dtype | None, torch.dtype | None] = getattr(parameter, "fsdp_dtypes", (None, None))
-    return found
-
-
-@torch.no_grad()
-def make_fp32(parameters: Iterable[nn.Parameter]) -> None:
-    """Give those of half precision fp32 values; they stay the same objects."""
-    for parameter in parameters:
-        if parameter.dtype in HALVES:
-            grad, parameter.grad = parameter.grad, None
-            parameter.data = parameter.data.float()
-            parameter.grad = None if grad is None else grad.float()
 
 
 def linked(rank: int, rank_sets: Iterable[Iterable[int]]) -> tuple[int, ...]:

@@ -38,6 +38,7 @@ from colonnade.gradients.bucket import BucketValues
 from colonnade.gradients.gather import Gather, GatherAhead
 from colonnade.gradients.sums import Sharding, Shards
 from colonnade.gradients.synchroniser import Synchroniser
+from colonnade.logging import get_dist_logger
 from colonnade.optim.bucket_step import BucketStep, OwnedBucket, ShardedBucket, wants_flat
 from colonnade.optim.engine_optimizer import EngineOptimizer, GradientSlice
 from colonnade.optim.optimizer_trial import kinds_of_groups, twin_of, two_steps
@@ -105,7 +106,7 @@ class ZeroOptimizer(EngineOptimizer, Optimizer):
         )
         return Shards(sharding, labels, settings.bucket_mb)
 
-    def needs_buckets(self, graph: bool) -> bool:
+    def needs_buckets(self, graph: bool, planned_on: str | None = None) -> bool:
         return False  # what is sharded is in buckets, and the rest is not stepped on here
 
     def attach(self, synchroniser: Synchroniser, waits: WaitWatch) -> None:
@@ -136,6 +137,10 @@ class ZeroOptimizer(EngineOptimizer, Optimizer):
         self._ahead = GatherAhead(self._model, self._gathers) if self.settings.gather_ahead else None
         self.numel = sum(part.stop - part.start for part in parts)
         """How many elements this rank steps on."""
+        get_dist_logger().info(
+            f"ZeRO stage {self.settings.stage}: {self.numel} of {sum(p.numel() for p in self._model.parameters())} "
+            f"elements are stepped on here"
+        )
 
     @property
     def user_optimizer(self) -> ZeroOptimizer:

@@ -12,8 +12,6 @@ from torch.utils._pytree import tree_leaves
 
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import ConfigError
-from colonnade.hf.model_loss import criterion_of
-from colonnade.parallel.split import Split
 from colonnade.proof.scripts import call_given
 
 ASSUMED_OPTIMIZER = "no optimizer was given, so AdamW is assumed"
@@ -43,19 +41,12 @@ class Job:
             )
         return batch
 
-    def loss(self, model: nn.Module | Split, context: ParallelContext, notes: dict[str, None]) -> Any:
-        """The criterion."""
+    def given_criterion(self, model: nn.Module, context: ParallelContext) -> Any:
+        """The criterion of the job, or the one that the model makes by `criterion()`; None where there is neither."""
         if self.criterion is not None:
             return _called(self.criterion, context, "criterion")
-        whole = model.whole if isinstance(model, Split) else model
-        own = getattr(whole, "criterion", None)
-        if callable(own):
-            return own()
-        made = criterion_of(whole) if whole is not None else None
-        if made is not None:
-            return made
-        notes[ASSUMED_LOSS] = None
-        return _nothing
+        own = getattr(model, "criterion", None)
+        return own() if callable(own) else None
 
     def stepper(self, model: nn.Module, notes: dict[str, None]) -> Any:
         """The optimizer of a model that is on the meta device."""
@@ -69,7 +60,7 @@ def _called(function: Callable[..., Any], context: ParallelContext, what: str) -
     return call_given(function, {"config": context.config, "context": context}, f"the {what}'s function")
 
 
-def _nothing(*outputs: Any) -> Tensor:
+def no_loss(*outputs: Any) -> Tensor:
     """A loss that reads what the model gives."""
     found = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
     return torch.stack([each.mean().float() for each in found]).sum()

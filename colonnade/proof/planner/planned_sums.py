@@ -15,19 +15,19 @@ from torch import Tensor, nn
 from colonnade.comm.rank_group import GroupMemory, RankGroup
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.engine.gradient_sync import SyncPlan, build_handlers, plan_sync
+from colonnade.engine.prepare import prepare_optimizer, prepare_sums
 from colonnade.errors import ColonnadeError
 from colonnade.gradients.bucket import Bucket, BucketStorage
 from colonnade.gradients.gather import send_slice
 from colonnade.gradients.handler import PlannedGradientHandler
 from colonnade.gradients.ledger import Ledger, match
-from colonnade.gradients.sums import Shards, Sum, make_sums, read_demands
+from colonnade.gradients.sum_plan import plan_sums
+from colonnade.gradients.sums import Sum, read_demands, with_groups
 from colonnade.gradients.transport import CollectiveTransport, DeviceCollectiveTransport, LocalTransport, Transport
 from colonnade.gradients.uneven import by_kind
-from colonnade.optim.bucket_step import wants_flat
+from colonnade.optim.engine_optimizer import PlainOptimizer
 from colonnade.optim.optimizer_trial import state_dtypes
 from colonnade.optim.zero.formula import ZeroSettings
-from colonnade.optim.zero.zero_optimizer import ZeroOptimizer
 from colonnade.parallel.dtensor import local_part
 from colonnade.proof.planner.recorder import OperatorRecorder, PlannedCall
 
@@ -107,21 +107,33 @@ def plan_gradients(
     problems: dict[str, None],
 ) -> GradientPlan:
     """The sums that this rank's part of a model needs; what `initialize` would refuse goes into `problems`."""
-    shards, sharded = None, zero.stage in (1, 2)
-    stepper = optimizer
-    if sharded:
-        stepper = ZeroOptimizer(optimizer, model, zero, context.config.get("flat_step"))
-        shards = stepper.plan_shards(pipeline=context.pipeline_parallel_size > 1)
+    rank, config = context.get_global_rank(), context.config
     try:
-        found = _synchronised(model, stepper, context, device, shards, notes)
+        optimizer = prepare_optimizer(optimizer, model, context)
+        settings = prepare_sums(model, optimizer, context, zero, planned_on=device)
+        claims = []
+        for handler, said in settings.handlers:
+            name = type(handler).__name__
+            if said is None:
+                notes[
+                    f"{name} (named in the config) sums by hand: what it calls is found by a trial in `initialize`, "
+                    f"and is not in this plan. What is said of its parameters is what the automatic handlers would do"
+                ] = None
+                continue
+            if said and not isinstance(handler, PlannedGradientHandler):
+                notes[
+                    f"{name} sums gradients itself: which parameters is in the ledger, what it calls is not in this plan"
+                ] = None
+            claims.append((handler, said))
+        found = plan_sums(
+            model, settings.user_optimizer, context, claims, dict(config.get("sync") or {}),
+            bucket_all=settings.bucket_all, shards=settings.shards,
+        )  # fmt: skip
     except ColonnadeError as error:
         problems[str(error)] = None
-        demands = read_demands(model, context.layout, context.get_global_rank())
-        rank = context.get_global_rank()
-        return GradientPlan(match(demands, [], context.layout, rank), rank)
-    sums = make_sums(found.grouped, context, shards)
-    sums = sorted(sums, key=lambda one: (one.ranks, one.divisor, one.sharding is not None, repr(one.options)))
-    plan = GradientPlan(found.ledger, context.get_global_rank())
+        return GradientPlan(match(read_demands(model, context.layout, rank), [], context.layout, rank), rank)
+    sums = with_groups(found.sums, context)
+    plan = GradientPlan(found.ledger, rank)
     states = {
         dtype: state_dtypes(optimizer, dtype) for dtype in {p.dtype for p in model.parameters()} | {torch.float32}
     }
@@ -133,39 +145,11 @@ def plan_gradients(
     # Not those of sums: these have frozen parameters too, which no bucket holds.
     inside = {id(parameter) for bucket in laid_out for parameter in bucket.parameters}
     rest = {at: p for at, p in enumerate(model.parameters()) if id(p) not in inside}
-    _hold_rest(list(rest.values()), plan, states, optimizer_everywhere=not sharded)
-    plan.stepping = _stepping(model, optimizer, zero, context, device, notes)
+    _hold_rest(list(rest.values()), plan, states, optimizer_everywhere=settings.shards is None)
+    flat = PlainOptimizer(optimizer, model, config.get("flat_step")).is_flat
+    plan.stepping = _stepping(optimizer, flat, zero, context, device, notes)
     plan.loose = frozenset(at for at, parameter in rest.items() if parameter.requires_grad)
     return plan
-
-
-def _synchronised(
-    model: nn.Module,
-    optimizer: Any,
-    context: ParallelContext,
-    device: str,
-    shards: Shards | None,
-    notes: dict[str, None],
-) -> SyncPlan:
-    config = context.config
-    covered = []
-    named = config.get("gradient_handler") or config.get("gradient_handlers") or ()
-    for handler, said in build_handlers(named, model, optimizer, context):
-        name = type(handler).__name__
-        if said is None:
-            notes[
-                f"{name} (named in the config) sums by hand: what it calls is found by a trial in `initialize`, "
-                f"and is not in this plan. What is said of its parameters is what the automatic handlers would do"
-            ] = None
-            continue
-        if said and not isinstance(handler, PlannedGradientHandler):
-            notes[
-                f"{name} sums gradients itself: which parameters is in the ledger, what it calls is not in this plan"
-            ] = None
-        covered.append((handler, said))
-    flat = shards is None and wants_flat(list(model.parameters()), optimizer, config.get("flat_step"))
-    everywhere = flat and not (device == "cuda" and not config.get("graph_step"))
-    return plan_sync(model, optimizer, context, covered, dict(config.get("sync") or {}), everywhere, shards)
 
 
 def _lay_out(sums: Sequence[Sum], plan: GradientPlan, device: str) -> list[Bucket]:
@@ -220,15 +204,14 @@ def _calls(bucket: Bucket, group: RankGroup, plan: GradientPlan) -> BucketCalls:
 
 
 def _stepping(
-    model: nn.Module,
     optimizer: Any,
+    flat: bool,
     zero: ZeroSettings,
     context: ParallelContext,
     device: str,
     notes: dict[str, None],
 ) -> int:
     """What the optimizer's own step takes for a moment: it is run on tensors without memory. A flat step needs nothing."""
-    flat = wants_flat(list(model.parameters()), optimizer, context.config.get("flat_step"))
     if flat or zero.offload or not isinstance(optimizer, torch.optim.Optimizer):
         return 0
     groups = [dict(group) for group in optimizer.param_groups]

@@ -21,22 +21,19 @@ from colonnade.config import Config
 from colonnade.context.layout import Layout
 from colonnade.context.layout_builder import build_layout
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.engine.build import zero_settings
 from colonnade.engine.checks import forms_of, same_stages
-from colonnade.engine.precision import Precision
+from colonnade.engine.prepare import prepare_model, read_losses, read_numerics, read_stages
 from colonnade.engine.schedule.actions import Kind, Table
 from colonnade.engine.schedule.executor import cut_batch
 from colonnade.engine.schedule.pipeline import NonPipelineSchedule, PipelineSchedule
 from colonnade.errors import ColonnadeError, ConfigError
 from colonnade.gradients.ledger import Ledger
-from colonnade.hf.model_loss import ModelLoss
-from colonnade.nn.activations import ActivationSettings
 from colonnade.optim.zero.fsdp import shard_model
 from colonnade.parallel.demand import check_same_data
 from colonnade.parallel.placement import Placement, logical_shape, placement_of
-from colonnade.parallel.split import Split, build_schedule, take_stages
+from colonnade.parallel.split import Split, build_schedule
 from colonnade.proof.planner.hardware import Clock
-from colonnade.proof.planner.job import Job
+from colonnade.proof.planner.job import ASSUMED_LOSS, Job, no_loss
 from colonnade.proof.planner.planned_passes import StagePass, extended, fake_module, run_repeated, run_stage, signature
 from colonnade.proof.planner.planned_sums import GradientPlan, plan_gradients
 from colonnade.proof.planner.recorder import OperatorRecorder
@@ -145,8 +142,7 @@ class _Planning:
         self.layout = build_layout(config, world_size)
         self.firsts = first_ranks(self.layout)
         self.fake, self.passes = known.fake, known.passes
-        self.precision = Precision.read(config)
-        self.zero = zero_settings(config, self.precision)
+        self.precision, self.zero = read_numerics(config)
         self.sums: dict[Any, GradientPlan] = {}
 
     def run(self) -> Kinds:
@@ -178,7 +174,7 @@ class _Planning:
     def _start(self) -> tuple[Kinds, Any]:
         """The schedule, and the model where one build has all stages."""
         with fake_rank(self.config, self.world_size, self.firsts[0], self.context):
-            schedule = build_schedule(self.context)
+            self.schedule = schedule = build_schedule(self.context)
             piped = isinstance(schedule, PipelineSchedule)
             stages = self.context.pipeline_parallel_size
             kinds = Kinds(
@@ -195,10 +191,14 @@ class _Planning:
             }
             kinds.one_pass = not piped and int(self.config.get("gradient_accumulation") or 1) == 1
             whole = built(self.job.build, self.context)
-            loss = self.job.loss(whole, self.context, kinds.notes)
+            module = (whole.whole or list(whole)[-1]) if isinstance(whole, Split) else whole
+            criterion, own = read_losses(module, self.job.given_criterion(module, self.context), schedule)
+            loss = criterion if criterion is not None else own
+            if loss is None:
+                kinds.notes[ASSUMED_LOSS] = None
+                loss = no_loss
             self.criterion = self.precision.around(loss, torch.device("cpu"))
-            own = loss if isinstance(loss, ModelLoss) else None
-            schedule.read_dicts_for(whole.whole if isinstance(whole, Split) else whole, loss, own)
+            schedule.read_dicts_for(module, loss, own)
             with self.fake:
                 loaded = tree_map_only(Tensor, _faked, self.job.loaded(self.context))
                 kinds.data = data, label = schedule.take_apart(loaded)
@@ -206,19 +206,12 @@ class _Planning:
         return kinds, whole
 
     def _model(self, rank: int, whole: Any, kinds: Kinds) -> nn.Module:
-        """What this rank has of the model, as `initialize` changes it before it runs."""
-        at = stage_of(self.layout, rank)
-        if isinstance(whole, Split):
-            model, parts = take_stages(whole, kinds.stage_ranks, at), list(whole)
-        elif rank == self.firsts[0]:
-            model, parts = whole, [whole]
-        else:  # the user's function makes the stage of the rank that asks
-            with fake_rank(self.config, self.world_size, rank, self.context):
-                model = built(self.job.build, self.context)
-            parts = [model]
-        complete = len(parts) > 1 or len(kinds.stage_ranks) == 1
-        ActivationSettings.read(self.config.get("activation_checkpoint")).apply(model, parts, complete)
-        self.precision.apply(model, torch.device("cpu"), self.zero.stage)
+        """This rank's part of the model, as `initialize` prepares it."""
+        with fake_rank(self.config, self.world_size, rank, self.context):
+            if not isinstance(whole, Split) and rank != self.firsts[0]:
+                whole = built(self.job.build, self.context)  # the user's function makes the stage of the rank that asks
+            model, _ = prepare_model(read_stages(whole), self.context, self.schedule, device=None)
+            self.precision.apply(model, torch.device("cpu"), self.zero.stage)
         kinds.parameters[rank] = [self._held(rank, name, p) for name, p in model.named_parameters()]
         return model
 

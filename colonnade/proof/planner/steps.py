@@ -16,7 +16,7 @@ from colonnade.engine.schedule.actions import GIVES_INPUT_GRADIENT, Action, Kind
 from colonnade.engine.schedule.replay import TimedAction, live_counts, replay
 from colonnade.engine.schedule.simulate import bubble_of, simulate
 from colonnade.engine.schedule.transfer import HEADER_BYTES, SENDS_KEPT, add_transfers, peer_stage, receive_early
-from colonnade.engine.stepper import label_of
+from colonnade.engine.stepper import count_slots
 from colonnade.gradients.bucket import STAGING_BUFFERS
 from colonnade.optim.clip import ClipSettings
 from colonnade.proof.planner.hardware import Clock
@@ -335,10 +335,7 @@ class Steps:
 
     def _slots(self, clip: ClipSettings) -> int:
         """How many norms a step measures."""
-        if clip.per == "group":
-            return len(clip.clip_groups())
-        names = {held.name for parameters in self.kinds.parameters.values() for held in parameters}
-        return len({(clip.group_of(name), label_of(name, clip.per)) for name in names})
+        return count_slots({held.name for parameters in self.kinds.parameters.values() for held in parameters}, clip)
 
     def _transfers(self, at: int, rank: int) -> Iterator[PlannedCollective]:
         """Messages to the stages before and after, as the executor's program has them."""

@@ -24,8 +24,8 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine import guard as module
 from colonnade.engine.build import initialize
+from colonnade.engine.checks import guard_of
 from colonnade.engine.gradient_handler import BaseGradientHandler
-from colonnade.engine.guard import guard_of
 from colonnade.errors import ConfigError, GradientError
 from colonnade.nn.layer import Linear, arrange
 from colonnade.registry import GRADIENT_HANDLER

@@ -69,8 +69,7 @@ def part(said: list[Any], name: str, **more: Any) -> Any:
 def test_its_parts_are_told_of_steps_and_closed():
     said: list[Any] = []
     _, _, watch = watched()
-    watch._first_pass.close()
-    watch._first_pass, watch._guard = part(said, "first"), part(said, "guard")
+    watch._first_step, watch._guard = [part(said, "first")], part(said, "guard")
     watch._same_gradients = part(said, "same", is_due=False)
     for step in range(3):
         watch.end_sums(complete=True)

@@ -6,7 +6,7 @@ from itertools import permutations
 
 import torch
 
-from colonnade.engine.guard import ordered_sum
+from colonnade.engine.checks import ordered_sum
 
 
 def test_another_order_and_any_other_number_give_another_sum():

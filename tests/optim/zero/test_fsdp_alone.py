@@ -15,13 +15,11 @@ from colonnade.context import ParallelMode, build_layout
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import ConfigError, PlacementError
 from colonnade.optim.zero import fsdp
-from colonnade.optim.zero.formula import ZeroSettings
+from colonnade.optim.zero.formula import ZeroSettings, dtypes_of, make_fp32
 from colonnade.optim.zero.fsdp import (
     ShardedModel,
     ShardModes,
-    dtypes_of,
     left_whole,
-    make_fp32,
     replica_mode,
     shard_modes_of,
     shards_between_hosts,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from colonnade.engine.build import read_recipes
+from colonnade.engine.materialise import read_recipes
 from colonnade.errors import PlacementError
 from colonnade.parallel import meta
 from colonnade.parallel.meta import (

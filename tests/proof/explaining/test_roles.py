@@ -93,5 +93,5 @@ def test_stages_without_a_pipeline_are_refused():
     def build() -> Any:
         return split(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), num_stages=2)
 
-    with pytest.raises(ConfigError, match="the config has no pipeline"):
+    with pytest.raises(ConfigError, match="NonPipelineSchedule runs no pipeline"):
         list(roles(load_config({}), 8, build, ParallelContext()))

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from colonnade.engine.activations import ActivationSettings
 from colonnade.engine.schedule.executor import cut_batch
 from colonnade.models import GPT
-from colonnade.nn.activations import ActivationSettings
 from colonnade.proof.planner.hardware import Clock, load_hardware
 from colonnade.proof.planner.planned_passes import StagePass, fake_module, run_stage
 from colonnade.proof.planner.recorder import OperatorRecorder, _attention_backward_flops, _attention_flops

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from colonnade.comm.torch_versions import noting_collectives
+from colonnade.engine.guard import CallLog, Entry, Steps, first_difference, read_steps
 from colonnade.gradients.handler import BaseGradientHandler, PlannedGradientHandler
-from colonnade.gradients.probe import CallLog, Entry, Steps, first_difference, read_steps
 from colonnade.testing import run_world
 
 A: Entry = ("Mine", "all_reduce of 'a'", (0, 1))
