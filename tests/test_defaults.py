@@ -187,7 +187,6 @@ gradients.transport.Transport.shares_memory: False
 gradients.transport.Transport.early: False
 gradients.transport.Transport.carries: False
 gradients.transport.Transport.host_waits: False
-gradients.transport.Transport.divides: False
 gradients.transport.SharedMemoryTransport.shares_memory: True
 gradients.transport.SharedMemoryTransport.host_waits: True
 trainer.hooks.hook.BaseHook.needs_loss: False

@@ -23,6 +23,7 @@ from colonnade.engine.gradient_sync import GradientSync
 from colonnade.engine.precision import LossScaler
 from colonnade.errors import ConfigError, did_you_mean, listed
 from colonnade.gradients.ledger import Ledger
+from colonnade.gradients.synchroniser import StepOutcome, Synchroniser
 from colonnade.gradients.uneven import PiggybackedFlags
 from colonnade.logging import get_dist_logger
 from colonnade.optim.clip import ClipPolicy, ClipSettings, Decision, Per
@@ -295,34 +296,67 @@ class Stepper:
         slot_of = partial(_slot_of, self._slots, own=self._own)
         self.optimizer = optimizer
         self._step = optimizer.make_step(sync.synchroniser, held, slot_of, context)
-        self._synchroniser = sync.synchroniser
         self._capture = self._captured() if graph else None
-        self._use_flags()
+        self._flags = self._piggybacked_flags(sync.synchroniser)
         self.last: Decision | None = None
         self.skips = SkipReport()
 
-    def step(self) -> None:
-        """Measure, decide, step. No host synchronisation, but where a step may be dropped by an optimizer that
-        cannot drop it on the device."""
-        during = self._context.waits.during
-        if self.policy is None:
-            drop_flag = self._drop_flag()
+    def step(self, outcome: StepOutcome) -> None:
+        """Norm, decision and optimizer step, after sums with this outcome.
+
+        The host waits for nothing, but where a step may be dropped by an optimizer that cannot drop it on the device.
+        """
+        during, policy, flags = self._context.waits.during, self.policy, self._flags
+        world = self._context.get_group(ParallelMode.GLOBAL)
+        drop_flag, unsent = outcome.drop_flag, outcome.unsent_flags
+
+        # Measure and decide. The sums of powers of all ranks are joined in one collective, and the decision is made of them on
+        # the device, with the same bits on every rank. Flags that no bucket carried are part of that collective; where every
+        # rank has measured the whole gradient there is none to join.
+        if policy is not None:
+            with during("measuring the norm", "clip"):
+                slots = policy.slots if self._own is None else self._own.count
+                meter, whole = self._step.meter(self._norm_type, slots, self._context.device), self._step.measures_whole
+                if self._capture is not None and (whole or self._context.world_size == 1):
+                    decision = self._repeated(self._capture, policy, meter)
+                else:
+                    vector = meter.measure()
+                    sent = 0 if unsent is None or whole else len(unsent)
+                    if unsent is not None and sent:
+                        vector, unsent = torch.cat([vector, unsent]), None
+                    norms = reduce_norms(vector, self._norm_type, world, piggybacked=sent, whole=whole)
+                    if self._own is not None:
+                        norms = self._own.folded(norms)
+                    decision = policy.decide(norms if self.scaler is None else self.scaler.unscaled(norms))
+                    if flags is not None and sent:
+                        drop_flag = flags.take(vector[-sent:])
+
+        # Flags that could be sent with nothing take a collective of their own: without them ranks could step differently.
+        if flags is not None and unsent is not None:
+            unsent = unsent.clone()
+            dist.all_reduce(unsent, group=world)
+            drop_flag = flags.take(unsent)
+
+        # Step. A gradient that is not finite, a spike, or the world's flag drops it on the device: weights and the optimizer's
+        # state stay as they are. The divisor of clipping is applied inside the step, so gradients are read once.
+        divisor: Tensor | None = None
+        if policy is None:
             self.skips.last, self.skips.flag = False, None
+        else:
             if drop_flag is not None:
-                self.skips.note(drop_flag)
-            with during("in the step of the optimizer", "optimizer"):
-                self.optimizer.step_divided(None, drop_flag)
-            return
-        with during("measuring the norm", "clip"):
-            self.last = self._decide(self.policy)
-        self.skips.note(self.last.found_inf)
-        divisor = self.last.divisor if self.scaler is None else self.last.divisor * self.scaler.scale
-        if self._own is not None:
-            divisor = self._own.spread(divisor)
+                decision = replace(decision, found_inf=torch.maximum(decision.found_inf, drop_flag))
+            self.last, drop_flag = decision, decision.found_inf
+            divisor = decision.divisor if self.scaler is None else decision.divisor * self.scaler.scale
+            if self._own is not None:
+                divisor = self._own.spread(divisor)
+        if drop_flag is not None:
+            self.skips.note(drop_flag)
         with during("in the step of the optimizer", "optimizer"):
-            self.optimizer.step_divided(divisor, self.last.found_inf)
-        if self.scaler is not None:
-            self.scaler.update(self.last.nonfinite)  # a spike that is dropped says nothing about the scale
+            self.optimizer.step_divided(divisor, drop_flag)
+
+        # The scale of fp16 follows overflows alone: a spike that is dropped says nothing about it.
+        if self.scaler is not None and self.last is not None:
+            self.scaler.update(self.last.nonfinite)
 
     def report_skips(self, wait: bool) -> None:
         """Say which steps were dropped since the last time, with the parameter at fault here if it can be seen still."""
@@ -367,30 +401,6 @@ class Stepper:
     def close(self) -> None:
         self.optimizer.close()
 
-    def _decide(self, policy: ClipPolicy) -> Decision:
-        meter = self._step.meter(
-            self._norm_type, policy.slots if self._own is None else self._own.count, self._context.device
-        )
-        flags, told, whole = self._synchroniser.flags, self._synchroniser.unsent_flags, self._step.measures_whole
-        if self._capture is not None and (whole or self._context.world_size == 1):
-            return self._with_drop_flag(self._repeated(self._capture, policy, meter), self._drop_flag())
-        vector, count = meter.measure(), 0
-        if told is not None and not whole:
-            vector, count = torch.cat([vector, told]), len(told)
-        group = self._context.get_group(ParallelMode.GLOBAL)
-        norms = reduce_norms(vector, self._norm_type, group, piggybacked=count, whole=whole)
-        if self._own is not None:
-            norms = self._own.folded(norms)
-        decision = policy.decide(norms if self.scaler is None else self.scaler.unscaled(norms))
-        return self._with_drop_flag(
-            decision, flags.take(vector[-count:]) if flags is not None and count else self._drop_flag()
-        )
-
-    def _with_drop_flag(self, decision: Decision, drop_flag: Tensor | None) -> Decision:
-        if drop_flag is None:
-            return decision
-        return replace(decision, found_inf=torch.maximum(decision.found_inf, drop_flag))
-
     def _captured(self) -> Capture:
         """Make the step one of CUDA graphs, or say why it cannot be."""
         self._step.capture()
@@ -415,22 +425,16 @@ class Stepper:
         norms = replace(found.norms, sums=found.norms.sums.clone(), nonfinite=found.norms.nonfinite.clone())
         return Decision(norms=norms, **copies)
 
-    def _use_flags(self) -> None:
+    def _piggybacked_flags(self, synchroniser: Synchroniser) -> PiggybackedFlags | None:
         """Let the synchroniser do without agreements that the host would wait for, where all ranks can. Collective."""
         if self._context.device.type != "cuda" or self._context.world_size == 1:
-            return
-        able = self._step.drops_on_device and not self._synchroniser.host_waits
-        if is_same_everywhere(int(able), self._context.device) and able:
-            self._synchroniser.flags = PiggybackedFlags(self._context.device)
-
-    def _drop_flag(self) -> Tensor | None:
-        """What the world says of this step: 1.0 to drop it; None where nothing is asked."""
-        flags, told = self._synchroniser.flags, self._synchroniser.unsent_flags
-        if flags is None or told is None:
-            return self._synchroniser.drop_flag
-        told = told.clone()
-        dist.all_reduce(told, group=self._context.get_group(ParallelMode.GLOBAL))
-        return flags.take(told)
+            return None
+        able = self._step.drops_on_device and not synchroniser.host_waits
+        if not is_same_everywhere(int(able), self._context.device) or not able:
+            return None
+        flags = PiggybackedFlags(self._context.device)
+        synchroniser.agree_by(flags)
+        return flags
 
 
 def _slot_of(slots: Slots | None, entry: Held, own: OwnNorms | None = None) -> int:

@@ -122,13 +122,14 @@ class PlannedGradientHandler(BaseGradientHandler):
         self._synchroniser = synchroniser
 
     def handle_gradient(self) -> None:
+        """Nothing in an engine, which sums all planned gradients together before any handler runs; by hand, all of it."""
         if self._synchroniser is None:
             sums = sums_of([(self, self.plan())], self.context, {})
             self._synchroniser, self._by_hand = Synchroniser(with_groups(sums, self.context)), True
         if self._by_hand:
             # Used by hand there is no engine to say when backward begins: it has just ended.
             self._synchroniser.prepare(last=True)
-        self._synchroniser.finish()
+            self._synchroniser.wait()
 
 
 class DemandGradientHandler(PlannedGradientHandler):

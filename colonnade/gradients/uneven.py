@@ -9,7 +9,7 @@ the optimizer skips it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from struct import Struct
 
@@ -297,14 +297,11 @@ class GroupNotes:
             )
 
 
-def notes_of_all(
-    groups: Sequence[GroupNotes], step: int, meanwhile: Callable[[], None] = lambda: None, *, counts: bool = False
-) -> list[tuple[SumState, list[bytes]]]:
-    """Every sum with the notes of all its ranks. Collective over each group; `meanwhile` is done before waiting."""
+def notes_of_all(groups: Sequence[GroupNotes], step: int, counts: bool = False) -> list[list[bytes]]:
+    """The notes of every rank about each sum, in the order of groups and their sums. Collective, and the host waits."""
     for notes in groups:
         notes.announce(step, counts)
-    meanwhile()
-    return [pair for notes in groups for pair in zip(notes.states, notes.resolve(), strict=True)]
+    return [report for notes in groups for report in notes.resolve()]
 
 
 def finish_uneven(state: SumState, reports: Sequence[bytes], factor: float | Tensor) -> dict[int, list[int]]:

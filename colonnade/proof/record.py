@@ -487,7 +487,7 @@ class EngineRecorder(Observer):
         if loss is None:
             return None
         if self._engine.schedule.runs_backward:
-            count = self._engine.schedule.loss_count
+            count = self._engine.loss_count
             return float(loss), None if count is None else float(count)
         value, count = split_loss(loss)
         if count is None:

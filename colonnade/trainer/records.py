@@ -18,23 +18,22 @@ from colonnade.comm.waits import PhaseClock, PhaseTimes
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.engine import Engine
-from colonnade.engine.schedule.base import BaseSchedule
+from colonnade.engine.schedule.loss import Count
 from colonnade.engine.schedule.transfer import Meta, build, describe
 
 Weight = tuple[Tensor | None, Tensor | float]
 """(sum of the loss, what it is a sum over); (None, 0) where this rank does not know the loss."""
 
 
-def weigh(schedule: BaseSchedule, loss: Tensor | None) -> Weight:
-    """What the batch that was just run counts in a mean over batches: what its criterion counted, or its rows.
+def weigh(loss: Tensor | None, count: Count | None, rows: int) -> Weight:
+    """The weight of a batch in a mean over batches: the `count` of its criterion, or its rows.
 
     A schedule returns means: without counts there would be means of means.
     """
     if loss is None:
         return None, 0.0
-    count = schedule.loss_count
     if count is None:
-        weight: Tensor | float = float(schedule.batch_size or 1)
+        weight: Tensor | float = float(rows or 1)
     else:
         weight = torch.as_tensor(count, dtype=torch.float64, device=loss.device).detach()
     value = loss.detach().double().reshape(()) * weight

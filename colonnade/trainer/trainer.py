@@ -208,7 +208,7 @@ class Loop:
         trainer.time("start", "Train-step")
         engine.zero_grad()
         output, label, loss = engine.execute_schedule(iter((batch,)), return_output_label=trainer.returns_output)
-        trainer.batch_weight = weigh(engine.schedule, loss)
+        trainer.batch_weight = weigh(loss, engine.loss_count, engine.schedule.batch_size)
         stepped = engine.step()
         trainer.time("stop", "Train-step")
         trainer._book.add_pass(*trainer.batch_weight, engine.schedule.batch_size if self._counts_samples else 0)

@@ -114,8 +114,8 @@ def _dies(config: dict[str, Any], where: str, folder: str) -> tuple[str, str, fl
             else:
                 of, name = {
                     "vote": (engine._book, "any_rank_has_batch"),
-                    "counts": (engine._book, "_added"),
-                    "norm": (engine._stepper, "_decide"),
+                    "counts": (engine._book, "scale"),
+                    "norm": (engine._stepper, "step"),
                 }[where]
                 part(of, name)
                 steps(2)

@@ -15,9 +15,9 @@ from colonnade.comm.torch_versions import noting_collectives
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
 from colonnade.engine.stepper import Stepper
-from colonnade.gradients.uneven import PiggybackedFlags
 from colonnade.testing import compare, gather_weights, run_world
 from tests.gradients.scenarios import numbers
+from tests.gradients.summing import on_the_cpu
 
 STEPS = 7
 CONFIG = {"clip_grad_norm": 0.1, "sync": {"shared_memory": False, "bucket_mb": 1e-4, "first_bucket_mb": 1e-4}}
@@ -49,7 +49,7 @@ def _counted_calls(into: list[int]) -> Iterator[None]:
 def _trains(counted: bool, flags: bool, changes: dict[str, Any]) -> list[int]:
     """Returns how many collectives each step took."""
     if flags:
-        Stepper._use_flags = lambda self: setattr(self._synchroniser, "flags", PiggybackedFlags(torch.device("cpu")))  # type: ignore[method-assign]
+        Stepper._piggybacked_flags = on_the_cpu  # type: ignore[method-assign]
     calls: list[int] = []
     with launch({**CONFIG, **changes}, context=ParallelContext(), verbose=False) as gpc:
         rank, model, plain = gpc.get_global_rank(), _net(), _net()

@@ -16,6 +16,7 @@ from colonnade.errors import GradientError
 from colonnade.gradients.uneven import FLAG_COUNT, PiggybackedFlags
 from colonnade.testing import compare, gather_weights, run_world
 from tests.gradients.scenarios import numbers
+from tests.gradients.summing import on_the_cpu
 
 CPU = torch.device("cpu")
 
@@ -89,7 +90,7 @@ def _uses(rank: int, step: int) -> bool:
 
 
 def _trains(config: dict[str, Any]) -> int:
-    Stepper._use_flags = lambda self: setattr(self._synchroniser, "flags", PiggybackedFlags(CPU))  # type: ignore[method-assign]
+    Stepper._piggybacked_flags = on_the_cpu  # type: ignore[method-assign]
     with launch({**config, "sync": {"shared_memory": False}}, context=ParallelContext(), verbose=False) as gpc:
         rank = gpc.get_global_rank()
         model, plain = Branch(), Branch()
@@ -100,7 +101,7 @@ def _trains(config: dict[str, Any]) -> int:
             engine.zero_grad()
             engine.backward(engine(numbers(3, 4, seed=10 * step + rank), _uses(rank, step)).square().mean())
             engine.step()
-            steady.append(engine._sync.synchroniser.flags.steady)
+            steady.append(engine._stepper._flags.steady)
             reference.zero_grad()
             if step == 7:  # nobody saw it coming: dropped on both ranks
                 continue
@@ -125,7 +126,7 @@ def test_a_step_that_nobody_saw_coming_is_dropped_by_all_and_the_rest_is_right(c
 
 def _freezes() -> int:
     """In a steady step all ranks freeze a layer, and thaw it later: nothing is dropped."""
-    Stepper._use_flags = lambda self: setattr(self._synchroniser, "flags", PiggybackedFlags(CPU))  # type: ignore[method-assign]
+    Stepper._piggybacked_flags = on_the_cpu  # type: ignore[method-assign]
     config = {"clip_grad_norm": 0.1, "sync": {"shared_memory": False}}
     with launch(config, context=ParallelContext(), verbose=False) as gpc:
         rank = gpc.get_global_rank()
@@ -139,7 +140,7 @@ def _freezes() -> int:
             engine.zero_grad()
             engine.backward(engine(numbers(3, 4, seed=10 * step + rank), True).square().mean())
             engine.step()
-            steady.append(engine._sync.synchroniser.flags.steady)
+            steady.append(engine._stepper._flags.steady)
             reference.zero_grad()
             losses = [plain(numbers(3, 4, seed=10 * step + r), True).square().mean() for r in range(2)]
             (sum(losses) / 2).backward()

@@ -140,7 +140,7 @@ def test_where_the_owned_slice_lies_and_in_which_type(dtype, sharding, wide, apa
 class Notes:
     """A transport that says when it is started and finished."""
 
-    early = divides = carries = False
+    early = carries = False
 
     def __init__(self, name: str, said: list[str]) -> None:
         self.name, self.said = name, said

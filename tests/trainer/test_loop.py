@@ -432,7 +432,8 @@ def test_a_batch_is_learnt_from_and_written_down(counts, stepped):
             heard.append((*batches, asked)) or ("out", "label", torch.tensor(2.0))
         ),
         step=lambda: heard.append("step") or stepped,
-        schedule=SimpleNamespace(loss_count=None, batch_size=3),
+        schedule=SimpleNamespace(batch_size=3),
+        loss_count=None,
         accumulation=4,
     )
     loop.feed = SimpleNamespace(after=lambda place, batches: EpochPosition(place.batches + batches))

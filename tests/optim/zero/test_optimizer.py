@@ -224,7 +224,7 @@ def _by_hand() -> None:
             reference.zero_grad()
             engine.backward(engine(numbers(2, 4, seed=10 * step + gpc.get_global_rank())).square().mean())
             (sum(plain(numbers(2, 4, seed=10 * step + part)).square().mean() for part in range(2)) / 2).backward()
-            engine._reduce()
+            engine._sum_gradients()
             engine.optimizer.step()
             engine._end_step()
             reference.step()
