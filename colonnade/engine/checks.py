@@ -22,7 +22,7 @@ from colonnade.comm import waits
 from colonnade.comm.messages import agreed_errors, gather_numbers, is_same_everywhere, message_device
 from colonnade.comm.rank_group import own_gloo
 from colonnade.comm.torch_versions import default_store, gather_rows, gloo_all_gather, timeout_of
-from colonnade.comm.waits import OUTSIDE, pauses, place_of
+from colonnade.comm.waits import OUTSIDE, pauses, stalled_position
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.activations import release_blocks
@@ -244,7 +244,7 @@ class _Meeting:
     def _look(self, began: float) -> None:
         """Raise where a rank is busy with a step that it cannot make without this rank."""
         for rank in self._ranks:
-            place = place_of(rank) if rank != self._rank else None
+            place = stalled_position(rank) if rank != self._rank else None
             if (
                 place is not None
                 and not place.what.startswith(OUTSIDE)

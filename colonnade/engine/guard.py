@@ -80,7 +80,7 @@ class Guard:
         with groups_meet(context.world_size, "gloo"):
             self._group = dist.new_group(timeout=timeout_of(), backend="gloo")
         self._log = sync.log = CallLog(model.named_parameters, context.waits.at)
-        context.waits.more = lambda: self._log.so_far
+        context.waits.details = lambda: self._log.so_far
         before_save[model] = weakref.WeakMethod(self.check)
 
     def end_step(self) -> None:
@@ -111,7 +111,7 @@ class Guard:
 
     def close(self) -> None:
         """Compare no longer."""
-        self._sync.log = self._context.waits.more = None
+        self._sync.log = self._context.waits.details = None
         model = self._model()
         if model is not None:
             before_save.pop(model, None)
@@ -167,10 +167,10 @@ class Guard:
     def _look_for_stuck(self) -> None:
         """Raise if a rank stands in a call that needs this rank, which is here and has not made it."""
         here = self._context.get_global_rank()
-        for what, rank in waits.standing(here, self._context.world_size).items():
+        for what, rank in waits.stalled_places(here, self._context.world_size).items():
             if here not in _ranks_over(what):
                 continue
-            place, calls = waits.told_by(rank) or ("", None)
+            place, calls = waits.stalled_details(rank) or ("", None)
             found = _waits_in_vain(here, self._log.steps, place, calls)
             if found is not None:
                 step, mine, theirs = found

@@ -19,10 +19,9 @@ from colonnade.hf.match import PlanEntry, place_of
 from colonnade.hf.styles import OPTIONS, STYLES, style_of
 from colonnade.logging import get_dist_logger
 from colonnade.nn.layer.spread import size_of
-from colonnade.parallel.forward import cloned, evaluating
 from colonnade.parallel.own_forward import result_of
 from colonnade.parallel.placement import placement_of
-from colonnade.parallel.split import call_layer
+from colonnade.parallel.split import call_layer, cloned, evaluating
 
 # --------------------------------------------------------------------------------------------------
 # One pass of the whole model beside one of the model that was cut: what names cannot tell, values do.

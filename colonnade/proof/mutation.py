@@ -27,9 +27,7 @@ from colonnade.optim.norm import Norms
 from colonnade.parallel.placement import is_dtensor
 from colonnade.proof.record import micro_batches
 
-# --------------------------------------------------------------------------------------------------
-# How a built engine is changed from the outside: its final gradients, its passes, its norm, its step.
-# --------------------------------------------------------------------------------------------------
+# --- How a built engine is changed from the outside: its final gradients, its passes, its norm, its step ---
 
 
 def trained(engine: Engine) -> list[Demand]:
@@ -243,7 +241,7 @@ def plant_from_environment(engine: Engine) -> None:
     Path(os.environ[MARK]).touch()
 
 
-# -- reductions -------------------------------------------------------------------------------------------------
+# --- Reductions ---
 
 
 @mistake("a parameter is not reduced at all", "not-reduced", "partial-gradient", "tied-copy-missed")
@@ -349,7 +347,7 @@ def one_step_late(engine: Engine) -> bool:
     return True
 
 
-# -- losses and passes ------------------------------------------------------------------------------------------
+# --- Losses and passes ---
 
 
 @mistake("the first micro-batch of a step is left out", "micro-batch-missing", "last-micro-batch-only")
@@ -392,7 +390,7 @@ def nan_on_one_rank(engine: Engine) -> bool:
     return True
 
 
-# -- clipping ---------------------------------------------------------------------------------------------------
+# --- Clipping ---
 
 
 @mistake("each rank clips by the norm of what it holds", "norm-misses-shards", "norm-of-a-part", "clipped-per-stage")
@@ -449,7 +447,7 @@ def clip_twice(engine: Engine) -> bool:
     return clip_by(engine, lambda norm: norm, power=2.0)
 
 
-# -- weights ----------------------------------------------------------------------------------------------------
+# --- Weights ---
 
 
 @mistake("one rank starts with other weights", "weights-differ-at-start")

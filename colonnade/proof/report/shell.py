@@ -74,9 +74,7 @@ def table(
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-# --------------------------------------------------------------------------------------------------
-# Grids of cells as SVG rectangles: heat maps and timelines.
-# --------------------------------------------------------------------------------------------------
+# --- Heat maps as SVG rectangles ---
 
 
 VIRIDIS = ("#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30", "#fde725")
