@@ -1,4 +1,9 @@
-"""What the config asks for: the dtype of the forward pass, and whether the optimizer steps on fp32 weights."""
+"""Dtypes of a run: float8 products, the loss scale of fp16, autocast and master weights, and the table of what lies in which dtype.
+
+`Precision` is what the keys `fp16` and `bf16` ask for: the dtype of the forward pass, and whether the optimizer steps on fp32
+weights. `LossScaler` keeps fp16 gradients from vanishing. `Float8` converts linear layers. `precision_table` reads the dtypes and
+bytes of the tensors that there are.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +31,7 @@ from colonnade.optim.zero.formula import dtypes_of, make_fp32
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.forward import override_forward, restore_forward
 
-# --------------------------------------------------------------------------------------------------
-# Linear layers in float8 by torchao, which is an optional extra: plain ones, and ours under tensor parallelism.
-# --------------------------------------------------------------------------------------------------
+# --- Linear layers in float8 by torchao, an optional extra: plain ones, and ours under tensor parallelism ---
 
 
 _MULTIPLE = 16
@@ -142,13 +145,11 @@ def _multiplier(config: Any) -> Callable[[Tensor, Tensor, Tensor | None], Tensor
     return multiply
 
 
-# --------------------------------------------------------------------------------------------------
-# A loss scale whose decision is the same on every rank.
+# --- The loss scale of fp16: its decisions are the same on every rank ---
 #
-# The scaled gradients are never unscaled in a pass of their own: the norm is divided by the scale, and the scale
-# joins the clip divisor inside the optimizer step. Whether a step is dropped follows from the norm of the
-# whole world, so every rank drops it, and the scale falls, together.
-# --------------------------------------------------------------------------------------------------
+# The scaled gradients are never unscaled in a pass of their own: the norm is divided by the scale, and the scale joins the
+# clip divisor inside the optimizer step. Whether a step is dropped follows from the norm of the whole world, so every rank
+# drops it, and the scale falls, together.
 
 
 class LossScaler:
@@ -208,6 +209,9 @@ def scaler_options(settings: Mapping[str, Any]) -> dict[str, Any]:
     if options.pop("hysteresis", 1) != 1:
         raise ConfigError("fp16.hysteresis: only 1 is known here: the scale falls after each dropped step", code="C003")
     return options
+
+
+# --- What the config asks for ---
 
 
 @dataclass(frozen=True)
@@ -317,9 +321,7 @@ def _autocast(forward: Callable[..., Any], device_type: str, dtype: torch.dtype)
     return run
 
 
-# --------------------------------------------------------------------------------------------------
-# What lies in which dtype on this rank, and how many bytes of it there are per parameter.
-# --------------------------------------------------------------------------------------------------
+# --- What lies in which dtype on this rank, and how many bytes of it there are per parameter ---
 
 
 WEIGHTS, COMPUTED, MASTERS = "weights", "computed with", "master copies"
