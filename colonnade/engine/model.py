@@ -101,8 +101,13 @@ def families_of(model: nn.Module) -> list[tuple[str, ModelFamily]]:
     return [
         (home, family(home))
         for home, signs in _homes.items()
-        if any(hasattr(module, sign) for module in modules for sign in signs)
+        if any(_has(module, sign) for module in modules for sign in signs)
     ]
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    """Whether a module or its class has the attribute; no property is evaluated, as those of transformers may warn."""
+    return name in vars(module) or name in module._modules or hasattr(type(module), name)
 
 
 def training_loss_of(model: nn.Module) -> TrainingLoss | None:

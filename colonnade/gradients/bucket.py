@@ -514,6 +514,30 @@ def fill(sum_: Sum, order: Iterable[int], cap: float, first: float, index: int) 
 # --------------------------------------------------------------------------------------------------
 
 
+def in_starting_order(sums: Iterable[Sequence[Bucket]]) -> list[Bucket]:
+    """The buckets of several sums in the order in which they start.
+
+    By how far through its sum a bucket ends (0 to 1), then by ranks: a key that all ranks of two groups agree on, whatever
+    other sums each of them has.
+    """
+    ranked: list[tuple[tuple[float, tuple[int, ...]], Bucket]] = []
+    for buckets in sums:
+        total, done = max(1, sum(bucket.numel for bucket in buckets)), 0
+        for bucket in buckets:
+            done += bucket.numel
+            ranked.append(((done / total, bucket.sum.ranks), bucket))
+    return [bucket for _, bucket in sorted(ranked, key=lambda entry: entry[0])]
+
+
+def last_over_ranks(buckets: Iterable[Bucket]) -> list[Bucket]:
+    """Of buckets in starting order the last over each set of ranks: these never start before backward has ended.
+
+    Nothing is won by sending them a moment sooner, and as long as they are here, gradients that somebody changes by hand can
+    be noticed.
+    """
+    return list({bucket.sum.ranks: bucket for bucket in buckets}.values())
+
+
 class BucketValues:
     """The parameters of `bucket` in flat memory, with its offsets; `owned` is the slice that is stepped on.
 

@@ -1,4 +1,8 @@
-"""The contract of a gradient handler, and the handler that only has to say *what*, not *how*."""
+"""Gradient handlers: the base classes that users inherit, the built-in handlers, and from a config to handlers.
+
+A `BaseGradientHandler` sums by hand in `handle_gradient`. A `PlannedGradientHandler` returns reductions in `plan`, and the engine
+carries them out. The built-in ones derive theirs from placements; those that nobody named are attached where a sum is owed.
+"""
 
 from __future__ import annotations
 
@@ -163,9 +167,7 @@ class DemandGradientHandler(PlannedGradientHandler):
         )
 
 
-# --------------------------------------------------------------------------------------------------
-# The built-in handlers: each does what the placements demand over its modes.
-# --------------------------------------------------------------------------------------------------
+# --- Built-in handlers: each does what the placements demand over its modes -----------------------
 
 
 @GRADIENT_HANDLER.register_module
@@ -254,9 +256,7 @@ class ZeROGradientHandler(BaseGradientHandler):
         )
 
 
-# --------------------------------------------------------------------------------------------------
-# Attached by themselves, where nobody does what is owed.
-# --------------------------------------------------------------------------------------------------
+# --- Attached by themselves, where nobody does what is owed ---------------------------------------
 
 
 AUTOMATIC: tuple[type[DemandGradientHandler], ...] = (
@@ -299,9 +299,7 @@ def describe(attached: Sequence[Any], named: Sequence[Any]) -> str:
     return "gradient handlers: " + ("; ".join(lines) or "none, no gradient owes a reduction")
 
 
-# --------------------------------------------------------------------------------------------------
-# From a config to handlers.
-# --------------------------------------------------------------------------------------------------
+# --- From a config to handlers --------------------------------------------------------------------
 
 
 BuiltHandler = tuple[BaseGradientHandler, list[Reduction] | None]

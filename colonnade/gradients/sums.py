@@ -1,4 +1,8 @@
-"""From the plans of handlers to sums: one for each parameter, over all the modes it owes something to at once."""
+"""The records of who sums what, and from the reductions of handlers to the sums that are carried out.
+
+A parameter owes factors (`Demand`), a handler does reductions (`Reduction`), and all factors of a parameter are carried out as one
+sum over their joint ranks (`Sum`). `gradients.sum_plan` decides who does what; buckets and the synchroniser carry sums out.
+"""
 
 from __future__ import annotations
 
@@ -121,9 +125,7 @@ def _real(dtype: torch.dtype) -> torch.dtype:
     return dtype.to_real() if dtype.is_complex else dtype
 
 
-# --------------------------------------------------------------------------------------------------
-# Reductions as plain data: what each parameter owes, what a handler plans, and the sums that are carried out.
-# --------------------------------------------------------------------------------------------------
+# --- From what is owed to the sums of one rank ----------------------------------------------------
 
 
 Choice = str | Sequence[str] | Callable[[str, nn.Parameter], bool] | None

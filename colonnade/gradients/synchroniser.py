@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from colonnade.comm.rank_group import RankGroup, keep_heap
 from colonnade.errors import GradientError
-from colonnade.gradients.bucket import FAILED, OUTSIDE, SPARSE, Bucket
+from colonnade.gradients.bucket import FAILED, OUTSIDE, SPARSE, Bucket, in_starting_order, last_over_ranks
 from colonnade.gradients.gather import give_back
 from colonnade.gradients.sums import Sum
 from colonnade.gradients.uneven import GroupNotes, PiggybackedFlags, SumState, explain, finish_uneven, notes_of_all
@@ -165,7 +165,7 @@ class Synchroniser:
             for _, group in sorted(self.groups.items())
         ]
         self._state_of: dict[int, SumState] = {}
-        self._last_of: dict[tuple[int, ...], Bucket] = {}
+        self._last_over_ranks: list[Bucket] = []
         # The buckets that numbers can be sent with: only those that go to the whole world, as they are.
         self._first_to_all: Bucket | None = None
         self._last_to_all: Bucket | None = None
@@ -447,13 +447,9 @@ class Synchroniser:
     # -- starting buckets -----------------------------------------------------------------------------------
 
     def _start_early(self, only_full: bool = False) -> None:
-        """Start buckets before `wait`, strictly in order: every rank issues the same collectives in the same order.
-
-        The last one of each group waits for `wait`: nothing is won by sending it a moment sooner, and as long as it is
-        here gradients that somebody changes by hand can be noticed.
-        """
+        """Start buckets before `wait`, strictly in order: every rank issues the same collectives in the same order."""
         for bucket in self.buckets:
-            if bucket.transport.early and not bucket.started and bucket not in self._last_of.values():
+            if bucket.transport.early and not bucket.started and bucket not in self._last_over_ranks:
                 if only_full and not bucket.full:
                     return
                 self._state_of[id(bucket)].start(bucket, early=True)
@@ -476,11 +472,9 @@ class Synchroniser:
 
     def _arrange(self) -> None:
         """Put the buckets of all sums into one order, and hooks on the parameters."""
-        # Ordered by how far through its sum a bucket is: a key that all ranks of two groups agree on.
-        ranked = {bucket: (far, state.sum.ranks) for state in self._states for far, bucket in state.ranked()}
-        self.buckets = sorted(ranked, key=ranked.__getitem__)
+        self.buckets = in_starting_order(state.buckets for state in self._states)
         self._state_of = {id(bucket): state for state in self._states for bucket in state.buckets}
-        self._last_of = {bucket.sum.ranks: bucket for bucket in self.buckets}
+        self._last_over_ranks = last_over_ranks(self.buckets)
         world = tuple(range(dist.get_world_size())) if dist.is_initialized() else None
         to_all = [bucket for bucket in self.buckets if bucket.sum.ranks == world]
         *_, last = [None, *to_all]

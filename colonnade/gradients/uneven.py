@@ -96,15 +96,6 @@ class SumState:
                 bucket.move(range(len(bucket.parameters)))
             self.places.update((position, (bucket, i)) for i, position in enumerate(bucket.positions))
 
-    def ranked(self) -> list[tuple[float, Bucket]]:
-        """The buckets with how far through the sum each ends (0 to 1): the order in which buckets of several sums are interleaved."""
-        total, done = max(1, sum(bucket.numel for bucket in self.buckets)), 0
-        ranked = []
-        for bucket in self.buckets:
-            done += bucket.numel
-            ranked.append((done / total, bucket))
-        return ranked
-
     def start(self, bucket: Bucket, *, early: bool) -> None:
         """Begin the sum of a bucket, and note which gradients are not in it."""
         self.collect(bucket, early=early)

@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
+from colonnade.engine import activations
 from colonnade.engine.activations import ActivationSettings, recomputes, release_blocks
 from colonnade.engine.build import initialize
 from colonnade.errors import ConfigError
 from colonnade.models import GPT, MoEGPT
-from colonnade.nn import activations
 from colonnade.parallel.split import split
 from colonnade.testing import compare, gather_weights, run_world
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.errors import GradientError
-from colonnade.gradients.bucket import FAILED, FROZEN, MISSING, OUTSIDE, SPARSE, BucketStorage, fill
+from colonnade.gradients.bucket import (
+    FAILED,
+    FROZEN,
+    MISSING,
+    OUTSIDE,
+    SPARSE,
+    BucketStorage,
+    fill,
+    in_starting_order,
+    last_over_ranks,
+)
 from colonnade.gradients.sums import Sharding, Sum, SyncOptions
 from colonnade.gradients.uneven import SumState
 
@@ -72,9 +83,20 @@ def test_buckets_are_cut_at_their_sizes_in_the_reverse_of_the_models_order():
         0: (state.buckets[2], 0),
     }
     assert all(bucket.recording for bucket in state.buckets)
-    total = sum(bucket.numel for bucket in state.buckets)
-    assert [far for far, _ in state.ranked()] == [32 / total, (32 + 64) / total, 1.0]
-    assert [bucket for _, bucket in state.ranked()] == state.buckets
+
+
+def test_buckets_of_several_sums_start_in_one_order():
+    """By how far through its sum each ends, then by ranks; the last over each set of ranks waits for the end of backward."""
+
+    def buckets(ranks: tuple[int, ...], *sizes: int) -> list[Any]:
+        return [SimpleNamespace(sum=SimpleNamespace(ranks=ranks), numel=size, at=at) for at, size in enumerate(sizes)]
+
+    one, other, none = buckets((0, 1), 32, 64, 32), buckets((0, 2), 50, 50), buckets((0,), 0)
+    ordered = in_starting_order([other, one, none])
+    ends = [(1, one[0]), (2, other[0]), (3, one[1]), (4, one[2]), (5, other[1])]
+    assert [bucket for bucket in ordered if bucket is not none[0]] == [bucket for _, bucket in ends]
+    assert ordered[0] is none[0]
+    assert {id(bucket) for bucket in last_over_ranks(ordered)} == {id(one[2]), id(other[1]), id(none[0])}
 
 
 def test_all_buckets_lie_in_one_piece_of_memory_one_after_another():

@@ -141,9 +141,7 @@ class Clock:
         return self._links[ranks]
 
 
-# --------------------------------------------------------------------------------------------------
-# This machine as a hardware file: its collectives and products, timed.
-# --------------------------------------------------------------------------------------------------
+# --- This machine as a hardware file: its collectives and products, timed -------------------------
 
 
 SMALL, LARGE = 1 << 10, 1 << 24

@@ -217,9 +217,9 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-# --------------------------------------------------------------------------------------------------
-# Models of equal blocks: run with one and with two of them, the cost of any number follows, to the byte.
-# --------------------------------------------------------------------------------------------------
+# --- Models of equal blocks -----------------------------------------------------------------------
+#
+# They are run with one and with two of the blocks; the cost of any number of them follows, to the byte.
 
 
 _FEWEST = 3

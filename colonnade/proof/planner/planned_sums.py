@@ -17,7 +17,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.prepare import prepare_optimizer, prepare_sums
 from colonnade.errors import ColonnadeError
-from colonnade.gradients.bucket import Bucket, BucketStorage
+from colonnade.gradients.bucket import Bucket, BucketStorage, in_starting_order, last_over_ranks
 from colonnade.gradients.gather import send_slice
 from colonnade.gradients.handler import PlannedGradientHandler
 from colonnade.gradients.ledger import Ledger, match
@@ -155,34 +155,28 @@ def plan_gradients(
 def _lay_out(sums: Sequence[Sum], plan: GradientPlan, device: str) -> list[Bucket]:
     """Buckets of all sums, with the calls that each makes."""
     kind = _Queued if device == "cuda" else CollectiveTransport
-    made: list[tuple[float, Bucket, BucketCalls]] = []
     groups: dict[tuple[int, ...], RankGroup] = {}
+    laid_out: list[list[Bucket]] = []
     for one in sums:
         group = groups.setdefault(one.ranks, RankGroup(one.ranks, one.group))
         kinds = [(parameter.dtype, torch.device("cpu")) for parameter in one.parameters]
         members = by_kind(kinds, [parameter.requires_grad for parameter in one.parameters])
-        total, done = sum(local_part(p).numel() for p in one.parameters) or 1, 0
-        for each in sorted(members, key=str):
-            for bucket in _Storage(one, group, *each, transport=kind).lay_out(members[each]):
-                done += bucket.numel
-                made.append((done / total, bucket, _calls(bucket, group, plan)))
-    made.sort(key=lambda entry: entry[:1])
-    copied = [call.bytes for call in plan.gathers]  # gloo gathers into a copy
-    plan.beside = max(
-        [*([made[-1][2].beside] if made else []), *(copied if kind is CollectiveTransport else [])], default=0
-    )
-    last = {entry[1].sum.ranks: entry[1] for entry in made}
-    world = dist.get_world_size()
-    plan.carries_counts = any(len(bucket.sum.ranks) == world and bucket.carries_counts for _, bucket, _ in made)
-    for _, bucket, calls in made:
-        early = calls.early and last[bucket.sum.ranks] is not bucket  # the last one waits for the end of backward
-        if calls.calls:
-            plan.buckets.append(replace(calls, early=early))
+        storages = ((_Storage(one, group, *each, transport=kind), members[each]) for each in sorted(members, key=str))
+        laid_out.append([bucket for storage, mine in storages for bucket in storage.lay_out(mine)])
+    buckets = in_starting_order(laid_out)
+    last, world = last_over_ranks(buckets), dist.get_world_size()
+    calls = [_calls(bucket, groups[bucket.sum.ranks], plan) for bucket in buckets]
+    for bucket, made in zip(buckets, calls, strict=True):
+        if made.calls:
+            plan.buckets.append(replace(made, early=made.early and bucket not in last))
+    copied = [call.bytes for call in plan.gathers] if kind is CollectiveTransport else []  # gloo gathers into a copy
+    plan.beside = max([*(made.beside for made in calls[-1:]), *copied], default=0)
+    plan.carries_counts = any(len(bucket.sum.ranks) == world and bucket.carries_counts for bucket in buckets)
     if kind is CollectiveTransport:
         plan.notes = [
             PlannedCall("all_gather", NOTE_BYTES * len(ranks), ranks) for ranks in sorted(groups) if len(ranks) > 1
         ]
-    return [bucket for _, bucket, _ in made]
+    return buckets
 
 
 def _calls(bucket: Bucket, group: RankGroup, plan: GradientPlan) -> BucketCalls:

@@ -39,12 +39,10 @@ from colonnade.proof.planner.planned_sums import GradientPlan, plan_gradients
 from colonnade.proof.planner.recorder import OperatorRecorder
 from colonnade.proof.roles import built, first_ranks, stage_of
 
-# --------------------------------------------------------------------------------------------------
-# A world without processes in which ranks can talk: torch's fake process group, whose calls come back at once.
+# --- A world without processes --------------------------------------------------------------------
 #
-# What a rank receives there is what it has sent, so values mean nothing. Shapes, dtypes and the calls themselves are those of a
-# real run, because the run's own code makes them.
-# --------------------------------------------------------------------------------------------------
+# Ranks can talk in it by torch's fake process group, whose calls return at once. A rank receives what it has sent, so values mean
+# nothing. Shapes, dtypes and the calls themselves are those of a real run, because the run's own code makes them.
 
 
 class FakeGroups(ProcessGroups):

@@ -260,9 +260,9 @@ def _is_free(func: Any) -> bool:
     return bool(returns) and not any("Tensor" in str(each.type) for each in returns)
 
 
-# --------------------------------------------------------------------------------------------------
-# What a real step does, counted as a plan counts it: what a plan is compared with.
-# --------------------------------------------------------------------------------------------------
+# --- The calls of a real step, counted as a plan counts them --------------------------------------
+#
+# A plan is compared with these.
 
 
 Calls = Counter[tuple[str, int, int]]

@@ -19,7 +19,7 @@ from colonnade.context.layout import Layout, world_axes
 from colonnade.context.layout_builder import run_initializers
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
-from colonnade.engine.checks import SameBatch, _digest, _Said
+from colonnade.engine.checks import SameBatch, _BatchNote, _digest
 from colonnade.errors import ColonnadeError
 from colonnade.parallel.split import split
 from colonnade.testing import run_world
@@ -215,17 +215,19 @@ def test_a_steady_step_looks_at_nothing(monkeypatch):
 
 
 def test_what_a_rank_says_of_its_step(monkeypatch):
-    told: list[_Said] = []
+    told: list[_BatchNote] = []
     alone = ParallelContext()
     context = SimpleNamespace(
         world_size=2, layout=SimpleNamespace(axes=()), config={}, waits=alone.waits, device=alone.device
     )
     watch = SameBatch(context)
-    monkeypatch.setattr("colonnade.engine.checks.gather_numbers", lambda mine, device: told.append(_Said(*mine)) or [])
+    monkeypatch.setattr(
+        "colonnade.engine.checks.gather_numbers", lambda mine, device: told.append(_BatchNote(*mine)) or []
+    )
     watch._looks = True
     x, y = torch.ones(4, 2), torch.zeros(3)
 
-    def said(*passes: Any, counted: bool | None = None, whole: bool = True) -> _Said:
+    def said(*passes: Any, counted: bool | None = None, whole: bool = True) -> _BatchNote:
         watch._step = 0
         for given in passes:
             watch.see(*given)
@@ -243,10 +245,10 @@ def test_what_a_rank_says_of_its_step(monkeypatch):
     assert said((x, y), counted=True, whole=False) == (0, 0, 0, 0, 0)  # it has not made all its passes
 
 
-def rank(form: int = 0, inputs: tuple[int, int] = (0, 0), labels: tuple[int, int] = (0, 0)) -> _Said:
+def rank(form: int = 0, inputs: tuple[int, int] = (0, 0), labels: tuple[int, int] = (0, 0)) -> _BatchNote:
     """What it says: form, (digest, rows) of both."""
     (one, rows), (other, more) = inputs, labels
-    return _Said(form, one, other, rows, more)
+    return _BatchNote(form, one, other, rows, more)
 
 
 @pytest.mark.parametrize(
