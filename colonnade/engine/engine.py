@@ -117,7 +117,7 @@ class WholeWeights:
             return self._full_state_dict(to, dtype)
 
     def _full_state_dict(self, to: str | Path, dtype: torch.dtype | None) -> dict[str, Tensor]:
-        from colonnade.checkpoint.export import (  # a run that exports nothing imports nothing of it
+        from colonnade.checkpoint.full_weights import (  # a run that full_weightss nothing imports nothing of it
             WholeTensors,
             save_full,
         )
@@ -145,7 +145,7 @@ class WholeWeights:
         `max_shard_size` ("5GB") is the size of a file; without it there is one for each rank, of 64 MiB to 5 GB.
         Of a model with LoRA adapters it is the folder that peft loads: the adapters and their config alone.
         """
-        from colonnade.checkpoint.export import save_pretrained
+        from colonnade.checkpoint.full_weights import save_pretrained
 
         with self.context.waits.together("engine.save_pretrained()"):
             self.wait_for_weights()
