@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import socket
 import threading
 import time
@@ -35,6 +34,7 @@ from colonnade.checkpoint.save_plan import LocalState, RankNote, SavePlan, merge
 from colonnade.checkpoint.storage import (
     check_space,
     clean,
+    discard,
     fault_point,
     megabytes,
     no_space_errors,
@@ -231,7 +231,7 @@ class StorageWriter:
     def drop(self) -> None:
         """Delete the files of a failed save, on rank 0; all ranks have stopped writing, or are gone."""
         if self.rank == 0:
-            shutil.rmtree(self.staged, ignore_errors=True)
+            discard(self.staged)
 
     @property
     def _needed(self) -> int:

@@ -357,3 +357,11 @@ def test_a_manifest_longer_than_a_quarter_of_a_gib_is_not_read(tmp_path):
     os.truncate(tmp_path / MANIFEST, (1 << 28) + 1)  # takes no room on the disk
     with pytest.raises(CheckpointError, match=f"more than the {1 << 28} bytes that are read"):
         verify(tmp_path)
+
+
+def test_renames_syncs_and_locks_stand_in_one_file():
+    import colonnade.checkpoint
+
+    calls = re.compile(r"os\.(rename|replace|fsync)|flock|\.(rename|replace)\(\w+\)")
+    files = [path for path in Path(colonnade.checkpoint.__path__[0]).glob("*.py") if calls.search(path.read_text())]
+    assert [path.name for path in files] == ["storage.py"]
