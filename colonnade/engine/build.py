@@ -107,20 +107,19 @@ def initialize(
         plain = prepare_optimizer(optimizer, built, context, others=stages.modules if stages.was_split else ())
         agreement.require(alike_optimizer(plain, lr_scheduler, built, context.get_local_rank(ParallelMode.PIPELINE)))
         sums = prepare_sums(built, plain, context, zero)
+        assert sums.optimizer is not None
     check_tied(plain, built, context)
     if sharding is not None:
         sharding.guard(plain)
     sync = _synchronise(built, sums, schedule, context)
 
     with agreed_errors(device):
-        parts = built, sums.optimizer, precision.around(criterion, device)
+        parts = built, sums.user_optimizer, precision.around(criterion, device)
         engine = Engine(
             *parts,
             context=context,
             sync=sync,
-            stepper=Stepper(
-                built, sums.optimizer, context, sync, clip, sums.flat, scaler, bool(config.get("graph_step"))
-            ),
+            stepper=Stepper(built, sums.optimizer, context, sync, clip, scaler, bool(config.get("graph_step"))),
             precision=precision,
             own_loss=own_loss,
             schedule=schedule,
@@ -176,15 +175,11 @@ def _synchronise(model: nn.Module, sums: SumSettings, schedule: BaseSchedule, co
     if isinstance(schedule, PipelineSchedule):
         schedule.open_groups(context)
     optimizer, options = sums.optimizer, dict(context.config.get("sync") or {})
-    sync = build_sync(model, optimizer, context, sums.handlers, options, sums.bucket_all, sums.shards)
-    if sums.shards is not None:
-        optimizer.attach(sync.synchroniser, model)
-        optimizer.waits = context.waits
-        sync.before_pass = optimizer.wait
-        get_dist_logger().info(
-            f"ZeRO stage {optimizer.settings.stage}: {optimizer.numel} of {sum(p.numel() for p in model.parameters())} "
-            f"elements are stepped on here"
-        )
+    assert optimizer is not None
+    sync = build_sync(
+        model, sums.user_optimizer, context, sums.handlers, options, sums.bucket_all, sums.shards, optimizer.wait
+    )
+    optimizer.attach(sync.synchroniser, context.waits)
     return sync
 
 

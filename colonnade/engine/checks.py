@@ -52,7 +52,7 @@ from colonnade.engine.schedule.executor import FEED_ALIKE
 from colonnade.errors import ConfigError, GradientError, ScheduleError, listed
 from colonnade.gradients.uneven import USE_ONE_FORM
 from colonnade.logging import get_dist_logger
-from colonnade.optim.zero.zero_optimizer import kinds_of_groups, two_steps
+from colonnade.optim.optimizer_trial import kinds_of_groups, two_steps
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.forward import ModelHook
 from colonnade.parallel.held import Held, checksum, held_tensors, whole_parameters, words_of

@@ -36,6 +36,7 @@ from colonnade.gradients.ledger import Ledger
 from colonnade.gradients.synchroniser import StepOutcome, Synchroniser
 from colonnade.gradients.uneven import USE_ONE_FORM
 from colonnade.logging import get_dist_logger
+from colonnade.optim.engine_optimizer import EngineOptimizer
 from colonnade.paths import local_path
 
 # --- The last step ---
@@ -97,7 +98,7 @@ class WholeWeights:
         raise NotImplementedError
 
     @property
-    def optimizer(self) -> Any:
+    def engine_optimizer(self) -> EngineOptimizer:
         raise NotImplementedError
 
     def full_state_dict(self, to: str | Path = "all", *, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -155,8 +156,7 @@ class WholeWeights:
 
     def wait_for_weights(self) -> None:
         """Every parameter is whole when this returns: with ZeRO's `gather_ahead` slices of the last step may be on their way."""
-        if hasattr(self.optimizer, "wait"):
-            self.optimizer.wait()
+        self.engine_optimizer.wait()
 
 
 # --- Losses over uneven data ---
@@ -717,12 +717,12 @@ class Engine(LastStep, WholeWeights):
 
     def precision_table(self) -> PrecisionTable:
         """What lies in which dtype, and how many bytes per parameter this rank has of it."""
-        return precision_table(self._model, self._optimizer, self._sync.synchroniser, self._precision.dtype)
+        return precision_table(self._model, self.engine_optimizer, self._sync.synchroniser, self._precision.dtype)
 
     def memory(self, reset: bool = False) -> MemoryTable:
         """What this rank's memory is for, now and at its peak; `reset`: the next peak is one from now on."""
         sizes, device = self.precision_table(), self.context.device
-        return memory_table(self._model, self._optimizer, self._sync.synchroniser, sizes, device, reset)
+        return memory_table(self._model, self.engine_optimizer, self._sync.synchroniser, sizes, device, reset)
 
     def close(self) -> None:
         """Remove hooks and give back shared memory; the model stays usable without the engine."""
@@ -762,6 +762,11 @@ class Engine(LastStep, WholeWeights):
     @property
     def optimizer(self) -> Any:
         return self._optimizer
+
+    @property
+    def engine_optimizer(self) -> EngineOptimizer:
+        """The optimizer as the engine drives it: slices of gradients, state, and weights on their way."""
+        return self._stepper.optimizer
 
     @property
     def criterion(self) -> Any:

@@ -38,21 +38,21 @@ class GradientSync:
         synchroniser: Synchroniser,
         ledger: Ledger,
         loose: Sequence[tuple[BaseGradientHandler | None, Sequence[nn.Parameter]]] = (),
+        before_pass: Callable[[], None] = lambda: None,
     ) -> None:
         self.handlers = list(handlers)
         self.synchroniser = synchroniser
         self.ledger = ledger
         self._loose = list(loose)
-        self.before_pass: Callable[[], None] | None = None
-        """Called before anything else of a backward pass: gathers that run on must end."""
+        self.before_pass = before_pass
+        """Called before anything else of a backward pass: gathers of weights that run on must end."""
         self.log: CallLog | None = None
         """The log of the collectives that handlers make; the guard sets one."""
         self._outcome: StepOutcome | None = None
 
     def prepare(self, last: bool) -> None:
         """Before each backward pass."""
-        if self.before_pass is not None:
-            self.before_pass()
+        self.before_pass()
         self._outcome = None
         self.synchroniser.prepare(last)
         for handler in self.handlers:
@@ -109,11 +109,12 @@ def build_sync(
     options: Mapping[str, Any],
     bucket_all: bool = False,
     shards: Shards | None = None,
+    before_pass: Callable[[], None] = lambda: None,
 ) -> GradientSync:
     """Let the ledger see what the named handlers do, attach what is missing, lay out buckets. Collective.
 
     `bucket_all`: gradients that owe no reduction lie in flat buckets too, for a flat optimizer step. `shards`: what is
-    to be sharded over the ranks that share it.
+    to be sharded over the ranks that share it. `before_pass` as of `GradientSync`.
     """
     waive = waived_patterns(options)
     demands = read_demands(model, context.layout, context.get_global_rank())
@@ -136,7 +137,8 @@ def build_sync(
         synchroniser = Synchroniser(sums, log=get_dist_logger().info)
     for planner in plan.planned:
         planner.use(synchroniser)
-    return GradientSync([*plan.attached, *mine], synchroniser, plan.ledger, _loose(demands, claims, synchroniser))
+    loose = _loose(demands, claims, synchroniser)
+    return GradientSync([*plan.attached, *mine], synchroniser, plan.ledger, loose, before_pass)
 
 
 def _loose(

@@ -38,6 +38,7 @@ from colonnade.engine.gradient_sync import GradientSync
 from colonnade.errors import GradientError, listed
 from colonnade.gradients.handler import BaseGradientHandler, PlannedGradientHandler
 from colonnade.parallel.dtensor import local_part
+from colonnade.parallel.flat import ShardedOptimizer
 from colonnade.parallel.held import checksum, held_tensors
 from colonnade.texts import digest_of
 
@@ -95,8 +96,7 @@ class Guard:
         if model is None:
             return
         with self._context.waits.during("comparing the ranks"):
-            if self._sync.before_pass is not None:
-                self._sync.before_pass()  # weights that are still being gathered
+            self._sync.before_pass()  # weights that are still being gathered
             replicas = list(_replicas(model, self._optimizer, self._context))
             everyone = self._exchange([*self._calls(), *_digests(replicas)])
             apart = _apart(everyone)
@@ -311,7 +311,7 @@ def _replicas(model: nn.Module, optimizer: Any, context: ParallelContext) -> Ite
 
 def _state_of(optimizer: Any, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
     """What is kept for a parameter; of a sharded optimizer for this rank's elements, which are part of the name."""
-    if hasattr(optimizer, "flat_shard"):
+    if isinstance(optimizer, ShardedOptimizer):
         shard = optimizer.flat_shard(parameter)
         state, where = ({}, "") if shard is None else (shard.state, f"[{shard.start}:{shard.stop}]")
     else:

@@ -7,7 +7,7 @@ for the part that this rank holds, and its values. Only such models need the ari
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +17,12 @@ from colonnade.comm.torch_versions import dtensor_like, exchange_tensors, refres
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import GradientError, PlacementError
+from colonnade.parallel.boxes import Box, moved
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.meta import ParameterInit, ParameterLoad, forget_initial_value, parameter_inits
 from colonnade.parallel.placement import is_dtensor
 from colonnade.parallel.split import Split
-
-if TYPE_CHECKING:
-    from colonnade.parallel.whole import LocalTensor
+from colonnade.parallel.whole import LocalTensor, locate_tensors, offset_in_dtensor
 
 Recipes = dict[int, ParameterInit | ParameterLoad]
 
@@ -75,8 +74,6 @@ class MetaStart:
         self._everywhere = everywhere
         if not everywhere:
             return
-        from colonnade.parallel.whole import locate_tensors
-
         located = locate_tensors(self._model, self._context, "starting from the meta device", own_names=True)
         self._places = {name: tensor for tensor in located for name in tensor.names}
 
@@ -96,9 +93,6 @@ class MetaStart:
 def _materialise(
     parameter: Any, place: LocalTensor, recipe: ParameterInit | ParameterLoad, device: torch.device, seed: int
 ) -> None:
-    from colonnade.parallel.boxes import Box, moved
-    from colonnade.parallel.whole import offset_in_dtensor
-
     part = local_part(parameter)
     local = torch.empty_strided(part.size(), part.stride(), dtype=part.dtype, device=device)
     first = offset_in_dtensor(parameter) if is_dtensor(parameter) else [0] * local.dim()

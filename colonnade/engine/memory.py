@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +11,7 @@ from torch.optim import Optimizer
 
 from colonnade.engine.precision import GRADIENTS, MASTERS, STATE, WEIGHTS, PrecisionTable
 from colonnade.gradients.synchroniser import Synchroniser
+from colonnade.optim.engine_optimizer import EngineOptimizer
 from colonnade.parallel.dtensor import local_part
 
 _MB = 1 << 20
@@ -72,7 +72,7 @@ class MemoryTable:
 
 def memory_table(
     model: nn.Module,
-    optimizer: Any,
+    optimizer: EngineOptimizer,
     synchroniser: Synchroniser,
     layout: PrecisionTable,
     device: torch.device,
@@ -111,11 +111,10 @@ def _gradients(parameters: Iterable[nn.Parameter], synchroniser: Synchroniser) -
             yield bucket.shard.flat
 
 
-def _state(optimizer: Any) -> Iterable[Tensor]:
-    yield from getattr(optimizer, "masters", ())
-    stepped = getattr(optimizer, "stepped", optimizer)
-    if isinstance(stepped, Optimizer):
-        for state in stepped.state.values():
+def _state(optimizer: EngineOptimizer) -> Iterable[Tensor]:
+    yield from optimizer.masters
+    if isinstance(optimizer.stepped, Optimizer):
+        for state in optimizer.stepped.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
 

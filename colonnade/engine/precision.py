@@ -1,4 +1,9 @@
-"""What the config asks for: the dtype of the forward pass, and whether the optimizer steps on fp32 weights."""
+"""Dtypes of a run: float8 products, the loss scale of fp16, autocast and master weights, and the table of what lies in which dtype.
+
+`Precision` is what the keys `fp16` and `bf16` ask for: the dtype of the forward pass, and whether the optimizer steps on fp32
+weights. `LossScaler` keeps fp16 gradients from vanishing. `Float8` converts linear layers. `precision_table` reads the dtypes and
+bytes of the tensors that there are.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +24,14 @@ from colonnade.engine.model import layer_kind
 from colonnade.errors import ConfigError, listed
 from colonnade.gradients.synchroniser import Synchroniser
 from colonnade.logging import get_dist_logger
+from colonnade.optim.engine_optimizer import EngineOptimizer
 from colonnade.optim.norm import Norms
+from colonnade.optim.optimizer_trial import state_dtypes
 from colonnade.optim.zero.formula import dtypes_of, make_fp32
-from colonnade.optim.zero.zero_optimizer import state_dtypes
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.forward import override_forward, restore_forward
 
-# --------------------------------------------------------------------------------------------------
-# Linear layers in float8 by torchao, which is an optional extra: plain ones, and ours under tensor parallelism.
-# --------------------------------------------------------------------------------------------------
+# --- Linear layers in float8 by torchao, an optional extra: plain ones, and ours under tensor parallelism ---
 
 
 _MULTIPLE = 16
@@ -141,13 +145,11 @@ def _multiplier(config: Any) -> Callable[[Tensor, Tensor, Tensor | None], Tensor
     return multiply
 
 
-# --------------------------------------------------------------------------------------------------
-# A loss scale whose decision is the same on every rank.
+# --- The loss scale of fp16: its decisions are the same on every rank ---
 #
-# The scaled gradients are never unscaled in a pass of their own: the norm is divided by the scale, and the scale
-# joins the clip divisor inside the optimizer step. Whether a step is dropped follows from the norm of the
-# whole world, so every rank drops it, and the scale falls, together.
-# --------------------------------------------------------------------------------------------------
+# The scaled gradients are never unscaled in a pass of their own: the norm is divided by the scale, and the scale joins the
+# clip divisor inside the optimizer step. Whether a step is dropped follows from the norm of the whole world, so every rank
+# drops it, and the scale falls, together.
 
 
 class LossScaler:
@@ -207,6 +209,9 @@ def scaler_options(settings: Mapping[str, Any]) -> dict[str, Any]:
     if options.pop("hysteresis", 1) != 1:
         raise ConfigError("fp16.hysteresis: only 1 is known here: the scale falls after each dropped step", code="C003")
     return options
+
+
+# --- What the config asks for ---
 
 
 @dataclass(frozen=True)
@@ -316,9 +321,7 @@ def _autocast(forward: Callable[..., Any], device_type: str, dtype: torch.dtype)
     return run
 
 
-# --------------------------------------------------------------------------------------------------
-# What lies in which dtype on this rank, and how many bytes of it there are per parameter.
-# --------------------------------------------------------------------------------------------------
+# --- What lies in which dtype on this rank, and how many bytes of it there are per parameter ---
 
 
 WEIGHTS, COMPUTED, MASTERS = "weights", "computed with", "master copies"
@@ -358,7 +361,7 @@ class PrecisionTable:
 
 
 def precision_table(
-    model: nn.Module, optimizer: Any, synchroniser: Synchroniser, autocast: torch.dtype | None
+    model: nn.Module, optimizer: EngineOptimizer, synchroniser: Synchroniser, autocast: torch.dtype | None
 ) -> PrecisionTable:
     """From the tensors that there are.
 
@@ -389,7 +392,7 @@ def precision_table(
         (
             _row(WEIGHTS, _sizes(map(local_part, parameters)), count),
             PrecisionRow(COMPUTED, _names(computed)),
-            _row(MASTERS, _sizes(getattr(optimizer, "masters", ())), count),
+            _row(MASTERS, _sizes(optimizer.masters), count),
             _row(GRADIENTS, gradients, count),
             PrecisionRow(REDUCED, _names(reduced)),
             _row(STATE, _state(optimizer), count),
@@ -397,9 +400,9 @@ def precision_table(
     )
 
 
-def _state(optimizer: Any) -> Counter[torch.dtype]:
+def _state(optimizer: EngineOptimizer) -> Counter[torch.dtype]:
     """Bytes of the optimizer's state by dtype; without single numbers, such as counts of steps."""
-    stepped = getattr(optimizer, "stepped", optimizer)
+    stepped = optimizer.stepped
     if not isinstance(stepped, Optimizer):
         return Counter()
     held = [value for state in stepped.state.values() for value in state.values() if isinstance(value, Tensor)]
@@ -411,7 +414,7 @@ def _state(optimizer: Any) -> Counter[torch.dtype]:
     known: dict[torch.dtype, tuple[torch.dtype, ...]] = {}
     for group in stepped.param_groups:
         # Slices take no gradient from autograd; all of them are stepped on.
-        for parameter in [p for p in group["params"] if p.requires_grad or stepped is not optimizer]:
+        for parameter in [p for p in group["params"] if p.requires_grad or stepped is not optimizer.user_optimizer]:
             if parameter.dtype not in known:
                 known[parameter.dtype] = state_dtypes(stepped, parameter.dtype)
             for dtype in known[parameter.dtype]:

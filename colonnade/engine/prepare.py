@@ -34,7 +34,7 @@ from colonnade.engine.schedule.pipeline import PipelineSchedule
 from colonnade.errors import ColonnadeError, ConfigError, GradientError
 from colonnade.gradients.handler import BuiltHandler, build_handlers
 from colonnade.gradients.sums import Shards, SyncOptions
-from colonnade.optim.bucket_step import can_scatter, wants_flat
+from colonnade.optim.engine_optimizer import EngineOptimizer, PlainOptimizer
 from colonnade.optim.zero.formula import ZeroSettings
 from colonnade.optim.zero.zero_optimizer import ZeroOptimizer
 from colonnade.parallel.dtensor import check_ties
@@ -169,14 +169,16 @@ def prepare_optimizer(
 class SumSettings:
     """What sums are planned from (`gradients.sum_plan.plan_sums`), beside the model and the layout."""
 
-    optimizer: Any
-    """A ZeroOptimizer around the given one at stages 1 and 2."""
+    optimizer: EngineOptimizer | None
+    """The given one as an engine drives it, sharded at stages 1 and 2; None where none was given."""
     handlers: list[BuiltHandler]
-    flat: bool
-    """Whether the optimizer steps on flat memory."""
     bucket_all: bool
     """Whether gradients that owe no sum lie in buckets too, as the flat step reads them there."""
     shards: Shards | None
+
+    @property
+    def user_optimizer(self) -> Any:
+        return None if self.optimizer is None else self.optimizer.user_optimizer
 
 
 def prepare_sums(
@@ -190,23 +192,24 @@ def prepare_sums(
 ) -> SumSettings:
     """The handlers of a config, the optimizer as it is stepped, and which gradients lie in buckets.
 
-    Without an `optimizer`, as in an explanation, nothing is sharded and no step is flat. `planned_on`: the kind of device of a machine that is not here ("cpu", "cuda"). `failed`: as of `build_handlers`.
+    Without an `optimizer`, as in an explanation, nothing is sharded and no step is flat. `planned_on`: the kind of device of a
+    machine that is not here ("cpu", "cuda"). `failed`: as of `build_handlers`.
     """
-    config, shards = context.config, None
+    config = context.config
+    driven: EngineOptimizer | None = None
     if zero.stage in (1, 2) and optimizer is not None:
         if not isinstance(optimizer, Optimizer):
             raise ConfigError(
                 f"zero stages 1 and 2 shard a torch optimizer, not {type(optimizer).__name__}; give one, or turn zero off",
                 code="C070",
             )
-        optimizer = ZeroOptimizer(optimizer, model, zero, config.get("flat_step"))
-        shards = optimizer.shards_of(pipeline=context.pipeline_parallel_size > 1)
+        driven = ZeroOptimizer(optimizer, model, zero, config.get("flat_step"))
+    elif optimizer is not None:
+        driven = PlainOptimizer(optimizer, model, config.get("flat_step"))
+    shards = driven.plan_shards(pipeline=context.pipeline_parallel_size > 1) if driven is not None else None
+
+    # Handlers may look at the optimizer that steps: one with `sync_grad()` brings its own.
     named = list(config.get("gradient_handler") or config.get("gradient_handlers") or ())
-    handlers = build_handlers(named, model, optimizer, context, failed)
-    # A sharded optimizer steps on its own slices, however the rest lies.
-    knows = optimizer is not None and shards is None
-    flat = knows and wants_flat(list(model.parameters()), optimizer, config.get("flat_step"))
-    # A graph of a step needs gradients that stay where they are; else the kernels of a GPU find them anywhere.
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    anywhere = not config.get("graph_step") and all(can_scatter(parameter, planned_on) for parameter in trained)
-    return SumSettings(optimizer, handlers, flat, flat and not anywhere, shards)
+    handlers = build_handlers(named, model, None if driven is None else driven.user_optimizer, context, failed)
+    bucket_all = driven is not None and driven.needs_buckets(bool(config.get("graph_step")), planned_on)
+    return SumSettings(driven, handlers, bucket_all, shards)

@@ -30,8 +30,8 @@ from colonnade.gradients.ledger import Ledger
 from colonnade.gradients.synchroniser import StepOutcome, Synchroniser
 from colonnade.gradients.uneven import PiggybackedFlags
 from colonnade.logging import get_dist_logger
-from colonnade.optim.bucket_step import BucketStep, OwnedBucket, WholeBucket, can_scatter, scattered_buckets
 from colonnade.optim.clip import ClipPolicy, ClipSettings, Decision, Per
+from colonnade.optim.engine_optimizer import EngineOptimizer
 from colonnade.optim.flat_step import Capture
 from colonnade.optim.norm import Meter, Norms, reduce_norms
 from colonnade.parallel.demand import Holding
@@ -259,21 +259,17 @@ class SkipAwareScheduler:
 
 
 class Stepper:
-    """Owns the optimizer step of an engine; `flat` as `wants_flat` decided it.
-
-    An optimizer with `step_divided` (a sharded one) steps itself; its `use_slots` gives the `BucketStep` that measures.
-    """
+    """Owns the optimizer step of an engine: measures with the `BucketStep` of its optimizer, decides, and has it step."""
 
     _own: OwnNorms | None = None  # where parameters are waived
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Any,
+        optimizer: EngineOptimizer,
         context: ParallelContext,
         sync: GradientSync,
         clip: ClipSettings | None,
-        flat: bool,
         scaler: LossScaler | None = None,
         graph: bool = False,
     ) -> None:
@@ -301,12 +297,8 @@ class Stepper:
         if self._own is not None:
             held = [self._own.held(entry) for entry in held]
         slot_of = partial(_slot_of, self._slots, own=self._own)
-        if hasattr(optimizer, "step_divided"):
-            self._step, self._stepped = optimizer.use_slots(held, slot_of), optimizer
-        else:
-            whole = _measures_whole(held, context)
-            self._step = _step_of_whole_buckets(optimizer, sync.synchroniser, held, slot_of, flat, model, whole)
-            self._stepped = self._step
+        self.optimizer = optimizer
+        self._step = optimizer.make_step(sync.synchroniser, held, slot_of, context)
         self._capture = self._captured() if graph else None
         self._flags = self._piggybacked_flags(sync.synchroniser)
         self.last: Decision | None = None
@@ -363,7 +355,7 @@ class Stepper:
         if drop_flag is not None:
             self.skips.note(drop_flag)
         with during("in the step of the optimizer", "optimizer"):
-            self._stepped.step_divided(divisor, drop_flag)
+            self.optimizer.step_divided(divisor, drop_flag)
 
         # The scale of fp16 follows overflows alone: a spike that is dropped says nothing about it.
         if self.scaler is not None and self.last is not None:
@@ -410,7 +402,7 @@ class Stepper:
             self.scaler.load_state_dict(extra["engine.scaler"])
 
     def close(self) -> None:
-        self._stepped.close()
+        self.optimizer.close()
 
     def _captured(self) -> Capture:
         """Make the step one of CUDA graphs, or say why it cannot be."""
@@ -451,35 +443,3 @@ class Stepper:
 def _slot_of(slots: Slots | None, entry: Held, own: OwnNorms | None = None) -> int:
     slot = slots.of_parameter[entry.label] if slots is not None else 0
     return slot if own is None else own.slot(entry, slot)
-
-
-def _measures_whole(held: Sequence[Held], context: ParallelContext) -> bool:
-    """Whether each rank reads all of the gradient: on a GPU that costs less than a collective that joins parts."""
-    everywhere = all(entry.holding.count == context.world_size for entry in held)
-    return everywhere and context.world_size > 1 and context.device.type == "cuda"
-
-
-def _step_of_whole_buckets(
-    optimizer: Any,
-    synchroniser: Synchroniser,
-    held: list[Held],
-    slot_of: Any,
-    flat: bool,
-    model: nn.Module,
-    whole: bool,
-) -> BucketStep:
-    entry_of = {id(entry.tensor): entry for entry in held}
-    alone = [one for one in held if flat and id(one.tensor) not in synchroniser.parameters and can_scatter(one.tensor)]
-
-    def buckets() -> list[OwnedBucket]:
-        made: list[OwnedBucket] = []
-        for bucket in synchroniser.layout:
-            entries = [entry_of[id(parameter)] for parameter in bucket.parameters]
-            made.append(WholeBucket(bucket, entries, [slot_of(entry) for entry in entries], whole))
-        mine = [entry for entry in alone if entry.tensor.requires_grad]
-        return [*made, *scattered_buckets(mine, [slot_of(entry) for entry in mine], whole)]
-
-    def generation() -> object:
-        return synchroniser.generation, [entry.tensor.requires_grad for entry in alone]
-
-    return BucketStep(optimizer, buckets, generation, held, slot_of, flat, model, whole)

@@ -1,4 +1,13 @@
-"""Clipping as functions, with no engine and no config: torch's signature and meaning, right under any placement."""
+"""Clipping: how the divisor of a step is decided from its norms, and torch's clipping functions for any placement.
+
+In an engine a clip is a decision and no pass of its own. `colonnade.optim.norm` gives the norms of the world, `ClipPolicy`
+turns them into a divisor for every slot and a flag that drops the step, and the optimizer divides as it steps. All of it
+are device tensors, the same bits on every rank: no rank asks another, and the host never waits for a value.
+
+The file has, in this order: the decision (`ClipGroup`, `Decision`, `ClipPolicy`); the `clip_grad_norm` section of a config
+(`ClipSettings`); and the functions that need no engine (`clip_grad_norm_`, `grad_norm`, `clip_values_`, `clip_units_`).
+How the limit itself is found is a clip method: `colonnade.optim.clip_method`, `colonnade.optim.clip_history`.
+"""
 
 from __future__ import annotations
 
@@ -25,167 +34,7 @@ from colonnade.parallel.demand import Holding, holding
 from colonnade.parallel.dtensor import effective_placement, local_part
 from colonnade.parallel.placement import Placement, is_dtensor
 
-Parameters = Tensor | Iterable[Tensor]
-
-
-@torch.no_grad()
-def clip_grad_norm_(
-    parameters: Parameters,
-    max_norm: float,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-    foreach: bool | None = None,
-    *,
-    context: ParallelContext | None = None,
-) -> Tensor:
-    """Clip the gradients to a total norm of `max_norm`, in place; returns the norm before it, as a plain tensor.
-
-    In a launched context every element of the model's gradient counts once, whatever its placement, and
-    every rank must call it. DTensors may lie on any meshes and be mixed with plain tensors. Without a
-    context plain tensors are clipped as torch's function does, on this rank alone. Beside DTensors every rank must call it
-    all the same, and ranks outside a DTensor's mesh must hold copies of it: if they do not, as in a pipeline, the norm is
-    NaN, and with `error_if_nonfinite` an error that says why.
-    `foreach` is accepted and has no effect: there is one way here.
-    """
-    held = _as_list(parameters)
-    limit = positive("max_norm", float(max_norm)) if max_norm else 0.0
-    norm = grad_norm(held, norm_type, error_if_nonfinite=error_if_nonfinite, context=context)
-    divisor = divisor_to(norm, limit)  # inf for a limit of 0
-    scale_all([parameter.grad for parameter in held if parameter.grad is not None], divisor, divide=True)
-    return norm
-
-
-@torch.no_grad()
-def grad_norm(
-    parameters: Parameters,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-    *,
-    context: ParallelContext | None = None,
-) -> Tensor:
-    """The total norm of the gradients over the whole world: at most one collective, the same bits on every rank.
-
-    `error_if_nonfinite` raises on every rank alike, which (as in torch) waits for the device.
-    """
-    held = _as_list(parameters)
-    norm_type = check_order(norm_type)
-    known = _context(context)
-    shared = known is not None or any(is_dtensor(parameter) for parameter in held)
-    blocks = _blocks(held, known, shared)
-    vector, copies = powsums(blocks, norm_type, device=_device(held, known)), None
-    measured, _ = vector
-    own = _identity(held, measured) if shared and known is None else vector[:0]
-    vector = torch.cat([vector, own])
-    norms = reduce_norms(vector, norm_type, piggybacked=len(own), whole=not shared)
-    total = norms.total()
-    if len(own):
-        copies = _are_copies(vector[-len(own) :])
-        total = torch.where(copies, total, torch.nan)
-    if error_if_nonfinite and not bool(torch.isfinite(total)):
-        if copies is not None and not bool(copies):
-            raise GradientError(
-                "ranks at the same place of their DTensors' meshes hold different gradients: they are stages of a pipeline, "
-                "or gradients are not averaged yet. Average them first; for a pipeline pass context=, a launched "
-                "context, which knows the stages",
-                code="C047",
-            )
-        raise GradientError(
-            f"the total norm of order {norm_type} is {total.item()}, so the gradients cannot be clipped; "
-            f"error_if_nonfinite=False goes on regardless",
-            code="C048",
-        )
-    return total
-
-
-def _blocks(held: list[Tensor], context: ParallelContext | None, shared: bool) -> list[GradientBlock]:
-    known: dict[Placement, Holding] = {}
-    blocks = []
-    for parameter in held:
-        if parameter.grad is None:
-            continue
-        _refuse_pending(parameter.grad)
-        count: int = 1
-        index: int | None = 0
-        # A DTensor's gradient need not be placed as the parameter is.
-        placed = parameter.grad if is_dtensor(parameter.grad) else parameter
-        if context is not None:
-            placement = effective_placement(placed, context.layout, context.get_global_rank())
-            if placement not in known:
-                known[placement] = holding(context.layout, placement, context.get_global_rank())
-            count, index = known[placement].count, known[placement].index
-        elif shared:
-            count, index = _holders_by_mesh(placed), None
-        blocks.append(GradientBlock(local_part(parameter.grad), count, index))
-    return blocks
-
-
-def _holders_by_mesh(placed: Any) -> int:
-    """Without a context: a DTensor's elements are on world / shards ranks; a plain tensor is a replica on all."""
-    world = dist.get_world_size()
-    if not is_dtensor(placed):
-        return world
-    sizes = placed.device_mesh.shape
-    # Not `is_shard()`: that is False for the strided shards of FSDP over tensor parallelism.
-    shards = prod(size for size, spec in zip(sizes, placed.placements, strict=True) if not spec.is_replicate())
-    return world // shards
-
-
-def _identity(held: list[Tensor], measured: Tensor) -> Tensor:
-    """What this rank tells the others: where on its meshes it is, and what it measured of the gradients for which ranks
-    elsewhere are taken to hold copies. Zeros in everybody else's places, and where every mesh is the whole world."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    gradients: list[Any] = [parameter.grad for parameter in held if parameter.grad is not None]
-    own = measured.new_zeros(2, world)
-    if any(is_dtensor(gradient) and gradient.device_mesh.size() < world for gradient in gradients):
-        places = [gradient.device_mesh.get_coordinate() if is_dtensor(gradient) else None for gradient in gradients]
-        mark = 1 + crc32(repr(places).encode())  # never 0
-        own[0, rank], own[1, rank] = mark, measured
-    return own.flatten()
-
-
-def _are_copies(own: Tensor) -> Tensor:
-    """Whether ranks at the same place of their meshes measured the same, as a boolean on the device."""
-    places, measured = own.view(2, -1)
-    places, order = places.sort()
-    measured = measured[order]
-    return ~((places[1:] == places[:-1]) & (measured[1:] != measured[:-1])).any()
-
-
-def _device(held: list[Tensor], context: ParallelContext | None) -> torch.device | None:
-    """Where the norm is joined: what the world communicates on, also when some gradients lie elsewhere."""
-    if context is not None:
-        return context.device
-    return next((parameter.device for parameter in held if parameter.device.type != "cpu"), None)
-
-
-def _refuse_pending(gradient: Any) -> None:
-    if is_dtensor(gradient) and any(spec.is_partial() for spec in gradient.placements):
-        raise GradientError(
-            f"a gradient is placed {gradient.placements}: a sum is still pending on it, so it has no norm yet. "
-            f"Redistribute it to Shard or Replicate first."
-        )
-
-
-def _context(context: ParallelContext | None) -> ParallelContext | None:
-    if context is None:
-        from colonnade.core import global_context  # what a user who passes no context means
-
-        context = global_context
-    return context if context.is_launched else None
-
-
-def _as_list(parameters: Parameters) -> list[Tensor]:
-    # A generator must not be used up by the norm: then nothing would be clipped.
-    held = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    return list({id(parameter): parameter for parameter in held}.values())
-
-
-# --------------------------------------------------------------------------------------------------
-# Clip policy: which slots make up the total norm, which are clipped by what, and what a bad gradient does.
-#
-# It stands between the norms of the world and the optimizer step: `decide` turns `Norms` into a divisor per
-# slot and a flag that is exactly 1.0 when the step must be dropped, all on the device.
-# --------------------------------------------------------------------------------------------------
+# --- The decision of one step ---
 
 
 NonFinite = Literal["skip", "raise", "propagate"]
@@ -244,7 +93,20 @@ class ClipPolicy:
         nonfinite: NonFinite = "skip",
         each: bool = False,
     ) -> None:
-        _check(groups, group_of, names, nonfinite)
+        known = get_args(NonFinite)
+        if nonfinite not in known:
+            raise ConfigError(
+                f"nonfinite is one of {listed(known)}, not {nonfinite!r}.{did_you_mean(nonfinite, known)}", code="C003"
+            )
+        doubled = sorted({group.name for group in groups if [g.name for g in groups].count(group.name) > 1})
+        if doubled:
+            raise ConfigError(f"clip groups need different names; twice or more: {listed(doubled)}", code="C003")
+        if not group_of or not all(0 <= index < len(groups) for index in group_of):
+            raise ConfigError(
+                f"every slot needs a group from 0 to {len(groups) - 1}, met {list(group_of)}", code="C003"
+            )
+        if names is not None and len(names) != len(group_of):
+            raise ConfigError(f"{len(group_of)} slots need as many names, met {len(names)}", code="C003")
         self.method = method
         self.groups = tuple(groups)
         self.group_of = tuple(group_of)
@@ -262,14 +124,26 @@ class ClipPolicy:
         """The decision for one step. With "raise", reports the step before it if that was not finite."""
         if self.nonfinite == "raise":
             self.raise_pending()
-        masks = self._masks.on(norms.sums.device)
+
+        # The total norm is of the counted slots, but a gradient that is not finite in any slot makes the step bad: the
+        # optimizer would write it into the weights of slots that are not counted as well.
+        masks = self._masks.to(norms.sums.device)
         total = norms.total(masks.counted)
         bad = (norms.nonfinite.view(()) if self.slots == 1 else norms.nonfinite.sum()) > 0
-        verdict = self.method(Measured(total, norms, bad, self.each))
-        divisor = masks.choose(verdict.divisor, norms)
+        limited = self.method(Measured(total, norms, bad, self.each))
+
+        # One divisor per slot: the method's, then for groups with a limit of their own that of their own norm, and 1 for
+        # groups that are not clipped. Without such groups there is nothing to choose between, and nothing is launched.
+        divisor = limited.divisor.expand(self.slots) if limited.divisor.dim() == 0 else limited.divisor
+        if not masks.plain:
+            by_group = divisor_to(norms.over(masks.members), masks.limits)
+            divisor = torch.where(masks.own, by_group[masks.group_of], divisor)
+            divisor = torch.where(masks.clipped, divisor, 1.0)
+
+        # The step is dropped for a bad gradient, unless the user wants to see what it does, and when the method says so.
         drop = bad if self.nonfinite != "propagate" else None
-        if verdict.skip is not None:
-            drop = verdict.skip if drop is None else drop | verdict.skip
+        if limited.skip is not None:
+            drop = limited.skip if drop is None else drop | limited.skip
         found_inf = total.new_zeros((), dtype=torch.float32) if drop is None else drop.float()
         if self.nonfinite == "raise":
             self._reports.append(HostCopy(norms.nonfinite))
@@ -312,6 +186,7 @@ class _Masks:
 
     def __init__(self, groups: Sequence[ClipGroup], group_of: Sequence[int]) -> None:
         self.plain = all(group == ClipGroup(group.name) for group in groups)
+        """Whether all groups are counted, clipped and without a limit of their own."""
         self.group_of = torch.tensor(group_of, device="cpu")
         of = [groups[index] for index in group_of]
         self._counted = torch.tensor([group.counted for group in of], device="cpu")
@@ -327,41 +202,16 @@ class _Masks:
     def counted(self) -> Tensor | None:
         return None if self.plain else self._counted
 
-    def on(self, device: torch.device) -> _Masks:
+    def to(self, device: torch.device) -> _Masks:
+        """Move the masks to a device, in place; a copy to the device that the host does not wait for."""
         if self.own.device != device:
             for name, value in list(vars(self).items()):
                 if isinstance(value, Tensor):
                     setattr(self, name, to_device(value, device))
         return self
 
-    def choose(self, divisor: Tensor, norms: Norms) -> Tensor:
-        """One divisor per slot, from the method's and the groups' own limits."""
-        divisor = divisor.expand(len(self.group_of)) if divisor.dim() == 0 else divisor
-        if self.plain:
-            return divisor
-        by_group = divisor_to(norms.over(self.members), self.limits)
-        divisor = torch.where(self.own, by_group[self.group_of], divisor)
-        return torch.where(self.clipped, divisor, 1.0)
 
-
-def _check(groups: Sequence[ClipGroup], group_of: Sequence[int], names: Sequence[str] | None, nonfinite: str) -> None:
-    known = get_args(NonFinite)
-    if nonfinite not in known:
-        raise ConfigError(
-            f"nonfinite is one of {listed(known)}, not {nonfinite!r}.{did_you_mean(nonfinite, known)}", code="C003"
-        )
-    doubled = sorted({group.name for group in groups if [g.name for g in groups].count(group.name) > 1})
-    if doubled:
-        raise ConfigError(f"clip groups need different names; twice or more: {listed(doubled)}", code="C003")
-    if not group_of or not all(0 <= index < len(groups) for index in group_of):
-        raise ConfigError(f"every slot needs a group from 0 to {len(groups) - 1}, met {list(group_of)}", code="C003")
-    if names is not None and len(names) != len(group_of):
-        raise ConfigError(f"{len(group_of)} slots need as many names, met {len(names)}", code="C003")
-
-
-# --------------------------------------------------------------------------------------------------
-# `clip_grad_norm` of a config, read: the order of the norm, the method, the groups, what a bad gradient does.
-# --------------------------------------------------------------------------------------------------
+# --- The `clip_grad_norm` section of a config ---
 
 
 Per = Literal["group", "layer", "parameter"]
@@ -391,11 +241,18 @@ class ClipSettings:
             return None
         if not isinstance(value, Mapping):
             return cls(options={"max_norm": float(value)})
-        method, options = _method(value.get("method"), value.get("max_norm"))
+
+        # A method is a name, or dict(type=name, **options); max_norm beside it is one of its options.
+        given = value.get("method")
+        options: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {}
+        method = (options.pop("type", None) if isinstance(given, Mapping) else given) or "norm"
+        if value.get("max_norm") is not None:
+            options["max_norm"] = float(value["max_norm"])
         if method == "norm" and options.get("max_norm") == 0 and not value.get("groups"):
             return None
         if method == "norm" and not options.get("max_norm"):
-            options["max_norm"] = math.inf  # only groups of their own are clipped
+            options["max_norm"] = math.inf  # only groups with a limit of their own are clipped
+
         per: Per = value.get("per") or ("parameter" if method == "adagc" else "group")
         report: Per | None = value.get("report")
         if report not in (None, per) and per != "group":
@@ -410,7 +267,16 @@ class ClipSettings:
             norm_type=float(value.get("norm_type") or 2.0),
             nonfinite=value.get("nonfinite") or "skip",
             per=per,
-            groups=tuple(_group(name, entry) for name, entry in (value.get("groups") or {}).items()),
+            groups=tuple(
+                ClipGroup(
+                    name,
+                    None if entry.get("max_norm") is None else float(entry["max_norm"]),
+                    entry.get("counted", True),
+                    entry.get("clipped", True),
+                    (entry["params"],) if isinstance(entry["params"], str) else tuple(entry["params"]),
+                )
+                for name, entry in (value.get("groups") or {}).items()
+            ),
             report=report,
         )
 
@@ -443,21 +309,222 @@ class ClipSettings:
         return [*self.groups, ClipGroup("rest" if self.groups else "all")]
 
 
-def _method(method: Any, max_norm: Any) -> tuple[str, dict[str, Any]]:
-    options: dict[str, Any] = dict(method) if isinstance(method, Mapping) else {}
-    name = options.pop("type", None) if isinstance(method, Mapping) else method
-    if max_norm is not None:
-        options["max_norm"] = float(max_norm)
-    return name or "norm", options
+# --- Functions that need no engine and no config ---
 
 
-def _group(name: str, entry: Mapping[str, Any]) -> ClipGroup:
-    patterns = entry["params"]
-    own = entry.get("max_norm")
-    return ClipGroup(
-        name,
-        None if own is None else float(own),
-        entry.get("counted", True),
-        entry.get("clipped", True),
-        (patterns,) if isinstance(patterns, str) else tuple(patterns),
-    )
+Parameters = Tensor | Iterable[Tensor]
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Parameters,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    context: ParallelContext | None = None,
+) -> Tensor:
+    """Clip the gradients to a total norm of `max_norm`, in place; returns the norm before it, as a plain tensor.
+
+    In a launched context every element of the model's gradient counts once, whatever its placement, and
+    every rank must call it. DTensors may lie on any meshes and be mixed with plain tensors. Without a
+    context plain tensors are clipped as torch's function does, on this rank alone. Beside DTensors every rank must call it
+    all the same, and ranks outside a DTensor's mesh must hold copies of it: if they do not, as in a pipeline, the norm is
+    NaN, and with `error_if_nonfinite` an error that says why.
+    `foreach` is accepted and has no effect: there is one way here.
+    """
+    held = _as_list(parameters)
+    limit = positive("max_norm", float(max_norm)) if max_norm else 0.0
+    norm = grad_norm(held, norm_type, error_if_nonfinite=error_if_nonfinite, context=context)
+    divisor = divisor_to(norm, limit)  # inf for a limit of 0
+    scale_all([parameter.grad for parameter in held if parameter.grad is not None], divisor, divide=True)
+    return norm
+
+
+@torch.no_grad()
+def grad_norm(
+    parameters: Parameters,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    *,
+    context: ParallelContext | None = None,
+) -> Tensor:
+    """The total norm of the gradients over the whole world: at most one collective, the same bits on every rank.
+
+    `error_if_nonfinite` raises on every rank alike, which (as in torch) waits for the device.
+    """
+    held = _as_list(parameters)
+    norm_type = check_order(norm_type)
+    known = _context(context)
+    # Plain tensors and no launched context are this process alone, as in torch. A DTensor makes it a matter of the world.
+    shared = known is not None or any(is_dtensor(parameter) for parameter in held)
+    vector, copies = powsums(_blocks(held, known, shared), norm_type, device=_device(held, known)), None
+
+    # Without a context only the meshes say who holds copies, which a pipeline of DTensors belies: its stages have meshes of
+    # the same shape and other parameters. So every rank sends its place and its own sum along, and ranks at one place
+    # must have measured the same.
+    measured, _ = vector
+    evidence = _place_and_sum(held, measured) if shared and known is None else vector[:0]
+    vector = torch.cat([vector, evidence])
+    norms = reduce_norms(vector, norm_type, piggybacked=len(evidence), whole=not shared)
+    total = norms.total()
+    if len(evidence):
+        copies = _are_copies(vector[-len(evidence) :])
+        total = torch.where(copies, total, torch.nan)
+
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        if copies is not None and not bool(copies):
+            raise GradientError(
+                "ranks at the same place of their DTensors' meshes hold different gradients: they are stages of a pipeline, "
+                "or gradients are not averaged yet. Average them first; for a pipeline pass context=, a launched "
+                "context, which knows the stages",
+                code="C047",
+            )
+        raise GradientError(
+            f"the total norm of order {norm_type} is {total.item()}, so the gradients cannot be clipped; "
+            f"error_if_nonfinite=False goes on regardless",
+            code="C048",
+        )
+    return total
+
+
+def _blocks(held: list[Tensor], context: ParallelContext | None, shared: bool) -> list[GradientBlock]:
+    """The gradients, each with its number of holders: by the layout, by the meshes of DTensors, or this rank alone."""
+    known: dict[Placement, Holding] = {}
+    blocks = []
+    for parameter in held:
+        if parameter.grad is None:
+            continue
+        # A DTensor's gradient need not be placed as the parameter is.
+        placed: Any = parameter.grad if is_dtensor(parameter.grad) else parameter
+        if is_dtensor(parameter.grad) and any(spec.is_partial() for spec in placed.placements):
+            raise GradientError(
+                f"a gradient is placed {placed.placements}: a sum is still pending on it, so it has no norm yet. "
+                f"Redistribute it to Shard or Replicate first."
+            )
+        count: int = 1
+        index: int | None = 0
+        if context is not None:
+            placement = effective_placement(placed, context.layout, context.get_global_rank())
+            if placement not in known:
+                known[placement] = holding(context.layout, placement, context.get_global_rank())
+            count, index = known[placement].count, known[placement].index
+        elif shared:
+            count, index = _holders_by_mesh(placed), None
+        blocks.append(GradientBlock(local_part(parameter.grad), count, index))
+    return blocks
+
+
+def _holders_by_mesh(placed: Any) -> int:
+    """Without a context: a DTensor's elements are on world / shards ranks; a plain tensor is a replica on all."""
+    world = dist.get_world_size()
+    if not is_dtensor(placed):
+        return world
+    sizes = placed.device_mesh.shape
+    # Not `is_shard()`: that is False for the strided shards of FSDP over tensor parallelism.
+    shards = prod(size for size, spec in zip(sizes, placed.placements, strict=True) if not spec.is_replicate())
+    return world // shards
+
+
+def _place_and_sum(held: list[Tensor], measured: Tensor) -> Tensor:
+    """This rank's place on its meshes, and its sum of the gradients of which other ranks are taken to hold copies.
+
+    Zeros at the places of all other ranks, so that a SUM gathers; all zeros where every mesh is the whole world.
+    """
+    world, rank = dist.get_world_size(), dist.get_rank()
+    gradients: list[Any] = [parameter.grad for parameter in held if parameter.grad is not None]
+    evidence = measured.new_zeros(2, world)
+    if any(is_dtensor(gradient) and gradient.device_mesh.size() < world for gradient in gradients):
+        places = [gradient.device_mesh.get_coordinate() if is_dtensor(gradient) else None for gradient in gradients]
+        mark = 1 + crc32(repr(places).encode())  # never 0
+        evidence[0, rank], evidence[1, rank] = mark, measured
+    return evidence.flatten()
+
+
+def _are_copies(evidence: Tensor) -> Tensor:
+    """Whether ranks at the same place of their meshes measured the same, as a boolean on the device."""
+    places, measured = evidence.view(2, -1)
+    places, order = places.sort()
+    measured = measured[order]
+    return ~((places[1:] == places[:-1]) & (measured[1:] != measured[:-1])).any()
+
+
+def _device(held: list[Tensor], context: ParallelContext | None) -> torch.device | None:
+    """Where the norm is joined: what the world communicates on, also when some gradients lie elsewhere."""
+    if context is not None:
+        return context.device
+    return next((parameter.device for parameter in held if parameter.device.type != "cpu"), None)
+
+
+def _context(context: ParallelContext | None) -> ParallelContext | None:
+    if context is None:
+        from colonnade.core import global_context  # the default where a user passes no context
+
+        context = global_context
+    return context if context.is_launched else None
+
+
+def _as_list(parameters: Parameters) -> list[Tensor]:
+    # A generator must not be used up by the norm: then nothing would be clipped.
+    held = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    return list({id(parameter): parameter for parameter in held}.values())
+
+
+@torch.no_grad()
+def clip_values_(grads: Iterable[Tensor], limit: float) -> None:
+    """Bring every element into [-limit, limit], in place. Needs no communication under any placement."""
+    bound = positive("the limit of a value clip", limit)
+    tensors = [grad for grad in grads if grad.numel()]
+    if any(grad.is_complex() for grad in tensors):
+        raise GradientError("a value clip takes real gradients; clip complex ones by their norm")
+    if tensors:
+        torch._foreach_clamp_min_(tensors, -bound)
+        torch._foreach_clamp_max_(tensors, bound)
+
+
+@dataclass(frozen=True)
+class UnitBlock:
+    """A local parameter and gradient whose units are its rows (dimension 0), or the whole of a vector.
+
+    `group` has the ranks that hold the other parts of the same units: those over which a dimension other than
+    the first is sharded, or any dimension of a vector. None when every unit is whole here.
+    """
+
+    param: Tensor
+    grad: Tensor
+    group: dist.ProcessGroup | None = None
+
+
+@torch.no_grad()
+def clip_units_(blocks: Sequence[UnitBlock], factor: float = 0.01, eps: float = 1e-3) -> None:
+    """Adaptive gradient clipping (2102.06171): no unit's gradient norm exceeds `factor` x its weight norm.
+
+    Weight norms count as at least `eps`. One all-reduce per distinct group; every rank of a group must pass
+    the blocks of that group in the same order, also those of which it holds no element.
+    """
+    positive("the factor of a unit clip", factor)
+    positive("eps of a unit clip", eps)
+    by_group: dict[dist.ProcessGroup | None, list[UnitBlock]] = {}
+    for block in blocks:
+        by_group.setdefault(block.group, []).append(block)
+    for group, members in by_group.items():
+        squares = torch.cat([_unit_squares(t) for block in members for t in (block.param, block.grad)])
+        if group is not None:
+            dist.all_reduce(squares, group=group)
+        norms = iter(squares.sqrt().split([_units(b.grad) for b in members for _ in "wg"]))
+        for block in members:
+            weight, grad = next(norms), next(norms)
+            limit = weight.clamp(min=eps) * factor
+            scale = torch.fmin(limit / grad, torch.ones_like(grad))  # 1 where a norm is NaN
+            block.grad.mul_(scale.view(-1, *[1] * (block.grad.dim() - 1)) if block.grad.dim() else scale.view(()))
+
+
+def _units(tensor: Tensor) -> int:
+    return tensor.shape[0] if tensor.dim() > 1 else 1
+
+
+def _unit_squares(tensor: Tensor) -> Tensor:
+    rows = tensor.flatten(1) if tensor.dim() > 1 else tensor.reshape(1, -1)
+    wide = torch.float64 if tensor.dtype in (torch.float64, torch.complex128) else torch.float32
+    return torch.linalg.vector_norm(rows.abs() if rows.is_complex() else rows, dim=1, dtype=wide).square()

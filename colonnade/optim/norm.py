@@ -1,8 +1,14 @@
 """The norm of the whole world's gradient: local sums of powers, one collective, one root.
 
-`Meter` reads the gradient blocks of this rank once and leaves a small fp64 vector on the device;
-`reduce_norms` sums the vectors of all ranks with one all-reduce, so every rank has the same bits. Nothing
-here waits for the device or looks at a value on the host.
+A rank describes what it holds by `GradientBlock`s: a tensor, how many ranks hold the same elements, and a slot, which is
+what gets a norm of its own. `Meter` reads the blocks of this rank once, by a reader that suits their device, and leaves a
+small fp64 vector there: a sum of powers per slot, and a count of blocks that are not finite per slot. `reduce_norms` adds
+up the vectors of all ranks with one all-reduce, so that every rank has the same bits, and gives them as `Norms`, which
+takes roots.
+
+Nothing here waits for the device or looks at a value on the host. Sums over ranks are in fp64, whatever the gradients are:
+each element is in exactly one rank's sum (or in fixed proportions in several), so the norm does not depend on the layout
+but for the last digits of fp64.
 """
 
 from __future__ import annotations
@@ -23,26 +29,16 @@ from colonnade.errors import GradientError
 from colonnade.gradients.sums import HALVES
 from colonnade.parallel.flat import FlatLayout, flattened, padded
 
-# --------------------------------------------------------------------------------------------------
-# Gradient blocks: what each rank adds to a norm that covers the whole world.
+# --- Blocks: what a rank adds to a norm ---
 #
-# A block is a local gradient that `count` world ranks hold alike; this rank is number `index` among them. Each
-# element must be counted once, so replica i of n reads only the i-th slice of the block; without an index it reads all,
-# and counts 1/n of it.
-# --------------------------------------------------------------------------------------------------
+# `count` ranks hold the elements of a block alike, and this rank is number `index` among them. Each element must be counted
+# once: replica i of n reads only the i-th slice, so that replicas also share the work. Where the others may have cut the
+# parameter elsewhere (a sharded optimizer), there are no slices to agree on: without an index a rank reads all it has, and
+# counts 1/n of it.
 
 
 SLICE = 64
 """Slices of a replicated block start at multiples of this many elements, so that their loads stay aligned."""
-
-CHUNK = 1 << 16
-"""Elements that one program of the CUDA norm adds up."""
-
-STEP_CHUNK = 1024
-"""Elements that one program of the CUDA optimizer step updates."""
-
-UNIT = 8
-"""The CUDA kernels take all starts and lengths to be multiples of this many elements."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +92,8 @@ def bucket_blocks(
     another bucket or at another place (tied parameters): their slices must not depend on their neighbours.
     Padding must be zero, as `FlatLayout.allocate` leaves it.
     """
+    # A block needs a tensor of its own, a chunk and a row of the reader: the fewer, the faster. Parameters that follow each
+    # other in the buffer join when they agree on all that a block says, padding and all.
     keys = [(*holding, slot) for holding, slot in zip(holdings, slots or [0] * len(layout), strict=True)]
     runs: list[tuple[int, int]] = []
     for index in range(len(layout)):
@@ -113,37 +111,7 @@ def bucket_blocks(
     ]
 
 
-def chunk_table(spans: Sequence[tuple[int, int]], size: int, device: torch.device) -> Tensor:
-    """Cut spans [start, stop) into chunks of at most `size` elements: int32 rows (start, stop, span index).
-
-    Starts and stops are in units of `UNIT` elements, so that a kernel knows them to be aligned; a stop is
-    rounded up, into the padding.
-    """
-    step = size // UNIT
-    pairs = [(start // UNIT, -(-stop // UNIT)) for start, stop in spans]
-    total = sum(-(-(stop - start) // step) for start, stop in pairs)
-    # On the host also where another device is the default one.
-    starts, stops = torch.tensor(pairs, dtype=torch.int64, device="cpu").view(-1, 2).unbind(1)
-    counts = (stops - starts + step - 1) // step
-    owner = torch.repeat_interleave(torch.arange(len(spans), device="cpu"), counts, output_size=total)
-    first = torch.cumsum(counts, 0) - counts
-    begin = starts[owner] + (torch.arange(total, device="cpu") - first[owner]) * step
-    table = torch.stack([begin, torch.minimum(begin + step, stops[owner]), owner], 1).to(torch.int32)
-    return to_device(table, device)
-
-
-def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """Copy a host tensor without making the host wait for the device."""
-    if device.type == "cuda":
-        return host.pin_memory().to(device, non_blocking=True)
-    return host.to(device)
-
-
-def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Make a CUDA device the current one, as kernel launches need it; free when it already is."""
-    if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
-        return nullcontext()
-    return torch.cuda.device(device)
+# --- The norm: measure, one collective, root ---
 
 
 def check_order(p: float) -> float:
@@ -155,246 +123,6 @@ def check_order(p: float) -> float:
     if not 0 < order <= 32 and order != math.inf:
         raise GradientError(f"the order of a gradient norm is a number above 0 and up to 32, or inf, not {p!r}")
     return order
-
-
-# --------------------------------------------------------------------------------------------------
-# The two ways to read gradients once for a norm, both without a copy and without waiting for the device.
-#
-# Rows too short to lose digits in fp32 are added up in fp64: as fast as one read of the memory, and right
-# to about 1e-8. `KernelReader` does it for the 2-norm on CUDA, with one Triton launch per buffer and one to
-# finish; `TorchReader` does everything else.
-# --------------------------------------------------------------------------------------------------
-
-
-ROW = 1024
-"""Elements added in fp32 before fp64 takes over; longer rows are no faster and less exact."""
-
-SMALL, LARGE = 1 << 14, 1 << 18
-"""On a CPU, tensors above SMALL elements are cut, and those from LARGE on read as a table by all threads.
-
-Squares of half-precision values are so short that their sums err to one side: those are cut at a quarter."""
-
-_KEPT = 256
-"""How many indices of readers are kept on devices."""
-
-PIECE = 1 << 20
-"""Half-precision elements turned into fp32 at a time on a CPU, whose norm cannot do that on the fly."""
-
-
-def kernels_available() -> bool:
-    """Whether Triton kernels can be built here."""
-    return torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
-
-
-def suits_kernel(rows: Sequence[Tensor], p: float) -> bool:
-    """Whether `KernelReader` can read these flat tensors of one device."""
-    return (
-        p == 2.0
-        and kernels_available()
-        and all(row.is_cuda and row.is_contiguous() and row.dtype in (torch.float32, *HALVES) for row in rows)
-        and all(row.numel() % UNIT == 0 and row.data_ptr() % (UNIT * row.element_size()) == 0 for row in rows)
-    )
-
-
-def join(values: Tensor, lengths: Tensor, p: float) -> Tensor:
-    """Sums (maxima for p = inf) of consecutive rows of `values`, `lengths` of them each; 0 for none."""
-    if len(values) and len(lengths) == 1:
-        return values.amax(0, keepdim=True) if math.isinf(p) else values.sum(0, keepdim=True)
-    how = "max" if math.isinf(p) else "sum"
-    # `unsafe` leaves out checks of the lengths that would wait for the device.
-    return torch.segment_reduce(values, how, lengths=lengths, unsafe=True, initial=0.0)
-
-
-_made: dict[object, Tensor] = {}
-
-
-def _kept(key: object, make: Callable[[], Tensor]) -> Tensor:
-    """What was made once for this key: what measures loose gradients is built anew in every step. Not to be written to."""
-    found = _made.get(key)
-    if found is None:
-        found = make()
-        if type(found) is Tensor:  # not a fake one of a plan
-            if len(_made) == _KEPT:
-                _made.clear()
-            _made[key] = found
-    return found
-
-
-def numbers_on(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """These numbers on a device. The host does not wait for it, nor for what another default device would make of them."""
-    key = numbers, dtype, device
-    return _kept(key, lambda: to_device(torch.tensor(numbers, dtype=dtype, device="cpu"), device))
-
-
-def _order_on(owners: tuple[int, ...], counts: tuple[int, ...], device: torch.device) -> Tensor:
-    """Where the values of each owner lie, owner after owner, if `counts` of them come for each of `owners` in turn."""
-
-    def make() -> Tensor:
-        starts = [0, *accumulate(counts)]
-        ordered = sorted(range(len(owners)), key=owners.__getitem__)
-        runs = [torch.arange(starts[at], starts[at + 1], device="cpu") for at in ordered]
-        return to_device(torch.cat(runs), device)
-
-    return _kept((owners, counts, device), make)
-
-
-class TorchReader:
-    """Norms of rows of at most 1K elements on a CPU, of whole tensors elsewhere; their powers added per tensor."""
-
-    def __init__(self, rows: Sequence[Tensor], p: float) -> None:
-        self._p = p
-        self._tables: list[Tensor] = []
-        self._small: dict[torch.dtype, list[Tensor]] = {}
-        of_tables: list[int] = []
-        of_small: dict[torch.dtype, list[int]] = {}
-        (device,) = {row.device for row in rows}
-        cpu = device.type == "cpu"
-        for owner, row in enumerate(rows):
-            if p == 2.0 and row.is_complex():
-                row = torch.view_as_real(row).view(-1)
-            numel, full = row.numel(), 0
-            if cpu and numel >= LARGE:
-                length = _row_length(numel)
-                full = numel // length * length
-                self._tables.append(row[:full].view(-1, length))
-                of_tables.append(owner)
-            if full < numel:
-                size = SMALL // 4 if row.dtype in HALVES else SMALL
-                pieces = row[full:].split(size if cpu else numel)
-                self._small.setdefault(row.dtype, []).extend(pieces)
-                of_small.setdefault(row.dtype, []).extend([owner] * len(pieces))
-        owners = [*of_tables, *(owner for dtype in self._small for owner in of_small[dtype])]
-        counts = [*map(len, self._tables), *[1] * (len(owners) - len(of_tables))]
-        lengths = [0] * len(rows)
-        for owner, count in zip(owners, counts, strict=True):
-            lengths[owner] += count
-        self._lengths = numbers_on(tuple(lengths), torch.int64, device)
-        self._order: Tensor | None = None
-        if owners != sorted(owners):
-            self._order = _order_on(tuple(owners), tuple(counts), device)
-        self._shape, self._device = (2, len(rows)), device
-
-    def __call__(self) -> Tensor:
-        norms = [norm for table in self._tables for norm in _row_norms(table, self._p)]
-        norms += [_small_norms(tensors, self._p) for tensors in self._small.values()]
-        if not norms:
-            return torch.zeros(self._shape, dtype=torch.float64, device=self._device)
-        first, *others = norms
-        values = (torch.cat(norms) if others else first).double()
-        if self._p == 2.0:
-            values.square_()
-        elif self._p != 1.0 and not math.isinf(self._p):
-            values.pow_(self._p)
-        if self._order is not None:
-            values = values[self._order]
-        return _marked(join(values, self._lengths, self._p), self._p)
-
-
-def _row_length(numel: int) -> int:
-    """At most ROW, and if possible such that nothing is left over: every further operation costs its launch."""
-    return next((length for length in range(ROW, ROW // 2, -1) if numel % length == 0), ROW)
-
-
-def _row_norms(table: Tensor, p: float) -> list[Tensor]:
-    if table.dtype not in HALVES:
-        return [torch.linalg.vector_norm(table, p, dim=1)]
-    _, length = table.shape
-    return [torch.linalg.vector_norm(part, p, dim=1, dtype=torch.float32) for part in table.split(PIECE // length)]
-
-
-def _small_norms(tensors: list[Tensor], p: float) -> Tensor:
-    first, *others = tensors
-    wide = torch.float32 if first.dtype in HALVES else None
-    if not others:
-        return torch.linalg.vector_norm(first, p, dtype=wide).view(1)
-    return torch.stack(torch._foreach_norm(tensors, p, dtype=wide))
-
-
-def _marked(values: Tensor, p: float) -> Tensor:
-    """(values, marks): 1 for a non-finite value; for p = inf a NaN becomes inf marked 2, to survive a MAX."""
-    if not math.isinf(p):
-        return torch.stack([values, (values * 0).nan_to_num_(nan=1.0)])  # inf * 0 is NaN as well
-    nan = values.isnan()
-    values = torch.where(nan, math.inf, values)
-    return torch.stack([values, values.isinf().double() + nan.double()])
-
-
-class KernelReader:
-    """2-norms through the Triton kernels: flat, aligned tensors of fp32 or half precision on CUDA."""
-
-    def __init__(self, rows: Sequence[Tensor]) -> None:
-        from colonnade.optim.kernels import norm_kernels
-
-        self._kernels = norm_kernels
-        (self._device,) = {row.device for row in rows}
-        self._bases: list[Tensor] = []
-        self._launches: list[tuple[Tensor, int]] = []
-        chunks_of = [-(-row.numel() // CHUNK) for row in rows]
-        ranges = torch.zeros(len(rows), 2, dtype=torch.int32, device="cpu")
-        first = 0
-        for members in _by_storage(rows):
-            own = [rows[index] for index in members]
-            origin = min(int(row.storage_offset()) for row in own)
-            end = max(int(row.storage_offset()) + row.numel() for row in own)
-            self._bases.append(next(iter(own)).as_strided((end - origin,), (1,), origin))
-            starts = [int(row.storage_offset()) - origin for row in own]
-            spans = [(start, start + row.numel()) for start, row in zip(starts, own, strict=True)]
-            table = chunk_table(spans, CHUNK, self._device)
-            self._launches.append((table, first))
-            for index in members:
-                ranges[index, 0], ranges[index, 1] = first, first + chunks_of[index]
-                first += chunks_of[index]
-        self._ranges = to_device(ranges, self._device)
-        self._partial = torch.zeros(max(first, 1), dtype=torch.float64, device=self._device)
-
-    def __call__(self) -> Tensor:
-        with on_device(self._device):
-            for base, (table, first) in zip(self._bases, self._launches, strict=True):
-                self._kernels.square_sums(base, table, self._partial[first:])
-            return self._kernels.add_ranges(self._partial, self._ranges)
-
-
-def _by_storage(rows: Sequence[Tensor]) -> list[list[int]]:
-    """Indices of the non-empty rows, together when they lie in one buffer."""
-    groups: dict[tuple[int, torch.dtype], list[int]] = {}
-    for index, row in enumerate(rows):
-        if row.numel():
-            groups.setdefault((row.untyped_storage().data_ptr(), row.dtype), []).append(index)
-    return list(groups.values())
-
-
-@dataclass(frozen=True)
-class Norms:
-    """The reduced sums of powers (for p = inf: maxima) per slot, fp64, the same bits on every rank.
-
-    `nonfinite` is above 0 for a slot with a non-finite block: how many blocks there were in the world, or
-    just 1 for p = inf.
-    """
-
-    p: float
-    sums: Tensor
-    nonfinite: Tensor
-
-    def per_slot(self) -> Tensor:
-        """The norm of every slot."""
-        return self._root(self.sums)
-
-    def total(self, counted: Tensor | None = None) -> Tensor:
-        """The norm over the slots of the mask `counted` (all of them without one), as a 0-dim tensor."""
-        sums = self.sums if counted is None else torch.where(counted, self.sums, 0.0)
-        if sums.numel() == 1:
-            return self._root(sums.view(()))
-        return self._root(sums.amax(-1) if math.isinf(self.p) else sums.sum(-1))
-
-    def over(self, members: Tensor) -> Tensor:
-        """The norms of several sets of slots at once: `members` is a mask of shape (sets, slots)."""
-        sums = torch.where(members, self.sums, 0.0)
-        return self._root(sums.amax(-1) if math.isinf(self.p) else sums.sum(-1))
-
-    def _root(self, sums: Tensor) -> Tensor:
-        if self.p == 1.0 or math.isinf(self.p):
-            return sums
-        return sums.sqrt() if self.p == 2.0 else sums.pow(1.0 / self.p)
 
 
 class Meter:
@@ -437,6 +165,48 @@ class Meter:
         return stacked.amax(0) if math.isinf(self.p) else stacked.sum(0)
 
 
+class _DeviceSums:
+    """Sums of powers of the blocks of one device, a value per slot; the plan is made once, `vector` runs it."""
+
+    def __init__(self, blocks: Sequence[GradientBlock], p: float, slots: int, *, once: bool) -> None:
+        self._p = p
+        self._blocks = sorted(blocks, key=lambda block: block.slot)
+        owned = [block.owned for block in self._blocks]
+        rows = [flattened(tensor) for tensor in owned]
+        if once:
+            self._read: Callable[[], Tensor] = TorchReader(rows, p)
+        else:
+            # A reader that is kept reads the same memory again: what `flattened` had to copy would be read out of date.
+            for tensor, row in zip(owned, rows, strict=True):
+                if row.numel() and row.data_ptr() != tensor.data_ptr():
+                    raise GradientError(
+                        f"a gradient of shape {tuple(tensor.shape)} and strides {tensor.stride()} has holes or "
+                        "overlaps, so it cannot be measured in place; make it contiguous or use powsums()"
+                    )
+            self._read = KernelReader(rows) if suits_kernel(rows, p) else TorchReader(rows, p)
+
+        # Blocks of which this rank counts a proportion are weighted; a maximum has no proportions.
+        (device,) = {block.tensor.device for block in blocks}
+        self._weights: Tensor | None = None
+        weights = [block.weight for block in self._blocks]
+        if not math.isinf(p) and any(weight != 1.0 for weight in weights):
+            self._weights = numbers_on(tuple(weights), torch.float64, device)
+        # One block per slot, in order, needs no sum over blocks: a launch less.
+        self._one_each = [block.slot for block in self._blocks] == list(range(slots))
+        counts = Counter(block.slot for block in self._blocks)
+        self._lengths = numbers_on(tuple(counts[slot] for slot in range(slots)), torch.int64, device)
+
+    def vector(self) -> Tensor:
+        """2 x slots fp64 numbers: a value per slot, then how many of its blocks were not finite."""
+        values = self._read()
+        if self._weights is not None:
+            sums, marks = values
+            values = torch.stack([sums * self._weights, marks])
+        if self._one_each:
+            return values.reshape(-1)
+        return join(values.t().contiguous(), self._lengths, self._p).t().reshape(-1)
+
+
 def powsums(
     blocks: Sequence[GradientBlock],
     p: float = 2.0,
@@ -454,8 +224,8 @@ def reduce_norms(
     """Join the vectors of all ranks of `group` (None: the world) with exactly one all-reduce, in place.
 
     Every rank of the group must call it, with the same number of slots, also a rank without blocks. The last `piggybacked`
-    numbers are none of the norm's: they are joined along with it. `whole`: every rank has measured everything, so that
-    there is nothing to join.
+    numbers are not part of the norm: they travel in the same collective. `whole`: every rank has measured everything, so
+    that there is nothing to join.
     """
     order = check_order(p)
     if not whole and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
@@ -467,42 +237,292 @@ def reduce_norms(
     return Norms(order, values, nonfinite)
 
 
-class _DeviceSums:
-    """Sums of powers of the blocks of one device, a value per slot; the plan is made once, `vector` runs it."""
+@dataclass(frozen=True)
+class Norms:
+    """The reduced sums of powers (for p = inf: maxima) per slot, fp64, the same bits on every rank.
 
-    def __init__(self, blocks: Sequence[GradientBlock], p: float, slots: int, *, once: bool) -> None:
+    `nonfinite` is above 0 for a slot with a non-finite block: how many blocks there were in the world, or
+    just 1 for p = inf.
+    """
+
+    p: float
+    sums: Tensor
+    nonfinite: Tensor
+
+    def per_slot(self) -> Tensor:
+        """The norm of every slot."""
+        return self._root(self.sums)
+
+    def total(self, counted: Tensor | None = None) -> Tensor:
+        """The norm over the slots of the mask `counted` (all of them without one), as a 0-dim tensor."""
+        sums = self.sums if counted is None else torch.where(counted, self.sums, 0.0)
+        if sums.numel() == 1:
+            return self._root(sums.view(()))
+        return self._root(sums.amax(-1) if math.isinf(self.p) else sums.sum(-1))
+
+    def over(self, members: Tensor) -> Tensor:
+        """The norms of several sets of slots at once: `members` is a mask of shape (sets, slots)."""
+        sums = torch.where(members, self.sums, 0.0)
+        return self._root(sums.amax(-1) if math.isinf(self.p) else sums.sum(-1))
+
+    def _root(self, sums: Tensor) -> Tensor:
+        if self.p == 1.0 or math.isinf(self.p):
+            return sums
+        return sums.sqrt() if self.p == 2.0 else sums.pow(1.0 / self.p)
+
+
+# --- Readers: sums of powers of many tensors, without a copy and without waiting for the device ---
+#
+# A reader is made of flat tensors and called without arguments: it gives (2, tensors) in fp64, a sum of powers (for p = inf a
+# maximum) and a mark for values that are not finite, per tensor.
+#
+# Rows too short to lose digits in fp32 are added up in fp32, and the rows in fp64: as fast as one read of the memory, and right
+# to about 1e-8. `KernelReader` does it for the 2-norm on CUDA, with one Triton launch per buffer and one to finish;
+# `TorchReader` does everything else.
+
+
+ROW = 1024
+"""Elements added in fp32 before fp64 takes over; longer rows are no faster and less exact."""
+
+SMALL, LARGE = 1 << 14, 1 << 18
+"""On a CPU, tensors above SMALL elements are cut, and those from LARGE on read as a table by all threads.
+
+Squares of half-precision values are so short that their sums err to one side: those are cut at a quarter."""
+
+PIECE = 1 << 20
+"""Half-precision elements turned into fp32 at a time on a CPU, whose norm cannot do that on the fly."""
+
+
+class TorchReader:
+    """Norms of rows of at most 1K elements on a CPU, of whole tensors elsewhere; their powers added per tensor."""
+
+    def __init__(self, rows: Sequence[Tensor], p: float) -> None:
         self._p = p
-        self._blocks = sorted(blocks, key=lambda block: block.slot)
-        self._read = _reader([block.owned for block in self._blocks], p, once=once)
-        (device,) = {block.tensor.device for block in blocks}
-        self._weights: Tensor | None = None
-        weights = [block.weight for block in self._blocks]
-        if not math.isinf(p) and any(weight != 1.0 for weight in weights):
-            self._weights = numbers_on(tuple(weights), torch.float64, device)
-        self._one_each = [block.slot for block in self._blocks] == list(range(slots))
-        counts = Counter(block.slot for block in self._blocks)
-        self._lengths = numbers_on(tuple(counts[slot] for slot in range(slots)), torch.int64, device)
+        self._tables: list[Tensor] = []
+        self._small: dict[torch.dtype, list[Tensor]] = {}
+        of_tables: list[int] = []
+        of_small: dict[torch.dtype, list[int]] = {}
+        (device,) = {row.device for row in rows}
+        # On a CPU large tensors become tables of rows, all but what is left over at their end, and the rest is cut into pieces.
+        # Elsewhere torch's norm of a whole tensor is right and fast: its sums are made in many short runs.
+        cpu = device.type == "cpu"
+        for owner, row in enumerate(rows):
+            if p == 2.0 and row.is_complex():
+                row = torch.view_as_real(row).view(-1)
+            numel, full = row.numel(), 0
+            if cpu and numel >= LARGE:
+                length = _row_length(numel)
+                full = numel // length * length
+                self._tables.append(row[:full].view(-1, length))
+                of_tables.append(owner)
+            if full < numel:
+                size = SMALL // 4 if row.dtype in HALVES else SMALL
+                pieces = row[full:].split(size if cpu else numel)
+                self._small.setdefault(row.dtype, []).extend(pieces)
+                of_small.setdefault(row.dtype, []).extend([owner] * len(pieces))
 
-    def vector(self) -> Tensor:
-        """2 x slots fp64 numbers: a value per slot, then how many of its blocks were not finite."""
-        values = self._read()
-        if self._weights is not None:
-            sums, marks = values
-            values = torch.stack([sums * self._weights, marks])
-        if self._one_each:
-            return values.reshape(-1)
-        return join(values.t().contiguous(), self._lengths, self._p).t().reshape(-1)
+        # What comes out of all these norms is one vector. `lengths` says how many numbers of it each tensor has, and `order`
+        # where they lie, if tables and pieces have torn the tensors' order.
+        owners = [*of_tables, *(owner for dtype in self._small for owner in of_small[dtype])]
+        counts = [*map(len, self._tables), *[1] * (len(owners) - len(of_tables))]
+        lengths = [0] * len(rows)
+        for owner, count in zip(owners, counts, strict=True):
+            lengths[owner] += count
+        self._lengths = numbers_on(tuple(lengths), torch.int64, device)
+        self._order: Tensor | None = None
+        if owners != sorted(owners):
+            self._order = _order_on(tuple(owners), tuple(counts), device)
+        self._shape, self._device = (2, len(rows)), device
+
+    def __call__(self) -> Tensor:
+        p = self._p
+        norms: list[Tensor] = []
+        for table in self._tables:
+            if table.dtype not in HALVES:
+                norms.append(torch.linalg.vector_norm(table, p, dim=1))
+                continue
+            _, length = table.shape
+            parts = table.split(PIECE // length)
+            norms += [torch.linalg.vector_norm(part, p, dim=1, dtype=torch.float32) for part in parts]
+        for dtype, tensors in self._small.items():
+            wide = torch.float32 if dtype in HALVES else None
+            first, *others = tensors
+            if others:
+                norms.append(torch.stack(torch._foreach_norm(tensors, p, dtype=wide)))
+            else:
+                norms.append(torch.linalg.vector_norm(first, p, dtype=wide).view(1))
+        if not norms:
+            return torch.zeros(self._shape, dtype=torch.float64, device=self._device)
+
+        # Norms back to sums of powers, in fp64, in the order of the tensors, and added up per tensor.
+        first, *others = norms
+        values = (torch.cat(norms) if others else first).double()
+        if p == 2.0:
+            values.square_()
+        elif p != 1.0 and not math.isinf(p):
+            values.pow_(p)
+        if self._order is not None:
+            values = values[self._order]
+        values = join(values, self._lengths, p)
+
+        # A sum that meets an inf or a NaN keeps it, and the mark only counts blocks. A MAX over ranks may drop a NaN, so for
+        # p = inf it travels as inf with the mark 2.
+        if not math.isinf(p):
+            return torch.stack([values, (values * 0).nan_to_num_(nan=1.0)])  # inf * 0 is NaN as well
+        nan = values.isnan()
+        values = torch.where(nan, math.inf, values)
+        return torch.stack([values, values.isinf().double() + nan.double()])
 
 
-def _reader(tensors: Sequence[Tensor], p: float, *, once: bool) -> Callable[[], Tensor]:
-    """What measures these tensors: returns (2, tensors) in fp64, the values and the non-finite marks."""
-    rows = [flattened(tensor) for tensor in tensors]
-    if once:
-        return TorchReader(rows, p)
-    for tensor, row in zip(tensors, rows, strict=True):
-        if row.numel() and row.data_ptr() != tensor.data_ptr():
-            raise GradientError(
-                f"a gradient of shape {tuple(tensor.shape)} and strides {tensor.stride()} has holes or "
-                "overlaps, so it cannot be measured in place; make it contiguous or use powsums()"
-            )
-    return KernelReader(rows) if suits_kernel(rows, p) else TorchReader(rows, p)
+def _row_length(numel: int) -> int:
+    """At most ROW, and if possible such that nothing is left over: every further operation costs its launch."""
+    return next((length for length in range(ROW, ROW // 2, -1) if numel % length == 0), ROW)
+
+
+class KernelReader:
+    """2-norms through the Triton kernels: flat, aligned tensors of fp32 or half precision on CUDA."""
+
+    def __init__(self, rows: Sequence[Tensor]) -> None:
+        from colonnade.optim.kernels import norm_kernels
+
+        self._kernels = norm_kernels
+        (self._device,) = {row.device for row in rows}
+        # One launch per buffer: tensors that lie in one storage are read by offsets from the first of them.
+        members_of: dict[tuple[int, torch.dtype], list[int]] = {}
+        for index, row in enumerate(rows):
+            if row.numel():
+                members_of.setdefault((row.untyped_storage().data_ptr(), row.dtype), []).append(index)
+
+        # Each launch leaves a partial sum per chunk; `ranges` says which partial sums are a tensor's.
+        self._bases: list[Tensor] = []
+        self._launches: list[tuple[Tensor, int]] = []
+        chunks_of = [-(-row.numel() // CHUNK) for row in rows]
+        ranges = torch.zeros(len(rows), 2, dtype=torch.int32, device="cpu")
+        first = 0
+        for members in members_of.values():
+            own = [rows[index] for index in members]
+            origin = min(int(row.storage_offset()) for row in own)
+            end = max(int(row.storage_offset()) + row.numel() for row in own)
+            self._bases.append(next(iter(own)).as_strided((end - origin,), (1,), origin))
+            starts = [int(row.storage_offset()) - origin for row in own]
+            spans = [(start, start + row.numel()) for start, row in zip(starts, own, strict=True)]
+            table = chunk_table(spans, CHUNK, self._device)
+            self._launches.append((table, first))
+            for index in members:
+                ranges[index, 0], ranges[index, 1] = first, first + chunks_of[index]
+                first += chunks_of[index]
+        self._ranges = to_device(ranges, self._device)
+        self._partial = torch.zeros(max(first, 1), dtype=torch.float64, device=self._device)
+
+    def __call__(self) -> Tensor:
+        with on_device(self._device):
+            for base, (table, first) in zip(self._bases, self._launches, strict=True):
+                self._kernels.square_sums(base, table, self._partial[first:])
+            return self._kernels.add_ranges(self._partial, self._ranges)
+
+
+def suits_kernel(rows: Sequence[Tensor], p: float) -> bool:
+    """Whether `KernelReader` can read these flat tensors of one device."""
+    return (
+        p == 2.0
+        and kernels_available()
+        and all(row.is_cuda and row.is_contiguous() and row.dtype in (torch.float32, *HALVES) for row in rows)
+        and all(row.numel() % UNIT == 0 and row.data_ptr() % (UNIT * row.element_size()) == 0 for row in rows)
+    )
+
+
+def join(values: Tensor, lengths: Tensor, p: float) -> Tensor:
+    """Sums (maxima for p = inf) of consecutive rows of `values`, `lengths` of them each; 0 for none."""
+    if len(values) and len(lengths) == 1:
+        return values.amax(0, keepdim=True) if math.isinf(p) else values.sum(0, keepdim=True)
+    how = "max" if math.isinf(p) else "sum"
+    # `unsafe` leaves out checks of the lengths that would wait for the device.
+    return torch.segment_reduce(values, how, lengths=lengths, unsafe=True, initial=0.0)
+
+
+_KEPT = 256
+"""How many small constant tensors are kept on devices."""
+
+_made: dict[object, Tensor] = {}
+
+
+def _kept(key: object, make: Callable[[], Tensor]) -> Tensor:
+    """The tensor that was made for this key before: a meter of loose gradients is built anew in every step, out of the same
+    numbers. Not to be written to."""
+    found = _made.get(key)
+    if found is None:
+        found = make()
+        if type(found) is Tensor:  # not a fake one of a plan
+            if len(_made) == _KEPT:
+                _made.clear()
+            _made[key] = found
+    return found
+
+
+def numbers_on(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """These numbers on a device. The host does not wait for it, nor for what another default device would make of them."""
+    key = numbers, dtype, device
+    return _kept(key, lambda: to_device(torch.tensor(numbers, dtype=dtype, device="cpu"), device))
+
+
+def _order_on(owners: tuple[int, ...], counts: tuple[int, ...], device: torch.device) -> Tensor:
+    """Where the values of each owner lie, owner after owner, if `counts` of them come for each of `owners` in turn."""
+
+    def make() -> Tensor:
+        starts = [0, *accumulate(counts)]
+        ordered = sorted(range(len(owners)), key=owners.__getitem__)
+        runs = [torch.arange(starts[at], starts[at + 1], device="cpu") for at in ordered]
+        return to_device(torch.cat(runs), device)
+
+    return _kept((owners, counts, device), make)
+
+
+# --- What the kernels of norm and step share ---
+
+
+CHUNK = 1 << 16
+"""Elements that one program of the CUDA norm adds up."""
+
+STEP_CHUNK = 1024
+"""Elements that one program of the CUDA optimizer step updates."""
+
+UNIT = 8
+"""The CUDA kernels take all starts and lengths to be multiples of this many elements."""
+
+
+def kernels_available() -> bool:
+    """Whether Triton kernels can be built here."""
+    return torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
+
+
+def chunk_table(spans: Sequence[tuple[int, int]], size: int, device: torch.device) -> Tensor:
+    """Cut spans [start, stop) into chunks of at most `size` elements: int32 rows (start, stop, span index).
+
+    Starts and stops are in units of `UNIT` elements, so that a kernel knows them to be aligned; a stop is
+    rounded up, into the padding.
+    """
+    step = size // UNIT
+    pairs = [(start // UNIT, -(-stop // UNIT)) for start, stop in spans]
+    total = sum(-(-(stop - start) // step) for start, stop in pairs)
+    # On the host also where another device is the default one.
+    starts, stops = torch.tensor(pairs, dtype=torch.int64, device="cpu").view(-1, 2).unbind(1)
+    counts = (stops - starts + step - 1) // step
+    owner = torch.repeat_interleave(torch.arange(len(spans), device="cpu"), counts, output_size=total)
+    first = torch.cumsum(counts, 0) - counts
+    begin = starts[owner] + (torch.arange(total, device="cpu") - first[owner]) * step
+    table = torch.stack([begin, torch.minimum(begin + step, stops[owner]), owner], 1).to(torch.int32)
+    return to_device(table, device)
+
+
+def to_device(host: Tensor, device: torch.device) -> Tensor:
+    """Copy a host tensor without making the host wait for the device."""
+    if device.type == "cuda":
+        return host.pin_memory().to(device, non_blocking=True)
+    return host.to(device)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make a CUDA device the current one, as kernel launches need it; free when it already is."""
+    if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
+        return nullcontext()
+    return torch.cuda.device(device)

@@ -130,8 +130,7 @@ def gather_evidence(
 
 def _refuse_a_begun_optimizer(engine: Engine) -> None:
     """One process begins with no state of the optimizer, so the run has to begin with none."""
-    keeper = getattr(engine.optimizer, "stepped", engine.optimizer)  # of a sharded one: that of this rank's slices
-    kept = [value for state in keeper.state.values() for value in state.values()]
+    kept = [value for state in engine.engine_optimizer.stepped.state.values() for value in state.values()]
     stepped = engine._total_passes > 0 and any(isinstance(value, Tensor) for value in kept)
     if any(gather_from_all(stepped, engine.context)):
         raise ParityError(

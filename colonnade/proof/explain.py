@@ -214,7 +214,7 @@ def _ledger(
         claims = [(handler, said) for handler, said in sums.handlers if said is not None]
         # What nobody does here may be done by a handler that only a run finds out about.
         found = plan_sums(
-            role.model, sums.optimizer, context, claims, config.get("sync") or {},
+            role.model, sums.user_optimizer, context, claims, config.get("sync") or {},
             bucket_all=sums.bucket_all, shards=sums.shards, complete=not unknown,
         )  # fmt: skip
     except ColonnadeError as error:

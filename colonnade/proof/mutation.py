@@ -57,11 +57,10 @@ def divisor_of(demand: Demand) -> int:
 def spans(engine: Engine, chosen: Tensor | None = None) -> Iterator[tuple[Tensor, int, int, Tensor]]:
     """(parameter, first, last + 1, its final gradient there), as far as this rank holds it; to be changed in place."""
     sharded = set()
-    if hasattr(engine.optimizer, "gradient_slices"):
-        for parameter, start, stop, gradient in engine.optimizer.gradient_slices():
-            sharded.add(id(parameter))
-            if gradient is not None and (chosen is None or parameter is chosen):
-                yield parameter, start, stop, gradient.view(-1)
+    for parameter, start, stop, gradient in engine.engine_optimizer.gradient_slices():
+        sharded.add(id(parameter))
+        if gradient is not None and (chosen is None or parameter is chosen):
+            yield parameter, start, stop, gradient.view(-1)
     for parameter in engine.model.parameters():
         grad = parameter.grad
         if grad is None or id(parameter) in sharded or is_dtensor(grad) or not (chosen is None or parameter is chosen):
@@ -178,8 +177,7 @@ def around_step(engine: Engine, before: Callable[[], Any], after: Callable[[Any]
         with torch.no_grad():
             kept = before()
             step(outcome)
-            if hasattr(engine.optimizer, "wait"):
-                engine.optimizer.wait()
+            engine.wait_for_weights()
             after(kept)
 
     engine._stepper.step = stepped  # type: ignore[method-assign]  # of this one engine
@@ -317,7 +315,7 @@ def skip_a_parameter(engine: Engine) -> bool:
 def swap_two_shards(engine: Engine) -> bool:
     """Each rank has that of the next one in its group."""
     context = engine.context
-    demand = first(engine, lambda one: one.placement.shards and not hasattr(engine.optimizer, "gradient_slices"))
+    demand = first(engine, lambda one: one.placement.shards and not engine.engine_optimizer.is_sharded)
     if demand is None:
         return False
     mode = next(iter(demand.placement.shards))
@@ -400,7 +398,7 @@ def clip_locally(engine: Engine) -> bool:
     """Shards and stages elsewhere are not in it."""
     context = engine.context
     splits = [one for one in trained(engine) if one.placement.shards]
-    parted = context.pipeline_parallel_size > 1 or splits or hasattr(engine.optimizer, "gradient_slices")
+    parted = context.pipeline_parallel_size > 1 or splits or engine.engine_optimizer.is_sharded
     return clip_by(engine, lambda norm: squares_of(engine).sqrt()) and bool(parted)
 
 
@@ -414,7 +412,7 @@ def count_replicas(engine: Engine) -> bool:
         return total.sqrt()
 
     copied = any(not one.placement.shards for one in trained(engine))
-    sharded = hasattr(engine.optimizer, "gradient_slices")
+    sharded = engine.engine_optimizer.is_sharded
     return engine.context.world_size > 1 and copied and not sharded and clip_by(engine, norm)
 
 

@@ -442,8 +442,7 @@ class EngineRecorder(Observer):
         self.recorder.note_gradients(unscaled)
 
     def on_stepped(self) -> None:
-        if hasattr(self._engine.optimizer, "wait"):
-            self._engine.optimizer.wait()
+        self._engine.wait_for_weights()
         norm = self._engine.grad_norm
         norms = {name: float(value) for name, value in self._engine.grad_norms().items()}
         self.recorder.note_step(None if norm is None else float(norm), norms, self._divisors())
@@ -461,13 +460,12 @@ class EngineRecorder(Observer):
 
     def _gradients(self) -> Iterator[tuple[Tracked, Piece]]:
         """Of what this rank owns: slices of a sharded optimizer, else what lies in `.grad`."""
-        optimizer, sharded = self._engine.optimizer, set()
-        if hasattr(optimizer, "gradient_slices"):
-            for parameter, start, stop, gradient in optimizer.gradient_slices():
-                one = self._by_tensor[id(parameter)]
-                sharded.add(one.name)
-                if gradient is not None:
-                    yield one, Piece(gradient, _in_memory(one)[start:stop])
+        sharded = set()
+        for parameter, start, stop, gradient in self._engine.engine_optimizer.gradient_slices():
+            one = self._by_tensor[id(parameter)]
+            sharded.add(one.name)
+            if gradient is not None:
+                yield one, Piece(gradient, _in_memory(one)[start:stop])
         for one, piece in self.recorder._own_gradients():
             if one.name not in sharded:
                 yield one, piece

@@ -26,6 +26,7 @@ from colonnade.engine.schedule.pipeline import PipelineSchedule
 from colonnade.engine.stepper import SkipAwareScheduler
 from colonnade.errors import ConfigError
 from colonnade.gradients import synchroniser
+from colonnade.optim import engine_optimizer
 from colonnade.optim.zero import fsdp
 from colonnade.optim.zero.formula import ZeroSettings
 from colonnade.parallel.meta import meta_init
@@ -129,7 +130,11 @@ def test_initialize_makes_every_check(check, config, monkeypatch):
         raise ReachedError
 
     name, _, method = check.partition(".")
-    where = next(each for each in (messages, build, prepare, compile, fsdp, engine_module) if name in vars(each))
+    where = next(
+        each
+        for each in (messages, build, prepare, compile, fsdp, engine_module, engine_optimizer)
+        if name in vars(each)
+    )
     model = nn.Linear(2, 2)
     with launch(config, context=ParallelContext(), verbose=False) as gpc:
         monkeypatch.setattr(*((getattr(where, name), method) if method else (where, name)), reached)
@@ -204,55 +209,32 @@ def test_a_scheduler_knows_of_dropped_steps_where_there_may_be_some(may_skip, wo
     assert is_wrapped or found is scheduler
 
 
-@pytest.mark.parametrize(
-    ("flat", "scattered", "graph", "in_buckets"),
-    [
-        (True, (False, False), False, True),
-        (True, (True, False), False, True),
-        (True, (True, True), False, False),  # kernels find gradients where they lie
-        (True, (True, True), True, True),  # but a graph needs them to stay
-        (True, (False, False), True, True),
-        (False, (False, False), False, False),
-        (False, (True, True), True, False),
-    ],
-)
-def test_which_gradients_lie_in_buckets_for_a_flat_step(monkeypatch, flat, scattered, graph, in_buckets):
-    model = nn.Linear(2, 2)
-    can = dict(zip(model.parameters(), scattered, strict=True))
-    monkeypatch.setattr(prepare, "wants_flat", lambda *_: flat)
-    monkeypatch.setattr(prepare, "can_scatter", lambda parameter, planned_on: can[parameter])
-    context: Any = SimpleNamespace(config={"graph_step": graph})
-    found = prepare.prepare_sums(model, SimpleNamespace(), context, ZeroSettings())
-    assert (found.bucket_all, found.flat, found.shards) == (in_buckets, flat, None)
-
-
 @pytest.mark.parametrize(("device", "in_buckets"), [("cpu", True), ("cuda", False)])
 def test_a_plan_says_where_gradients_lie_on_another_machine(device, in_buckets):
     model = nn.Linear(2, 2, device="meta")
-    context: Any = SimpleNamespace(config={})
+    context: Any = SimpleNamespace(config={}, pipeline_parallel_size=1)
     optimizer = torch.optim.AdamW(model.parameters())
     assert prepare.prepare_sums(model, optimizer, context, ZeroSettings(), planned_on=device).bucket_all is in_buckets
 
 
-def test_a_sharded_optimizer_takes_the_buckets_over(monkeypatch):
+def test_an_optimizer_takes_the_buckets_over(monkeypatch):
     told: list[Any] = []
     monkeypatch.setattr(build, "build_sync", lambda *given: told.append(given[5:]) or SimpleNamespace(synchroniser=1))
-    optimizer = SimpleNamespace(
-        attach=lambda *given: told.append(given), wait="wait", settings=SimpleNamespace(stage=1), numel=3
-    )
-    model, schedule = nn.Linear(1, 1), PipelineSchedule.__new__(PipelineSchedule)
+    optimizer: Any = SimpleNamespace(user_optimizer=None, attach=lambda *given: told.append(given), wait="wait")
+    schedule = PipelineSchedule.__new__(PipelineSchedule)
     monkeypatch.setattr(PipelineSchedule, "open_groups", lambda self, context: told.append("groups are opened"))
     context: Any = SimpleNamespace(config={}, waits="waits")
     shards: Any = "shards"
-    sync = build._synchronise(model, prepare.SumSettings(optimizer, [], False, False, shards), schedule, context)
-    assert told == ["groups are opened", (False, "shards"), (1, model)]
-    assert (sync.before_pass, optimizer.waits) == ("wait", "waits")
+    build._synchronise(nn.Linear(1, 1), prepare.SumSettings(optimizer, [], False, shards), schedule, context)
+    assert told == ["groups are opened", (False, "shards", "wait"), (1, "waits")]
 
 
 @pytest.mark.parametrize(("pipeline", "between"), [(1, False), (2, True), (3, True)])
 def test_a_sharded_optimizer_is_told_whether_there_is_a_pipeline(monkeypatch, pipeline, between):
     told: list[bool] = []
-    sharded = SimpleNamespace(shards_of=lambda pipeline: told.append(pipeline))
+    sharded = SimpleNamespace(
+        plan_shards=lambda pipeline: told.append(pipeline), needs_buckets=lambda *_: False, user_optimizer=None
+    )
     monkeypatch.setattr(prepare, "ZeroOptimizer", lambda *_: sharded)
     model = nn.Linear(1, 1)
     context: Any = SimpleNamespace(config={}, pipeline_parallel_size=pipeline)

@@ -14,6 +14,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine import memory
 from colonnade.engine.build import initialize
 from colonnade.engine.memory import KindBytes, MemoryTable
+from colonnade.optim.engine_optimizer import PlainOptimizer
 from colonnade.testing import run_world
 
 WIDTH, LAYERS = 128, 8
@@ -112,12 +113,13 @@ def test_what_a_gpu_counts_is_shared_out(monkeypatch) -> None:
     held = iter([*sizes, sizes[0], KindBytes(300, 5, 200), sizes[2], sizes[0], KindBytes(300, 0, 3000), sizes[2]])
     monkeypatch.setattr(memory, "_held", lambda *args: next(held))
     layout: Any = type("Layout", (), {"parameters": 10, "__getitem__": lambda self, kind: SimpleNamespace(bytes=4.0)})()
-    table = memory.memory_table(nn.Linear(1, 1), None, SimpleNamespace(layout=()), layout, device, reset=True)
+    none = PlainOptimizer(None, nn.Module())
+    table = memory.memory_table(nn.Linear(1, 1), none, SimpleNamespace(layout=()), layout, device, reset=True)
     assert (table.other, table.activations, table.peak) == (200, 680, 1700)
     assert table.held == KindBytes(800, 5, 825)
     assert was_reset == [device]
     model, sync = nn.Linear(1, 1), SimpleNamespace(layout=())
-    again, gone = (memory.memory_table(model, None, sync, layout, device, reset=False) for _ in range(2))
+    again, gone = (memory.memory_table(model, none, sync, layout, device, reset=False) for _ in range(2))
     assert (again.activations, gone.activations) == (700, 0)  # nothing was given back; more than the peak had
     assert was_reset == [device]
     assert str(table).splitlines()[-1].split() == ["peak", "0.0"]

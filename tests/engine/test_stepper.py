@@ -32,26 +32,6 @@ def bare(**parts: Any) -> Any:
     return made
 
 
-def entry(count: int, trains: bool = True) -> Any:
-    return SimpleNamespace(holding=SimpleNamespace(count=count), tensor=nn.Parameter(torch.ones(1), trains))
-
-
-@pytest.mark.parametrize(
-    ("counts", "world_size", "device", "whole"),
-    [
-        ([2, 2], 2, CUDA, True),
-        ([2, 1], 2, CUDA, False),
-        ([2, 2], 2, CPU, False),
-        ([1, 1], 1, CUDA, False),
-        ([1, 1], 2, CUDA, False),
-        ([], 2, CUDA, True),
-    ],
-)
-def test_on_gpus_that_hold_the_same_each_rank_measures_all(counts, world_size, device, whole):
-    context: Any = SimpleNamespace(world_size=world_size, device=device)
-    assert stepper._measures_whole([entry(count) for count in counts], context) is whole
-
-
 @pytest.mark.parametrize(
     ("device", "world_size", "drops", "waits", "alike", "expected"),
     [
@@ -113,7 +93,7 @@ def test_flags_are_sent_once_and_drop_the_step(monkeypatch, unsent, whole, graph
         _step=SimpleNamespace(
             meter=lambda *_: SimpleNamespace(measure=lambda: torch.tensor([1.0, 2.0])), measures_whole=whole
         ),
-        _stepped=SimpleNamespace(step_divided=lambda divisor, drop: stepped.append((divisor, drop.item()))),
+        optimizer=SimpleNamespace(step_divided=lambda divisor, drop: stepped.append((divisor, drop.item()))),
         _norm_type=2.0,
         _context=SimpleNamespace(
             device=CPU,
@@ -211,7 +191,7 @@ def test_what_is_kept_and_taken_up_and_closed():
     part = SimpleNamespace(
         state_dict=lambda: {"a": 1}, load_state_dict=taken.append, close=lambda: taken.append("closed")
     )
-    both, none = bare(policy=part, scaler=part, _stepped=part), bare(policy=None, scaler=None)
+    both, none = bare(policy=part, scaler=part, optimizer=part), bare(policy=None, scaler=None)
     assert both.extra_state() == {"engine.clip": {"a": 1}, "engine.scaler": {"a": 1}}
     assert none.extra_state() == {"engine.clip": {}, "engine.scaler": {}}
     for extra in ({}, {"engine.clip": {}, "engine.scaler": {}}):
@@ -230,34 +210,6 @@ def test_norms_by_slot_and_the_slot_of_what_is_not_clipped():
     assert bare(last=None, _slots=slots).norms() == bare(last=decision(), _slots=None).norms() == {}
     one: Any = SimpleNamespace(label="w")
     assert (stepper._slot_of(slots, one), stepper._slot_of(None, one)) == (4, 0)
-
-
-def test_gradients_in_no_bucket_are_stepped_on_where_they_lie_if_kernels_can(monkeypatch):
-    made: list[Any] = []
-    monkeypatch.setattr(
-        stepper, "BucketStep", lambda optimizer, buckets, generation, *rest: (buckets, generation, rest)
-    )
-    monkeypatch.setattr(
-        stepper, "scattered_buckets", lambda mine, slots, whole: made.append((mine, slots, whole)) or []
-    )
-    monkeypatch.setattr(stepper, "can_scatter", lambda tensor: tensor.numel() == 1)
-    inside, frozen, plain = entry(1), entry(1, trains=False), entry(1)
-    large = SimpleNamespace(tensor=nn.Parameter(torch.ones(2)))
-    held = [inside, frozen, plain, large]
-    synchroniser: Any = SimpleNamespace(parameters={id(inside.tensor): 0}, layout=(), generation=7)
-    for flat, expected in ((True, [plain]), (False, [])):
-        buckets, generation, _ = stepper._step_of_whole_buckets(
-            None,
-            synchroniser,
-            held,
-            lambda one: 3,
-            flat,
-            nn.Module(),
-            True,  # type: ignore[arg-type]
-        )
-        assert buckets() == []
-        assert made[-1] == (expected, [3] * len(expected), True)
-        assert generation() == (7, [False, True] if flat else [])
 
 
 def test_what_an_engine_says_of_its_last_step():

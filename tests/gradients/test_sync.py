@@ -145,9 +145,9 @@ def test_without_a_factor_nothing_is_multiplied_and_a_log_runs_the_handlers():
     model = nn.Linear(1, 1)
     model.weight.grad = torch.ones(1, 1)
     notes, synchroniser, ran = SyncNotes(model), Synchroniser(), list[Any]()
-    sync = GradientSync([notes], synchroniser, None, [(None, [model.weight])])  # type: ignore[arg-type]
     begun: list[bool] = []
-    sync.before_pass = lambda: begun.append(True)
+    loose = [(None, [model.weight])]
+    sync = GradientSync([notes], synchroniser, None, loose, lambda: begun.append(True))  # type: ignore[arg-type]
     sync.log = SimpleNamespace(run=ran.append)  # type: ignore[assignment]
     sync.prepare(False)
     sync.finish()

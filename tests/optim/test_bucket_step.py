@@ -193,7 +193,7 @@ class Flat(OwnedBucket):
     def members(self) -> list[torch.Tensor]:
         return self._members
 
-    def absent(self) -> list[int]:
+    def take_gradients(self) -> list[int]:
         return [at for at, member in enumerate(self._members) if member.grad is None]
 
     def blocks(self, absent: Sequence[int]) -> list[GradientBlock]:

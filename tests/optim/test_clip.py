@@ -218,7 +218,7 @@ def test_a_rank_tells_its_place_and_what_it_measured_where_a_mesh_is_not_the_wor
 
     def told(*gradients: Any) -> list[list[float]]:
         held: Any = [*(SimpleNamespace(grad=one) for one in gradients), SimpleNamespace(grad=None)]
-        return clip._identity(held, measured).view(2, 8).tolist()
+        return clip._place_and_sum(held, measured).view(2, 8).tolist()
 
     assert told() == told(whole) == told(plain) == told(whole, plain) == [[0.0] * 8] * 2
     for gradients in ((part,), (part, plain), (plain, part), (whole, part)):

@@ -109,8 +109,8 @@ def test_groups_are_alike_whatever_names_they_fit() -> None:
 def test_masks_move_to_another_device_and_stay_where_they_are_otherwise() -> None:
     masks = _Masks([ClipGroup("a"), ClipGroup("b", 0.5)], [0, 1])
     own = masks.own
-    assert masks.on(torch.device("cpu")).own is own
-    moved = masks.on(torch.device("meta"))
+    assert masks.to(torch.device("cpu")).own is own
+    moved = masks.to(torch.device("meta"))
     assert {value.device.type for value in vars(moved).values() if isinstance(value, torch.Tensor)} == {"meta"}
 
 

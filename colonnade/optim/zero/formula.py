@@ -72,9 +72,7 @@ def bytes_moved(stage: int, numel: int, ranks: int, *, width: int = 4, passes: i
     return once * {0: 2, 1: 2, 2: passes + 1, 3: 3 * passes}[stage]
 
 
-# --------------------------------------------------------------------------------------------------
-# The `zero` section of a config, read into a record.
-# --------------------------------------------------------------------------------------------------
+# --- The `zero` section of a config ---
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,15 @@
-"""Stage 3: parameters sharded too, by torch's own FSDP2, each over the ranks that hold it and see distinct data.
+"""ZeRO stage 3: parameters sharded too, by torch's own FSDP2, each over the ranks that hold it and see distinct data.
 
-What FSDP2 does not know stays with us: parameters that were placed on other modes keep that placement, experts go
-over their expert-data twin and are divided by all who sent tokens, and norm, ledger and checkpoint read it all.
+`shard_model` decides three things and leaves the rest to `fully_shard`:
+
+- over which ranks each parameter is sharded (`shard_modes_of`): over data for most, over the expert-data twin for experts,
+  whose gradients are divided by all ranks that sent tokens; not at all where FSDP2 cannot (`left_whole`);
+- which modules are units, gathered and given back as one (`chosen_modules`): the blocks of a model, and experts apart;
+- in which dtypes shards are gathered and gradients reduced.
+
+FSDP2 sums the gradients of what it shards. Parameters that are left whole are summed by our handlers. Placements on other
+modes (tensor, pipeline, experts) are carried over to the shards, so that norm, ledger and checkpoint read them as ever.
+That all ranks run the same units in the same order is checked in `colonnade.optim.zero.fsdp_checks`.
 """
 
 from __future__ import annotations
@@ -39,66 +47,45 @@ from colonnade.parallel.demand import owed
 from colonnade.parallel.dtensor import as_dtensor
 from colonnade.parallel.placement import Replicate, Spec, copy_placement, is_dtensor, place, placement_of
 
-# --------------------------------------------------------------------------------------------------
-# Which modules of a model stage 3 gathers one by one.
-# --------------------------------------------------------------------------------------------------
 
+def shard_model(model: nn.Module, context: ParallelContext, settings: ZeroSettings) -> ShardedModel:
+    """Apply FSDP2 to all of a model that is not sharded by it yet. Collective over the world."""
+    old = {name: p for name, p in model.named_parameters() if not is_dtensor(p)}
+    roots = list(model) if isinstance(model, nn.ModuleList) else [model]
+    with agreed_errors(context.device):
+        # Over which ranks each parameter is sharded; None: it stays whole.
+        axis = replica_mode(context.layout, settings.replicate)
+        between = shards_between_hosts(context.layout, settings.replicate, os.environ.get("LOCAL_WORLD_SIZE"))
+        if between and not context.is_simulated:
+            get_dist_logger().warning(between, ranks=[0])
+        left = left_whole(model, roots)
+        shard_modes = {
+            id(p): None if id(p) in left else shard_modes_of(p, context.layout, context.get_global_rank(), axis)
+            for p in old.values()
+        }
 
-_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+        # `fully_shard` takes what is not in a unit yet, so inner modules come first: experts, which are sharded over other ranks,
+        # then the blocks, and the root takes the rest. The root is a unit even if nothing is left for it: it is what lets units
+        # gather ahead of each other.
+        units = _Units(model, shard_modes, context, settings)
+        for root in roots:
+            chosen, usual = chosen_modules(root, settings.wrap), _usual_modes(shard_modes, root)
+            for module in [*_sharded_apart(root, shard_modes, usual), *chosen]:
+                units.shard(module, root)
+            units.shard(root, root, usual)
+            ours = [module for module in root.modules() if module in units.done]
+            _prefetch(ours, settings.prefetch)
+            if root in units.done:
+                units.guards.append(ForwardGuard(root, ours))
 
-
-def chosen_modules(root: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
-    """The modules that are gathered one by one, inner ones first: as named, else the members of outer containers."""
-    if not patterns:
-        return [module for module in outer_members(root) if any(True for _ in module.parameters())]
-    named = [(name, module) for name, module in root.named_modules() if name]
-    found = [
-        module
-        for name, module in named
-        if any(fnmatchcase(name, pattern) or type(module).__name__ == pattern for pattern in patterns)
-    ]
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) or type(module).__name__ == pattern for name, module in named):
-            names = [name for name, _ in named]
-            raise ConfigError(
-                f"zero.wrap: {pattern!r} names no module and no class.{did_you_mean(pattern, names)}", code="C003"
-            )
-    return list(reversed(found))
-
-
-def outer_members(module: nn.Module) -> Iterable[nn.Module]:
-    """The members of the outermost containers of a model: its blocks, and what is in a row with them."""
-    for child in module.children():
-        if isinstance(module, _CONTAINERS) and not _is_list(child, module):
-            yield child
-        else:
-            yield from outer_members(child)
-
-
-def _is_list(child: nn.Module, parent: nn.Module) -> bool:
-    """Whether a member of a container is itself one of modules to gather: a list, or the blocks of a sequential model."""
-    if isinstance(child, nn.Sequential):
-        blocks = list(child)
-        alike = len({type(block) for block in blocks}) == 1 and all(any(True for _ in b.children()) for b in blocks)
-        return isinstance(parent, nn.Sequential) and alike
-    return isinstance(child, (nn.ModuleList, nn.ModuleDict))
-
-
-_DATA_MODES = (ParallelMode.DATA, ParallelMode.EXPERT_DATA, ParallelMode.MOE_DATA)
-
-
-@dataclass(frozen=True)
-class ShardModes:
-    """Over which modes a parameter is sharded (the last) and replicated (one before it), and its divisor."""
-
-    modes: tuple[ParallelMode, ...]
-    divisor: int
-
-    @property
-    def cut(self) -> ParallelMode:
-        """The mode over which it is sharded."""
-        *_, last = self.modes
-        return last
+    # FSDP2 has made new parameters, which know nothing of the old ones' placements.
+    sharding = ShardedModel(old, model, units)
+    for name, parameter in model.named_parameters():
+        if name in old and is_dtensor(parameter):
+            _keep_placement(old[name], parameter, shard_modes[id(old[name])])
+    if not context.is_simulated:
+        units.watch(old)
+    return sharding
 
 
 class ShardedModel:
@@ -119,7 +106,7 @@ class ShardedModel:
         for parameter in [p for p in optimizer.state if id(p) in self._new]:
             new = self._new[id(parameter)]
             held = optimizer.state.pop(parameter)
-            optimizer.state[new] = {name: _cut(value, parameter, new, name) for name, value in held.items()}
+            optimizer.state[new] = {name: _cut_state(value, parameter, new, name) for name, value in held.items()}
 
     def guard(self, optimizer: Any) -> None:
         """Try the optimizer on shards, and have the ranks compare what they ran before each of its steps."""
@@ -130,6 +117,7 @@ class ShardedModel:
         order, guards = self._units.order, self._units.guards
         self._new, self._kept = {}, []  # the whole parameters go now
 
+        # Before weights change: all ranks have issued the same collectives, and nothing is gathered from the old weights.
         def before_step(*_: Any) -> None:
             if order is not None:
                 order.step()
@@ -146,46 +134,6 @@ class ShardedModel:
             return step(*args, **kwargs)
 
         optimizer.step = checked_step
-
-
-def _step_kinds_apart(optimizer: Any) -> None:
-    """torch steps on many tensors in one call, which cannot hold both shards and whole parameters: such a group goes one by one."""
-    for group in optimizer.param_groups:
-        if len({is_dtensor(parameter) for parameter in group["params"]}) > 1:
-            group.update({kind: False for kind in ("foreach", "fused") if kind in group})
-
-
-def shard_model(model: nn.Module, context: ParallelContext, settings: ZeroSettings) -> ShardedModel:
-    """Apply FSDP2 to all of a model that is not sharded by it yet. Collective over the world."""
-    old = {name: p for name, p in model.named_parameters() if not is_dtensor(p)}
-    roots = list(model) if isinstance(model, nn.ModuleList) else [model]
-    with agreed_errors(context.device):
-        axis = replica_mode(context.layout, settings.replicate)
-        between = shards_between_hosts(context.layout, settings.replicate, os.environ.get("LOCAL_WORLD_SIZE"))
-        if between and not context.is_simulated:
-            get_dist_logger().warning(between, ranks=[0])
-        left = left_whole(model, roots)
-        shard_modes = {
-            id(p): None if id(p) in left else shard_modes_of(p, context.layout, context.get_global_rank(), axis)
-            for p in old.values()
-        }
-        units = _Units(model, shard_modes, context, settings)
-        for root in roots:
-            chosen, usual = chosen_modules(root, settings.wrap), _most(shard_modes, root)
-            for module in [*_separate(root, shard_modes, usual), *chosen]:
-                units.shard(module, root)
-            units.shard(root, root, usual)
-            ours = [module for module in root.modules() if module in units.done]
-            _prefetch(ours, settings.prefetch)
-            if root in units.done:
-                units.guards.append(ForwardGuard(root, ours))
-    sharding = ShardedModel(old, model, units)
-    for name, parameter in model.named_parameters():
-        if name in old and is_dtensor(parameter):
-            _keep_placement(old[name], parameter, shard_modes[id(old[name])])
-    if not context.is_simulated:
-        units.watch(old)
-    return sharding
 
 
 class _Units:
@@ -229,6 +177,7 @@ class _Units:
             for p in module.parameters()
             if self._shard_modes.get(id(p)) is not None and id(p) not in self._taken
         }
+        # A parameter that a module outside uses too would be given back while that one still needs it.
         if module is not root and _shares(module, root, mine.values()):
             return
         _check_alike(mine, self._shard_modes)
@@ -237,6 +186,8 @@ class _Units:
         shard_modes = next((self._shard_modes[id(p)] for p in mine.values()), usual)
         if shard_modes is None:
             return
+
+        # With master weights, shards are fp32 and are gathered in the dtype that the model computes in.
         offload = self._settings.offload and self.context.device.type != "cpu"
         mesh = self._mesh(shard_modes.modes)
         *_, shards = mesh.shape
@@ -257,6 +208,8 @@ class _Units:
             ignored_params={p for p in module.parameters() if id(p) not in own},
         )
         self.done[module] = shard_modes, list(mine)
+
+        # FSDP2 divides by the ranks of its mesh; experts are divided by all ranks that sent them tokens.
         if shard_modes.divisor != mesh.size():
             sharded: Any = module
             sharded.set_gradient_divide_factor(shard_modes.divisor)
@@ -274,6 +227,7 @@ class _Units:
 
     def watch(self, old: Mapping[str, nn.Parameter]) -> None:
         """Have the order of the units' collectives compared, and users' gradient hooks run. Collective over the world."""
+        # Ranks whose meshes overlap wait for each other, if only through a third: they compare their order together.
         mine = [mesh.mesh.flatten().tolist() for mesh in self.meshes]
         everyone = gather_json(mine, self.context.device)
         ranks = linked(self.context.get_global_rank(), [each for sets in everyone for each in sets])
@@ -298,19 +252,106 @@ class _Units:
         return self._meshes[modes]
 
 
-def linked(rank: int, rank_sets: Iterable[Iterable[int]]) -> tuple[int, ...]:
-    """The ranks that wait for each other: those of a set that has `rank` in it, and of all that overlap with those."""
-    found, sets = {rank}, [set(ranks) for ranks in rank_sets]
-    while more := set().union(*(ranks for ranks in sets if ranks & found)) - found:
-        found |= more
-    return tuple(sorted(found))
-
-
 def _shares(module: nn.Module, root: nn.Module, parameters: Iterable[nn.Parameter]) -> bool:
     """Whether a module of `root` that is not inside `module` has one of these parameters too."""
     wanted, inside = set(map(id, parameters)), set(module.modules())
     outside = (p for other in root.modules() if other not in inside for p in other._parameters.values())
     return any(id(p) in wanted for p in outside)
+
+
+def _prefetch(units: Sequence[Any], ahead: int) -> None:
+    """Let each unit have the next ones gathered while it computes, in both directions."""
+    if not ahead:
+        return
+    for at, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(list(units[at + 1 : at + 1 + ahead]))
+        unit.set_modules_to_backward_prefetch(list(reversed(units[max(0, at - ahead) : at])))
+
+
+def _keep_placement(old: nn.Parameter, new: Tensor, shard_modes: ShardModes | None) -> None:
+    """Carry the placement on other modes over; over data the gradient is final, also where a twin stands for it."""
+    modes: dict[ParallelMode, Spec] = dict(placement_of(old).modes)
+    if shard_modes is not None and shard_modes.cut is not ParallelMode.DATA:
+        modes[ParallelMode.DATA] = Replicate(owes="nothing")
+    if modes:
+        place(old, modes, placement_of(old).shape)
+        copy_placement(old, new)
+
+
+def _check_alike(mine: Mapping[str, nn.Parameter], shard_modes: Mapping[int, ShardModes | None]) -> None:
+    """Refuse parameters that cannot be gathered together."""
+    kinds: dict[ShardModes | None, str] = {}
+    dtypes: dict[torch.dtype, str] = {}
+    for name, parameter in mine.items():
+        kinds.setdefault(shard_modes[id(parameter)], name)
+        if parameter.requires_grad:
+            dtypes.setdefault(parameter.dtype, name)
+    if len(kinds) > 1:
+        shown = "; ".join(f"{name} over {key.cut.name} / {key.divisor}" for key, name in kinds.items() if key)
+        raise PlacementError(
+            f"zero stage 3 gathers a module's parameters together, but these are sharded differently: {shown}. Put the "
+            f"experts into a module of their own."
+        )
+    if len(dtypes) > 1:
+        shown = "; ".join(f"{name} is {dtype}" for dtype, name in dtypes.items())
+        raise PlacementError(
+            f"zero stage 3 gathers a module's parameters together, which takes one dtype: {shown}. Give them one dtype, or "
+            f"name modules of one dtype each in zero.wrap."
+        )
+
+
+# --- Over which ranks a parameter is sharded ---
+
+
+_DATA_MODES = (ParallelMode.DATA, ParallelMode.EXPERT_DATA, ParallelMode.MOE_DATA)
+
+
+@dataclass(frozen=True)
+class ShardModes:
+    """Over which modes a parameter is sharded (the last) and replicated (one before it), and its divisor."""
+
+    modes: tuple[ParallelMode, ...]
+    divisor: int
+
+    @property
+    def cut(self) -> ParallelMode:
+        """The mode over which it is sharded."""
+        *_, last = self.modes
+        return last
+
+
+def shard_modes_of(parameter: Tensor, layout: Layout, rank: int, axis: ParallelMode | None) -> ShardModes | None:
+    """From what its gradient owes: a mean over data, or over what experts have of it; None if there is nothing."""
+    factors = owed(layout, placement_of(parameter), rank)
+    over_data = [factor for factor in factors if factor.mode in _DATA_MODES and len(factor.ranks) > 1]
+    over_axis = [factor for factor in factors if factor.mode is axis]
+    if not over_data:
+        return None
+    both = [*over_axis, *over_data]
+    return ShardModes(tuple(factor.mode for factor in both), prod(factor.divisor for factor in both))
+
+
+def _usual_modes(shard_modes: Mapping[int, ShardModes | None], root: nn.Module) -> ShardModes | None:
+    """How most elements are sharded: so is the root."""
+    counts: Counter[ShardModes] = Counter()
+    for parameter in root.parameters():
+        key = shard_modes.get(id(parameter))
+        if key is not None:
+            counts[key] += parameter.numel()
+    most = [key for key, _ in counts.most_common()]
+    return next((key for key in most if key.cut is ParallelMode.DATA), next(iter(most), None))
+
+
+def _sharded_apart(
+    module: nn.Module, shard_modes: Mapping[int, ShardModes | None], usual: ShardModes | None
+) -> list[nn.Module]:
+    """The largest modules all of whose parameters are sharded alike, and otherwise than usual: the experts."""
+    keys = {shard_modes.get(id(p)) for p in module.parameters() if id(p) in shard_modes} - {None}
+    if not keys or keys == {usual}:
+        return []
+    if len(keys) == 1:
+        return [module]
+    return [found for child in module.children() for found in _sharded_apart(child, shard_modes, usual)]
 
 
 def left_whole(model: nn.Module, roots: Sequence[nn.Module]) -> set[int]:
@@ -365,82 +406,60 @@ def shards_between_hosts(layout: Layout, name: str | None, ranks_per_host: str |
     )
 
 
-def shard_modes_of(parameter: Tensor, layout: Layout, rank: int, axis: ParallelMode | None) -> ShardModes | None:
-    """From what its gradient owes: a mean over data, or over what experts have of it; None if there is nothing."""
-    factors = owed(layout, placement_of(parameter), rank)
-    over_data = [factor for factor in factors if factor.mode in _DATA_MODES and len(factor.ranks) > 1]
-    over_axis = [factor for factor in factors if factor.mode is axis]
-    if not over_data:
-        return None
-    both = [*over_axis, *over_data]
-    return ShardModes(tuple(factor.mode for factor in both), prod(factor.divisor for factor in both))
+# --- Which modules are gathered one by one ---
 
 
-def _most(shard_modes: Mapping[int, ShardModes | None], root: nn.Module) -> ShardModes | None:
-    """How most elements are sharded: so is the root."""
-    counts: Counter[ShardModes] = Counter()
-    for parameter in root.parameters():
-        key = shard_modes.get(id(parameter))
-        if key is not None:
-            counts[key] += parameter.numel()
-    most = [key for key, _ in counts.most_common()]
-    return next((key for key in most if key.cut is ParallelMode.DATA), next(iter(most), None))
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
-def _separate(
-    module: nn.Module, shard_modes: Mapping[int, ShardModes | None], usual: ShardModes | None
-) -> list[nn.Module]:
-    """The largest modules all of whose parameters are sharded alike, and otherwise than usual: the experts."""
-    keys = {shard_modes.get(id(p)) for p in module.parameters() if id(p) in shard_modes} - {None}
-    if not keys or keys == {usual}:
-        return []
-    if len(keys) == 1:
-        return [module]
-    return [found for child in module.children() for found in _separate(child, shard_modes, usual)]
+def chosen_modules(root: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
+    """The modules that are gathered one by one, inner ones first: as named, else the members of outer containers."""
+    if not patterns:
+        return [module for module in outer_members(root) if any(True for _ in module.parameters())]
+    named = [(name, module) for name, module in root.named_modules() if name]
+    found = [
+        module
+        for name, module in named
+        if any(fnmatchcase(name, pattern) or type(module).__name__ == pattern for pattern in patterns)
+    ]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) or type(module).__name__ == pattern for name, module in named):
+            names = [name for name, _ in named]
+            raise ConfigError(
+                f"zero.wrap: {pattern!r} names no module and no class.{did_you_mean(pattern, names)}", code="C003"
+            )
+    return list(reversed(found))
 
 
-def _prefetch(units: Sequence[Any], ahead: int) -> None:
-    """Let each unit have the next ones gathered while it computes, in both directions."""
-    if not ahead:
-        return
-    for at, unit in enumerate(units):
-        unit.set_modules_to_forward_prefetch(list(units[at + 1 : at + 1 + ahead]))
-        unit.set_modules_to_backward_prefetch(list(reversed(units[max(0, at - ahead) : at])))
+def outer_members(module: nn.Module) -> Iterable[nn.Module]:
+    """The members of the outermost containers of a model: its blocks, and what is in a row with them."""
+    for child in module.children():
+        if isinstance(module, _CONTAINERS) and not _is_list(child, module):
+            yield child
+        else:
+            yield from outer_members(child)
 
 
-def _keep_placement(old: nn.Parameter, new: Tensor, shard_modes: ShardModes | None) -> None:
-    """Carry the placement on other modes over; over data the gradient is final, also where a twin stands for it."""
-    modes: dict[ParallelMode, Spec] = dict(placement_of(old).modes)
-    if shard_modes is not None and shard_modes.cut is not ParallelMode.DATA:
-        modes[ParallelMode.DATA] = Replicate(owes="nothing")
-    if modes:
-        place(old, modes, placement_of(old).shape)
-        copy_placement(old, new)
+def _is_list(child: nn.Module, parent: nn.Module) -> bool:
+    """Whether a member of a container is itself one of modules to gather: a list, or the blocks of a sequential model."""
+    if isinstance(child, nn.Sequential):
+        blocks = list(child)
+        alike = len({type(block) for block in blocks}) == 1 and all(any(True for _ in b.children()) for b in blocks)
+        return isinstance(parent, nn.Sequential) and alike
+    return isinstance(child, (nn.ModuleList, nn.ModuleDict))
 
 
-def _check_alike(mine: Mapping[str, nn.Parameter], shard_modes: Mapping[int, ShardModes | None]) -> None:
-    """Refuse parameters that cannot be gathered together."""
-    kinds: dict[ShardModes | None, str] = {}
-    dtypes: dict[torch.dtype, str] = {}
-    for name, parameter in mine.items():
-        kinds.setdefault(shard_modes[id(parameter)], name)
-        if parameter.requires_grad:
-            dtypes.setdefault(parameter.dtype, name)
-    if len(kinds) > 1:
-        shown = "; ".join(f"{name} over {key.cut.name} / {key.divisor}" for key, name in kinds.items() if key)
-        raise PlacementError(
-            f"zero stage 3 gathers a module's parameters together, but these are sharded differently: {shown}. Put the "
-            f"experts into a module of their own."
-        )
-    if len(dtypes) > 1:
-        shown = "; ".join(f"{name} is {dtype}" for dtype, name in dtypes.items())
-        raise PlacementError(
-            f"zero stage 3 gathers a module's parameters together, which takes one dtype: {shown}. Give them one dtype, or "
-            f"name modules of one dtype each in zero.wrap."
-        )
+# --- The optimizer, and the ranks that wait for each other ---
 
 
-def _cut(value: Any, old: nn.Parameter, new: Any, name: str) -> Any:
+def _step_kinds_apart(optimizer: Any) -> None:
+    """torch steps on many tensors in one call, which cannot hold both shards and whole parameters: such a group goes one by one."""
+    for group in optimizer.param_groups:
+        if len({is_dtensor(parameter) for parameter in group["params"]}) > 1:
+            group.update({kind: False for kind in ("foreach", "fused") if kind in group})
+
+
+def _cut_state(value: Any, old: nn.Parameter, new: Any, name: str) -> Any:
     """State of a whole parameter as the new parameter lies."""
     if not isinstance(value, Tensor) or name == "step" or value.shape != old.shape or not is_dtensor(new):
         return value
@@ -449,3 +468,11 @@ def _cut(value: Any, old: nn.Parameter, new: Any, name: str) -> Any:
     shape, offset = compute_local_shape_and_global_offset(new.shape, new.device_mesh, new.placements)
     part = value[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
     return as_dtensor(part.clone(), new)
+
+
+def linked(rank: int, rank_sets: Iterable[Iterable[int]]) -> tuple[int, ...]:
+    """The ranks that wait for each other: those of a set that has `rank` in it, and of all that overlap with those."""
+    found, sets = {rank}, [set(ranks) for ranks in rank_sets]
+    while more := set().union(*(ranks for ranks in sets if ranks & found)) - found:
+        found |= more
+    return tuple(sorted(found))

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from colonnade.comm.rank_group import gather_json_by, gloo_beside
 from colonnade.comm.torch_versions import all_gather_flat, reduce_scatter_flat
 from colonnade.errors import GradientError, listed
-from colonnade.optim.zero.zero_optimizer import kinds_of_groups, two_steps
+from colonnade.optim.optimizer_trial import kinds_of_groups, two_steps
 from colonnade.parallel.split import Chunks
 from colonnade.texts import digest_of
 
@@ -60,12 +60,15 @@ class RunOrder:
         self.ranks = dist.get_process_group_ranks(group)
         self._gather = gloo_beside(group)
         self._plan: list[_Planned] = []
+        """The collectives of a whole step, each with a way to take part in it with zeros; empty before the first step."""
         self._seen: list[_Planned] = []
+        """Those of this step so far, while it is careful."""
         self._at: int  # the place in the plan, once there is one
         self._careful = True
-        self._missed: int  # how often in a row, from the first plan on
+        """Whether the ranks compare every collective before it is issued; else only whether the plan was followed."""
+        self._missed: int  # how many steps in a row have left the plan, from the first plan on
         self._steps = 0
-        self._stepped = self._said_step = False
+        self._stepped = self._sent_step = False
         self._pending: tuple[Tensor, Any] | None = None
 
     def issue(self, event: Event, replay: Callable[[], None]) -> None:
@@ -76,6 +79,8 @@ class RunOrder:
                 self._at = 0
             if self._plan[self._at][0] == event:
                 self._at += 1
+                # The last collective of the plan: send that it was followed. The answers are read at the end of backward, when they
+                # have come, and before gradients that others sum are waited for.
                 if self._at == len(self._plan):
                     self._pending = self._send(_FOLLOWED, 0)
                     _at_end_of_backward(self._read_followed)
@@ -94,14 +99,14 @@ class RunOrder:
             self._missed = 0
         else:
             self._leave_plan(STEP)
+
+        # The collectives of a careful step become the plan, if there is none or if it was missed twice in a row. What happens
+        # just once, such as an evaluation between two steps, is no plan.
         if self._careful and (not self._plan or self._missed > 1):
-            # What happens just once, such as an evaluation between two steps, is no plan.
             self._plan, self._missed = self._seen, 0
         self._careful = not self._plan
         self._seen, self._at, self._stepped = [], 0, True
         self._steps += 1
-
-    # -- inside -------------------------------------------------------------------------------------------
 
     def _compare(self, event: Event) -> None:
         rows = self._receive(self._send(1 + len(self._seen), event.code))
@@ -134,7 +139,7 @@ class RunOrder:
 
     def _send(self, at: int, code: int) -> tuple[Tensor, Any]:
         mine = torch.tensor([[at, code, int(self._stepped)]], device="cpu")
-        self._said_step, self._stepped = self._stepped, False
+        self._sent_step, self._stepped = self._stepped, False
         everyone = mine.new_empty(len(self.ranks), 3)
         return everyone, self._gather(everyone, mine)
 
@@ -152,10 +157,10 @@ class RunOrder:
 
     def _refuse(self, at: int | None, event: Event | None) -> NoReturn:
         """Say what each rank was about to do where the first one parted. Collective."""
-        mine = [at, str(event)[:1000], self._said_step]
+        mine = [at, str(event)[:1000], self._sent_step]
         everyone = gather_json_by(self._gather, len(self.ranks), mine)
         first = min((place for place, *_ in everyone if place is not None), default=None)
-        told = "another number of optimizer steps has been taken"
+        difference = "another number of optimizer steps has been taken"
         if first is not None:
             planned = str(self._plan[first][0] if first < len(self._plan) else STEP)
             doing: dict[str, list[int]] = {}
@@ -164,10 +169,12 @@ class RunOrder:
                     "" if len({said for *_, said in everyone}) == 1 else f", {'after' if stepped else 'without'} a step"
                 )
                 doing.setdefault((text if place == first else planned) + after, []).append(rank)
-            told = "; ".join(f"rank{'s' * (len(ranks) > 1)} {listed(ranks)} {text}" for text, ranks in doing.items())
+            difference = "; ".join(
+                f"rank{'s' * (len(ranks) > 1)} {listed(ranks)} {text}" for text, ranks in doing.items()
+            )
         raise GradientError(
             f"zero stage 3, step {self._steps + 1}: the ranks {listed(self.ranks)} do not run the same modules in the same "
-            f"order, and weights are gathered from all of them at once. First difference: {told}. This step changes no "
+            f"order, and weights are gathered from all of them at once. First difference: {difference}. This step changes no "
             f"weights. {_ADVICE}",
             code="C070",
         )

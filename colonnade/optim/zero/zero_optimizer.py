@@ -1,14 +1,29 @@
-"""ZeroOptimizer: an ordinary torch optimizer whose state, and at stage 2 its gradients, are sharded over the ranks
-that hold the same parameters and see distinct data.
+"""ZeRO stages 1 and 2: an element-wise torch optimizer whose state, and at stage 2 its gradients, are sharded.
+
+What differs from plain data parallelism, along a step:
+
+- A bucket is cut into one slice for each rank that shares its sum. Its parameters are views of flat memory on every rank, and a
+  rank owns its slice of them (`BucketValues`).
+- Gradients are reduced and scattered instead of all-reduced: a rank gets the final gradient of its slice, and `.grad` is None.
+  Stage 1 keeps memory for whole gradients and sums once a step. Stage 2 keeps slices, sums at every backward pass, and buckets
+  share a little memory for what is on its way.
+- Each rank measures its slices, which are nobody else's, so the norm is joined by the one collective as ever.
+- A twin of the user's optimizer (`_inner`) steps on the slices, and has their state. A slice that is stepped on in another dtype
+  or on the host is a master copy.
+- Then each rank sends its slice of the parameters to the others (`Gather`): at once, or with `gather_ahead` while the next forward
+  pass runs, whose modules wait for their own parameters.
+
+The user's optimizer keeps its parameter groups, which schedulers write to, and gives its state up.
 """
 
 from __future__ import annotations
 
 import copy
 import operator
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,20 +32,349 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from colonnade.comm.waits import WaitWatch
+from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError, GradientError
 from colonnade.gradients.bucket import BucketValues
 from colonnade.gradients.gather import Gather, GatherAhead
 from colonnade.gradients.sums import Sharding, Shards
 from colonnade.gradients.synchroniser import Synchroniser
+from colonnade.logging import get_dist_logger
 from colonnade.optim.bucket_step import BucketStep, OwnedBucket, ShardedBucket, wants_flat
+from colonnade.optim.engine_optimizer import EngineOptimizer, GradientSlice
+from colonnade.optim.optimizer_trial import kinds_of_groups, twin_of, two_steps
 from colonnade.optim.zero.formula import ZeroSettings
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.flat import MASTER, FlatShard, flattened, view_like
 from colonnade.parallel.held import Held
 
-# --------------------------------------------------------------------------------------------------
-# The user's optimizer over parts: the same class and options, on what this rank owns instead of whole parameters.
-# --------------------------------------------------------------------------------------------------
+
+class ZeroOptimizer(EngineOptimizer, Optimizer):
+    """Shards an element-wise optimizer over flat buckets. Made by `initialize`.
+
+    `param_groups` are the original's own (its schedulers go on working) and hold the model's parameters; each
+    rank steps on its slices of them, and then all get each other's. When gradients have been summed they are in the
+    slices and `.grad` is None. `state_dict` and `whole_gradient` are collective.
+    """
+
+    is_sharded = True
+    is_sharded_elsewhere = True  # another initialize() refuses it, and the original once this one has its state
+
+    def __init__(
+        self, optimizer: Optimizer, model: nn.Module, settings: ZeroSettings, flat: bool | None = None
+    ) -> None:
+        check_elementwise(optimizer)
+        # Groups are the original's own dicts: a scheduler that holds the original writes its learning rates here.
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.settings = settings
+        self.optimizer_class = type(optimizer)
+        """Whose state it keeps: checkpoints compare it."""
+        self._original = optimizer
+        # One set of step hooks, whichever of the two they are given to; they run when the slices are stepped on.
+        self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
+        self._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
+        self._flat, self._model = flat, model
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._sizes = [len(group["params"]) for group in self.param_groups]
+        self._frozen: list[Tensor] = []
+
+    def plan_shards(self, pipeline: bool) -> Shards:
+        """The parameters that can get a gradient. With a `pipeline`, summed once a step."""
+        labels: dict[int, str] = {}
+        for at, group in enumerate(self.param_groups):
+            for parameter in group["params"]:
+                name = self._names.get(id(parameter))
+                if name is None:
+                    raise GradientError(
+                        "the optimizer has parameters that are not the model's, so ZeRO does not know how they lie; "
+                        "build it from model.parameters()",
+                        code="C070",
+                    )
+                if not parameter.requires_grad:
+                    self._frozen.append(parameter)
+                    continue
+                if not parameter.is_floating_point():
+                    raise GradientError(f"zero shards real parameters; {name} is {parameter.dtype}", code="C070")
+                labels[id(parameter)] = f" in group {at} of the optimizer"
+        settings = self.settings
+        sharding = Sharding(
+            keep_whole=settings.stage == 1,
+            # A schedule runs many passes, and would send each gradient as often.
+            every_pass=settings.stage == 2 and not pipeline,
+            wide=settings.master_weights,
+            device=torch.device("cpu") if settings.offload else None,
+            give_back=not settings.reduce_scatter,
+        )
+        return Shards(sharding, labels, settings.bucket_mb)
+
+    def needs_buckets(self, graph: bool, planned_on: str | None = None) -> bool:
+        return False  # what is sharded is in buckets, and the rest is not stepped on here
+
+    def attach(self, synchroniser: Synchroniser, waits: WaitWatch) -> None:
+        """Take over the sharded buckets: their parameters become flat, and their slices the optimizer's. Collective."""
+        self._waits = waits
+        self._values = [
+            BucketValues(bucket, synchroniser.groups[bucket.sum.ranks])
+            for bucket in synchroniser.layout
+            if bucket.is_sharded
+        ]
+        group_of = {id(p): at for at, group in enumerate(self.param_groups) for p in group["params"]}
+        parts = [
+            OwnedPart(parameter, group_of[id(parameter)], span.start, span.stop, value)
+            for one in self._values
+            for span, value in zip(one.bucket.spans, one.parts, strict=True)
+            for parameter in [one.bucket.parameters[span.index]]
+        ]
+        self._inner = optimizer_of_parts(self._original, parts)
+        self._refusals = [
+            self._original.register_state_dict_pre_hook(refuse_state_dict),
+            self._original.register_load_state_dict_pre_hook(refuse_load_state_dict),
+        ]
+        self._state = ShardedState(self._inner, self._values, parts)
+        by_group: dict[int, tuple[Any, list[BucketValues]]] = {}
+        for one in self._values:
+            by_group.setdefault(id(one.group), (one.group, []))[1].append(one)
+        self._gathers = [Gather(group, mine) for group, mine in by_group.values()]
+        self._ahead = GatherAhead(self._model, self._gathers) if self.settings.gather_ahead else None
+        self.numel = sum(part.stop - part.start for part in parts)
+        """How many elements this rank steps on."""
+        get_dist_logger().info(
+            f"ZeRO stage {self.settings.stage}: {self.numel} of {sum(p.numel() for p in self._model.parameters())} "
+            f"elements are stepped on here"
+        )
+
+    @property
+    def user_optimizer(self) -> ZeroOptimizer:
+        return self
+
+    @property
+    def masters(self) -> list[Tensor]:
+        """The copies of this rank's slices in another dtype, or on another device, that are stepped on."""
+        return [one.owned for one in self._values if one.has_master]
+
+    @property
+    def stepped(self) -> Optimizer:
+        """The optimizer of this rank's slices, which has their state."""
+        return self._inner
+
+    @cached_property
+    def is_flat(self) -> bool:
+        # Asked of the slices: their masters may be of another dtype, or on another device, than the parameters.
+        return wants_flat([part for one in self._values for part in one.parts], self._inner, self._flat)
+
+    def make_step(
+        self,
+        synchroniser: Synchroniser,
+        held: Sequence[Held],
+        slot_of: Callable[[Held], int],
+        context: ParallelContext,
+    ) -> BucketStep:
+        entry_of = {id(entry.tensor): entry for entry in held}
+        buckets: list[OwnedBucket] = []
+        for one in self._values:
+            entries = [entry_of[id(parameter)] for parameter in one.bucket.parameters]
+            buckets.append(ShardedBucket(one, entries, [slot_of(entry) for entry in entries]))
+        loose = [entry for entry in held if not self.shards(entry.tensor)]
+        # The buckets of slices stay the same for the life of the engine, and no rank measures the whole gradient.
+        self._bucket_step = BucketStep(
+            self._inner, lambda: buckets, lambda: "the same", loose, slot_of, self.is_flat, self._model, False
+        )
+        return self._bucket_step
+
+    def shards(self, parameter: Tensor) -> bool:
+        """Whether the parameter is sharded: one that it has, and that could get a gradient from the start."""
+        return self._state.knows(parameter)
+
+    # -- the step -----------------------------------------------------------------------------------------
+
+    def step_divided(self, divisor: Tensor | None, found_inf: Tensor | None) -> None:
+        """Step on the gradient divided by `divisor`, unless `found_inf` is 1; then give the slices to all."""
+        self._check_parameters()
+
+        # Take up what was changed since the last step: options by a scheduler, weights by whoever loaded some. An optimizer may
+        # also write options in its step, which go back to where users see them.
+        copy_options(self, self._inner)
+        for one in self._values:
+            one.refresh()
+        self._bucket_step.step_divided(divisor, found_inf)
+        copy_options(self._inner, self)
+
+        # Send this rank's slices, also when the step was dropped: only the device knows that, and the ranks must issue the same
+        # collectives. With `gather_ahead` only what a forward pass would not wait for by itself is waited for here.
+        for gather in self._gathers:
+            gather.begin()
+        if self._ahead is None:
+            self.wait()
+        else:
+            self._ahead.hold_back()
+        for optimizer in (self, self._original):
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # what LR schedulers look for
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Step as it is, when the gradients have been summed; `engine.step()` does both, and clips."""
+        if closure is not None:
+            raise GradientError("a sharded optimizer takes no closure: gradients are summed once per step", code="C070")
+        # A hook that only looks refuses gradients that nobody has summed. The engine has summed them when it steps, and a flat
+        # step passes over such hooks; a step that the user takes asks them here.
+        for hook in [one for one in self._optimizer_step_pre_hooks.values() if getattr(one, "only_looks", False)]:
+            hook(self, (), {})
+        self.step_divided(None, None)
+
+    def wait(self) -> None:
+        """Every parameter is whole when this returns; only needed where `gather_ahead` lets the gathers run on."""
+        for gather in self._gathers:
+            gather.wait()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Let go of all gradients."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    def close(self) -> None:
+        """Remove hooks; parameters stay where they are, and the state here: the original has none."""
+        for refusal in self._refusals:
+            refusal.remove()
+        self._original.is_sharded_elsewhere = bool(self._inner.state)  # type: ignore[attr-defined]
+        if self._inner.state:
+            self._original.register_state_dict_pre_hook(refuse_empty_state_dict)
+        self.wait()
+        self._bucket_step.close()
+        if self._ahead is not None:
+            self._ahead.close()
+
+    # -- the state ----------------------------------------------------------------------------------------
+
+    def flat_shard(self, parameter: Tensor) -> FlatShard | None:
+        """Which elements of a parameter this rank steps on, and the state it keeps for them; None for none."""
+        return self._state.shard_of(parameter)
+
+    def gradient_slices(self) -> Iterator[GradientSlice]:
+        for one in self._values:
+            for span, gradient in zip(one.bucket.spans, one.grads, strict=True):
+                missing = span.index in one.bucket.absent
+                yield one.bucket.parameters[span.index], span.start, span.stop, None if missing else gradient
+
+    def whole_gradient(self, parameter: Tensor) -> Tensor | None:
+        """The final gradient of a parameter, gathered from its slices. Collective over the ranks that share it."""
+        return self._state.whole_gradient(parameter)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of whole parameters in torch's format, on every rank, which needs memory for all of it. Collective.
+
+        Checkpoints do not use it: they take each rank's slices as they are.
+        """
+        with self._waits.together("optimizer.state_dict()"):
+            return self._state_dict()
+
+    def _state_dict(self) -> dict[str, Any]:
+        groups: list[dict[str, Any]] = []
+        state: dict[int, dict[str, Any]] = {}
+        number = 0
+        for group in self.param_groups:
+            first = number
+            for parameter in group["params"]:
+                if self.shards(parameter) and (whole := self._state.whole(parameter)):
+                    state[number] = whole
+                number += 1
+            options = {key: value for key, value in group.items() if key != "params"}
+            groups.append({**options, "params": list(range(first, number))})
+        return {"state": state, "param_groups": groups}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load state of whole parameters, or of just this rank's slices. Of this rank alone."""
+        saved = state_dict["param_groups"]
+        if [len(group["params"]) for group in saved] != self._sizes:
+            raise GradientError(
+                f"the state is of groups of {[len(group['params']) for group in saved]} parameters, but this optimizer "
+                f"has groups of {self._sizes}; make the groups as they were",
+                code="C070",
+            )
+        states: dict[int, Mapping[str, Any]] = {}
+        for group, theirs in zip(self.param_groups, saved, strict=True):
+            for parameter, number in zip(group["params"], theirs["params"], strict=True):
+                states[id(parameter)] = state_dict["state"].get(number, {})
+            # In place: the original optimizer, and schedulers, hold these very dictionaries.
+            options = {key: value for key, value in theirs.items() if key not in ("params", "param_names")}
+            group.update(options)
+        copy_options(self, self._inner)
+        self._inner.load_state_dict(self._state.load(states))
+
+    def _check_parameters(self) -> None:
+        for parameter in self._frozen:
+            if parameter.grad is not None:
+                raise GradientError(
+                    f"{self._names[id(parameter)]!r} was frozen when the optimizer was sharded and has now got a gradient, "
+                    f"which nobody would step on; set requires_grad before initialize()",
+                    code="C070",
+                )
+        # Groups are shared with the original, the list of them is not.
+        given = self._original.param_groups
+        shared = len(given) == len(self.param_groups) and all(map(operator.is_, given, self.param_groups))
+        mine, theirs = ([len(group["params"]) for group in groups] for groups in (self.param_groups, given))
+        if not shared or mine != self._sizes:
+            raise GradientError(
+                f"the parameter groups of the optimizer are not those that were sharded: they had {self._sizes} parameters, and now have "
+                f"{theirs if mine == self._sizes else mine}. Nobody would step on others; add parameters before initialize(), and change options in the groups themselves",
+                code="C070",
+            )
+
+
+# Its step hooks run where the slices are stepped on; torch would run them around `step` once more.
+ZeroOptimizer.step.hooked = True  # type: ignore[attr-defined]
+
+
+def refuse_state_dict(optimizer: Optimizer) -> None:
+    """Of the optimizer that was sharded: the ranks have its state, and no rank may gather it alone."""
+    raise GradientError(
+        f"the state of this {type(optimizer).__name__} is sharded over the ranks by zero, so its own state_dict() is empty. Save it with "
+        f"CheckpointManager.save(step, engine.model, engine.optimizer), which any layout can load; or call "
+        f"engine.optimizer.state_dict() on every rank at once, which gathers the whole state",
+        code="C121",
+    )
+
+
+def refuse_load_state_dict(optimizer: Optimizer, state: Any) -> None:
+    """Of the optimizer that was sharded: nobody would step with what it loads."""
+    raise GradientError(
+        f"this {type(optimizer).__name__} was sharded by initialize(), so nobody would step with a state that it loads. Load it before "
+        f"initialize(); or call engine.optimizer.load_state_dict(state) on every rank, or CheckpointManager.load for what that saved",
+        code="C121",
+    )
+
+
+def refuse_empty_state_dict(optimizer: Optimizer) -> None:
+    """The same after the engine was closed, until a state is loaded."""
+    if not optimizer.state:
+        refuse_state_dict(optimizer)
+
+
+def check_elementwise(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose update of an element depends on its neighbours: a slice would step otherwise.
+
+    Found out by trying, for each kind of parameter group: two steps on a small matrix, whole and in two halves.
+    """
+    name = type(optimizer).__name__
+    for at, *_ in kinds_of_groups(optimizer):
+        try:
+            whole, halves = two_steps(
+                optimizer, at, (4, 6), lambda tensor: [half.clone() for half in tensor.view(-1).chunk(2)]
+            )
+        except Exception as error:
+            raise GradientError(
+                f"zero stages 1 and 2 shard element-wise optimizers, and {name} could not step on a slice: {error}. "
+                f"Use AdamW, SGD or the like, or zero stage 3 or 0.",
+                code="C070",
+            ) from error
+        if not torch.allclose(whole.view(-1), torch.cat(halves), rtol=1e-9, atol=1e-12):
+            raise GradientError(
+                f"zero stages 1 and 2 shard element-wise optimizers, and {name} is none: in group {at} it steps otherwise on half of "
+                f"a matrix than on the whole. Use AdamW, SGD or the like, or turn zero off.",
+                code="C070",
+            )
+
+
+# --- The twin that steps on slices: the same class and options, on what this rank owns instead of whole parameters ---
 
 
 _OWN_HOOKS = (
@@ -63,7 +407,7 @@ def optimizer_of_parts(optimizer: Optimizer, parts: Sequence[OwnedPart]) -> Opti
     Step hooks are shared with the original, hooks of state dictionaries are not: they are for whole parameters.
     """
     groups = range(len(optimizer.param_groups))
-    inner = _twin(optimizer, [[part.value for part in parts if part.group == at] for at in groups])
+    inner = twin_of(optimizer, [[part.value for part in parts if part.group == at] for at in groups])
     for name in _OWN_HOOKS:
         setattr(inner, name, OrderedDict())
     for part in parts:
@@ -94,128 +438,7 @@ def cut(value: Any, part: OwnedPart, name: str) -> Any:
     return held.clone()
 
 
-def check_elementwise(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose update of an element depends on its neighbours: a slice would step otherwise.
-
-    Found out by trying, for each kind of parameter group: two steps on a small matrix, whole and in two halves.
-    """
-    for first, *_ in kinds_of_groups(optimizer):
-        _check_group(optimizer, first)
-
-
-def kinds_of_groups(optimizer: Optimizer) -> list[list[int]]:
-    """The numbers of its groups with parameters, those together that differ only in how large an option is."""
-    found: dict[str, list[int]] = {}
-    for at, group in enumerate(optimizer.param_groups):
-        options = {
-            name: bool(value) if isinstance(value, (int, float)) else value
-            for name, value in group.items()
-            if name not in ("params", "param_names")
-        }
-        if group["params"]:
-            found.setdefault(repr(sorted(options.items())), []).append(at)
-    return list(found.values())
-
-
-def _check_group(optimizer: Optimizer, at: int) -> None:
-    name = type(optimizer).__name__
-    try:
-        whole, halves = two_steps(
-            optimizer, at, (4, 6), lambda tensor: [half.clone() for half in tensor.view(-1).chunk(2)]
-        )
-    except Exception as error:
-        raise GradientError(
-            f"zero stages 1 and 2 shard element-wise optimizers, and {name} could not step on a slice: {error}. "
-            f"Use AdamW, SGD or the like, or zero stage 3 or 0.",
-            code="C070",
-        ) from error
-    if not torch.allclose(whole.view(-1), torch.cat(halves), rtol=1e-9, atol=1e-12):
-        raise GradientError(
-            f"zero stages 1 and 2 shard element-wise optimizers, and {name} is none: in group {at} it steps otherwise on half of "
-            f"a matrix than on the whole. Use AdamW, SGD or the like, or turn zero off.",
-            code="C070",
-        )
-
-
-def two_steps(
-    optimizer: Optimizer, at: int, shape: tuple[int, ...], cut: Callable[[Tensor], list[Any]], device: str = "cpu"
-) -> tuple[Tensor, list[Any]]:
-    """A matrix, and what `cut` makes of it, each after two steps on the same gradients in group `at` of such an optimizer."""
-    numbers = torch.Generator().manual_seed(0)
-    whole, *grads = (
-        torch.randn(shape, generator=numbers, dtype=torch.float64, device="cpu").to(device) for _ in range(3)
-    )
-    parts = cut(whole)
-    trials = [_trial_of(optimizer, at, [whole]), _trial_of(optimizer, at, parts)]
-    with torch.random.fork_rng(devices=[]):
-        for grad in grads:
-            whole.grad = grad
-            for part, piece in zip(parts, cut(grad), strict=True):
-                part.grad = piece
-            for trial in trials:
-                trial.step()
-    return whole, parts
-
-
-def state_dtypes(optimizer: Optimizer, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    """The dtypes of the state that it will keep of every element of a parameter; none where a trial fails."""
-    parameter = torch.zeros(2, 2, dtype=dtype, device="cpu")
-    parameter.grad = torch.ones_like(parameter)
-    try:
-        trial = _trial_of(optimizer, 0, [parameter])
-        trial.step()
-    except Exception:  # it says why at its first step
-        return ()
-    kept = [value for value in trial.state[parameter].values() if isinstance(value, Tensor)]
-    return tuple(value.dtype for value in kept if value.shape == parameter.shape)
-
-
-def _trial_of(optimizer: Optimizer, at: int, parameters: list[Tensor]) -> Optimizer:
-    """The optimizer's group `at` alone, on small tensors of the host, without hooks."""
-    trial = _twin(optimizer, [parameters for _ in optimizer.param_groups])
-    # What it changes in place must not be the user's.
-    own = {key: copy.copy(value) for key, value in trial.__dict__.items() if type(value) in (list, dict)}
-    trial.__dict__.update({key: value for key, value in own.items() if key != "param_groups"})
-    group = {key: value if key == "params" else copy.deepcopy(value) for key, value in trial.param_groups[at].items()}
-    trial.param_groups = [group]
-    for option in ("fused", "foreach", "capturable", "differentiable"):
-        if option in group:
-            group[option] = False
-    for option, value in group.items():
-        if isinstance(value, Tensor):
-            group[option] = float(value)
-    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        setattr(trial, name, OrderedDict())
-    # Some make their state when they are built: a sample of it, of the new shapes.
-    held = [(p, optimizer.state[p]) for p in optimizer.param_groups[at]["params"] if optimizer.state.get(p)]
-    like, sample = next((one for one in held if local_part(one[0]).numel()), held[0] if held else (None, {}))
-    for parameter in parameters:
-        trial.state[parameter] = {key: _sample(value, like, parameter, key) for key, value in sample.items()}
-    return trial
-
-
-def _sample(value: Any, like: Any, parameter: Tensor, name: str) -> Any:
-    if isinstance(value, Tensor) and name != "step" and value.shape == like.shape:
-        own = local_part(value).flatten()  # a rank may hold none of it
-        return torch.full_like(parameter, float(own[0]) if own.numel() else 0.0)
-    return torch.zeros((), device="cpu") if name == "step" and isinstance(value, Tensor) else copy.deepcopy(value)
-
-
-def _twin(optimizer: Optimizer, parameters: Sequence[Sequence[Tensor]]) -> Optimizer:
-    """A second object of the same class with the same attributes, over other tensors, without state."""
-    twin = object.__new__(type(optimizer))
-    twin.__dict__.update(optimizer.__dict__)
-    twin.__dict__.pop("step", None)  # a scheduler puts there a method that steps the original
-    twin.state = defaultdict(dict)
-    twin.param_groups = [
-        {**group, "params": list(tensors)} for group, tensors in zip(optimizer.param_groups, parameters, strict=True)
-    ]
-    return twin
-
-
-# --------------------------------------------------------------------------------------------------
-# The sharded optimizer state as whole parameters see it: gathered, cut, or as the ranges that this rank has.
-# --------------------------------------------------------------------------------------------------
+# --- The sharded state as whole parameters see it: gathered, cut, or as the ranges that this rank has ---
 
 
 class ShardedState:
@@ -240,15 +463,13 @@ class ShardedState:
     def whole(self, parameter: Tensor) -> dict[str, Any]:
         """Everything kept for a sharded parameter, as if it were not sharded. Collective over its group."""
         part = self._parts.get(id(parameter))
-        kept: dict[str, Any] = {}
-        notes: dict[str, list[Any]] = {}
-        told: dict[str, list[Any]] = {}
-        if part is not None:
-            kept = self._kept(part)
-            notes = {name: _kind(value, part) for name, value in kept.items()}
-        for note in self._values[id(parameter)].group.gather_objects(notes):
-            told.update(note)
-        return {name: self._gathered(parameter, kept.get(name), kind) for name, kind in told.items()}
+        kept = self._kept(part) if part is not None else {}
+        # A rank without a part does not know what is kept, nor in which dtype, and must take part in the same collectives.
+        mine = {name: _kind(value, part) for name, value in kept.items()} if part is not None else {}
+        kinds: dict[str, list[Any]] = {}
+        for theirs in self._values[id(parameter)].group.gather_objects(mine):
+            kinds.update(theirs)
+        return {name: self._gathered(parameter, kept.get(name), kind) for name, kind in kinds.items()}
 
     def whole_gradient(self, parameter: Tensor) -> Tensor | None:
         """The final gradient of a sharded parameter. Collective over its group; None where no rank had one."""
@@ -329,278 +550,3 @@ def _fitting(value: Any, part: OwnedPart, name: str) -> Any:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-class ZeroOptimizer(Optimizer):
-    """Shards an element-wise optimizer over flat buckets. Made by `initialize`.
-
-    `param_groups` are the original's own (its schedulers go on working) and hold the model's parameters; each
-    rank steps on its slices of them, and then all get each other's. When gradients have been summed they are in the
-    slices and `.grad` is None. `state_dict` and `whole_gradient` are collective.
-    """
-
-    is_sharded_elsewhere = True  # another initialize() refuses it, and the original once this one has its state
-
-    def __init__(
-        self, optimizer: Optimizer, model: nn.Module, settings: ZeroSettings, flat: bool | None = None
-    ) -> None:
-        check_elementwise(optimizer)
-        super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.settings = settings
-        self.optimizer_class = type(optimizer)
-        """Whose state it keeps: checkpoints compare it."""
-        self._original = optimizer
-        # One set of step hooks, whichever of the two they are given to; they run when the slices are stepped on.
-        self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
-        self._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
-        self._flat, self._model = flat, model
-        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._sizes = [len(group["params"]) for group in self.param_groups]
-        self._frozen: list[Tensor] = []
-        self.waits = WaitWatch()
-        """Where this rank is: that of the context, once an engine has it."""
-
-    def shards_of(self, pipeline: bool) -> Shards:
-        """What is sharded, and how: the parameters that can get a gradient. With a `pipeline`, summed once a step."""
-        labels: dict[int, str] = {}
-        for at, group in enumerate(self.param_groups):
-            for parameter in group["params"]:
-                name = self._names.get(id(parameter))
-                if name is None:
-                    raise GradientError(
-                        "the optimizer has parameters that are not the model's, so ZeRO does not know how they lie; "
-                        "build it from model.parameters()",
-                        code="C070",
-                    )
-                if not parameter.requires_grad:
-                    self._frozen.append(parameter)
-                    continue
-                if not parameter.is_floating_point():
-                    raise GradientError(f"zero shards real parameters; {name} is {parameter.dtype}", code="C070")
-                labels[id(parameter)] = f" in group {at} of the optimizer"
-        settings = self.settings
-        sharding = Sharding(
-            keep_whole=settings.stage == 1,
-            # A schedule runs many passes, and would send each gradient as often.
-            every_pass=settings.stage == 2 and not pipeline,
-            wide=settings.master_weights,
-            device=torch.device("cpu") if settings.offload else None,
-            give_back=not settings.reduce_scatter,
-        )
-        return Shards(sharding, labels, settings.bucket_mb)
-
-    def attach(self, synchroniser: Synchroniser, model: nn.Module) -> None:
-        """Take over the sharded buckets: their parameters become flat, and their slices the optimizer's. Collective."""
-        self._values = [
-            BucketValues(bucket, synchroniser.groups[bucket.sum.ranks])
-            for bucket in synchroniser.layout
-            if bucket.is_sharded
-        ]
-        group_of = {id(p): at for at, group in enumerate(self.param_groups) for p in group["params"]}
-        parts = [
-            OwnedPart(parameter, group_of[id(parameter)], span.start, span.stop, value)
-            for one in self._values
-            for span, value in zip(one.bucket.spans, one.parts, strict=True)
-            for parameter in [one.bucket.parameters[span.index]]
-        ]
-        self._inner = optimizer_of_parts(self._original, parts)
-        self._refusals = [
-            self._original.register_state_dict_pre_hook(refuse_state_dict),
-            self._original.register_load_state_dict_pre_hook(refuse_load_state_dict),
-        ]
-        self._state = ShardedState(self._inner, self._values, parts)
-        by_group: dict[int, tuple[Any, list[BucketValues]]] = {}
-        for one in self._values:
-            by_group.setdefault(id(one.group), (one.group, []))[1].append(one)
-        self._gathers = [Gather(group, mine) for group, mine in by_group.values()]
-        self._ahead = GatherAhead(model, self._gathers) if self.settings.gather_ahead else None
-        self.numel = sum(part.stop - part.start for part in parts)
-        """How many elements this rank steps on."""
-
-    @property
-    def masters(self) -> list[Tensor]:
-        """The copies of this rank's slices in another dtype, or on another device, that are stepped on."""
-        return [one.owned for one in self._values if one.has_master]
-
-    @property
-    def stepped(self) -> Optimizer:
-        """The optimizer of this rank's slices, which has their state."""
-        return self._inner
-
-    def use_slots(self, held: Sequence[Held], slot_of: Callable[[Held], int]) -> BucketStep:
-        """Before the first step: who else holds each parameter, and its slot in the norm and the divisor.
-
-        Returns what measures this rank's slices.
-        """
-        entry_of = {id(entry.tensor): entry for entry in held}
-        buckets: list[OwnedBucket] = []
-        for one in self._values:
-            entries = [entry_of[id(parameter)] for parameter in one.bucket.parameters]
-            buckets.append(ShardedBucket(one, entries, [slot_of(entry) for entry in entries]))
-        loose = [entry for entry in held if not self.shards(entry.tensor)]
-        flat = wants_flat([part for one in self._values for part in one.parts], self._inner, self._flat)
-        self._bucket_step = BucketStep(
-            self._inner, lambda: buckets, lambda: "the same", loose, slot_of, flat, self._model, False
-        )
-        return self._bucket_step
-
-    def shards(self, parameter: Tensor) -> bool:
-        """Whether the parameter is sharded: one that it has, and that could get a gradient from the start."""
-        return self._state.knows(parameter)
-
-    # -- the step -----------------------------------------------------------------------------------------
-
-    def step_divided(self, divisor: Tensor | None, found_inf: Tensor | None) -> None:
-        """Step on the gradient divided by `divisor`, unless `found_inf` is 1; then give the slices to all."""
-        self._check_parameters()
-        copy_options(self, self._inner)
-        for one in self._values:
-            one.refresh()
-        self._bucket_step.step_divided(divisor, found_inf)
-        copy_options(self._inner, self)
-        for gather in self._gathers:
-            gather.begin()
-        if self._ahead is None:
-            self.wait()
-        else:
-            self._ahead.hold_back()
-        for optimizer in (self, self._original):
-            optimizer._opt_called = True  # type: ignore[attr-defined]  # what LR schedulers look for
-
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Step as it is, when the gradients have been summed; `engine.step()` does both, and clips."""
-        if closure is not None:
-            raise GradientError("a sharded optimizer takes no closure: gradients are summed once per step", code="C070")
-        for hook in [one for one in self._optimizer_step_pre_hooks.values() if getattr(one, "only_looks", False)]:
-            hook(self, (), {})
-        self.step_divided(None, None)
-
-    def wait(self) -> None:
-        """Every parameter is whole when this returns; only needed where `gather_ahead` lets the gathers run on."""
-        for gather in self._gathers:
-            gather.wait()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Let go of all gradients."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
-
-    def close(self) -> None:
-        """Remove hooks; parameters stay where they are, and the state here: the original has none."""
-        for refusal in self._refusals:
-            refusal.remove()
-        self._original.is_sharded_elsewhere = bool(self._inner.state)  # type: ignore[attr-defined]
-        if self._inner.state:
-            self._original.register_state_dict_pre_hook(refuse_empty_state_dict)
-        self.wait()
-        self._bucket_step.close()
-        if self._ahead is not None:
-            self._ahead.close()
-
-    # -- the state ----------------------------------------------------------------------------------------
-
-    def flat_shard(self, parameter: Tensor) -> FlatShard | None:
-        """Which elements of a parameter this rank steps on, and the state it keeps for them; None for none."""
-        return self._state.shard_of(parameter)
-
-    def gradient_slices(self) -> Iterator[tuple[Tensor, int, int, Tensor | None]]:
-        """What this rank owns of the final gradients: (parameter, first and last + 1 of its elements in memory, gradient)."""
-        for one in self._values:
-            for span, gradient in zip(one.bucket.spans, one.grads, strict=True):
-                missing = span.index in one.bucket.absent
-                yield one.bucket.parameters[span.index], span.start, span.stop, None if missing else gradient
-
-    def whole_gradient(self, parameter: Tensor) -> Tensor | None:
-        """The final gradient of a parameter, gathered from its slices. Collective over the ranks that share it."""
-        return self._state.whole_gradient(parameter)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of whole parameters in torch's format, on every rank, which needs memory for all of it. Collective.
-
-        Checkpoints do not use it: they take each rank's slices as they are.
-        """
-        with self.waits.together("optimizer.state_dict()"):
-            return self._state_dict()
-
-    def _state_dict(self) -> dict[str, Any]:
-        groups: list[dict[str, Any]] = []
-        state: dict[int, dict[str, Any]] = {}
-        number = 0
-        for group in self.param_groups:
-            first = number
-            for parameter in group["params"]:
-                if self.shards(parameter) and (whole := self._state.whole(parameter)):
-                    state[number] = whole
-                number += 1
-            options = {key: value for key, value in group.items() if key != "params"}
-            groups.append({**options, "params": list(range(first, number))})
-        return {"state": state, "param_groups": groups}
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load state of whole parameters, or of just this rank's slices. Of this rank alone."""
-        saved = state_dict["param_groups"]
-        if [len(group["params"]) for group in saved] != self._sizes:
-            raise GradientError(
-                f"the state is of groups of {[len(group['params']) for group in saved]} parameters, but this optimizer "
-                f"has groups of {self._sizes}; make the groups as they were",
-                code="C070",
-            )
-        states: dict[int, Mapping[str, Any]] = {}
-        for group, theirs in zip(self.param_groups, saved, strict=True):
-            for parameter, number in zip(group["params"], theirs["params"], strict=True):
-                states[id(parameter)] = state_dict["state"].get(number, {})
-            # In place: the original optimizer, and schedulers, hold these very dictionaries.
-            options = {key: value for key, value in theirs.items() if key not in ("params", "param_names")}
-            group.update(options)
-        copy_options(self, self._inner)
-        self._inner.load_state_dict(self._state.load(states))
-
-    def _check_parameters(self) -> None:
-        for parameter in self._frozen:
-            if parameter.grad is not None:
-                raise GradientError(
-                    f"{self._names[id(parameter)]!r} was frozen when the optimizer was sharded and has now got a gradient, "
-                    f"which nobody would step on; set requires_grad before initialize()",
-                    code="C070",
-                )
-        # Groups are shared with the original, the list of them is not.
-        given = self._original.param_groups
-        shared = len(given) == len(self.param_groups) and all(map(operator.is_, given, self.param_groups))
-        mine, theirs = ([len(group["params"]) for group in groups] for groups in (self.param_groups, given))
-        if not shared or mine != self._sizes:
-            raise GradientError(
-                f"the parameter groups of the optimizer are not those that were sharded: they had {self._sizes} parameters, and now have "
-                f"{theirs if mine == self._sizes else mine}. Nobody would step on others; add parameters before initialize(), and change options in the groups themselves",
-                code="C070",
-            )
-
-
-def refuse_state_dict(optimizer: Optimizer) -> None:
-    """Of the optimizer that was sharded: the ranks have its state, and no rank may gather it alone."""
-    raise GradientError(
-        f"the state of this {type(optimizer).__name__} is sharded over the ranks by zero, so its own state_dict() is empty. Save it with "
-        f"CheckpointManager.save(step, engine.model, engine.optimizer), which any layout can load; or call "
-        f"engine.optimizer.state_dict() on every rank at once, which gathers the whole state",
-        code="C121",
-    )
-
-
-def refuse_load_state_dict(optimizer: Optimizer, state: Any) -> None:
-    """Of the optimizer that was sharded: nobody would step with what it loads."""
-    raise GradientError(
-        f"this {type(optimizer).__name__} was sharded by initialize(), so nobody would step with a state that it loads. Load it before "
-        f"initialize(); or call engine.optimizer.load_state_dict(state) on every rank, or CheckpointManager.load for what that saved",
-        code="C121",
-    )
-
-
-def refuse_empty_state_dict(optimizer: Optimizer) -> None:
-    """The same after the engine was closed, until a state is loaded."""
-    if not optimizer.state:
-        refuse_state_dict(optimizer)
-
-
-# Its step hooks run where the slices are stepped on; torch would run them around `step` once more.
-ZeroOptimizer.step.hooked = True  # type: ignore[attr-defined]

@@ -25,8 +25,9 @@ from colonnade.gradients.sum_plan import plan_sums
 from colonnade.gradients.sums import Sum, read_demands, with_groups
 from colonnade.gradients.transport import CollectiveTransport, DeviceCollectiveTransport, LocalTransport, Transport
 from colonnade.gradients.uneven import by_kind
+from colonnade.optim.engine_optimizer import PlainOptimizer
+from colonnade.optim.optimizer_trial import state_dtypes
 from colonnade.optim.zero.formula import ZeroSettings
-from colonnade.optim.zero.zero_optimizer import state_dtypes
 from colonnade.parallel.dtensor import local_part
 from colonnade.proof.planner.recorder import OperatorRecorder, PlannedCall
 
@@ -125,7 +126,7 @@ def plan_gradients(
                 ] = None
             claims.append((handler, said))
         found = plan_sums(
-            model, settings.optimizer, context, claims, dict(config.get("sync") or {}),
+            model, settings.user_optimizer, context, claims, dict(config.get("sync") or {}),
             bucket_all=settings.bucket_all, shards=settings.shards,
         )  # fmt: skip
     except ColonnadeError as error:
@@ -145,7 +146,8 @@ def plan_gradients(
     inside = {id(parameter) for bucket in laid_out for parameter in bucket.parameters}
     rest = {at: p for at, p in enumerate(model.parameters()) if id(p) not in inside}
     _hold_rest(list(rest.values()), plan, states, optimizer_everywhere=settings.shards is None)
-    plan.stepping = _stepping(optimizer, settings.flat, zero, context, device, notes)
+    flat = PlainOptimizer(optimizer, model, config.get("flat_step")).is_flat
+    plan.stepping = _stepping(optimizer, flat, zero, context, device, notes)
     plan.loose = frozenset(at for at, parameter in rest.items() if parameter.requires_grad)
     return plan
 

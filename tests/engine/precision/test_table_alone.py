@@ -12,6 +12,7 @@ from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
 from colonnade.engine.precision import precision_table
+from colonnade.optim.engine_optimizer import PlainOptimizer
 
 NOTHING: Any = SimpleNamespace(layout=(), parameters={})
 
@@ -50,15 +51,19 @@ def test_bytes_of_each_kind_before_and_after_the_first_step():
 def test_what_is_frozen_has_no_gradient_and_no_state():
     model = nn.Linear(3, 1, dtype=torch.bfloat16)
     model.bias.requires_grad_(False)
-    table = precision_table(model, torch.optim.AdamW(model.parameters()), NOTHING, torch.float16)
+    table = precision_table(
+        model, PlainOptimizer(torch.optim.AdamW(model.parameters()), nn.Module()), NOTHING, torch.float16
+    )
     assert [table[what].bytes for what in ("weights", "gradients", "optimizer state")] == [2.0, 1.5, 3.0]
     assert table["computed with"].dtypes == ("float16",)
-    assert precision_table(model.double(), None, NOTHING, torch.float16)["computed with"].dtypes == ("float64",)
-    assert precision_table(model, None, NOTHING, None)["optimizer state"].bytes == 0.0
+    assert precision_table(model.double(), PlainOptimizer(None, nn.Module()), NOTHING, torch.float16)[
+        "computed with"
+    ].dtypes == ("float64",)
+    assert precision_table(model, PlainOptimizer(None, nn.Module()), NOTHING, None)["optimizer state"].bytes == 0.0
 
 
 def test_a_model_without_parameters_takes_nothing():
-    table = precision_table(nn.Tanh(), SimpleNamespace(), NOTHING, None)
+    table = precision_table(nn.Tanh(), PlainOptimizer(SimpleNamespace(), nn.Module()), NOTHING, None)
     assert (table.parameters, table.bytes_per_parameter) == (1, 0.0)
     assert [row.dtypes for row in table.rows] == [()] * 6
 
@@ -84,6 +89,6 @@ def test_gradients_of_buckets_are_whole_sharded_or_both():
         (False, None, None, 0, ()),
     ):
         known: Any = SimpleNamespace(layout=[bucket(keeps, shard, reduced)], parameters={id(model.weight): 0})
-        table = precision_table(model, None, known, None)
+        table = precision_table(model, PlainOptimizer(None, nn.Module()), known, None)
         assert (table["gradients"].bytes, table["gradients"].dtypes) == (size / 10, names)
         assert table["reduced in"].dtypes == (() if reduced is None else (str(reduced).removeprefix("torch."),))

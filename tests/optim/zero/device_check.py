@@ -65,8 +65,7 @@ def run(config: dict[str, Any], backend: str | None, steps: int = 6) -> dict[str
             if config.get("clip_grad_norm"):
                 torch.nn.utils.clip_grad_norm_(plain.parameters(), config["clip_grad_norm"])
             adamw.step()
-        if hasattr(engine.optimizer, "wait"):
-            engine.optimizer.wait()  # with gather_ahead, what is read between steps may be on its way
+        engine.wait_for_weights()  # with gather_ahead, what is read between steps may be on its way
         found = compare(dict(plain.named_parameters()), gather_weights(net, gpc), 1e-4)
         homes = sorted({str(one.owned.device) for one in getattr(engine.optimizer, "_values", ())})
         engine.close()

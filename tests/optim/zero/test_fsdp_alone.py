@@ -122,29 +122,29 @@ def test_the_root_is_sharded_over_data_or_else_as_most_elements_are():
     other = ShardModes((MINE, DATA), 2)
     modes: dict[int, ShardModes | None] = {id(p): SPARSE for p in root} | {id(left): None}
     modes.pop(id(scalar))
-    assert fsdp._most(modes, root) is SPARSE
+    assert fsdp._usual_modes(modes, root) is SPARSE
     modes[id(small)] = other  # fewer elements, and a data mode last
-    assert fsdp._most(modes, root) is other
+    assert fsdp._usual_modes(modes, root) is other
     twin = ShardModes((ParallelMode.MOE_DATA,), 2)
     modes[id(small)] = twin
-    assert fsdp._most(modes, root) is SPARSE
+    assert fsdp._usual_modes(modes, root) is SPARSE
     modes[id(large)] = twin
-    assert fsdp._most(modes, root) is twin
-    assert fsdp._most({id(left): None}, root) is None
+    assert fsdp._usual_modes(modes, root) is twin
+    assert fsdp._usual_modes({id(left): None}, root) is None
 
 
 def test_the_largest_modules_that_are_sharded_otherwise_stand_apart():
     experts, dense = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), nn.Linear(1, 1)
     root = nn.Sequential(nn.Sequential(experts, dense), nn.Linear(1, 1))
     modes: dict[int, ShardModes | None] = {id(p): DENSE for p in root.parameters()}
-    assert fsdp._separate(root, modes, DENSE) == []
+    assert fsdp._sharded_apart(root, modes, DENSE) == []
     modes |= {id(p): SPARSE for p in experts.parameters()}
     modes[id(dense.bias)] = None
-    assert fsdp._separate(root, modes, DENSE) == [experts]
+    assert fsdp._sharded_apart(root, modes, DENSE) == [experts]
     modes |= {id(p): SPARSE for p in root.parameters()}
-    assert fsdp._separate(root, modes, DENSE) == [root]
-    assert fsdp._separate(root, {id(p): None for p in root.parameters()}, DENSE) == []
-    assert fsdp._separate(root, {}, None) == []
+    assert fsdp._sharded_apart(root, modes, DENSE) == [root]
+    assert fsdp._sharded_apart(root, {id(p): None for p in root.parameters()}, DENSE) == []
+    assert fsdp._sharded_apart(root, {}, None) == []
 
 
 def test_a_group_of_shards_and_whole_parameters_is_stepped_on_one_by_one(monkeypatch):
@@ -167,7 +167,7 @@ def test_only_what_has_an_element_for_each_is_cut(monkeypatch):
         (torch.zeros(3), "row", new),
         (state, "exp_avg", old),
     ):
-        assert fsdp._cut(value, old, target, name) is value
+        assert fsdp._cut_state(value, old, target, name) is value
 
 
 def test_parameters_that_are_gathered_together_are_alike():

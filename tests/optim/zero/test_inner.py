@@ -9,18 +9,14 @@ import torch
 from torch import nn
 
 from colonnade.errors import GradientError
+from colonnade.optim.optimizer_trial import _sample, _trial_of, kinds_of_groups, state_dtypes, two_steps
 from colonnade.optim.zero import ZeroOptimizer
 from colonnade.optim.zero.formula import ZeroSettings
 from colonnade.optim.zero.zero_optimizer import (
     OwnedPart,
-    _sample,
-    _trial_of,
     check_elementwise,
     copy_options,
-    kinds_of_groups,
     optimizer_of_parts,
-    state_dtypes,
-    two_steps,
 )
 
 
@@ -207,23 +203,23 @@ def zero(settings: ZeroSettings, model: nn.Module, parameters: Any = None) -> Ze
 def test_what_is_sharded_at_which_stage(stage, pipeline):
     model = nn.Linear(2, 2)
     model.bias.requires_grad_(False)
-    shards = zero(ZeroSettings(stage, bucket_mb=3.0), model).shards_of(pipeline)
+    shards = zero(ZeroSettings(stage, bucket_mb=3.0), model).plan_shards(pipeline)
     sharding = shards.sharding
     assert (sharding.keep_whole, sharding.every_pass) == (stage == 1, stage == 2 and not pipeline)
     assert (sharding.wide, sharding.device, sharding.give_back) == (True, None, False)
     assert (list(shards.labels), shards.bucket_mb) == ([id(model.weight)], 3.0)
     settings = ZeroSettings(stage, reduce_scatter=False, offload=True, master_weights=False)
-    sharding = zero(settings, model).shards_of(pipeline).sharding
+    sharding = zero(settings, model).plan_shards(pipeline).sharding
     assert (sharding.wide, sharding.device, sharding.give_back) == (False, torch.device("cpu"), True)
 
 
 def test_what_cannot_be_sharded_is_told():
     model = nn.Linear(2, 2)
     with pytest.raises(GradientError, match="parameters that are not the model's"):
-        zero(ZeroSettings(1), model, [model.weight, nn.Parameter(torch.zeros(1))]).shards_of(False)
+        zero(ZeroSettings(1), model, [model.weight, nn.Parameter(torch.zeros(1))]).plan_shards(False)
     turn = nn.ParameterDict({"turn": nn.Parameter(torch.zeros(1, dtype=torch.complex64))})
     with pytest.raises(GradientError, match=r"turn is torch\.complex64"):
-        zero(ZeroSettings(1), turn).shards_of(False)
+        zero(ZeroSettings(1), turn).plan_shards(False)
     with pytest.raises(GradientError, match="Mixes is none"):
         ZeroOptimizer(Mixes(model.parameters(), lr=0.1, momentum=0.5), model, ZeroSettings(1))
     optimizer = zero(ZeroSettings(1), model)

@@ -12,8 +12,9 @@ from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
 from colonnade.errors import CheckpointError, GradientError
+from colonnade.optim.optimizer_trial import state_dtypes
 from colonnade.optim.zero import ZeroOptimizer
-from colonnade.optim.zero.zero_optimizer import OwnedPart, _decoded, _fitting, _kind, cut, state_dtypes
+from colonnade.optim.zero.zero_optimizer import OwnedPart, _decoded, _fitting, _kind, cut
 
 WHOLE = nn.Parameter(torch.arange(6.0).reshape(2, 3))
 PART = OwnedPart(WHOLE, 0, 1, 4, torch.tensor([1.0, 2.0, 3.0]))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colonnade.errors import ConfigError, GradientError
-from colonnade.optim.grad_clip import UnitBlock, clip_units_, clip_values_
+from colonnade.optim.clip import UnitBlock, clip_units_, clip_values_
 from colonnade.testing import run_world
 
 

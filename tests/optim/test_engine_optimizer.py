@@ -1,0 +1,83 @@
+"""Which gradients a plain optimizer wants in buckets, and which of them it steps on where they lie."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from colonnade.optim import engine_optimizer
+from colonnade.optim.engine_optimizer import PlainOptimizer
+
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("flat", "scattered", "graph", "in_buckets"),
+    [
+        (True, (False, False), False, True),
+        (True, (True, False), False, True),
+        (True, (True, True), False, False),  # kernels find gradients where they lie
+        (True, (True, True), True, True),  # but a graph needs them to stay
+        (True, (False, False), True, True),
+        (False, (False, False), False, False),
+        (False, (True, True), True, False),
+    ],
+)
+def test_which_gradients_lie_in_buckets_for_a_flat_step(monkeypatch, flat, scattered, graph, in_buckets):
+    model = nn.Linear(2, 2)
+    can = dict(zip(model.parameters(), scattered, strict=True))
+    monkeypatch.setattr(engine_optimizer, "can_scatter", lambda parameter, planned_on: can[parameter])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = PlainOptimizer(optimizer, model, None if flat else False)
+    assert (made.needs_buckets(graph), made.is_flat) == (in_buckets, flat)
+
+
+def entry(count: int, trains: bool = True, size: int = 1) -> Any:
+    tensor = nn.Parameter(torch.ones(size), trains)
+    return SimpleNamespace(holding=SimpleNamespace(count=count), tensor=tensor)
+
+
+def context(world_size: int = 1, device: torch.device = CPU) -> Any:
+    return SimpleNamespace(world_size=world_size, device=device)
+
+
+@pytest.mark.parametrize(
+    ("counts", "world_size", "device", "whole"),
+    [
+        ([2, 2], 2, CUDA, True),
+        ([2, 1], 2, CUDA, False),
+        ([2, 2], 2, CPU, False),
+        ([1, 1], 1, CUDA, False),
+        ([1, 1], 2, CUDA, False),
+        ([], 2, CUDA, True),
+    ],
+)
+def test_on_gpus_that_hold_the_same_each_rank_measures_all(counts, world_size, device, whole):
+    optimizer: Any = SimpleNamespace(param_groups=[])
+    synchroniser: Any = SimpleNamespace(parameters={}, layout=(), generation=0)
+    made = PlainOptimizer(optimizer, nn.Module(), False)
+    step = made.make_step(synchroniser, [entry(one) for one in counts], lambda _: 0, context(world_size, device))
+    assert step.measures_whole is whole
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_gradients_in_no_bucket_are_stepped_on_where_they_lie_if_kernels_can(monkeypatch, flat):
+    made: list[Any] = []
+    monkeypatch.setattr(
+        engine_optimizer, "BucketStep", lambda optimizer, buckets, generation, *_: (buckets, generation)
+    )
+    monkeypatch.setattr(engine_optimizer, "scattered_buckets", lambda *given: made.append(given) or [])
+    monkeypatch.setattr(engine_optimizer, "can_scatter", lambda tensor: tensor.numel() == 1)
+    inside, frozen, plain, large = entry(1), entry(1, trains=False), entry(1), entry(1, size=2)
+    synchroniser: Any = SimpleNamespace(parameters={id(inside.tensor): 0}, layout=(), generation=7)
+    model = nn.ParameterList([one.tensor for one in (inside, frozen, plain, large)])
+    optimizer = PlainOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, flat)
+    step: Any = optimizer.make_step(synchroniser, [inside, frozen, plain, large], lambda _: 3, context())
+    buckets, generation = step
+    assert buckets() == []
+    assert made == [([plain], [3], False) if flat else ([], [], False)]
+    assert generation() == (7, [False, True] if flat else [])
