@@ -18,6 +18,14 @@ from colonnade.comm.messages import Alike, agreed_errors, gather_json
 from colonnade.comm.torch_versions import dtensor_like, exchange_tensors, refresh_shards
 from colonnade.config import Config
 from colonnade.config.config import text_of
+from colonnade.config.settings import (
+    ActivationSettings,
+    ClipSettings,
+    CompileSettings,
+    Float8Settings,
+    SyncSettings,
+    ZeroSettings,
+)
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.checks import (
@@ -30,21 +38,18 @@ from colonnade.engine.checks import (
 )
 from colonnade.engine.engine import Engine, announce
 from colonnade.engine.gradient_sync import BuiltHandler, GradientSync, build_handlers, build_sync
-from colonnade.engine.precision import Float8, Precision
+from colonnade.engine.precision import Precision, convert_to_float8
 from colonnade.engine.schedule.base import BaseSchedule
 from colonnade.engine.schedule.pipeline import PipelineSchedule
 from colonnade.engine.stepper import SkipAwareScheduler, Stepper
 from colonnade.errors import ConfigError, ContextError, GradientError, PlacementError, listed
 from colonnade.gradients.ledger import is_waived
-from colonnade.gradients.sums import SyncOptions
 from colonnade.hf.lora import check_adapters
 from colonnade.hf.model_loss import ModelLoss, criterion_of
 from colonnade.logging import get_dist_logger
-from colonnade.nn.activations import ActivationSettings
+from colonnade.nn.activations import apply_activations
 from colonnade.nn.layer.cross_entropy import CrossEntropyLoss
 from colonnade.optim.bucket_step import can_scatter, wants_flat
-from colonnade.optim.clip import ClipSettings
-from colonnade.optim.zero.formula import ZeroSettings
 from colonnade.optim.zero.fsdp import ShardedModel, outer_members, shard_model
 from colonnade.optim.zero.zero_optimizer import ZeroOptimizer
 from colonnade.parallel.dtensor import check_ties, local_part
@@ -253,21 +258,20 @@ def compile_model(model: nn.Module, criterion: Any, options: Any, context: Paral
     `blocks=False` compiles the model (each chunk of a pipeline stage) in one piece, as is done where it has no blocks.
     Of the criterion only our own cross-entropy is compiled, as what the engine reads off a loss would be lost.
     """
-    if not options:
+    settings = CompileSettings.read(options)
+    if settings is None:
         return
     _refuse_lost_sums(context)
-    given = dict(options) if isinstance(options, dict) else {}
-    by_block = given.pop("blocks", True)
     losses = criterion.modules() if isinstance(criterion, nn.Module) else ()
     chosen: list[nn.Module] = []
     chosen += (loss for loss in losses if type(loss) is CrossEntropyLoss and loss.reduction != "mean")
     for chunk in model if isinstance(model, nn.ModuleList) else [model]:
-        chosen += blocks_of(chunk) if by_block else [chunk]
+        chosen += blocks_of(chunk) if settings.blocks else [chunk]
     for module in chosen:
         try:
-            module.compile(**given)
+            module.compile(**settings.options)
         except Exception as error:  # torch says in many ways that it cannot
-            raise ConfigError(f"compile: torch.compile cannot be called with {given}: {error}") from error
+            raise ConfigError(f"compile: torch.compile cannot be called with {settings.options}: {error}") from error
 
 
 def _refuse_lost_sums(context: ParallelContext) -> None:
@@ -373,13 +377,12 @@ def _announced(engine: Engine) -> Engine:
 
 def zero_settings(config: Config, precision: Precision) -> ZeroSettings:
     """The `zero` section, with what others say of dtypes."""
-    sync = {key: value for key, value in (config.get("sync") or {}).items() if key not in ("automatic", "waive")}
-    options = SyncOptions.read(sync)
+    sync = SyncSettings.read(config.get("sync"))
     return replace(
         ZeroSettings.read(config.get("zero")),
         master_weights=precision.master_weights,
         gather_dtype=precision.dtype,
-        reduce_dtype=options.narrow or options.reduce_dtype,
+        reduce_dtype=sync.narrow or sync.reduce_dtype,
     )
 
 
@@ -403,13 +406,12 @@ def _shard_parameters(
 
 def _warn_of_waived(model: nn.Module, sharding: ShardedModel, context: ParallelContext) -> None:
     """Say which parameters are summed though the config waives them: FSDP2 knows nothing of that."""
-    waive = (context.config.get("sync") or {}).get("waive") or ()
-    patterns = [waive] if isinstance(waive, str) else waive
+    waive = SyncSettings.read(context.config.get("sync")).waive
     names = {name for name, _ in model.named_parameters()} - set(sharding.whole)
-    waived = sorted(name for name in names if is_waived(name, patterns))
+    waived = sorted(name for name in names if is_waived(name, waive))
     if waived and context.layout.distinct_data > 1:
         get_dist_logger().warning(
-            f"sync=dict(waive={waive!r}) has no effect on {listed(waived[:8])}{', ...' if len(waived) > 8 else ''}: "
+            f"sync=dict(waive={(context.config.get('sync') or {}).get('waive')!r}) has no effect on {listed(waived[:8])}{', ...' if len(waived) > 8 else ''}: "
             f"ZeRO stage 3 sums their gradients over the ranks that share them, and clips by the norm of the sum. For replicas that "
             f"differ on purpose use stage 0, 1 or 2",
             ranks=[0],
@@ -505,7 +507,8 @@ def _build_model(model: Any, context: ParallelContext, schedule: BaseSchedule) -
     if isinstance(built, Split):
         built = _own_stages(built, context, schedule)
     complete = len(whole) > 1 or context.pipeline_parallel_size == 1
-    ActivationSettings.read(context.config.get("activation_checkpoint")).apply(built, whole, complete)
+    activations = ActivationSettings.read(context.config.get("activation_checkpoint"))
+    apply_activations(built, activations, whole, complete)
     refuse_marks(built, context)
     check_adapters(built)
     warn_of_batch_norm(built, context)
@@ -514,9 +517,9 @@ def _build_model(model: Any, context: ParallelContext, schedule: BaseSchedule) -
     built = (
         built._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device)) if recipes else built.to(device)
     )
-    float8 = Float8.read(context.config.get("float8"))
+    float8 = Float8Settings.read(context.config.get("float8"))
     if float8 is not None:
-        float8.convert(built, device)
+        convert_to_float8(built, float8, device)
     return built, MetaStart(built, recipes, context), was_split
 
 

@@ -25,6 +25,7 @@ from colonnade.checkpoint.agreement import before_save
 from colonnade.comm import waits
 from colonnade.comm.messages import digest_of, gather_in_pieces, share_texts
 from colonnade.comm.torch_versions import default_store, gather_rows, groups_meet, is_alive, timeout_of
+from colonnade.config.settings import GuardSettings
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.gradient_sync import GradientSync
@@ -73,10 +74,10 @@ class _Replicas:
 
 def guard_of(model: nn.Module, optimizer: Any, context: ParallelContext, sync: GradientSync | None) -> Guard | None:
     """The guard that the config asks for, if it does and there is somebody to compare with. Collective over the world."""
-    asked = context.config.get("guard")
-    if not asked or context.world_size == 1 or sync is None:
+    asked = GuardSettings.read(context.config.get("guard"))
+    if asked is None or context.world_size == 1 or sync is None:
         return None
-    return Guard(model, optimizer, context, sync, (asked.get("every") if isinstance(asked, dict) else None) or EVERY)
+    return Guard(model, optimizer, context, sync, asked.every or EVERY)
 
 
 class Guard:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from colonnade.config.settings import SyncOptions
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import GradientError
@@ -18,7 +19,6 @@ from colonnade.gradients.sums import (
     Demand,
     Reduction,
     SumPlan,
-    SyncOptions,
     choose,
     group_plans,
     group_reductions,

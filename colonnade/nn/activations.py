@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from colonnade.comm.torch_versions import is_traced
+from colonnade.config.settings import ActivationSettings
 from colonnade.errors import ConfigError, did_you_mean, listed
 from colonnade.logging import get_dist_logger
 
@@ -120,80 +121,51 @@ _PRODUCTS = (
 """What selective checkpointing keeps: matrix products and attention. The rest is cheap to compute again."""
 
 
-@dataclass(frozen=True)
-class ActivationSettings:
-    """The `activation_checkpoint` key of a config, read.
+def apply_activations(
+    model: nn.Module, settings: ActivationSettings, whole: Sequence[nn.Module], complete: bool = True
+) -> None:
+    """Have the blocks of `model` run as the settings say, in place; `release_blocks` undoes it.
 
-    `mode`: "full" keeps a block's inputs alone, "selective" the results of the ops of `keep` too, "none" everything. `every`: of the
-    blocks one after another, every n-th one. `blocks`: their names, as patterns, or their classes. `offload`: what is kept
-    lies in the host's memory until backward.
+    `whole`: the modules that `model` is a part of, itself or all pipeline stages, by which blocks are known. Unless they are
+    `complete`, a model without blocks is only warned of: another stage may have them.
     """
+    release_blocks(model)  # of an engine that was not closed
+    if settings.mode == "none" and not settings.offload:
+        return
+    ops = frozenset(_ops(settings.keep) if settings.mode == "selective" else ())
+    classes = None if settings.blocks else _repeated(whole, 2 if complete else 1)
+    known = any(True for part in whole for _ in _blocks(part, settings.blocks, classes))
+    if not known and complete:
+        raise ConfigError(_nothing_found(settings.blocks, whole), code="C003")
+    found = list(_blocks(model, settings.blocks, classes))
+    made: dict[type, type] = {}
+    for at, block in enumerate(found):
+        runs = _Runs(settings.mode, settings.offload, ops) if at % settings.every == 0 else None
+        block._colonnade_runs = runs  # type: ignore[assignment]
+        # Blocks of one class stay of one class: others tell a list of blocks by that.
+        block.__class__ = made.setdefault(type(block), _running(type(block)))
+    if found:
+        where = f"{len(found[:: settings.every])} of {len(found)} blocks"
+        kinds = listed(sorted({type(block).__name__ for block in found}))
+        offloaded = ", what they keep on the host" if settings.offload else ""
+        get_dist_logger().info(f"activation_checkpoint: mode {settings.mode!r}, {where} ({kinds}){offloaded}")
+    elif not complete:
+        get_dist_logger().warning(f"{_nothing_found(settings.blocks, whole)} (in the stage of this rank)")
 
-    mode: str = "none"
-    every: int = 1
-    blocks: tuple[str, ...] = ()
-    keep: tuple[str, ...] = ()
-    offload: bool = False
 
-    @classmethod
-    def read(cls, given: Any) -> ActivationSettings:
-        """From the value of the key: nothing, a mode (True is "full"), or a dict."""
-        if not isinstance(given, dict):
-            return cls(mode={True: "full", False: "none", None: "none"}.get(given, given))
-        values = {"mode": "none" if given.get("offload") else "full"}
-        values |= {key: value for key, value in given.items() if value is not None}
-        for key in ("blocks", "keep"):
-            named: Any = values.get(key, ())
-            values[key] = (named,) if isinstance(named, str) else tuple(named)  # type: ignore[assignment]
-        settings = cls(**values)  # type: ignore[arg-type]
-        if settings.keep and settings.mode != "selective":
-            raise ConfigError(
-                f"activation_checkpoint.keep is for mode='selective', not for mode={settings.mode!r}", code="C003"
-            )
-        return settings
-
-    def apply(self, model: nn.Module, whole: Sequence[nn.Module], complete: bool = True) -> None:
-        """Have the blocks of `model` run so, in place; `release_blocks` undoes it.
-
-        `whole`: the modules that `model` is a part of, itself or all pipeline stages, by which blocks are known. Unless they are
-        `complete`, a model without blocks is only warned of: another stage may have them.
-        """
-        release_blocks(model)  # of an engine that was not closed
-        if self.mode == "none" and not self.offload:
-            return
-        ops = frozenset(_ops(self.keep) if self.mode == "selective" else ())
-        classes = None if self.blocks else _repeated(whole, 2 if complete else 1)
-        known = any(True for part in whole for _ in self._found(part, classes))
-        if not known and complete:
-            raise ConfigError(_nothing_found(self.blocks, whole), code="C003")
-        found = list(self._found(model, classes))
-        made: dict[type, type] = {}
-        for at, block in enumerate(found):
-            runs = _Runs(self.mode, self.offload, ops) if at % self.every == 0 else None
-            block._colonnade_runs = runs  # type: ignore[assignment]
-            # Blocks of one class stay of one class: others tell a list of blocks by that.
-            block.__class__ = made.setdefault(type(block), _running(type(block)))
-        where = f"{len(found[:: self.every])} of {len(found)} blocks"
-        if found:
-            kinds = listed(sorted({type(block).__name__ for block in found}))
-            offloaded = ", what they keep on the host" if self.offload else ""
-            get_dist_logger().info(f"activation_checkpoint: mode {self.mode!r}, {where} ({kinds}){offloaded}")
-        elif not complete:
-            get_dist_logger().warning(f"{_nothing_found(self.blocks, whole)} (in the stage of this rank)")
-
-    def _found(self, model: nn.Module, classes: set[type] | None) -> Iterator[nn.Module]:
-        """The blocks of a model, none of them inside another."""
-        inside = ""
-        for name, module in model.named_modules():
-            if inside and name.startswith(inside):
-                continue
-            if classes is not None:
-                chosen = type(module) in classes and _is_block(name, module)
-            else:
-                chosen = any(fnmatchcase(name, each) or type(module).__name__ == each for each in self.blocks)
-            if chosen and name:
-                inside = f"{name}."
-                yield module
+def _blocks(model: nn.Module, named: Sequence[str], classes: set[type] | None) -> Iterator[nn.Module]:
+    """The blocks of a model, none of them inside another: of these classes, or else those named."""
+    inside = ""
+    for name, module in model.named_modules():
+        if inside and name.startswith(inside):
+            continue
+        if classes is not None:
+            chosen = type(module) in classes and _is_block(name, module)
+        else:
+            chosen = any(fnmatchcase(name, each) or type(module).__name__ == each for each in named)
+        if chosen and name:
+            inside = f"{name}."
+            yield module
 
 
 def release_blocks(model: nn.Module) -> None:

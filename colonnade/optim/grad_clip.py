@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from colonnade.config.settings import positive
 from colonnade.errors import GradientError
-from colonnade.optim.clip_method import positive
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from colonnade.config import Config
+from colonnade.config.settings import ZeroSettings
 from colonnade.context.layout import Layout
 from colonnade.context.layout_builder import build_layout
 from colonnade.context.parallel_context import ParallelContext
@@ -23,7 +24,7 @@ from colonnade.errors import ColonnadeError, ConfigError, LedgerError, RegistryE
 from colonnade.gradients.handler import RULES, BaseGradientHandler, ZeROGradientHandler, attach_automatic
 from colonnade.gradients.ledger import Covered, Ledger, LedgerRow, match, require_complete
 from colonnade.gradients.sums import read_demands
-from colonnade.optim.zero.formula import ZeroSettings, shard_dim
+from colonnade.optim.zero.formula import shard_dim
 from colonnade.optim.zero.fsdp import left_whole, replica_mode, shard_modes_of
 from colonnade.parallel.demand import check_same_data, holding, owed
 from colonnade.parallel.placement import Placement, Replicate, Shard, Spec, Tied, place, placement_of

@@ -16,12 +16,12 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from colonnade.checkpoint.manifest import whole_box
 from colonnade.checkpoint.tensors import LocalTensor, locate_tensors, memory_order, prefix_of
+from colonnade.config.settings import ClipSettings
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.engine import Engine, Observer
 from colonnade.engine.schedule.loss import split_loss
 from colonnade.engine.schedule.pipeline import PipelineSchedule
-from colonnade.optim.clip import ClipSettings
 from colonnade.parallel.demand import owed
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.forward import ModelHook

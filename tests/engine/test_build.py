@@ -17,6 +17,7 @@ from colonnade._launch import launch
 from colonnade.comm import messages
 from colonnade.comm.waits import OUTSIDE
 from colonnade.config import load_config
+from colonnade.config.settings import ZeroSettings
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine import build
 from colonnade.engine.build import initialize
@@ -25,7 +26,6 @@ from colonnade.engine.schedule.pipeline import PipelineSchedule
 from colonnade.engine.stepper import SkipAwareScheduler
 from colonnade.errors import ConfigError
 from colonnade.gradients import synchroniser
-from colonnade.optim.zero.formula import ZeroSettings
 from colonnade.parallel.meta import meta_init
 from colonnade.parallel.split import split
 from colonnade.testing import run_world
@@ -98,7 +98,7 @@ def test_the_start_takes_little_memory_beside_parameters_and_gradients():
 
 CHECKS = [
     *("Precision.read", "ClipSettings.read", "ZeroSettings.read", "Precision.build_scaler", "Precision.apply"),
-    *("ActivationSettings.read", "ActivationSettings.apply", "Float8.read", "Agreement.require", "Placements.check"),
+    *("ActivationSettings.read", "apply_activations", "Float8Settings.read", "Agreement.require", "Placements.check"),
     *("MetaStart.alike", "MetaStart.locate", "MetaStart.materialise", "_apply_backend_flags", "check_ties"),
     *("read_recipes", "refuse_marks", "warn_of_batch_norm", "warn_of_repeated_work", "compile_model"),
     *("numeric_settings", "broadcast_shared", "_shard_parameters", "alike_optimizer", "_shard_optimizer"),
@@ -134,7 +134,7 @@ def test_initialize_makes_every_check(check, monkeypatch):
         ),
         ("ZeroOptimizer", {"zero": 1}),
         ("ZeroOptimizer", {"zero": 2}),
-        ("Float8.convert", {"float8": {"emulate": True}}),
+        ("convert_to_float8", {"float8": {"emulate": True}}),
     ],
 )
 def test_initialize_makes_what_the_config_asks_for(check, config, monkeypatch):
@@ -156,11 +156,11 @@ def test_initialize_makes_what_the_config_asks_for(check, config, monkeypatch):
 def test_a_name_that_no_layer_has_is_a_slip_where_the_whole_model_is_known(monkeypatch, stages, given, complete):
     told: list[Any] = []
 
-    def reached(self: object, *args: object) -> None:
-        told.extend(args)
+    def reached(model: object, settings: object, *args: object) -> None:
+        told.extend([model, *args])
         raise ReachedError
 
-    monkeypatch.setattr(build.ActivationSettings, "apply", reached)
+    monkeypatch.setattr(build, "apply_activations", reached)
     monkeypatch.setattr(build, "_own_stages", lambda split, *_: next(iter(split)))
     layers = [nn.Linear(2, 2) for _ in range(given)]
     model = split(layers) if given > 1 else layers[0]

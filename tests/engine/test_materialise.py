@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from colonnade._launch import launch
 from colonnade.checkpoint.manifest import whole_box
 from colonnade.checkpoint.tensors import locate_tensors
+from colonnade.config.settings import ZeroSettings
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
@@ -21,7 +22,7 @@ from colonnade.errors import GradientError, PlacementError
 from colonnade.models import GPT
 from colonnade.nn.layer import Embedding, arrange
 from colonnade.optim.zero import fsdp
-from colonnade.optim.zero.formula import ZeroSettings, bytes_held
+from colonnade.optim.zero.formula import bytes_held
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.meta import meta_init, recipes_of
 from colonnade.parallel.placement import Shard, place

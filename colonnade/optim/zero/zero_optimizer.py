@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from colonnade.comm.waits import WaitWatch
+from colonnade.config.settings import ZeroSettings
 from colonnade.errors import CheckpointError, GradientError
 from colonnade.gradients.bucket import BucketValues
 from colonnade.gradients.gather import Gather, GatherAhead
 from colonnade.gradients.sums import Sharding, Shards
 from colonnade.gradients.synchroniser import Synchroniser
 from colonnade.optim.bucket_step import BucketStep, OwnedBucket, ShardedBucket, wants_flat
-from colonnade.optim.zero.formula import ZeroSettings
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.flat import MASTER, FlatShard, flattened, view_like
 from colonnade.parallel.held import Held

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from colonnade.comm.rank_group import GroupMemory, RankGroup
+from colonnade.config.settings import ZeroSettings
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.gradient_sync import SyncPlan, build_handlers, plan_sync
@@ -25,7 +26,6 @@ from colonnade.gradients.sums import Shards, Sum, make_sums, read_demands
 from colonnade.gradients.transport import CollectiveTransport, DeviceCollectiveTransport, LocalTransport, Transport
 from colonnade.gradients.uneven import by_kind
 from colonnade.optim.bucket_step import wants_flat
-from colonnade.optim.zero.formula import ZeroSettings
 from colonnade.optim.zero.zero_optimizer import ZeroOptimizer, state_dtypes
 from colonnade.parallel.dtensor import local_part
 from colonnade.proof.planner.recorder import OperatorRecorder, PlannedCall

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from colonnade.comm.groups import ProcessGroups
 from colonnade.comm.torch_versions import apart_from_world
 from colonnade.config import Config
+from colonnade.config.settings import ActivationSettings
 from colonnade.context.layout import Layout
 from colonnade.context.layout_builder import build_layout
 from colonnade.context.parallel_context import ParallelContext
@@ -30,7 +31,7 @@ from colonnade.engine.schedule.pipeline import NonPipelineSchedule, PipelineSche
 from colonnade.errors import ColonnadeError, ConfigError
 from colonnade.gradients.ledger import Ledger
 from colonnade.hf.model_loss import ModelLoss
-from colonnade.nn.activations import ActivationSettings
+from colonnade.nn.activations import apply_activations
 from colonnade.optim.zero.fsdp import shard_model
 from colonnade.parallel.demand import check_same_data
 from colonnade.parallel.placement import Placement, logical_shape, placement_of
@@ -217,7 +218,7 @@ class _Planning:
                 model = built(self.job.build, self.context)
             parts = [model]
         complete = len(parts) > 1 or len(kinds.stage_ranks) == 1
-        ActivationSettings.read(self.config.get("activation_checkpoint")).apply(model, parts, complete)
+        apply_activations(model, ActivationSettings.read(self.config.get("activation_checkpoint")), parts, complete)
         self.precision.apply(model, torch.device("cpu"), self.zero.stage)
         kinds.parameters[rank] = [self._held(rank, name, p) for name, p in model.named_parameters()]
         return model

@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 
 from colonnade.config import Config
+from colonnade.config.settings import ClipSettings
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.precision import Precision
 from colonnade.engine.schedule.actions import GIVES_INPUT_GRADIENT, Action, Kind, Table
@@ -18,7 +19,6 @@ from colonnade.engine.schedule.simulate import bubble_of, simulate
 from colonnade.engine.schedule.transfer import HEADER_BYTES, SENDS_KEPT, add_transfers, peer_stage, receive_early
 from colonnade.engine.stepper import label_of
 from colonnade.gradients.bucket import TURNS
-from colonnade.optim.clip import ClipSettings
 from colonnade.proof.planner.hardware import Clock
 from colonnade.proof.planner.plan_records import (
     Interval,

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from colonnade.config.settings import ZeroSettings
 from colonnade.errors import GradientError
 from colonnade.optim.zero import ZeroOptimizer
-from colonnade.optim.zero.formula import ZeroSettings
 from colonnade.optim.zero.zero_optimizer import (
     OwnedPart,
     _sample,
