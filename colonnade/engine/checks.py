@@ -28,7 +28,7 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.gradient_sync import GradientSync
 from colonnade.engine.guard import guard_of, ordered_sum
 from colonnade.engine.schedule.base import rows_of
-from colonnade.engine.schedule.executor import FEED_ALIKE
+from colonnade.engine.schedule.micro_batch import FEED_ALIKE
 from colonnade.errors import ConfigError, GradientError, ScheduleError, listed
 from colonnade.gradients.uneven import USE_ONE_FORM
 from colonnade.hf.match import is_cut_by_plan

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from colonnade.engine.schedule.executor import format_value
 from colonnade.engine.schedule.loss import Count
+from colonnade.engine.schedule.micro_batch import format_value
 from colonnade.errors import ScheduleError
 
 StepResult = tuple[Any, Any, Tensor | None]

@@ -16,17 +16,11 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.schedule.actions import Row, Table, parse_table, read_csv
 from colonnade.engine.schedule.base import BaseSchedule, StepResult, most_arguments, required_arguments
 from colonnade.engine.schedule.check import check
-from colonnade.engine.schedule.executor import (
-    Executor,
-    MicroBatch,
-    StageInput,
-    call_module,
-    cut_batch,
-    format_value,
-    join,
-)
+from colonnade.engine.schedule.executor import Executor
 from colonnade.engine.schedule.loss import DivisionWatch, LossForm, own_loss, split_loss
+from colonnade.engine.schedule.micro_batch import MicroBatch, call_module, cut_batch, format_value, join
 from colonnade.engine.schedule.orders import check_chunks, loop_stages, make_table
+from colonnade.engine.schedule.split_backward import StageInput
 from colonnade.engine.schedule.transfer import with_cpu
 from colonnade.errors import ScheduleError
 from colonnade.parallel.split import call_layer

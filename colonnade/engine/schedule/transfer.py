@@ -585,7 +585,7 @@ class Link:
         """Start to tell the peer, in place of the next message, that this rank has failed, or has heard that `rank` has.
 
         Then this rank goes through the rest of its program with `skip_send` and `skip_receive`, and so does the peer once it
-        has heard; `hear_out` takes the message that is one too many.
+        has heard; `wait_for_peer` takes the message that is one too many.
         """
         self._patience = None if no_batch else _FAILURE_TIMEOUT  # every rank comes to a step, sooner or later
         with contextlib.suppress(RuntimeError):
@@ -604,7 +604,7 @@ class Link:
             self._expect(key)
         self._read_all()
 
-    def hear_out(self) -> bool:
+    def wait_for_peer(self) -> bool:
         """Whether the peer hears of the failure in this step; then wait until it has said so, and nothing comes any more."""
         self._read_all()
         if self._skips or self._heard:
@@ -612,7 +612,7 @@ class Link:
         return self._skips or self._heard
 
     def end_failure(self) -> None:
-        """After `hear_out` on all links: wait until the peer has heard this rank too."""
+        """After `wait_for_peer` on all links: wait until the peer has heard this rank too."""
         wait(self._failure, self._patience)
         self._failure, self._heard, self._skips, self._patience = [], False, False, None
 

@@ -26,7 +26,7 @@ from colonnade.engine.build import zero_settings
 from colonnade.engine.checks import forms_of, same_stages
 from colonnade.engine.precision import Precision
 from colonnade.engine.schedule.actions import Kind, Table
-from colonnade.engine.schedule.executor import cut_batch
+from colonnade.engine.schedule.micro_batch import cut_batch
 from colonnade.engine.schedule.pipeline import NonPipelineSchedule, PipelineSchedule
 from colonnade.errors import ColonnadeError, ConfigError
 from colonnade.gradients.ledger import Ledger

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from colonnade.config.settings import ActivationSettings
-from colonnade.engine.schedule.executor import cut_batch
+from colonnade.engine.schedule.micro_batch import cut_batch
 from colonnade.models import GPT
 from colonnade.nn.activations import apply_activations
 from colonnade.proof.planner.hardware import Clock, load_hardware

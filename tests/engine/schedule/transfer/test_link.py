@@ -13,7 +13,7 @@ from torch import Tensor
 
 from colonnade.engine.schedule import transfer as link_module
 from colonnade.engine.schedule.actions import Action
-from colonnade.engine.schedule.executor import cut_batch
+from colonnade.engine.schedule.micro_batch import cut_batch
 from colonnade.engine.schedule.orders import chunks_of, make_table
 from colonnade.engine.schedule.transfer import Link, PeerFailed, Wire, _FrameSize, backends_of, describe, wait, with_cpu
 from colonnade.errors import ScheduleError
@@ -222,7 +222,7 @@ def fail_or_take() -> str:
             link.take(key(1))
         link.fail("heard", no_batch=False)
         heard = str(caught.value)
-    assert link.hear_out()
+    assert link.wait_for_peer()
     link.end_failure()
     if rank == 0:
         link.send(key(3), *describe(torch.ones(3), "value"))

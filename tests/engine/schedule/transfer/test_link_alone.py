@@ -262,7 +262,7 @@ def test_a_failure_is_heard_and_leaves_nothing_under_way(mail, monkeypatch, is_q
     mail.waits.clear()
     for index in (2, 3) if is_queued and not steps else ():  # those it had not come to
         other.skip_receive(key(index))
-    assert [link.hear_out() for link in (other, one)] == [True, True]
+    assert [link.wait_for_peer() for link in (other, one)] == [True, True]
     for link in both:
         link.end_failure()
         assert (link._failure, link._heard, link._skips, link._patience) == ([], False, False, None)
@@ -284,8 +284,8 @@ def test_a_rank_that_failed_itself_hears_of_the_other_in_what_it_expected(mail, 
     other.skip_send(key(1))
     one.expect(key(1))
     one.fail("mine", no_batch=False)
-    assert one.hear_out()
-    assert other.hear_out()
+    assert one.wait_for_peer()
+    assert other.wait_for_peer()
     mail.assert_empty()
 
 
@@ -300,7 +300,7 @@ def test_what_came_and_is_not_used_is_waited_for_where_its_memory_is_still_fille
     other.take(key(1))
     assert [*other._arriving] == [key(0)]
     mail.waits.clear()
-    assert not other.hear_out()
+    assert not other.wait_for_peer()
     assert mail.waits == ([] if is_queued else [("receive", link_module._TENSOR, ())])
     assert other._arriving == {}
 
@@ -309,10 +309,10 @@ def test_nobody_hears_of_a_failure_where_nothing_is_left_to_send(mail, monkeypat
     one, other = ends(monkeypatch)
     sent(one, 0, numbers(2))
     one.fail("late", no_batch=False)
-    assert not one.hear_out()
+    assert not one.wait_for_peer()
     other.expect(key(0))
     other.take(key(0))
-    assert not other.hear_out()
+    assert not other.wait_for_peer()
 
 
 @pytest.mark.parametrize(
