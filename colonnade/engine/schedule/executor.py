@@ -36,20 +36,9 @@ from colonnade.engine.schedule.actions import (
 from colonnade.engine.schedule.check import Facts, check
 from colonnade.engine.schedule.loss import LossForm, count_on
 from colonnade.engine.schedule.micro_batch import FEED_ALIKE, MicroBatch, call_module
+from colonnade.engine.schedule.programs import CONFIRMS, add_transfers, confirmation, peer_stage, receive_early
 from colonnade.engine.schedule.split_backward import RunBackward, StageInput, WeightWork, backward_input, run_backward
-from colonnade.engine.schedule.transfer import (
-    CONFIRMS,
-    Incoming,
-    Link,
-    PeerFailed,
-    add_transfers,
-    confirmation,
-    describe,
-    differentiable,
-    peer_stage,
-    rebuild,
-    receive_early,
-)
+from colonnade.engine.schedule.transfer import Incoming, Link, PeerFailed, describe, differentiable, rebuild
 from colonnade.errors import ScheduleError, listed, with_users_line
 from colonnade.logging import get_dist_logger
 from colonnade.nn.activations import recomputes

@@ -19,7 +19,8 @@ from colonnade.engine.schedule.actions import Action, only_forward, parse_table
 from colonnade.engine.schedule.executor import Executor
 from colonnade.engine.schedule.micro_batch import cut_batch
 from colonnade.engine.schedule.orders import make_table
-from colonnade.engine.schedule.transfer import PeerFailed, add_transfers, confirmation, receive_early
+from colonnade.engine.schedule.programs import add_transfers, confirmation, receive_early
+from colonnade.engine.schedule.transfer import PeerFailed
 from colonnade.errors import GradientError, ScheduleError
 
 X = torch.randn(7, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
