@@ -14,8 +14,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from colonnade.config.settings import ClipSettings
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.engine import Engine
+from colonnade.engine.schedule.criterion import call_criterion
 from colonnade.engine.schedule.micro_batch import cut_batch
-from colonnade.engine.schedule.pipeline import PipelineSchedule, call_criterion
+from colonnade.engine.schedule.pipeline import PipelineSchedule
 from colonnade.engine.stepper import label_of
 from colonnade.errors import ParityError
 from colonnade.hf.model_loss import criterion_of
