@@ -226,9 +226,7 @@ def _restored(kind: type[Config], values: dict[str, Any], is_frozen: bool) -> Co
     return config.freeze() if is_frozen else config
 
 
-# --------------------------------------------------------------------------------------------------
-# A config as texts by key: what must be the same on all ranks, in a form that ranks can compare.
-# --------------------------------------------------------------------------------------------------
+# --- A config as texts by key: what must be the same on all ranks, in a form that ranks can compare ---
 
 
 def compared_texts(config: Mapping[str, Any]) -> dict[str, str]:
