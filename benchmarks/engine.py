@@ -99,7 +99,7 @@ def our_pipeline() -> Callable[[str], float]:
     def step() -> None:
         engine.zero_grad()
         engine.execute_schedule(iter([batch]), return_output_label=False)
-        engine._reduce()  # without it the engine would record the order of gradients for ever, as in a first step
+        engine._sum_gradients()  # without it the engine would record the order of gradients for ever, as in a first step
         engine._end_step()
 
     return timer(step)

@@ -81,7 +81,7 @@ optim.clip_history.ZClip: z_max=2.5 alpha=0.97 warmup=25 max_norm=inf
 optim.clip.ClipPolicy: group_of=(0,) nonfinite='skip'
 optim.norm.Meter: p=2.0 slots=1 once=False
 optim.norm.powsums: p=2.0 slots=1
-optim.norm.reduce_norms: p=2.0 riders=0 whole=False
+optim.norm.reduce_norms: p=2.0 piggybacked=0 whole=False
 optim.bucket_step.scale_all: divide=False
 optim.zero.formula.bytes_held: width=4 state=8 master=0 largest=0
 optim.zero.formula.bytes_moved: width=4 passes=1
@@ -181,7 +181,6 @@ gradients.transport.Transport.shares_memory: False
 gradients.transport.Transport.early: False
 gradients.transport.Transport.carries: False
 gradients.transport.Transport.host_waits: False
-gradients.transport.Transport.divides: False
 gradients.transport.SharedMemoryTransport.shares_memory: True
 gradients.transport.SharedMemoryTransport.host_waits: True
 trainer.hooks.hook.BaseHook.needs_loss: False
@@ -203,8 +202,8 @@ def test_the_notes_of_a_gradient_and_the_words_of_a_link_are_told_apart():
     bucket = importlib.import_module("colonnade.gradients.bucket")
     notes = [bucket.MISSING, bucket.OUTSIDE, bucket.SPARSE, bucket.FROZEN, bucket.FAILED]
     assert notes == [1 << bit for bit in range(5)]  # one bit each
-    riders = importlib.import_module("colonnade.gradients.uneven")
-    assert riders.SIZE == 6 <= bucket.TAIL
+    uneven = importlib.import_module("colonnade.gradients.uneven")
+    assert uneven.FLAG_COUNT == 6 <= bucket.TAIL
     link = importlib.import_module("colonnade.engine.schedule.transfer")
     marks = [link._NEW, link._FAILED, link._NO_BATCH, link._SKIPPED]
     assert len({*marks}) == 4 > max(marks) + 4  # below any number of a description

@@ -1,19 +1,14 @@
-"""What all ranks do together: go on or raise the same CheckpointError, and tell each other JSON values.
-
-A context that was never launched is a world of one, in which nothing is communicated.
-"""
+"""Steps of a save or a load that all ranks take or none: `agreed` raises a CheckpointError of one rank on all of them."""
 
 from __future__ import annotations
 
-import json
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextlib import contextmanager
 
 from torch import nn
 
-from colonnade.comm.messages import agreed_errors, gather_texts
+from colonnade.comm.messages import agree
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError
 
@@ -27,7 +22,7 @@ def agreed(context: ParallelContext, doing: str) -> Iterator[None]:
 
     The block itself must not communicate: a rank that fails in it goes straight to the agreement.
     """
-    with agreed_errors(context.device) if context.is_launched else nullcontext(), as_checkpoint_errors(doing):
+    with agree(context), as_checkpoint_errors(doing):
         yield
 
 
@@ -40,12 +35,6 @@ def as_checkpoint_errors(doing: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise CheckpointError(f"{doing}: {type(error).__name__}: {error}") from error
-
-
-def gather_json(value: Any, context: ParallelContext) -> list[Any]:
-    """Every rank's JSON value, in rank order. Collective over the world."""
-    text = json.dumps(value)
-    return [json.loads(other) for other in (gather_texts(text, context.device) if context.is_launched else [text])]
 
 
 # --------------------------------------------------------------------------------------------------

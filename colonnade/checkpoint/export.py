@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colonnade.checkpoint.agreement import agreed, as_checkpoint_errors, fault_point, gather_json
+from colonnade.checkpoint.agreement import agreed, as_checkpoint_errors, fault_point
 from colonnade.checkpoint.manifest import (
     MANIFEST,
     WIDTHS,
@@ -67,7 +67,7 @@ from colonnade.checkpoint.tensor_files import (
     write_tensors,
 )
 from colonnade.checkpoint.tensors import LocalTensor, locate_tensors
-from colonnade.comm.messages import message_device
+from colonnade.comm.messages import gather_from_all, message_device
 from colonnade.comm.rank_group import own_gloo
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError, listed
@@ -101,7 +101,7 @@ class WholeTensors:
             for tensor in self.tensors:
                 plan_weight(plan, tensor, read(tensor))
             plan.close()
-        notes = [RankNote.parse(text, "a rank's note") for text in gather_json(plan.note.dump(), context)]
+        notes = [RankNote.parse(text, "a rank's note") for text in gather_from_all(plan.note.dump(), context)]
         with agreed(context, doing):
             self.records, cuts = merge_tensors(notes)
         files = tuple(note.file for note in notes if note.file is not None)
@@ -388,7 +388,7 @@ def _staging(target: Path, content: Content, dtype: torch.dtype | None, context:
         if first:
             staged = staging_path(target)
             make_room(staged, needed)
-    staged = Path(gather_json(str(staged), context)[0])
+    staged = Path(gather_from_all(str(staged), context)[0])
     try:
         with told_of_space(staged.parent, needed):
             yield staged

@@ -11,12 +11,13 @@ from typing import Any
 
 from torch import nn
 
-from colonnade.checkpoint.agreement import agreed, as_checkpoint_errors, gather_json
+from colonnade.checkpoint.agreement import agreed, as_checkpoint_errors
 from colonnade.checkpoint.manifest import Damaged, Manifest
 from colonnade.checkpoint.state import LoadPlan, OptimizerLoader, RandomSource, SavedValues, load_optimizer
 from colonnade.checkpoint.storage import Found, check_files, published, read_manifest
 from colonnade.checkpoint.tensor_files import TensorReader
 from colonnade.checkpoint.tensors import EXTRA_STATE, locate_tensors, prefix_of
+from colonnade.comm.messages import gather_from_all
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError, listed
 from colonnade.logging import get_dist_logger
@@ -57,7 +58,7 @@ def load_checkpoint(
     path, manifest, skipped = _newest_good(folder, step, content, context)
     with _all_or_nothing(context, path):
         plan = LoadPlan(tensors, manifest)
-    notes = gather_json(plan.note(), context)
+    notes = gather_from_all(plan.note(), context)
     with _all_or_nothing(context, path):
         # All that is read, and may fail, comes before the first object of any rank changes.
         plan.check(notes, str(path))
@@ -144,7 +145,7 @@ def _candidates(folder: Path, step: int | None, context: ParallelContext) -> lis
     with agreed(context, f"listing {folder}"):
         if context.get_global_rank() == 0:
             listing += [[found.step, found.revision, found.path.name] for found in reversed(published(folder))]
-    there = [Found(number, revision, folder / name) for number, revision, name in gather_json(listing, context)[0]]
+    there = [Found(number, revision, folder / name) for number, revision, name in gather_from_all(listing, context)[0]]
     wanted = [found for found in there if step in (None, found.step)]
     if not wanted:
         steps = listed(sorted({found.step for found in there}))
@@ -164,7 +165,7 @@ def _examined(found: Found, content: bool, context: ParallelContext) -> tuple[Ma
         note["damaged"] = str(error)
     except Exception as error:  # a newer format is no damage, and an older checkpoint no answer to it
         note["unreadable"] = str(error)
-    notes = gather_json(note, context)
+    notes = gather_from_all(note, context)
     for told in notes:
         if told["unreadable"]:
             raise CheckpointError(f"{found.path} cannot be loaded: {told['unreadable']}")

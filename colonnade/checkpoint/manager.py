@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from colonnade.checkpoint.agreement import agreed, before_save, gather_json
+from colonnade.checkpoint.agreement import agreed, before_save
 from colonnade.checkpoint.load import LoadedInfo, load_checkpoint
 from colonnade.checkpoint.manifest import LayoutRecord
 from colonnade.checkpoint.save import LocalState, SavePlan, plan_save
 from colonnade.checkpoint.storage import BackgroundWriter, RunLock, StorageWriter, newest_good, published, staging_name
 from colonnade.checkpoint.tensors import locate_tensors
+from colonnade.comm.messages import gather_from_all
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError, listed
 from colonnade.logging import get_dist_logger
@@ -53,7 +54,7 @@ class CheckpointManager:
         self.read_only = read_only
         self._pending: BackgroundWriter | None = None
         self._lock: RunLock | None = None
-        with self._together("()"), agreed(context, f"opening {folder}"):
+        with context.waits.together("CheckpointManager()"), agreed(context, f"opening {folder}"):
             self.folder = local_path(folder, "the folder of a CheckpointManager", CheckpointError)
             if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
                 raise CheckpointError(f"keep is how many checkpoints stay, a whole number from 1 on, not {keep!r}")
@@ -79,7 +80,7 @@ class CheckpointManager:
         `extra` maps names to objects with `state_dict()` and `load_state_dict()`, or to plain JSON values. A step
         that was saved before is replaced once the new checkpoint is in place.
         """
-        with self._together(".save()"):
+        with self.context.waits.together("CheckpointManager.save()"):
             self._save(step, model, optimizer, extra)
 
     def _save(self, step: int, model: nn.Module, optimizer: Any, extra: Mapping[str, Any] | None) -> None:
@@ -92,7 +93,7 @@ class CheckpointManager:
         tensors = locate_tensors(model, self.context, f"saving step {step}")
         with self._saving(step):
             state = LocalState(tensors, model, optimizer, extra, self.context)
-        notes = gather_json(state.note(), self.context)
+        notes = gather_from_all(state.note(), self.context)
         with self._saving(step):
             plan = plan_save(state, notes, self.context.get_global_rank())
         writer = self._stage(step, plan)
@@ -117,7 +118,7 @@ class CheckpointManager:
         if pending is None:
             return
         try:
-            for rank, error in enumerate(gather_json(pending.part_error(), self.context)):
+            for rank, error in enumerate(gather_from_all(pending.part_error(), self.context)):
                 if error:
                     pending.give_up(f"on rank {rank}: {error}")
         except BaseException:
@@ -167,7 +168,7 @@ class CheckpointManager:
         Objects in `extra` get their state; plain values come back in the result. `rest`, an object with `state_dict` and
         `load_state_dict`, gets all plain values as one dict, and may refuse them.
         """
-        with self._together(".load()"):
+        with self.context.waits.together("CheckpointManager.load()"):
             self.wait()
             return load_checkpoint(self.folder, self.context, model, optimizer, extra or {}, step, self.verify, rest)
 
@@ -189,16 +190,12 @@ class CheckpointManager:
                 f"step, so delete them if this run has left them behind."
             )
 
-    def _together(self, call: str) -> AbstractContextManager[None]:
-        launched = self.context.is_launched
-        return self.context.waits.together(f"CheckpointManager{call}") if launched else nullcontext()
-
     def _saving(self, step: int) -> AbstractContextManager[None]:
         return agreed(self.context, f"saving step {step}")
 
     def _stage(self, step: int, plan: SavePlan) -> StorageWriter:
         """Agree on the staged folder and make it. Collective."""
-        notes = gather_json({"step": step, "size": plan.size, "name": staging_name(step)}, self.context)
+        notes = gather_from_all({"step": step, "size": plan.size, "name": staging_name(step)}, self.context)
         steps = {note["step"] for note in notes}
         if len(steps) > 1:
             raise CheckpointError(

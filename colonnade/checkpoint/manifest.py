@@ -369,7 +369,7 @@ class TensorRecord:
 class GroupRecord:
     """Options of an optimizer's parameter group, and the labels of its members. `index` is its place.
 
-    `optimizer` is the name of the optimizer's class; format 1 had none.
+    `optimizer` is the name of the optimizer's class; None in a checkpoint that was imported.
     """
 
     index: int
@@ -464,9 +464,9 @@ class Manifest:
 
 
 def parse(raw: bytes) -> Manifest:
-    """Read a manifest; raises Damaged where it is not what `dump` wrote, CheckpointError for a newer format."""
+    """Read a manifest; raises Damaged where it is not what `dump` wrote, CheckpointError for another format."""
     try:
-        version = _version(raw)
+        _check_format(raw)
         tail = _TAIL.fullmatch(raw, raw.rfind(b","))
         if tail is None:
             raise Damaged(f"{MANIFEST} was changed: it is not the text that was written")
@@ -474,26 +474,34 @@ def parse(raw: bytes) -> Manifest:
         if digest != _digest(body):
             raise Damaged(f"{MANIFEST} was changed: its digest is {_digest(body)}, expected {digest}")
         content = json.loads(body + b"}", parse_constant=_refuse_constant)
-        manifest = from_json(Manifest, _from_format_1(content) if version == 1 else content, MANIFEST)
+        manifest = from_json(Manifest, content, MANIFEST)
         _check(manifest)
     except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
         raise Damaged(f"{MANIFEST} cannot be read: {error}") from None
     return manifest
 
 
-def _version(raw: bytes) -> int:
+def _check_format(raw: bytes) -> None:
+    """Refuse every format but this one. Another format is no damage, so `load` does not fall back to an older checkpoint."""
     head = _HEAD.match(raw)
     if head is None:
         raise Damaged(f"{MANIFEST} cannot be read: it does not begin with its format")
     version = int(head[1])
+    found = re.search(rb'"colonnade": ?"([\w.+]{1,40})"', raw)
+    by = found[1].decode() if found else "?"
     if version > FORMAT:
-        by = re.search(rb'"colonnade": ?"([\w.+]{1,40})"', raw)
         raise CheckpointError(
-            f"it has format {version}, written by Colonnade {by[1].decode() if by else '?'}; this is {__version__}, "
-            f"which reads formats up to {FORMAT}. Update Colonnade to load it.",
+            f"it has format {version}, written by Colonnade {by}; this is {__version__}, which reads formats up to {FORMAT}. "
+            f"Update Colonnade to load it.",
             code="C081",
         )
-    return version
+    if version < FORMAT:
+        raise CheckpointError(
+            f"it has format {version}, written by Colonnade {by}; this is {__version__}, which reads format {FORMAT} alone. "
+            f"Format 1 was last read by the version before this one: load it there with CheckpointManager.load() and save it "
+            f"again with save(), which writes format {FORMAT}.",
+            code="C081",
+        )
 
 
 def _refuse_constant(name: str) -> None:
@@ -505,20 +513,6 @@ def _digest(body: bytes) -> str:
     digest = hashlib.sha256(body)
     digest.update(b"}\n")
     return digest.hexdigest()
-
-
-def _from_format_1(content: Any) -> Any:
-    """A manifest of format 1, in which every block was a record that names its file: each is a part in one piece."""
-    numbers = {file["name"]: at for at, file in enumerate(content["files"])}
-    cuts: list[Any] = []
-    for tensor in content["tensors"]:
-        tensor["parts"] = []
-        for block in tensor["blocks"]:
-            if block["file"] not in numbers:
-                raise Damaged(f"{MANIFEST} speaks of {block['file']}, which is not among its files")
-            tensor["parts"].append({**block, "order": None, "cut": len(cuts)})
-            cuts.append({"stops": block["shape"][:1] or [1], "files": [numbers[block["file"]]]})
-    return {**content, "cuts": cuts}
 
 
 def _check(manifest: Manifest) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colonnade.checkpoint.agreement import agreed, gather_json
+from colonnade.checkpoint.agreement import agreed
 from colonnade.checkpoint.manifest import Box, boxes_in_order, moved, places_of, whole_box
+from colonnade.comm.messages import gather_from_all
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import CheckpointError, listed
@@ -79,7 +80,7 @@ def locate_tensors(
     """
     with agreed(context, doing):
         found = _tensors_of(model, context, "" if own_names else prefix_of(model))
-    everyone = gather_json(_uneven_sizes(found), context)
+    everyone = gather_from_all(_uneven_sizes(found), context)
     with agreed(context, doing):
         return [_located(tensor, everyone, context) for tensor in found]
 

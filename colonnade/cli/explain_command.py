@@ -54,7 +54,7 @@ def explain(
         typer.echo(_page(str(config)))
         return
     from colonnade.config import least_world, load_config
-    from colonnade.proof.scripts import function_named, import_named
+    from colonnade.proof.user_functions import function_named, import_named
 
     for name in imports or ():
         import_named(name, config.parent)

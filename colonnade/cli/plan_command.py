@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from colonnade.errors import ConfigError
-from colonnade.proof.planner.plan_records import Plan, PlannedTimeline, RankClass, SearchResult
+from colonnade.proof.planner.plan_records import SearchResult
+from colonnade.proof.report.plan_tables import (
+    FORMULAS,
+    MEMORY,
+    PlanTable,
+    Values,
+    collectives,
+    cut_layouts,
+    figures,
+    groups,
+    hardware_line,
+    layouts,
+    ledger_entries,
+    memory_words,
+    slowest_kind,
+    spread,
+    timeline_words,
+    title_of,
+)
+from colonnade.texts import format_bytes
 
 
 def plan(
@@ -59,7 +79,7 @@ def plan(
     home = config.parent if config is not None else Path()
     from colonnade.config import least_world, load_config
     from colonnade.proof.planner.hardware import load_hardware
-    from colonnade.proof.scripts import import_named
+    from colonnade.proof.user_functions import import_named
 
     for name in imports or ():
         import_named(name, home)
@@ -83,14 +103,14 @@ def _plan(loaded: Any, count: int, machine: Any, job: Any, as_json: bool) -> Any
     if as_json:
         typer.echo(json.dumps(made.to_dict()))
     else:
-        show(made)
+        show(made.to_dict())
     return made
 
 
 def _job(model: str, folder: Path) -> Any:
     """The model's function, with those beside it."""
     from colonnade.proof.planner.job import Job
-    from colonnade.proof.scripts import function_named, import_named
+    from colonnade.proof.user_functions import function_named, import_named
 
     build = function_named(model, folder, "--model")
     beside = vars(import_named(model.rpartition(":")[0], folder))
@@ -122,7 +142,7 @@ def _search(loaded: Any, count: int, machine: Any, job: Any, model: str, limit: 
     if as_json:
         typer.echo(json.dumps(found.to_dict()))
     else:
-        show_search(found, limit)
+        show_search(found.to_dict(), limit)
     return found
 
 
@@ -138,229 +158,122 @@ def _draw(values: dict[str, Any], html: Path | None, svg: Path | None) -> None:
         typer.echo(f"wrote {path}", err=True)
 
 
-# --------------------------------------------------------------------------------------------------
-# A plan on the terminal: tables, bars of memory, and the pipeline's timeline.
-# --------------------------------------------------------------------------------------------------
+# --- A plan on the terminal: the figures and tables of `plan_tables`, bars of memory, and the pipeline's timeline ---
 
-
-KINDS = (
-    ("parameters", "blue"),
-    ("gradients", "green"),
-    ("state", "magenta"),
-    ("activations", "yellow"),
-    ("communication", "cyan"),
-    ("buffers", "white"),
-)
+_COLORS = ("blue", "green", "magenta", "yellow", "cyan", "white")
+"""Of the parts of memory."""
 ROWS_SHOWN = 16
 _PASS = {"F": "blue", "B": "green", "I": "green", "W": "yellow"}
 
 
-def show(plan: Plan) -> None:
-    """Everything that a plan says, in words and tables."""
+def show(plan: Values) -> None:
+    """Print everything that a plan says."""
     console = Console(highlight=False)
-    _head(console, plan)
-    console.print(_modes(plan))
-    if plan.classes:
+    title = f"{plan['totals']['world_size']:,} ranks: {title_of(plan)}"
+    console.print(f"{title}, on {hardware_line(plan)}", markup=False, style="bold")
+    for figure in figures(plan):
+        console.print(f"{figure.value:>12}  {figure.meaning}", markup=False, style="red" if figure.is_bad else None)
+    console.print()
+    console.print(_rich(groups(plan)))
+    if plan["classes"]:
+        for formula in FORMULAS:
+            console.print(formula, markup=False, style="dim")
         console.print()
         _memory(console, plan)
         console.print()
-        console.print(_collectives(plan))
-        if plan.timeline is not None and len(plan.timeline.rows) > 1:
+        # Ranks of all kinds make nearly the same calls, so one kind fills the rows.
+        calls = collectives([slowest_kind(plan)], 24)
+        console.print(_rich(replace(calls, title=f"{calls.title}, on the kind of rank that communicates longest")))
+        if plan["timeline"] is not None and len(plan["timeline"]["rows"]) > 1:
             console.print()
-            _timeline(console, plan.timeline)
+            _timeline(console, plan["timeline"])
         console.print()
-        console.print(_ledger(plan))
-    for note in plan.notes:
+        console.print(_rich(_ledger(plan, 40)))
+    for note in plan["notes"]:
         console.print(f"- {note}", markup=False, soft_wrap=True)
-    for problem in plan.problems:
+    for problem in plan["problems"]:
         console.print(f"initialize() would refuse this: {problem}", markup=False, style="red", soft_wrap=True)
 
 
-def show_search(found: SearchResult, limit: int = 10) -> None:
-    """The layouts that fit, fastest first; how many were cut, and why; and what to paste."""
+def show_search(found: Values, limit: int = 10) -> None:
+    """Print the layouts that fit, fastest first; how many were cut, and why; and what to paste."""
     console = Console(highlight=False)
-    table = _table(
-        f"{found.world_size} x {found.hardware.name}: {len(found.fitting)} layouts fit, {len(found.cut)} were cut",
-        "layout", "step", "memory", "MFU", "HFU", "bubble", "exposed",
-    )  # fmt: skip
-    for one in found.fitting[:limit]:
-        table.add_row(
-            layout_text(one.layout),
-            seconds(one.step_seconds or 0.0),
-            size(one.peak_memory or 0),
-            f"{one.mfu or 0:.0%}",
-            f"{one.hfu or 0:.0%}",
-            f"{one.bubble or 0:.0%}",
-            seconds(one.exposed_seconds or 0.0),
-        )
-    console.print(table)
-    reasons: dict[str, list[str]] = defaultdict(list)
-    for one in found.cut:
-        reasons[one.reason].append(layout_text(one.layout))
-    console.print()
-    for reason, layouts in sorted(reasons.items(), key=lambda each: -len(each[1]))[:limit]:
-        console.print(f"cut {len(layouts)}: {reason}; such as {layouts[0]}", markup=False, soft_wrap=True)
-    for note in found.notes:
+    console.print(_rich(layouts(found, limit)))
+    if found["cut"]:
+        console.print()
+        console.print(_rich(cut_layouts(found, limit)))
+    for note in found["notes"]:
         console.print(f"- {note}", markup=False, soft_wrap=True)
-    if found.config:
+    if found["config"]:
         console.print("\nThe best, to paste:\n", style="bold")
-        console.print(found.config, markup=False, soft_wrap=True)
+        console.print(found["config"], markup=False, soft_wrap=True)
         console.print("\nIts small twin, verified on this machine:\n", style="bold")
-        console.print(found.verify, markup=False, soft_wrap=True)
+        console.print(found["verify"], markup=False, soft_wrap=True)
 
 
-def size(count: float) -> str:
-    """Bytes for people."""
-    for unit in ("B", "KB", "MB", "GB", "TB", "PB"):
-        if abs(count) < 1000 or unit == "PB":
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return ""
-
-
-def seconds(value: float) -> str:
-    """Seconds for people."""
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.2f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} us"
-
-
-def layout_text(layout: dict[str, Any]) -> str:
-    """A layout in few words: without axes of one rank, and without what is off."""
-    off = {"zero": 0, "checkpoint": "none"}
-    return " ".join(f"{key} {value}" for key, value in layout.items() if value != off.get(key, 1)) or "one rank"
-
-
-def _head(console: Console, plan: Plan) -> None:
-    axes = " x ".join(f"{name} {count}" for name, count in plan.axes.items()) or "no parallelism"
-    console.print(f"[bold]{plan.totals.world_size:,} ranks: {axes}[/bold]  on {plan.hardware.name}")
-    totals = plan.totals
-    if plan.classes:
-        per = f", {totals.tokens / totals.step_seconds:,.0f} tokens/s" if totals.tokens else ""
-        console.print(
-            f"{totals.parameters:,} parameters; a step takes {seconds(totals.step_seconds)}{per}, "
-            f"MFU {totals.mfu:.1%}, HFU {totals.hfu:.1%}",
-            markup=False,
-        )
-        console.print(
-            "  MFU: flops without recomputed products / (step x ranks x peak); HFU: with them",
-            markup=False,
-            style="dim",
-        )
-        console.print(
-            f"  computing {seconds(totals.compute_seconds)}, collectives that nothing hides {seconds(totals.exposed_seconds)}, "
-            f"pipeline bubble {seconds(totals.bubble_seconds)}, optimizer {seconds(totals.optimizer_seconds)}",
-            markup=False,
-        )
-        fits = "fits" if totals.fits else "DOES NOT FIT"
-        console.print(
-            f"  fullest rank: {size(totals.peak_memory)} of {size(plan.hardware.memory)}: {fits}",
-            style=None if totals.fits else "red",
-        )
-        console.print(
-            f"  sent in a step by all ranks: {size(totals.bytes_inside_nodes)} inside nodes, "
-            f"{size(totals.bytes_between_nodes)} between them",
-            markup=False,
-        )
-    console.print(
-        f"{totals.communicators:,} communicators to create, {totals.communicators_per_rank} on a rank\n", markup=False
-    )
-
-
-def _modes(plan: Plan) -> Table:
-    table = _table("Groups", "mode", "groups", "of ranks", "link", "data", "the first")
-    for mode in plan.modes:
-        first = list(mode.groups[0]) if mode.groups else []
-        shown = str(first) if len(first) <= 8 else f"[{first[0]}, {first[1]}, ... {first[-1]}]"
-        table.add_row(mode.mode, f"{mode.count:,}", f"{mode.size:,}", mode.link, mode.data, shown if first else "all")
+def _rich(made: PlanTable) -> Table:
+    note = f" ({made.note})" if made.note else ""
+    table = Table(
+        title=escape(made.title + note), box=None, pad_edge=False, header_style="bold", title_style="bold", title_justify="left"
+    )  # fmt: skip
+    for at, head in enumerate(made.heads):
+        table.add_column(head, overflow="fold", justify="right" if at in made.numbers else "left")
+    for row in made.rows:
+        table.add_row(*map(escape, row))
     return table
 
 
-def _memory(console: Console, plan: Plan) -> None:
+def _memory(console: Console, plan: Values) -> None:
     """A bar for each kind of rank; the mark is what a device has."""
     console.print("Memory of a rank", style="bold")
-    console.print(Text("  ").join(Text(f"\u2588 {name}", style=color) for name, color in KINDS))
-    limit = plan.hardware.memory
-    scale = max(limit, plan.totals.peak_memory)
-    for one in _few(plan.classes):
-        bar = Text(f"{one.name:<12}{one.count:>8,} ranks  ")
+    console.print(
+        Text("  ").join(Text(f"\u2588 {name}", style=color) for name, color in zip(MEMORY, _COLORS, strict=True))
+    )
+    limit = plan["hardware"]["memory"]
+    scale = max(limit, plan["totals"]["peak_memory"])
+    for one in spread(plan["classes"], ROWS_SHOWN):
+        bar = Text(f"{one['name']:<12}{one['count']:>8,} ranks  ")
         drawn = 0
-        for name, color in KINDS:
-            width = round(getattr(one.memory, name) / scale * 60)
+        for name, color in zip(MEMORY, _COLORS, strict=True):
+            width = round(one["memory"][name] / scale * 60)
             bar.append("\u2588" * width, style=color)
             drawn += width
         mark = round(limit / scale * 60)
         bar.append(" " * max(0, mark - drawn) + "|" if drawn <= mark else "")
-        parts = ", ".join(f"{name} {size(getattr(one.memory, name))}" for name, _ in KINDS if getattr(one.memory, name))
-        bar.append(f" {size(one.memory.total)}")
+        bar.append(f" {format_bytes(one['memory']['total'])}")
         console.print(bar)
-        console.print(f"{'':<12}{parts}", markup=False, style="dim", soft_wrap=True)
+        console.print(f"{'':<12}{memory_words(one)}", markup=False, style="dim", soft_wrap=True)
 
 
-def _collectives(plan: Plan) -> Table:
-    slowest = max(plan.classes, key=lambda one: sum(call.seconds for call in one.collectives))
-    table = _table(
-        f"Collectives of a step, on a rank of {slowest.name}",
-        "when", "mode", "call", "bytes each", "times", "ranks", "link", "seconds", "not hidden", "for",
-    )  # fmt: skip
-    calls = sorted(slowest.collectives, key=lambda call: -call.seconds)
-    for call in calls[:24]:
-        table.add_row(
-            call.when, call.mode, call.op, f"{call.bytes:,}", f"{call.count:,}", f"{call.ranks:,}", call.link,
-            seconds(call.seconds), seconds(call.exposed), call.what,
-        )  # fmt: skip
-    if len(calls) > 24:
-        rest = calls[24:]
-        table.add_row("", f"{len(rest)} more", *[""] * 5, seconds(sum(call.seconds for call in rest)), "", "")
-    return table
-
-
-def _timeline(console: Console, timeline: PlannedTimeline) -> None:
-    console.print(
-        f"[bold]Pipeline[/bold] {timeline.schedule}, {timeline.num_microbatches} micro-batches: {seconds(timeline.makespan)}, "
-        f"pipeline bubble {timeline.bubble:.1%} of ranks x makespan ({timeline.equal_bubble:.1%} were all passes equally long "
-        f"and transfers free)"
-    )
+def _timeline(console: Console, timeline: Values) -> None:
+    console.print(f"[bold]Pipeline[/bold] {timeline_words(timeline)}")
     width = max(40, console.width - 12)
-    for at, row in enumerate(timeline.rows):
-        if at >= ROWS_SHOWN and at != len(timeline.rows) - 1:
+    for at, row in enumerate(timeline["rows"]):
+        if at >= ROWS_SHOWN and at != len(timeline["rows"]) - 1:
             if at == ROWS_SHOWN:
-                console.print(f"  ... {len(timeline.rows) - ROWS_SHOWN - 1} more")
+                console.print(f"  ... {len(timeline['rows']) - ROWS_SHOWN - 1} more")
             continue
         cells = [(" ", "")] * width
-        for one in row:
-            first, stop = (round(moment / timeline.makespan * width) for moment in (one.start, one.end))
-            label = f"{one.kind}{one.micro_batch}"
+        for kind, _, micro_batch, start, end in row:
+            first, stop = (round(moment / timeline["makespan"] * width) for moment in (start, end))
+            label = f"{kind}{micro_batch}"
             for place in range(first, min(stop, width)):
                 inside = place - first
-                cells[place] = (
-                    label[inside] if inside < len(label) and stop - first > len(label) else "\u2588",
-                    one.kind,
-                )
+                readable = inside < len(label) and stop - first > len(label)
+                cells[place] = (label[inside] if readable else "\u2588", kind)
         line = Text(f"rank {at:<5}|")
         for letter, kind in cells:
             line.append(letter, style=f"on {_PASS[kind]}" if kind and letter != "\u2588" else _PASS.get(kind, ""))
         console.print(line, no_wrap=True, crop=True)
 
 
-def _ledger(plan: Plan) -> Table:
-    table = _table(
-        "Gradients", "parameters", "n", "elements on a rank", "placement", "over", "ranks", "divided by", "by"
-    )
-    for line in plan.ledger[:40]:
-        table.add_row(
-            line.parameters, str(line.count), f"{line.elements:,}", line.placement, line.mode or "-", f"{line.ranks:,}",
-            f"{line.divisor:g}", line.done_by or "-",
-        )  # fmt: skip
-    if len(plan.ledger) > 40:
-        table.add_row(f"... {len(plan.ledger) - 40} more", *[""] * 7)
-    return table
-
-
-def _few(classes: tuple[RankClass, ...]) -> list[RankClass]:
-    return list(classes) if len(classes) <= ROWS_SHOWN else [*classes[: ROWS_SHOWN - 1], classes[-1]]
-
-
-def _table(title: str, *heads: str) -> Table:
-    table = Table(title=title, box=None, pad_edge=False, header_style="bold", title_style="bold", title_justify="left")
-    for head in heads:
-        table.add_column(head, overflow="fold")
-    return table
+def _ledger(plan: Values, most: int) -> PlanTable:
+    """A row for each sum: a terminal has no room for a column of each mode, as the page has."""
+    rows = []
+    for entry in ledger_entries(plan):
+        lies = (entry.parameters, entry.count, entry.elements, entry.stages, entry.placement)
+        rows += [(*lies, mode, owed.ranks, owed.divisor, owed.done_by) for mode, owed in entry.sums.items()]
+        rows += [] if entry.sums else [(*lies, "-", "1", "1", "-")]
+    heads = ("parameters", "n", "elements on a rank", "stages", "lies", "over", "ranks", "divided by", "by")
+    note = f"the first {most} of {len(rows)}" if len(rows) > most else ""
+    return PlanTable("Gradients", heads, rows[:most], (1, 2, 6, 7), note)

@@ -1,20 +1,30 @@
-"""Small messages between ranks: texts, JSON values, what must be equal, and errors that all ranks raise together."""
+"""How ranks talk beside training: values of all ranks, whether all have the same, and errors that all raise or none.
+
+Most callers have a ParallelContext, and talk to its whole world:
+
+- `with agree(context):` an error on one rank is raised on all of them;
+- `gather_from_all(value, context)` gives everybody's JSON value.
+
+Before `launch`, and in a world of one, both communicate nothing. Below them are the same for a device and a process group
+(`agreed_errors`, `gather_json`, `gather_numbers`, `gather_bytes`), comparisons that cost one number for each rank
+(`is_same_everywhere`), and a broadcast of texts through the store (`share_texts`). Values travel as JSON: nothing is unpickled.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from colonnade.comm.torch_versions import default_store, gather_rows
 from colonnade.errors import ColonnadeError, ConfigError, listed, with_users_line
+from colonnade.texts import digest_of
 
 _NOBODY = torch.iinfo(torch.int64).max
 _DIFFERENCES_SHOWN = 8
@@ -22,38 +32,91 @@ _SHORT = 248
 """So many bytes of a text travel with its length."""
 
 
+class World(Protocol):
+    """A ParallelContext, as far as messages need to know it."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def is_launched(self) -> bool: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+
+def is_alone(world: World) -> bool:
+    """Whether there are no other ranks to talk to."""
+    return not world.is_launched or world.world_size == 1
+
+
+def agree(world: World) -> AbstractContextManager[Any]:
+    """`agreed_errors` between all ranks: an error of the block on one rank is raised on all. Collective at its end."""
+    return nullcontext() if is_alone(world) else agreed_errors(world.device)
+
+
+def gather_from_all(value: Any, world: World) -> list[Any]:
+    """Every rank's JSON value, in rank order. Collective over the world."""
+    return [json.loads(json.dumps(value))] if is_alone(world) else gather_json(value, world.device)
+
+
+# --------------------------------------------------------------------------------------------------
+# Values of all ranks of a process group.
+# --------------------------------------------------------------------------------------------------
+
+
 def message_device(device: torch.device) -> torch.device:
     """Where tensors of a message to the world must lie: on `device` with NCCL, else on the CPU."""
     return device if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
-def gather_texts(text: str, device: torch.device, group: Any = None) -> list[str]:
-    """Every rank's text, in rank order. One collective over the group, two where a text is long; nothing is unpickled."""
+def gather_json(value: Any, device: torch.device, group: Any = None) -> list[Any]:
+    """Every rank's value, in rank order, sent as JSON. One collective over the group, or two."""
+    return [json.loads(content) for content in gather_bytes(json.dumps(value).encode(), device, group)]
 
-    def gather(content: bytes) -> list[bytes]:
-        mine = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(message_device(device))
+
+def gather_texts(text: str, device: torch.device, group: Any = None) -> list[str]:
+    """Every rank's text, in rank order. One collective over the group, two where a text is long."""
+    return [content.decode() for content in gather_bytes(text.encode(), device, group)]
+
+
+def gather_bytes(content: bytes, device: torch.device, group: Any = None) -> list[bytes]:
+    """Every rank's bytes, in rank order. One collective over the group, two where some are long."""
+
+    def gather_alike(piece: bytes) -> list[bytes]:
+        mine = torch.frombuffer(bytearray(piece), dtype=torch.uint8).to(message_device(device))
         return [bytes(row) for row in gather_rows(mine, group).tolist()]
 
-    return [content.decode() for content in gather_in_pieces(text.encode(), gather)]
+    return gather_in_pieces(content, gather_alike)
 
 
-def gather_in_pieces(content: bytes, gather: Callable[[bytes], list[bytes]]) -> list[bytes]:
-    """Every rank's bytes by a `gather` that takes as many from each: the lengths with what is short, then the rest."""
-    heads = gather((len(content).to_bytes(8, "little") + content[:_SHORT]).ljust(8 + _SHORT))
+def gather_in_pieces(content: bytes, gather_alike: Callable[[bytes], list[bytes]]) -> list[bytes]:
+    """Every rank's bytes by a `gather_alike` that takes as many from each: the lengths with what is short, then the rest."""
+    heads = gather_alike((len(content).to_bytes(8, "little") + content[:_SHORT]).ljust(8 + _SHORT))
     sizes = [int.from_bytes(head[:8], "little") for head in heads]
     longest = max(sizes) - _SHORT
-    rests = gather(content[_SHORT:].ljust(longest)) if longest > 0 else [b""] * len(heads)
+    rests = gather_alike(content[_SHORT:].ljust(longest)) if longest > 0 else [b""] * len(heads)
     return [(head[8:] + rest)[:size] for head, rest, size in zip(heads, rests, sizes, strict=True)]
 
 
-def gather_json(value: Any, device: torch.device, group: Any = None) -> list[Any]:
-    """Every rank's value, in rank order, sent as JSON. One collective over the group, or two."""
-    return [json.loads(text) for text in gather_texts(json.dumps(value), device, group)]
+def gather_numbers(numbers: Sequence[int], device: torch.device, group: Any = None) -> list[list[int]]:
+    """Every rank's numbers (of 63 bits; as many on each), in rank order. One collective over the group."""
+    mine = torch.tensor([*numbers], dtype=torch.int64, device=message_device(device))
+    return gather_rows(mine, group).tolist()
 
 
-def gather_numbers(number: int, device: torch.device, group: Any = None) -> list[int]:
-    """Every rank's number (of 63 bits), in rank order. One collective over the group."""
-    return gather_rows(torch.tensor(number, dtype=torch.int64, device=message_device(device)), group).tolist()
+def share_texts(key: str, text: str, senders: Iterable[int]) -> dict[int, str]:
+    """The texts of `senders` (the same on all ranks), through the store of the world: only they send anything."""
+    store = default_store()
+    senders = list(senders)
+    if dist.get_rank() in senders:
+        store.set(f"colonnade/{key}/{dist.get_rank()}", text)
+    return {sender: store.get(f"colonnade/{key}/{sender}").decode() for sender in senders}
+
+
+# --------------------------------------------------------------------------------------------------
+# Whether all ranks have the same.
+# --------------------------------------------------------------------------------------------------
 
 
 def is_same_everywhere(number: int, device: torch.device, group: Any = None) -> bool:
@@ -64,19 +127,16 @@ def is_same_everywhere(number: int, device: torch.device, group: Any = None) -> 
 
 def are_same_everywhere(numbers: Sequence[int], device: torch.device, group: Any = None) -> list[bool]:
     """For each number, as many on every rank, whether all ranks say the same. One collective."""
+    # The least number and the least of the negatives, which is the greatest number, are equal where all numbers are.
     both = torch.tensor([*numbers, *(-number for number in numbers)], dtype=torch.int64, device=message_device(device))
     dist.all_reduce(both, op=dist.ReduceOp.MIN, group=group)
     lowest, highest = both.view(2, -1).tolist()
     return [low == -high for low, high in zip(lowest, highest, strict=True)]
 
 
-def share_texts(key: str, text: str, senders: Iterable[int]) -> dict[int, str]:
-    """The texts of `senders` (the same on all ranks), through the store of the world: only they send anything."""
-    store = default_store()
-    senders = list(senders)
-    if dist.get_rank() in senders:
-        store.set(f"colonnade/{key}/{dist.get_rank()}", text)
-    return {sender: store.get(f"colonnade/{key}/{sender}").decode() for sender in senders}
+# --------------------------------------------------------------------------------------------------
+# Errors that all ranks raise, or none.
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -133,10 +193,16 @@ def agreed_errors(device: torch.device, parts: Sequence[int] = (), group: Any = 
         if mine is not None:  # a rank is gone, and what was wrong here matters more
             raise mine from None
         raise
+    # Texts travel only now that something is wrong: a start without errors costs one small all-reduce.
     if failed:
-        _raise_together(mine, device, group)
+        notes = gather_texts(note_of(mine) if mine is not None else "", device, group)
+        if mine is not None:
+            raise mine
+        everyone = dist.get_process_group_ranks(group)
+        failures = [(rank, note) for rank, note in zip(everyone, notes, strict=True) if note.strip()]
+        raise error_of(failures[0][1], [rank for rank, _ in failures], dist.get_rank())
     if differ:
-        _name_difference(agreement.tables, device, group)
+        _raise_difference(agreement.tables, device, group)
 
 
 def _compare(agreement: Agreement, failed: bool, device: torch.device, group: Any) -> tuple[bool, bool]:
@@ -153,15 +219,6 @@ def _compare(agreement: Agreement, failed: bool, device: torch.device, group: An
     counts = iter([count for *_, count in found])
     agreement.sizes = [[*islice(counts, parts)] for parts in agreement.parts]
     return any_failed < 0, any(low != -high and low != _NOBODY for low, high, _ in found)
-
-
-def _raise_together(mine: Exception | None, device: torch.device, group: Any) -> None:
-    notes = gather_texts(note_of(mine) if mine is not None else "", device, group)
-    if mine is not None:
-        raise mine
-    everyone = dist.get_process_group_ranks(group)
-    failed = [(rank, note) for rank, note in zip(everyone, notes, strict=True) if note.strip()]
-    raise error_of(failed[0][1], [rank for rank, _ in failed], dist.get_rank())
 
 
 def note_of(error: Exception) -> str:
@@ -182,11 +239,11 @@ def error_of(note: str, ranks: Iterable[int], here: int) -> ColonnadeError:
     return error
 
 
-def _name_difference(tables: Sequence[Alike], device: torch.device, group: Any) -> None:
+def _raise_difference(tables: Sequence[Alike], device: torch.device, group: Any) -> None:
     """Raise the same error on every rank. The texts travel only now, from one rank of each opinion."""
     shown = [table.shown() if table.shown is not None else table.items for table in tables]
     mine = json.dumps([[table.part, [*items.items()]] for table, items in zip(tables, shown, strict=True)])
-    digests = gather_numbers(digest_of(mine), device, group)
+    digests = [digest for (digest,) in gather_numbers([digest_of(mine)], device, group)]
     everyone = dist.get_process_group_ranks(group)
     speakers = {digest: everyone[digests.index(digest)] for digest in digests}
     told = share_texts(f"alike/{digest_of(repr(digests))}", mine, speakers.values())
@@ -222,11 +279,6 @@ def _differences(what: str, tables: Sequence[tuple[int, list[tuple[str, str]]]])
                     f"the order: {what} {moved[0]!r} on rank {rank} is in the place of {moved[1]!r} on rank {other}"
                 ]
     return found
-
-
-def digest_of(text: str) -> int:
-    """62 bits that tell two texts apart."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
 
 
 def _class_of(name: str) -> type[ColonnadeError] | None:

@@ -163,6 +163,26 @@ def _refuse_strangers(connection: socket.socket) -> None:
 
 
 Gather = Callable[[Tensor, Tensor], Any]
+"""A flat all-gather of CPU tensors, (received, own); returns work to wait for, or None where it is done."""
+
+
+def start_gather(gather: Gather, size: int, payload: bytes) -> Callable[[], list[bytes]]:
+    """Begin to gather bytes, of one length on all `size` ranks; the function that is returned waits for all of them."""
+    received = torch.empty(size * len(payload), dtype=torch.uint8, device="cpu")
+    work = gather(received, torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+
+    def wait() -> list[bytes]:
+        if work is not None:
+            work.wait()
+        return [bytes(row) for row in received.view(size, -1).tolist()]
+
+    return wait
+
+
+def gather_json_by(gather: Gather, size: int, value: Any) -> list[Any]:
+    """Every rank's JSON value, in group order."""
+    found = gather_in_pieces(json.dumps(value).encode(), lambda piece: start_gather(gather, size, piece)())
+    return [json.loads(content) for content in found]
 
 
 class RankGroup:
@@ -225,7 +245,7 @@ class RankGroup:
     def signal(self, payload: bytes) -> None:
         """Send `payload` (of the same length on every rank) to all; returns at once."""
         if self.sockets is None:
-            self._answers = partial(self._rows, *self._begin(payload))
+            self._answers = start_gather(self._gather, self.size, payload)
         else:
             self._over_sockets(lambda sockets: sockets.send(payload))
             self._answers = partial(self._over_sockets, lambda sockets: sockets.receive(payload))
@@ -243,25 +263,16 @@ class RankGroup:
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         """`payload` of every rank (same length), by the group: for what may be too long for `signal`."""
-        return self._rows(*self._begin(payload))
+        return start_gather(self._gather, self.size, payload)()
 
     def gather_objects(self, value: Any) -> list[Any]:
         """One JSON value per rank, in group order. Collective, for start-up and rare events."""
-        return [json.loads(text) for text in gather_in_pieces(json.dumps(value).encode(), self.gather_bytes)]
+        return gather_json_by(self._gather, self.size, value)
 
     def close(self) -> None:
         if self.sockets is not None:
             self.sockets.close()
             self.sockets = None
-
-    def _begin(self, payload: bytes) -> tuple[Tensor, Any]:
-        received = torch.empty(self.size * len(payload), dtype=torch.uint8, device="cpu")
-        return received, self._gather(received, torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-
-    def _rows(self, received: Tensor, work: Any) -> list[bytes]:
-        if work is not None:
-            work.wait()
-        return [bytes(row) for row in received.view(self.size, -1).tolist()]
 
     def _over_sockets(self, act: Callable[[HostSockets], Any]) -> Any:
         assert self.sockets is not None

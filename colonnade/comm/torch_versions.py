@@ -131,7 +131,12 @@ class _MeetingStore(Store):
 
 
 _met: list[_MeetingStore] = []
-"""Torch's groups refer to their store, and do not keep a Python object alive."""
+"""Torch's groups refer to their store, and do not keep a Python object alive: this list does, until the world is left."""
+
+
+def forget_meeting_stores() -> None:
+    """After all groups are destroyed: close the connections to the store that the groups were made with."""
+    _met.clear()
 
 
 def meeting_store(store: Any, size: int) -> Any:

@@ -6,7 +6,6 @@ tests can look at a million ranks from one process.
 
 from __future__ import annotations
 
-import hashlib
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from colonnade.config import AxisSpec, ParallelSizes, parallel_sizes
 from colonnade.constants import INITIALIZER_MAPPING
 from colonnade.context.parallel_mode import DataKind, ParallelMode
 from colonnade.errors import ContextError, LayoutError, did_you_mean, listed
+from colonnade.texts import digest_of
 
 # --------------------------------------------------------------------------------------------------
 # A grid of ranks and the groups that its axes make: pure integer arithmetic, nothing listed until it is asked for.
@@ -449,7 +449,7 @@ class Layout:
     def digest(self) -> int:
         """A 62-bit fingerprint: equal on two ranks if and only if (but for chance) the layouts are equal."""
         text = repr([(mode.value, groups.describe()) for mode, groups in self._groups.items()]) + repr(self.axes)
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
+        return digest_of(text)
 
     def describe(self, mode_groups: int = 4) -> str:
         """A table of modes and their groups for people; long lists are cut."""

@@ -27,6 +27,7 @@ from colonnade.comm.torch_versions import (
     TCPStore,
     default_store,
     forget_failed_start,
+    forget_meeting_stores,
     join_by,
     waiting_at_most,
 )
@@ -175,6 +176,7 @@ def leave_world() -> None:
     with contextlib.suppress(RuntimeError):  # the store is gone where rank 0 has died
         _leave_store(default_store(), rank, world_size, "left")
     dist.destroy_process_group()
+    forget_meeting_stores()
 
 
 def _wait_for_threads() -> None:

@@ -54,7 +54,7 @@ from colonnade.optim.zero.fsdp import ShardedModel, outer_members, shard_model
 from colonnade.optim.zero.zero_optimizer import ZeroOptimizer
 from colonnade.parallel.dtensor import check_ties, local_part
 from colonnade.parallel.held import Placements, broadcast_shared, check_placements, held_tensors, refuse_marks
-from colonnade.parallel.meta import Reading, Recipe, forget_start, recipes_of
+from colonnade.parallel.meta import ParameterInit, ParameterLoad, forget_initial_value, parameter_inits
 from colonnade.parallel.placement import is_dtensor
 from colonnade.parallel.split import Split, Stage, build_schedule, take_stages
 
@@ -63,15 +63,15 @@ from colonnade.parallel.split import Split, Stage, build_schedule, take_stages
 # --------------------------------------------------------------------------------------------------
 
 
-Recipes = dict[int, Recipe | Reading]
+Recipes = dict[int, ParameterInit | ParameterLoad]
 
 
 def read_recipes(model: nn.Module | Split, context: ParallelContext) -> Recipes:
     """How the parameters on the meta device start, by id. Names are those of the whole model, where it is given whole."""
     if isinstance(model, Split):
-        return recipes_of(model)
+        return parameter_inits(model)
     stage = context.get_local_rank(ParallelMode.PIPELINE)
-    return recipes_of([model], f"stage {stage}: " if context.pipeline_parallel_size > 1 else "")
+    return parameter_inits([model], f"stage {stage}: " if context.pipeline_parallel_size > 1 else "")
 
 
 def refuse_meta_state(optimizer: Any) -> None:
@@ -129,7 +129,9 @@ class MetaStart:
                     refresh_shards(module)
 
 
-def _materialise(parameter: Any, place: LocalTensor, recipe: Recipe | Reading, device: torch.device, seed: int) -> None:
+def _materialise(
+    parameter: Any, place: LocalTensor, recipe: ParameterInit | ParameterLoad, device: torch.device, seed: int
+) -> None:
     part = local_part(parameter)
     local = torch.empty_strided(part.size(), part.stride(), dtype=part.dtype, device=device)
     first = offset_in_dtensor(parameter) if is_dtensor(parameter) else [0] * local.dim()
@@ -150,7 +152,7 @@ def _materialise(parameter: Any, place: LocalTensor, recipe: Recipe | Reading, d
 
 def _become(parameter: Any, real: Any) -> None:
     """Make `parameter` what `real` is. It stays the same object, with its attributes and hooks: others may know it."""
-    forget_start(parameter)
+    forget_initial_value(parameter)
     hooks = list((parameter._backward_hooks or {}).values())
     later = list((parameter._post_accumulate_grad_hooks or {}).values())
     exchange_tensors(parameter, real)

@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from colonnade.comm import waits
-from colonnade.comm.messages import agreed_errors, digest_of, is_same_everywhere, message_device
+from colonnade.comm.messages import agreed_errors, gather_numbers, is_same_everywhere, message_device
 from colonnade.comm.rank_group import own_gloo
 from colonnade.comm.torch_versions import default_store, gather_rows, gloo_all_gather, timeout_of
-from colonnade.comm.waits import OUTSIDE, pauses, place_of
+from colonnade.comm.waits import OUTSIDE, pauses, stalled_position
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.gradient_sync import GradientSync
@@ -42,6 +42,7 @@ from colonnade.parallel.held import Held, checksum, held_tensors, whole_paramete
 from colonnade.parallel.own_forward import ModelStage
 from colonnade.parallel.placement import Shard, is_dtensor, placement_of
 from colonnade.parallel.split import Chunks, Stage
+from colonnade.texts import digest_of
 
 # --------------------------------------------------------------------------------------------------
 # What is said once, when a model trains, but not as its user may think.
@@ -242,7 +243,7 @@ class _Meeting:
     def _look(self, began: float) -> None:
         """Raise where a rank is busy with a step that it cannot make without this rank."""
         for rank in self._ranks:
-            place = place_of(rank) if rank != self._rank else None
+            place = stalled_position(rank) if rank != self._rank else None
             if (
                 place is not None
                 and not place.what.startswith(OUTSIDE)
@@ -327,18 +328,15 @@ class SameBatch:
             digests = [digest_of(repr(seen)) * bool(seen) for seen in self._seen]
             rows = [sum(rows for _, rows in seen) for seen in self._seen]
             with self._context.waits.during("comparing the batches"):
-                everyone = self._gather(_Said(form, *digests, *rows), whole)
-            self._check(everyone)
+                mine = _Said(form, *digests, *rows) if whole else _Said(0, 0, 0, 0, 0)
+                everyone = gather_numbers(mine, self._context.device)
+            self._check([_Said(*said) for said in everyone])
         self._step += 1
         self._clear()
 
     def _clear(self) -> None:
         self._seen: tuple[list[_Given], list[_Given]] = [], []
         """Of the passes so far: inputs, labels."""
-
-    def _gather(self, mine: _Said, speaks: bool) -> list[_Said]:
-        own = torch.tensor(mine, dtype=torch.int64, device=message_device(self._context.device)) * speaks
-        return [_Said(*row) for row in gather_rows(own).tolist()]
 
     def _check(self, everyone: list[_Said]) -> None:
         forms = {form: [rank for rank, said in enumerate(everyone) if said.form == form] for form in (1, 2)}
@@ -511,9 +509,9 @@ class LoopWatch:
             self._step_guard.watches.add(self)
 
     @property
-    def strayed(self) -> bool:
+    def unprepared_gradients(self) -> bool:
         """Whether gradients came from a backward pass that was none of the engine's."""
-        return self._sync is not None and self._sync.synchroniser.strayed
+        return self._sync is not None and self._sync.synchroniser.unprepared_gradients
 
     def end_sums(self, complete: bool) -> None:
         """Gradients are summed now. `complete`: this rank has made all passes of the step."""
@@ -561,7 +559,7 @@ class LoopWatch:
 class _StepGuard:
     """A step hook that only checks: a flat step need not treat its optimizer as one that somebody watches.
 
-    One for all engines of an optimizer: what one of them sums has strayed for the others.
+    One for all engines of an optimizer: the synchronisers of the others see gradients that no pass of theirs prepared.
     """
 
     only_looks = True
@@ -578,7 +576,7 @@ class _StepGuard:
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:
         watches = list(self.watches)
         unsummed = any(watch.unsummed for watch in watches)
-        if not unsummed and watches and all(watch.strayed for watch in watches):
+        if not unsummed and watches and all(watch.unprepared_gradients for watch in watches):
             unsummed = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
         if unsummed:
             raise GradientError(

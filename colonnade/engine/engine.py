@@ -1,4 +1,9 @@
-"""Engine: the model, its optimizer and its loss as one thing to call in a training loop."""
+"""Engine: the model, its optimizer and its loss as one thing to call in a training loop.
+
+`Engine.backward` and `Engine.step` are the protocol of a training step; `step` reads from the check of the calls to the step of the
+optimizer. `LossBook` has the factor that losses over uneven data need, `Observer` is for those who look on, and `LastStep` and
+`WholeWeights` are the parts of `Engine` that only answer questions: about the last step, and about the weights.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colonnade.checkpoint.agreement import gather_json
 from colonnade.checkpoint.export import WholeTensors
 from colonnade.comm.host_copy import HostCopy
-from colonnade.comm.messages import error_of, note_of
-from colonnade.comm.rank_group import RankGroup
+from colonnade.comm.messages import error_of, gather_from_all, note_of
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.checks import LoopWatch, SameBatch, refuse_batch
@@ -30,20 +33,18 @@ from colonnade.engine.schedule.loss import Count, DivisionWatch, LossForm, MeanW
 from colonnade.engine.stepper import Stepper
 from colonnade.errors import CheckpointError, GradientError, ScheduleError, listed
 from colonnade.gradients.ledger import Ledger
-from colonnade.gradients.synchroniser import Synchroniser
+from colonnade.gradients.synchroniser import StepOutcome, Synchroniser
 from colonnade.gradients.uneven import USE_ONE_FORM
 from colonnade.hf.lora import lora_layers, save_adapters
 from colonnade.hf.model_loss import ModelLoss
 from colonnade.logging import get_dist_logger
 from colonnade.paths import local_path
 
-# --------------------------------------------------------------------------------------------------
-# What an engine says of its last step: norms, how much was clipped, whether it was dropped.
-# --------------------------------------------------------------------------------------------------
+# --- The last step ---
 
 
 class LastStep:
-    """The part of `Engine` that tells of the last step."""
+    """The part of `Engine` that answers questions about the last step: norms, clipping, whether it was dropped."""
 
     _stepper: Stepper
     _failed: bool
@@ -85,13 +86,11 @@ class LastStep:
         return self._stepper.policy is not None
 
 
-# --------------------------------------------------------------------------------------------------
-# What an engine gives of its model as a whole: the weights at run time, and folders that transformers loads.
-# --------------------------------------------------------------------------------------------------
+# --- Whole weights ---
 
 
 class WholeWeights:
-    """The part of `Engine` that gives weights away. All of it is collective over the world."""
+    """The part of `Engine` that gives whole weights: at run time, and as folders that transformers loads. Collective."""
 
     context: ParallelContext
 
@@ -149,7 +148,7 @@ class WholeWeights:
         with self.context.waits.together("engine.save_pretrained()"):
             self.wait_for_weights()
             # Asked of all: some stages of a pipeline may have no adapters.
-            if any(gather_json(any(True for _ in lora_layers(self.model)), self.context)):
+            if any(gather_from_all(any(True for _ in lora_layers(self.model)), self.context)):
                 return save_adapters(self.model, folder, self.context, dtype)
             return save_pretrained(self.model, folder, self.context, max_shard_size, dtype)
 
@@ -159,22 +158,21 @@ class WholeWeights:
             self.optimizer.wait()
 
 
-# --------------------------------------------------------------------------------------------------
-# Losses over uneven data: plain means stay plain means, (sum, count) is divided once by the global count.
-# --------------------------------------------------------------------------------------------------
+# --- Losses over uneven data ---
 
 
 _NUMBERS = struct.Struct("2d")
 _LEAST = 1e-300
-"""A count is 0 or above; the bits of a whole number of 8 bytes make a number below."""
+"""A count is 0 or above this; the bits of a whole number of 8 bytes, read as a float, make a number below it."""
 
 
 class LossBook:
-    """Keeps the counts of one step and turns them into the factor that the summed gradients need.
+    """The counts of the losses of one step, and the factor on the summed gradients that they make.
 
-    The gradients are divided by `distinct_data` (and plain means by `accumulation`) when they are made, so
-    the factor is distinct_data / global count for sums, and distinct_data x accumulation / number of means
-    where ranks have uneven numbers of batches. Ordinary plain means need none, and no collective.
+    Plain means stay plain means and need no factor and no collective: their gradients are divided by `distinct_data` in the sums
+    and by `accumulation` in backward. A loss given as (sum, count) is divided once, by the count of all ranks and passes: then the
+    factor is distinct_data / count. Where ranks have uneven numbers of batches means are counted too: the factor is
+    distinct_data x accumulation / number of means.
     """
 
     def __init__(self, context: ParallelContext, accumulation: int) -> None:
@@ -189,7 +187,8 @@ class LossBook:
         self._means = 0
         self._totals: Tensor | None = None
         self._carried = False
-        # This rank has given counts once: it goes on taking part, or one that gives a mean would be waited for.
+        # After a first count this rank takes part in every step: were it to leave out a step in which it gives a mean, ranks
+        # that give counts would wait for it.
         self._joins = False
         self.uneven = False
         """Set while ranks may run out of batches: then even plain means are counted, by all ranks."""
@@ -201,7 +200,7 @@ class LossBook:
 
     def read(self, loss: Any) -> tuple[Tensor, Count | None, Count | None]:
         """(tensor to go backward from, its count or None for a mean, what it is a mean over if that is known)."""
-        self._joins = self._joins or isinstance(loss, (tuple, list))  # also where its count is none, and refused
+        self._joins = self._joins or isinstance(loss, (tuple, list))  # also with a wrong count, which is refused below
         self._divided.look(loss)
         value, count = split_loss(loss)
         if isinstance(loss, Tensor) and (self._one_mean or count is None):
@@ -215,9 +214,8 @@ class LossBook:
 
         `here`: this rank reports it; of the ranks of a pipeline only one does, and all say which form it has.
         """
-        self._joins = (
-            self._joins or count is not None
-        )  # first: what follows may fail, and the others count on this rank
+        # First of all: the form may be refused below, and the others wait for the counts of this rank all the same.
+        self._joins = self._joins or count is not None
         self._form.keep(count is not None)
         if not here:
             return
@@ -225,7 +223,7 @@ class LossBook:
             self._means += 1
         else:
             number = count_on(count, self._context.device)
-            # A negative one could hide in the sum of all; inf and nan stay what they are.
+            # A negative count could hide in the sum of all ranks: NaN cannot, and drops the step.
             self._count = self._count + torch.where(number < 0, torch.nan, number)
 
     @property
@@ -234,53 +232,53 @@ class LossBook:
         return self._form.counted
 
     def carry(self, synchroniser: Synchroniser, scaler: LossScaler | None = None) -> None:
-        """Before the last pass of a step, whose count is known: let the counts travel with the gradients, if they can.
+        """Before the last pass of a step, whose count is known by now: send the counts with the gradients, if a bucket can.
 
-        `scaler`: that of fp16, by whose `count` sums were divided; it is told the count of the step.
+        `scaler`: of fp16, by whose `count` sums were divided; it learns the count of the step.
         """
         if self.takes_part:
             self._carried = synchroniser.carry(self._numbers(), lambda totals: self.factor(totals, scaler))
 
-    def set_scale(self, sync: GradientSync, scaler: LossScaler | None = None) -> None:
-        """After the last pass: have gradients multiplied by their factor, if they need one. Collective then.
+    def scale(self, sync: GradientSync, scaler: LossScaler | None = None) -> Tensor | None:
+        """After the last pass: what gradients must be multiplied by; None for nothing, or if `carry` has seen to it.
 
-        Counts that could not travel with the gradients are added up by themselves: over the sockets between ranks of one
-        host, in a tenth of the time of a collective, or in a collective of their own.
+        Collective over the world where this rank takes part.
         """
-        if not self._carried:
-            sync.set_scale(self.factor(self._added(self._numbers(), sync.world), scaler) if self.takes_part else None)
-
-    @property
-    def takes_part(self) -> bool:
-        """Whether this rank tells the others what its losses of this step count."""
-        return self._joins or self.uneven
-
-    def _numbers(self) -> Tensor:
-        """What this rank has: (its count, how many means)."""
-        device = self._context.device
-        return torch.stack([count_on(value, device) for value in (self._count, self._means)]) * self._share
-
-    def _added(self, mine: Tensor, world: RankGroup | None) -> Tensor:
+        if self._carried or not self.takes_part:
+            return None
+        mine, world = self._numbers(), sync.world
         with self._context.waits.during("adding up the counts of the losses"):
             if world is None:
                 dist.all_reduce(mine, group=self._context.get_group(ParallelMode.GLOBAL))
-                return mine
-            told = [_NUMBERS.unpack(each) for each in world.exchange(_NUMBERS.pack(*mine.tolist()))]
-            others = [rank for rank, (count, _) in zip(world.ranks, told, strict=True) if 0 < count < _LEAST]
-            if others:  # they sum gradients already, and told the number of their step
+                return self.factor(mine, scaler)
+            # Between ranks of one host sockets take a tenth of the time of a collective. On the same sockets a rank that gave
+            # a mean sends the number of its step already, to sum gradients: as a count that is far too small to be one.
+            numbers = [_NUMBERS.unpack(each) for each in world.exchange(_NUMBERS.pack(*mine.tolist()))]
+            others = [rank for rank, (count, _) in zip(world.ranks, numbers, strict=True) if 0 < count < _LEAST]
+            if others:
                 raise GradientError(
                     f"rank {listed(others)} gave a mean, others their loss as (sum, count); {USE_ONE_FORM}", code="C045"
                 )
-            return torch.tensor(told, dtype=torch.float64, device="cpu").sum(0)
+            return self.factor(torch.tensor(numbers, dtype=torch.float64, device="cpu").sum(0), scaler)
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether this rank sends the counts of its losses of this step to the others."""
+        return self._joins or self.uneven
+
+    def _numbers(self) -> Tensor:
+        """(count, number of means) of this rank."""
+        device = self._context.device
+        return torch.stack([count_on(value, device) for value in (self._count, self._means)]) * self._share
 
     def factor(self, totals: Tensor, scaler: LossScaler | None = None) -> Tensor:
-        """What this step's summed gradients are still multiplied by, from the sums of all ranks' numbers."""
+        """The factor on this step's summed gradients, made of the sums of all ranks' numbers. Nothing here waits for a device."""
         self._totals = totals
         counted, means = totals.unbind()
         divided = counted if scaler is None else counted / scaler.count
         divisor = torch.where(counted == 0, means / self._accumulation, divided)
         divisor = torch.where((counted > 0) & (means > 0), torch.nan, divisor)
-        # With nothing counted anywhere every gradient is zero, and stays it. After a count that is none it is not finite.
+        # With nothing counted anywhere every gradient is zero and stays zero. A wrong count makes the factor NaN.
         divisor = torch.where(divisor == 0, 1.0, divisor.where(divisor.isfinite(), torch.nan))
         if scaler is not None:
             expected = counted / self._context.layout.distinct_data
@@ -297,7 +295,7 @@ class LossBook:
                 f"some ranks gave their loss as (sum, count), others as a mean; {USE_ONE_FORM}", code="C045"
             )
 
-    def someone_has(self, batch_here: bool) -> bool:
+    def any_rank_has_batch(self, batch_here: bool) -> bool:
         """Whether any rank has a batch left. Collective over the world."""
         flag = torch.tensor([float(batch_here)], device=self._context.device)
         with self._context.waits.during("asking who has a batch"):
@@ -305,13 +303,11 @@ class LossBook:
             return bool(flag.item())
 
     def clear(self) -> None:
-        """Start the next step."""
+        """Forget the counts of this step."""
         self._form, self._count, self._means, self._carried = LossForm(), 0.0, 0, False
 
 
-# --------------------------------------------------------------------------------------------------
-# Who looks on at an engine's steps. Nothing is computed, kept or sent for it where nobody does.
-# --------------------------------------------------------------------------------------------------
+# --- Observers of steps ---
 
 
 ON_ENGINE = "COLONNADE_ON_ENGINE"
@@ -319,14 +315,17 @@ ON_ENGINE = "COLONNADE_ON_ENGINE"
 
 
 def announce(engine: Any) -> None:
-    """Call whom the environment names."""
+    """Call the function that the environment names."""
     if ON_ENGINE in os.environ:
         module, _, name = os.environ[ON_ENGINE].partition(":")
         getattr(importlib.import_module(module), name)(engine)
 
 
 class Observer:
-    """Is told of the steps of an engine while it is in `engine.observers`; overrides what it wants to hear."""
+    """Base class of objects in `engine.observers`, whose methods are called at each step; override those of interest.
+
+    Without observers nothing is computed, kept or sent for them.
+    """
 
     def on_loss(self, loss: Any) -> None:
         """A pass has this loss (a mean, or (sum, count)); its backward pass comes next, or has been with a pipeline."""
@@ -339,7 +338,7 @@ class Observer:
 
 
 class Observers(list[Observer]):
-    """Tells each of them, in order."""
+    """The observers of one engine, called in order."""
 
     def loss(self, loss: Any) -> None:
         for each in self:
@@ -390,6 +389,8 @@ class Engine(LastStep, WholeWeights):
         self._passes, self._total_passes, self._failed = 0, 0, False
         self._watch = LoopWatch(model, optimizer, context, sync)
         self.context, self.accumulation, self.training = context, accumulation, True
+        self.loss_count: Count | None = None
+        """What the loss of the last pass is a mean over, where it was given as (sum, count) and this rank knows."""
         self.gives_loss = criterion is not None or own_loss is not None  # or the model has been trained on its own
         schedule.pre_processing(self)
         context.waits.end_step()
@@ -426,13 +427,51 @@ class Engine(LastStep, WholeWeights):
         A mean that torch's cross-entropy or ours has made counts as (sum, count): it may leave out labels.
         """
         self._check_not_failed()
-        with self._told_to_all():
-            value, count, self._schedule.loss_count = self._book.read(loss)
+        # A loss of a wrong form, or one call too many, is an error of this rank alone; the other ranks would wait for its sums.
+        with self._raise_on_all_ranks():
+            value, count, self.loss_count = self._book.read(loss)
             self._book.add(count)
             self._begin_pass()
         self.observers.loss(loss)
+        # A mean is divided by the number of passes here. A sum is divided by the count of all passes and ranks, which is known
+        # only when the gradients are summed.
         with self._watched_pass():
             (value * (self.loss_scale if count is None else self.sum_scale)).backward()
+
+    @contextmanager
+    def _watched_pass(self) -> Iterator[None]:
+        """A backward pass. After an error its gradients are not whole: the step is given up, by the next `zero_grad`."""
+        try:
+            with self.context.waits.during("in the backward pass", "backward"):
+                yield
+        except BaseException as error:
+            self._failed = True
+            if "out of bounds for storage of size 0" in str(error):
+                error.add_note(
+                    "zero stage 3 gives gathered weights back when they have been used, and a graph that goes through them twice "
+                    "(torch.autograd.grad with create_graph=True) finds them gone; use zero stage 2."
+                )
+            raise
+        self._sync.synchroniser.end_backward()
+
+    def _begin_pass(self) -> None:
+        """Count a pass and have gradients collected; in the last one of a step they are sent while backward runs."""
+        self._count_pass()
+        self._sync.prepare(last := self._passes == self.accumulation)
+        if last:
+            self._book.carry(self._sync.synchroniser, self._stepper.scaler)
+
+    def _count_pass(self) -> None:
+        """Count one pass of a step; `unsummed` refuses `optimizer.step()` until `step` has summed the gradients."""
+        if self._passes == self.accumulation:
+            raise GradientError(
+                f"backward() was called {self._passes + 1} times for one step, which has {self.accumulation}; call "
+                f"step() after each, add up losses that belong together, or set gradient_accumulation in the config",
+                code="C046",
+            )
+        self._passes += 1
+        self._total_passes += 1
+        self._watch.unsummed = True
 
     def backward_by_grad(self, tensor: Tensor, grad: Tensor) -> None:
         """Backward from a tensor whose gradient is known, as at a pipeline stage."""
@@ -448,15 +487,18 @@ class Engine(LastStep, WholeWeights):
         self._sync.prepare(last and self._passes + 1 == self.accumulation)
         torch.autograd.backward(tensors, grads, retain_graph=inputs is not None, inputs=inputs)
 
-    def note_loss(self, count: Count | None, here: bool) -> None:
-        """Said once a step by a schedule that runs its backward passes itself: the count of a loss given as
-        (sum, count), or None for a mean; `here` on the one rank of the pipeline that knows it."""
-        self._book.add(count, here=here)
+    def note_loss(self, count: Count | None, here: bool = True, *, trains: bool = True) -> None:
+        """Take the count of a loss given as (sum, count), or None for a mean, from a schedule that does not call `backward`: one
+        that runs its backward passes itself, or with `trains=False` only forward. `here`: this rank of a pipeline reports it."""
+        self.loss_count = count
+        if trains:
+            self._book.add(count, here=here)
 
     def step(self) -> bool:
         """Reduce, clip and step, if this was the last pass of the step; returns whether it was."""
+        # An error in the order of the calls is this rank's own, so the others must be told: they would wait for its sums.
         if self._passes == 0:
-            with self._told_to_all():
+            with self._raise_on_all_ranks():
                 raise GradientError(
                     "step() before backward(): there are no gradients to apply. Write engine.backward(loss), not "
                     "loss.backward(): that one sums nothing over the ranks",
@@ -465,16 +507,124 @@ class Engine(LastStep, WholeWeights):
         self._check_not_failed()
         if self._passes < self.accumulation:
             return False
-        self._reduce()
+        self._finish_step(self._sum_gradients())
+        return True
+
+    def _sum_gradients(self) -> StepOutcome:
+        """The first half of a step, the same on all ranks, also on one that gives the step up and has no gradients: check, sum,
+        learn whether the step is dropped. Gradients are final and not clipped afterwards."""
+        gave_up = self._failed
+
+        # Ranks that see the same data compare what they were given, before sums mix gradients of different batches.
+        self.same_batch.end_step(self._book.counted, whole=not gave_up)
+
+        # Sum gradients. Sums of losses are divided by the count of all ranks, which no rank knew when it went backward: it was
+        # sent with the first bucket, or is added up here, and is a factor on the summed gradients.
+        scale = self._book.scale(self._sync, self._stepper.scaler)
+        with self.context.waits.during("summing the gradients", "communication"):
+            outcome = self._sync.finish(scale, counts=self._book.takes_part)
+
+        # A rank that gave the step up with a reason has raised an error, which all ranks raise: the mistake of one is likely
+        # to be that of all, and no rank goes on alone. Without a reason (a failed backward pass) the step is dropped.
+        if outcome.reasons:
+            first = next(iter(outcome.reasons.values()))
+            self._watch.unsummed = False
+            self._stepper.note_failed(outcome.failed_ranks)
+            self._forget_passes()
+            raise error_of(
+                first, [one for one, why in outcome.reasons.items() if why == first], self.context.get_global_rank()
+            )
+        self._book.refuse_two_forms()
+        self.observers.reduced(outcome.scale)
+        self._watch.end_sums(complete=not gave_up)
+        self._stepper.note_failed(outcome.failed_ranks)
+        return outcome
+
+    def _finish_step(self, outcome: StepOutcome) -> None:
+        """The second half of a step: norm, clipping, optimizer, scale of fp16, observers.
+
+        Where ranks do not agree on the host (NCCL), nobody knows yet whether a rank has given up, and all step: the flag of the
+        world drops it on the device.
+        """
         try:
-            if not self._sync.synchroniser.failed_ranks:
-                self._stepper.step()
-                self.observers.stepped()
-        except BaseException:  # that the caller may catch, and go on with the next step
+            if not outcome.failed_ranks:
+                self._stepper.step(outcome)
+                if not self._failed:
+                    self.observers.stepped()
+        except BaseException:
+            # Of a norm that is not finite, say. The loop may catch it: then the next step begins as any other.
             self._forget_passes()
             raise
         self._end_step()
-        return True
+
+    def _end_step(self) -> None:
+        """Count from the start, look at the whole step, and tell ranks that wait that this one has ended it."""
+        self._forget_passes()
+        self._watch.end_step()
+        self.context.waits.end_step()
+
+    def _forget_passes(self) -> None:
+        self._passes, self._failed = 0, False
+        self._book.clear()
+
+    # -- a step that one rank gives up ------------------------------------------------------------------------
+
+    def _check_not_failed(self) -> None:
+        if self._failed:
+            raise GradientError(
+                "the last backward pass of this step failed, so its gradients are not whole; call engine.zero_grad(), which "
+                "gives the step up (the other ranks drop it too), and go on with the next batch",
+                code="C046",
+            )
+
+    @contextmanager
+    def _raise_on_all_ranks(self) -> Iterator[None]:
+        """Around calls whose error may be this rank's alone: it gives the step up with the error, and all ranks raise it."""
+        try:
+            yield
+        except GradientError as error:
+            if self.context.world_size > 1 and not self._ranks_without_common_sum():
+                get_dist_logger().error(f"rank {self.context.get_global_rank()} gives this step up: {error}")
+                with suppress(GradientError):
+                    self._give_up_step(note_of(error))
+            raise
+
+    def _ranks_without_common_sum(self) -> list[int]:
+        """The ranks with which this one sums no gradient: they could not learn that it gives a step up."""
+        return sorted(set(range(self.context.world_size)).difference(*self._sync.synchroniser.groups))
+
+    def _give_up_step(self, why: str = "") -> None:
+        """Have all ranks drop this step, and raise an error if it was given up with a reason (`why`).
+
+        The other ranks are on their way to the end of the step and wait for this one there. So it takes part in the rest of the
+        step without gradients, with the same messages and collectives at the same places, and its notes say that it failed.
+        """
+        others = self._ranks_without_common_sum()
+        if others:
+            raise GradientError(
+                f"backward failed on this rank, and no gradient is summed with ranks {listed(others)}, so ranks "
+                f"{listed(others)} would not hear of it and would step; end the run, and resume from a checkpoint",
+                code="C046",
+            )
+        # Gradients of a pass that failed are not whole; zeros are sent in their place.
+        self._failed = True
+        for parameter in self._model.parameters():
+            parameter.grad = None
+        # The passes that the others still make: each with the sums that are due at its end (ZeRO 2 sums at every pass), and in a
+        # loop over `batches` with the question for a batch. They are none of this rank's, so they are not counted in the total.
+        total = self._total_passes
+        while self._passes < self.accumulation:
+            self._sync.synchroniser.end_backward()
+            if self._book.uneven:
+                self._book.any_rank_has_batch(True)
+            self._begin_pass()
+        self._total_passes = total
+        # The end of the last backward pass, and the step.
+        self._sync.synchroniser.fail(why)
+        self._sync.synchroniser.end_backward()
+        self._finish_step(self._sum_gradients())
+
+    # -- modes, schedules, uneven loaders ---------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> None:
         """Put the model into training mode, or with False into evaluation mode."""
@@ -488,13 +638,22 @@ class Engine(LastStep, WholeWeights):
     def execute_schedule(self, data_iter: Iterator[Any], **kwargs: Any) -> StepResult:
         """Run one step's passes by the schedule; returns (output, label, loss)."""
         before = self._total_passes
-        self._schedule.loss_count = None
+        self.loss_count = None
         with self.context.waits.during("in the passes of the schedule", "forward"):
             result = checked_result(self._schedule, self._schedule.forward_back_step(self, data_iter, **kwargs))
         if not kwargs.get("forward_only", False):
             self.gives_loss = True
+            # No pass was counted by `backward`: a pipeline runs its backward passes itself, and the whole schedule is one pass.
             if self._total_passes == before:
-                self._end_schedule()
+                if not self._schedule.runs_backward:
+                    raise ScheduleError(
+                        f"{type(self._schedule).__name__}.forward_back_step() returned without engine.backward(loss): this batch "
+                        f"would not be learnt from. Call engine.backward, or pass forward_only=True to evaluate."
+                    )
+                self._count_pass()
+                if self._passes == self.accumulation:
+                    # Where no backward pass was `last` (several chunks, or none that reached a parameter), sums start here.
+                    self._sync.prepare(last=True)
                 self.observers.loss(result[2])
         return result
 
@@ -516,7 +675,7 @@ class Engine(LastStep, WholeWeights):
         try:
             while True:
                 batch = next(iterator, _NO_BATCH)
-                if not self._book.someone_has(batch is not _NO_BATCH):
+                if not self._book.any_rank_has_batch(batch is not _NO_BATCH):
                     break
                 if batch is _NO_BATCH:
                     self._pass_without_batch(after_step)
@@ -525,11 +684,26 @@ class Engine(LastStep, WholeWeights):
                     yield batch
                     if self._failed:
                         self._give_up_step()
-                    self._check_body(self._total_passes - before)
+                    passes = self._total_passes - before
+                    if passes != 1 or self._passes == self.accumulation:
+                        raise GradientError(
+                            f"the body of a loop over engine.batches() called backward() {passes} times and left "
+                            f"{self._passes} of {self.accumulation} passes; call backward() and step() once for every batch, or the "
+                            f"ranks lose count of each other",
+                            code="C046",
+                        )
             while self._passes:
                 self._pass_without_batch(after_step)
         finally:
             self._book.uneven = False
+
+    def _pass_without_batch(self, after_step: Callable[[], Any] | None) -> None:
+        """Take part in a pass of the other ranks, without gradients: they count as zero, with no weight in the mean."""
+        self.zero_grad()
+        self._begin_pass()
+        self._sync.synchroniser.end_backward()
+        if self.step() and after_step is not None:
+            after_step()
 
     @property
     def gathers_weights(self) -> bool:
@@ -610,146 +784,3 @@ class Engine(LastStep, WholeWeights):
     def gradient_handlers(self) -> list[Any]:
         """The handlers in the order they run."""
         return list(self._sync.handlers)
-
-    # -- inside -------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _watched_pass(self) -> Iterator[None]:
-        """A backward pass: one that fails leaves the step to `zero_grad`, one that ends is told of."""
-        try:
-            with self.context.waits.during("in the backward pass", "backward"):
-                yield
-        except BaseException as error:
-            self._failed = True
-            if "out of bounds for storage of size 0" in str(error):
-                error.add_note(
-                    "zero stage 3 gives gathered weights back when they have been used, and a graph that goes through them twice "
-                    "(torch.autograd.grad with create_graph=True) finds them gone; use zero stage 2."
-                )
-            raise
-        self._sync.synchroniser.end_backward()
-
-    @contextmanager
-    def _told_to_all(self) -> Iterator[None]:
-        """An error in here that this rank alone may have made: it gives the step up, and all ranks raise the error."""
-        try:
-            yield
-        except GradientError as error:
-            if self.context.world_size > 1 and not self._unheard_by():
-                get_dist_logger().error(f"rank {self.context.get_global_rank()} gives this step up: {error}")
-                with suppress(GradientError):
-                    self._give_up_step(note_of(error))
-            raise
-
-    def _unheard_by(self) -> list[int]:
-        """The ranks with which this one sums no gradient: they would not hear that it gives a step up."""
-        return sorted(set(range(self.context.world_size)).difference(*self._sync.synchroniser.groups))
-
-    def _give_up_step(self, why: str = "") -> None:
-        """Take part in the others' step with nothing, and have all ranks drop it; all raise, if told `why`."""
-        others = self._unheard_by()
-        if others:
-            raise GradientError(
-                f"backward failed on this rank, and no gradient is summed with ranks {listed(others)}, so ranks "
-                f"{listed(others)} would not hear of it and would step; end the run, and resume from a checkpoint",
-                code="C046",
-            )
-        self._failed = True
-        for parameter in self._model.parameters():
-            parameter.grad = None
-        total = self._total_passes
-        while self._passes < self.accumulation:
-            self._sync.synchroniser.end_backward()
-            if self._book.uneven:  # before each pass the other ranks ask who has a batch
-                self._book.someone_has(True)
-            self._begin_pass()
-        self._total_passes = total
-        self._sync.synchroniser.fail(why)
-        self._sync.synchroniser.end_backward()
-        self._reduce()
-        if not self._sync.synchroniser.failed_ranks:  # a quiet step: the others drop it on the device
-            self._stepper.step()
-        self._end_step()
-
-    def _check_not_failed(self) -> None:
-        if self._failed:
-            raise GradientError(
-                "the last backward pass of this step failed, so its gradients are not whole; call engine.zero_grad(), which "
-                "gives the step up (the other ranks drop it too), and go on with the next batch",
-                code="C046",
-            )
-
-    def _begin_pass(self) -> None:
-        self._count_pass()
-        self._sync.prepare(last := self._passes == self.accumulation)
-        if last:
-            self._book.carry(self._sync.synchroniser, self._stepper.scaler)
-
-    def _count_pass(self) -> None:
-        """Count one pass of a step."""
-        if self._passes == self.accumulation:
-            raise GradientError(
-                f"backward() was called {self._passes + 1} times for one step, which has {self.accumulation}; call "
-                f"step() after each, add up losses that belong together, or set gradient_accumulation in the config",
-                code="C046",
-            )
-        self._passes += 1
-        self._total_passes += 1
-        self._watch.unsummed = True
-
-    def _end_schedule(self) -> None:
-        """Count the pass of a schedule that runs its backward passes itself."""
-        if not self._schedule.runs_backward:
-            raise ScheduleError(
-                f"{type(self._schedule).__name__}.forward_back_step() returned without engine.backward(loss): this batch "
-                f"would not be learnt from. Call engine.backward, or pass forward_only=True to evaluate."
-            )
-        self._count_pass()
-        if self._passes == self.accumulation:
-            # Where no backward pass was `last` (several chunks, or none that reached a parameter), sums start here.
-            self._sync.prepare(last=True)
-
-    def _pass_without_batch(self, after_step: Callable[[], Any] | None) -> None:
-        """Take part in a pass of the other ranks."""
-        self.zero_grad()
-        self._begin_pass()
-        self._sync.synchroniser.end_backward()
-        if self.step() and after_step is not None:
-            after_step()
-
-    def _check_body(self, passes: int) -> None:
-        if passes != 1 or self._passes == self.accumulation:
-            raise GradientError(
-                f"the body of a loop over engine.batches() called backward() {passes} times and left "
-                f"{self._passes} of {self.accumulation} passes; call backward() and step() once for every batch, or the "
-                f"ranks lose count of each other",
-                code="C046",
-            )
-
-    def _reduce(self) -> None:
-        self.same_batch.end_step(self._book.counted, whole=not self._failed)
-        self._sync.synchroniser.counts = self._book.takes_part
-        self._book.set_scale(self._sync, self._stepper.scaler)
-        with self.context.waits.during("summing the gradients", "communication"):
-            self._sync.finish()
-        told = self._sync.synchroniser.why_failed
-        if told:
-            first, *_ = told
-            self._watch.unsummed = False
-            self._stepper.note_failed(self._sync.synchroniser.failed_ranks)
-            self._forget_passes()
-            ranks = [rank for rank in told if told[rank] == told[first]]
-            raise error_of(told[first], ranks, self.context.get_global_rank())
-        self._book.refuse_two_forms()
-        self.observers.reduced(self._sync.scale)
-        self._watch.end_sums(complete=not self._failed)
-        self._stepper.note_failed(self._sync.synchroniser.failed_ranks)
-
-    def _end_step(self) -> None:
-        self._forget_passes()
-        self._watch.end_step()
-        self.context.waits.end_step()
-
-    def _forget_passes(self) -> None:
-        self._passes, self._failed = 0, False
-        self._book.clear()

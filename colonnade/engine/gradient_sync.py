@@ -23,7 +23,7 @@ from colonnade.gradients.handler import (
 from colonnade.gradients.ledger import Covered, Ledger, is_waived, match, require_complete
 from colonnade.gradients.probe import CallLog, probe
 from colonnade.gradients.sums import Demand, Grouped, Reduction, Shards, SumPlan, group_plans, make_sums, read_demands
-from colonnade.gradients.synchroniser import Synchroniser
+from colonnade.gradients.synchroniser import StepOutcome, Synchroniser
 from colonnade.logging import get_dist_logger
 from colonnade.optim.bucket_step import scale_all
 from colonnade.registry import GRADIENT_HANDLER
@@ -52,8 +52,6 @@ class GradientSync:
         """Called before anything else of a backward pass: gathers that run on must end."""
         self.log: CallLog | None = None
         """Set by whoever wants to know what handlers call."""
-        self.scale: float | Tensor | None = None
-        """What the gradients of the last step were multiplied by."""
 
     def prepare(self, last: bool) -> None:
         """Before each backward pass."""
@@ -63,32 +61,31 @@ class GradientSync:
         for handler in self.handlers:
             handler.prepare(last)
 
-    def finish(self) -> None:
-        """After the last backward pass: every gradient is final when this returns."""
-        changed = self._changed()
-        self.scale = self.synchroniser.scale
-        if any(not group.alone for group in self.synchroniser.groups.values()):
-            self.synchroniser.finish()
-            if self.synchroniser.failed_ranks:
-                return  # there are no gradients that a handler could look at
-            self.scale = self.synchroniser.last_scale
-        if changed is not None:
-            raise changed
-        unscaled = self._tell_handlers(self.scale)
-        for handler in self.handlers:
-            handler.handle_gradient() if self.log is None else self.log.run(handler)
-        self.synchroniser.finish()
-        if self.scale is not None:
-            scale_all([parameter.grad for parameter in unscaled if parameter.grad is not None], self.scale)
+    def finish(self, scale: float | Tensor | None = None, *, counts: bool = False) -> StepOutcome:
+        """After the last backward pass: every gradient is final when this returns.
 
-    def _changed(self) -> GradientError | None:
-        """The error of gradients that were changed by hand; the ranks of a sum are told of it in the sum, and drop it."""
+        `scale` and `counts` as of `Synchroniser.wait`, whose outcome is returned.
+        """
+        # Gradients that were changed by hand are an error of this rank alone. The other ranks have begun to sum: they learn
+        # of it in the sums, so that all ranks raise the error, and none waits for this one.
         try:
             self.synchroniser.check_untouched()
         except GradientError as error:
             self.synchroniser.fail(note_of(error))
-            return error
-        return None
+
+        # Sums of planned handlers come first: a user's handler may look at any gradient. There is none in a failed step.
+        outcome = self.synchroniser.wait(scale, counts=counts)
+        if outcome.failed_ranks:
+            return outcome
+
+        # Handlers in their order. What is in no bucket is multiplied by its handler, if that can, or afterwards here.
+        scaling = [handler for handler in self.handlers if handler.set_scale(outcome.scale)]
+        for handler in self.handlers:
+            handler.handle_gradient() if self.log is None else self.log.run(handler)
+        if outcome.scale is not None:
+            unscaled = [p for owner, parameters in self._loose if owner not in scaling for p in parameters]
+            scale_all([parameter.grad for parameter in unscaled if parameter.grad is not None], outcome.scale)
+        return outcome
 
     @property
     def world(self) -> RankGroup | None:
@@ -97,15 +94,6 @@ class GradientSync:
             return None
         world = self.synchroniser.groups.get(tuple(range(dist.get_world_size())))
         return world if world is not None and world.sockets is not None else None
-
-    def set_scale(self, scale: float | Tensor | None) -> None:
-        """A further factor on the gradients of this step."""
-        self.synchroniser.scale = scale
-
-    def _tell_handlers(self, scale: float | Tensor | None) -> list[nn.Parameter]:
-        """Returns the parameters whose gradients no handler will multiply by it."""
-        scaling = [handler for handler in self.handlers if handler.set_scale(scale)]
-        return [p for owner, parameters in self._loose if owner not in scaling for p in parameters]
 
     def close(self) -> None:
         for handler in self.handlers:

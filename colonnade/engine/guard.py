@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from colonnade.checkpoint.agreement import before_save
 from colonnade.comm import waits
-from colonnade.comm.messages import digest_of, gather_in_pieces, share_texts
-from colonnade.comm.torch_versions import default_store, gather_rows, groups_meet, is_alive, timeout_of
+from colonnade.comm.messages import gather_bytes, share_texts
+from colonnade.comm.torch_versions import default_store, groups_meet, is_alive, timeout_of
 from colonnade.config.settings import GuardSettings
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
@@ -33,6 +33,7 @@ from colonnade.errors import GradientError, listed
 from colonnade.gradients.probe import CallLog, Steps, first_difference, read_steps
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.held import checksum, held_tensors
+from colonnade.texts import digest_of
 
 # --------------------------------------------------------------------------------------------------
 # Many numbers as one, for comparisons between ranks.
@@ -91,7 +92,7 @@ class Guard:
         with groups_meet(context.world_size, "gloo"):
             self._group = dist.new_group(timeout=timeout_of(), backend="gloo")
         self._log = sync.log = CallLog(model.named_parameters, context.waits.at)
-        context.waits.more = lambda: self._log.so_far
+        context.waits.details = lambda: self._log.so_far
         before_save[model] = weakref.WeakMethod(self.check)
 
     def end_step(self) -> None:
@@ -123,7 +124,7 @@ class Guard:
 
     def close(self) -> None:
         """Compare no longer."""
-        self._sync.log = self._context.waits.more = None
+        self._sync.log = self._context.waits.details = None
         model = self._model()
         if model is not None:
             before_save.pop(model, None)
@@ -157,12 +158,9 @@ class Guard:
     def _exchange(self, mine: list[_Part]) -> list[dict[int, int]]:
         """Every rank's parts, in rank order."""
         self._meet()
-        rows = gather_in_pieces(b"".join(_PART.pack(*part) for part in mine), self._gather)
+        parts = b"".join(_PART.pack(*part) for part in mine)
+        rows = gather_bytes(parts, torch.device("cpu"), self._group)  # its group is one of gloo
         return [dict(_PART.iter_unpack(row)) for row in rows]
-
-    def _gather(self, content: bytes) -> list[bytes]:
-        mine = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        return [bytes(row) for row in gather_rows(mine, self._group).tolist()]
 
     def _meet(self) -> None:
         """Return when all ranks are here; raise if one never will be."""
@@ -182,10 +180,10 @@ class Guard:
     def _look_for_stuck(self) -> None:
         """Raise if a rank stands in a call that needs this rank, which is here and has not made it."""
         here = self._context.get_global_rank()
-        for what, rank in waits.standing(here, self._context.world_size).items():
+        for what, rank in waits.stalled_places(here, self._context.world_size).items():
             if here not in _ranks_over(what):
                 continue
-            place, calls = waits.told_by(rank) or ("", None)
+            place, calls = waits.stalled_details(rank) or ("", None)
             found = _waits_in_vain(here, self._log.steps, place, calls)
             if found is not None:
                 step, mine, theirs = found

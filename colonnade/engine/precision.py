@@ -24,6 +24,7 @@ from colonnade.optim.norm import Norms
 from colonnade.optim.zero.fsdp import dtypes_of, make_fp32
 from colonnade.optim.zero.zero_optimizer import state_dtypes
 from colonnade.parallel.dtensor import local_part
+from colonnade.parallel.forward import override_forward, restore_forward
 
 # --------------------------------------------------------------------------------------------------
 # Linear layers in float8 by torchao, which is an optional extra: plain ones, and ours under tensor parallelism.
@@ -209,8 +210,8 @@ class Precision:
         """Give modules their own forward pass back; of others, and of None, this does nothing."""
         for module in modules:
             for one in module if isinstance(module, nn.ModuleList) else [module]:
-                if getattr(type(one), "_autocasts", False):
-                    one.__class__ = type(one).__mro__[1]
+                if isinstance(one, nn.Module):
+                    restore_forward(one, "autocast")
 
     def around(self, criterion: Any, device: torch.device) -> Any:
         """The criterion under the same rule, which takes most losses in fp32 whatever the model's output is."""
@@ -255,20 +256,14 @@ def _check_castable(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _autocast_module(module: nn.Module, device_type: str, dtype: torch.dtype) -> nn.Module:
-    """Let the module's forward pass run under autocast.
+    """Let the module's forward pass run under autocast."""
 
-    By a class of its own, not by a method on the instance: that would belong to this module in a copy of it too, and
-    keep the module alive.
-    """
-    if "forward" in vars(module):
-        module.forward = _autocast(module.forward, device_type, dtype)
-        return module
-    own = type(module)
-    if getattr(own, "_autocasts", False):  # from an engine that was not closed
-        own = own.__mro__[1]
-    made = type(own.__name__, (own,), {"_autocasts": True, "__module__": own.__module__})
-    made.forward = _autocast(own.forward, device_type, dtype)  # type: ignore[attr-defined]
-    module.__class__ = made
+    def forward(self: nn.Module, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device_type, dtype=dtype):
+            return before(self, *args, **kwargs)
+
+    restore_forward(module, "autocast")  # from an engine that was not closed
+    override_forward(module, forward, mark="autocast")
     return module
 
 

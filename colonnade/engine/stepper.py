@@ -24,8 +24,8 @@ from colonnade.engine.gradient_sync import GradientSync
 from colonnade.engine.precision import LossScaler
 from colonnade.errors import ConfigError, did_you_mean, listed
 from colonnade.gradients.ledger import Ledger
-from colonnade.gradients.synchroniser import Synchroniser
-from colonnade.gradients.uneven import Riders
+from colonnade.gradients.synchroniser import StepOutcome, Synchroniser
+from colonnade.gradients.uneven import PiggybackedFlags
 from colonnade.logging import get_dist_logger
 from colonnade.optim.bucket_step import BucketStep, OwnedBucket, WholeBucket, can_scatter, scattered_buckets
 from colonnade.optim.clip import ClipPolicy, Decision, build_clip_method
@@ -142,9 +142,9 @@ class OwnNorms:
                     code="C131",
                 )
         common = any(entry.tensor.requires_grad and entry.name not in waived for entry in held)
-        told = gather_numbers(2 * bool(waived) + common, context.device)
-        own.mixed = any(number & 1 for number in told)
-        return own if any(number & 2 for number in told) else None
+        everyone = gather_numbers([bool(waived), common], context.device)
+        own.mixed = any(has_common for _, has_common in everyone)
+        return own if any(has_waived for has_waived, _ in everyone) else None
 
     @property
     def count(self) -> int:
@@ -298,34 +298,67 @@ class Stepper:
             whole = _measures_whole(held, context)
             self._step = _step_of_whole_buckets(optimizer, sync.synchroniser, held, slot_of, flat, model, whole)
             self._stepped = self._step
-        self._synchroniser = sync.synchroniser
         self._capture = self._captured() if graph else None
-        self._ride()
+        self._flags = self._piggybacked_flags(sync.synchroniser)
         self.last: Decision | None = None
         self.skips = SkipReport()
 
-    def step(self) -> None:
-        """Measure, decide, step. No host synchronisation, but where a step may be dropped by an optimizer that
-        cannot drop it on the device."""
-        during = self._context.waits.during
-        if self.policy is None:
-            verdict = self._verdict()
+    def step(self, outcome: StepOutcome) -> None:
+        """Norm, decision and optimizer step, after sums with this outcome.
+
+        The host waits for nothing, but where a step may be dropped by an optimizer that cannot drop it on the device.
+        """
+        during, policy, flags = self._context.waits.during, self.policy, self._flags
+        world = self._context.get_group(ParallelMode.GLOBAL)
+        drop_flag, unsent = outcome.drop_flag, outcome.unsent_flags
+
+        # Measure and decide. The sums of powers of all ranks are joined in one collective, and the decision is made of them on
+        # the device, with the same bits on every rank. Flags that no bucket carried are part of that collective; where every
+        # rank has measured the whole gradient there is none to join.
+        if policy is not None:
+            with during("measuring the norm", "clip"):
+                slots = policy.slots if self._own is None else self._own.count
+                meter, whole = self._step.meter(self._norm_type, slots, self._context.device), self._step.measures_whole
+                if self._capture is not None and (whole or self._context.world_size == 1):
+                    decision = self._repeated(self._capture, policy, meter)
+                else:
+                    vector = meter.measure()
+                    sent = 0 if unsent is None or whole else len(unsent)
+                    if unsent is not None and sent:
+                        vector, unsent = torch.cat([vector, unsent]), None
+                    norms = reduce_norms(vector, self._norm_type, world, piggybacked=sent, whole=whole)
+                    if self._own is not None:
+                        norms = self._own.folded(norms)
+                    decision = policy.decide(norms if self.scaler is None else self.scaler.unscaled(norms))
+                    if flags is not None and sent:
+                        drop_flag = flags.take(vector[-sent:])
+
+        # Flags that could be sent with nothing take a collective of their own: without them ranks could step differently.
+        if flags is not None and unsent is not None:
+            unsent = unsent.clone()
+            dist.all_reduce(unsent, group=world)
+            drop_flag = flags.take(unsent)
+
+        # Step. A gradient that is not finite, a spike, or the world's flag drops it on the device: weights and the optimizer's
+        # state stay as they are. The divisor of clipping is applied inside the step, so gradients are read once.
+        divisor: Tensor | None = None
+        if policy is None:
             self.skips.last, self.skips.flag = False, None
-            if verdict is not None:
-                self.skips.note(verdict)
-            with during("in the step of the optimizer", "optimizer"):
-                self._stepped.step_divided(None, verdict)
-            return
-        with during("measuring the norm", "clip"):
-            self.last = self._decide(self.policy)
-        self.skips.note(self.last.found_inf)
-        divisor = self.last.divisor if self.scaler is None else self.last.divisor * self.scaler.scale
-        if self._own is not None:
-            divisor = self._own.spread(divisor)
+        else:
+            if drop_flag is not None:
+                decision = replace(decision, found_inf=torch.maximum(decision.found_inf, drop_flag))
+            self.last, drop_flag = decision, decision.found_inf
+            divisor = decision.divisor if self.scaler is None else decision.divisor * self.scaler.scale
+            if self._own is not None:
+                divisor = self._own.spread(divisor)
+        if drop_flag is not None:
+            self.skips.note(drop_flag)
         with during("in the step of the optimizer", "optimizer"):
-            self._stepped.step_divided(divisor, self.last.found_inf)
-        if self.scaler is not None:
-            self.scaler.update(self.last.nonfinite)  # a spike that is dropped says nothing about the scale
+            self._stepped.step_divided(divisor, drop_flag)
+
+        # The scale of fp16 follows overflows alone: a spike that is dropped says nothing about it.
+        if self.scaler is not None and self.last is not None:
+            self.scaler.update(self.last.nonfinite)
 
     def report_skips(self, wait: bool) -> None:
         """Say which steps were dropped since the last time, with the parameter at fault here if it can be seen still."""
@@ -370,30 +403,6 @@ class Stepper:
     def close(self) -> None:
         self._stepped.close()
 
-    def _decide(self, policy: ClipPolicy) -> Decision:
-        meter = self._step.meter(
-            self._norm_type, policy.slots if self._own is None else self._own.count, self._context.device
-        )
-        riders, told, whole = self._synchroniser.riders, self._synchroniser.told, self._step.measures_whole
-        if self._capture is not None and (whole or self._context.world_size == 1):
-            return self._with_verdict(self._repeated(self._capture, policy, meter), self._verdict())
-        vector, count = meter.measure(), 0
-        if told is not None and not whole:
-            vector, count = torch.cat([vector, told]), len(told)
-        group = self._context.get_group(ParallelMode.GLOBAL)
-        norms = reduce_norms(vector, self._norm_type, group, riders=count, whole=whole)
-        if self._own is not None:
-            norms = self._own.folded(norms)
-        decision = policy.decide(norms if self.scaler is None else self.scaler.unscaled(norms))
-        return self._with_verdict(
-            decision, riders.take(vector[-count:]) if riders is not None and count else self._verdict()
-        )
-
-    def _with_verdict(self, decision: Decision, verdict: Tensor | None) -> Decision:
-        if verdict is None:
-            return decision
-        return replace(decision, found_inf=torch.maximum(decision.found_inf, verdict))
-
     def _captured(self) -> Capture:
         """Make the step one of CUDA graphs, or say why it cannot be."""
         self._step.capture()
@@ -418,22 +427,16 @@ class Stepper:
         norms = replace(found.norms, sums=found.norms.sums.clone(), nonfinite=found.norms.nonfinite.clone())
         return Decision(norms=norms, **copies)
 
-    def _ride(self) -> None:
+    def _piggybacked_flags(self, synchroniser: Synchroniser) -> PiggybackedFlags | None:
         """Let the synchroniser do without agreements that the host would wait for, where all ranks can. Collective."""
         if self._context.device.type != "cuda" or self._context.world_size == 1:
-            return
-        able = self._step.drops_on_device and not self._synchroniser.host_waits
-        if is_same_everywhere(int(able), self._context.device) and able:
-            self._synchroniser.riders = Riders(self._context.device)
-
-    def _verdict(self) -> Tensor | None:
-        """What the world says of this step: 1.0 to drop it; None where nothing is asked."""
-        riders, told = self._synchroniser.riders, self._synchroniser.told
-        if riders is None or told is None:
-            return self._synchroniser.verdict
-        told = told.clone()
-        dist.all_reduce(told, group=self._context.get_group(ParallelMode.GLOBAL))
-        return riders.take(told)
+            return None
+        able = self._step.drops_on_device and not synchroniser.host_waits
+        if not is_same_everywhere(int(able), self._context.device) or not able:
+            return None
+        flags = PiggybackedFlags(self._context.device)
+        synchroniser.agree_by(flags)
+        return flags
 
 
 def _slot_of(slots: Slots | None, entry: Held, own: OwnNorms | None = None) -> int:

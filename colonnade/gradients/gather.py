@@ -21,7 +21,7 @@ class Gather:
         self.group = group
         self.values = list(values)
         self._works: dict[int, Any] = {}
-        self._told = False
+        self._signalled = False
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -31,12 +31,12 @@ class Gather:
             self._works[id(one)] = send_slice(self.group, one.memory, one.bucket.own)
         if any(one.memory.every is not None for one in self.values):
             self.group.signal(b"p")
-            self._told = True
+            self._signalled = True
 
     def wait(self, values: Iterable[BucketValues] | None = None) -> None:
         """The parameters of these buckets (None: of all) are whole when this returns."""
-        if self._told:
-            self._told = False
+        if self._signalled:
+            self._signalled = False
             self.group.collect()
         for one in self.values if values is None else values:
             if id(one) in self._works:

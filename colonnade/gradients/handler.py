@@ -124,6 +124,7 @@ class PlannedGradientHandler(BaseGradientHandler):
         self._synchroniser = synchroniser
 
     def handle_gradient(self) -> None:
+        """Nothing in an engine, which sums all planned gradients together before any handler runs; by hand, all of it."""
         if self._synchroniser is None:
             plan = SumPlan(type(self).__name__, self.plan(), self.options)
             sums = make_sums(group_plans([plan], self.context, {}), self.context)
@@ -131,7 +132,7 @@ class PlannedGradientHandler(BaseGradientHandler):
         if self._by_hand:
             # Used by hand there is no engine to say when backward begins: it has just ended.
             self._synchroniser.prepare(last=True)
-        self._synchroniser.finish()
+            self._synchroniser.wait()
 
 
 class DemandGradientHandler(PlannedGradientHandler):

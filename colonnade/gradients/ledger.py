@@ -7,7 +7,6 @@ error before step 1. It names the parameters, the mode and the handler.
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from colonnade.context.layout import Layout
 from colonnade.errors import LedgerError, did_you_mean
 from colonnade.gradients.sums import Demand, Reduction
 from colonnade.parallel.demand import Owed, joint_ranks
+from colonnade.texts import pattern_of
 
 Covered = tuple[str, Reduction]
 """(name of the handler, what it does)"""
@@ -74,7 +74,7 @@ class Ledger:
         """The rows, those of parameters that are alike as one."""
         counts: Counter[tuple[str, str, tuple[int, ...], float, str]] = Counter()
         for row in self.rows:
-            key = (re.sub(r"\b\d+\b", "*", row.parameter), row.mode, row.ranks, row.divisor, row.who)
+            key = (pattern_of(row.parameter), row.mode, row.ranks, row.divisor, row.who)
             counts[key] += 1
         return [
             LedgerPattern(pattern, count, mode, ranks, divisor, who)
@@ -214,7 +214,7 @@ def _by_kind(problems: list[str]) -> list[str]:
     """One line for parameters whose problem is the same but for the numbers in their name."""
     kinds: dict[str, list[str]] = {}
     for problem in problems:
-        kinds.setdefault(re.sub(r"\d+", "*", problem), []).append(problem)
+        kinds.setdefault(pattern_of(problem, inside=True), []).append(problem)
     return [first + (f" (and {len(alike)} alike)" if alike else "") for first, *alike in kinds.values()]
 
 

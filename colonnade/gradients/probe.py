@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from colonnade.comm.messages import agreed_errors, digest_of, message_device
+from colonnade.comm.messages import agreed_errors, message_device
 from colonnade.comm.torch_versions import PrefixStore, default_store, group_of_call, noting_collectives
 from colonnade.comm.waits import pauses
 from colonnade.context.layout import Layout
@@ -39,6 +39,7 @@ from colonnade.gradients.handler import BaseGradientHandler, PlannedGradientHand
 from colonnade.gradients.sums import Demand, Reduction, group_reductions
 from colonnade.parallel.demand import Owed, joint_ranks
 from colonnade.parallel.dtensor import local_part
+from colonnade.texts import digest_of
 
 # --------------------------------------------------------------------------------------------------
 # Comparing what ranks are about to call, before they call it.
@@ -487,6 +488,7 @@ def _run(
 
 def _columns(demand: Demand) -> Tensor:
     """Which of a rank's 64 marks the gradient repeats: all ranks find the same ones, and each parameter has others."""
+    # SHA-256, as the marks: they follow from a name alone, on every machine and in every version.
     digest = sha256((demand.placement.tie_key or demand.name).encode()).digest()
     return torch.tensor(list(digest), device="cpu")[: local_part(demand.parameter).numel()] % sha512().digest_size
 

@@ -7,12 +7,11 @@ started too early leaves a late gradient beside it, which `wait` finds and adds 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -24,8 +23,9 @@ from colonnade.errors import GradientError
 from colonnade.gradients.bucket import FAILED, OUTSIDE, SPARSE, Bucket
 from colonnade.gradients.gather import give_back
 from colonnade.gradients.sums import Sum
-from colonnade.gradients.uneven import GroupNotes, Riders, SumState, explain, finish_uneven, notes_of_all
+from colonnade.gradients.uneven import GroupNotes, PiggybackedFlags, SumState, explain, finish_uneven, notes_of_all
 from colonnade.parallel.dtensor import local_part
+from colonnade.texts import digest_of
 
 # --------------------------------------------------------------------------------------------------
 # Before the first step: the groups that sums go over, and a check that all their ranks have the same sums.
@@ -70,8 +70,7 @@ def check_alike(sums: Sequence[Sum], groups: Mapping[tuple[int, ...], RankGroup]
     problems = []
     for ranks, group in sorted(groups.items()):
         table = [line for one in sums if one.ranks == ranks for line in _described(one)]
-        digest = hashlib.blake2b(json.dumps([text for _, text in table]).encode(), digest_size=16).digest()
-        if len(set(group.gather_bytes(digest))) > 1:
+        if len(set(group.gather_objects(digest_of(json.dumps([text for _, text in table]))))) > 1:
             problems.append(_difference(group, group.gather_objects(table)))
     if problems:
         raise GradientError(problems[0])
@@ -124,22 +123,36 @@ def _difference(group: RankGroup, tables: list[list[list[Any]]]) -> str:
 _log: Log = logging.getLogger("colonnade").info
 
 
+@dataclass(frozen=True)
+class StepOutcome:
+    """The result of the sums of one step, the same on every rank of a sum."""
+
+    scale: float | Tensor | None = None
+    """The factor that the gradients were multiplied by, beside their divisors; None: 1."""
+    failed_ranks: Sequence[int] = ()
+    """The ranks that gave the step up: all gradients are None then."""
+    reasons: Mapping[int, str] = field(default_factory=dict)
+    """The failed ranks that gave a reason, with their reasons."""
+    drop_flag: Tensor | None = None
+    """1.0 on the device if the world drops the step; None where the flags were not sent with a bucket."""
+    unsent_flags: Tensor | None = None
+    """Piggybacked flags of this rank that no bucket could carry: the caller sums them over the world with the norm."""
+
+
 class Synchroniser:
     """Carries out the `sums` of a model; one for all of them, so that a group's collectives have one order.
 
-    Call `prepare(last)` before each backward and `wait()` before gradients are used; both on every rank, and
-    `wait` the same number of times. After `wait`, `.grad` is final and, unless sparse or None, a view of
-    a bucket; of a sharded sum the buckets' shards are final, and `.grad` is None. `scale`, when set before `wait`, is a
-    further factor on that step's gradients; `carry` has it made of numbers of all ranks. `generation` counts how often
-    buckets were laid out: anew when parameters are frozen or thawed, or turn out to have sparse gradients.
+    Call `prepare(last)` before each backward pass, `end_backward()` after it and `wait()` before gradients are used: on every
+    rank, and the same number of times. After `wait`, `.grad` is final and, unless sparse or None, a view of a bucket; of a
+    sharded sum the buckets' shards are final, and `.grad` is None. `generation` counts how often buckets were laid out: anew
+    when parameters are frozen or thawed, or turn out to have sparse gradients.
     """
 
     def __init__(self, sums: Sequence[Sum], *, log: Log = _log) -> None:
-        self.scale: float | Tensor | None = None
-        self.last_scale: float | Tensor | None = None  # that of the last step
-        self._scale_of: Callable[[Tensor], Tensor] | None = None
         self.generation = 0
         self.buckets: list[Bucket] = []
+        self.unprepared_gradients = False
+        """Gradients have come from a backward pass that was not prepared for: nobody sums them."""
         self._log = log
         # In one order on every rank, since each has its own subset of sums and some of this is collective.
         sums = sorted(sums, key=lambda one: (one.ranks, one.divisor, one.sharding is not None, repr(one.options)))
@@ -153,28 +166,18 @@ class Synchroniser:
         ]
         self._state_of: dict[int, SumState] = {}
         self._last_of: dict[tuple[int, ...], Bucket] = {}
-        # On which numbers can ride: those that go to the whole world as they are.
+        # The buckets that numbers can be sent with: only those that go to the whole world, as they are.
         self._first_to_all: Bucket | None = None
         self._last_to_all: Bucket | None = None
         self._handles: list[Any] = []
-        self._last = self._pass_open = self._failed = False
-        self.strayed = False
-        """Gradients have come from a backward pass that was not prepared for: nobody sums them."""
-        self.failed_ranks: list[int] = []
-        """The ranks that gave the last step up, so that its gradients are worth nothing."""
-        self.why_failed: dict[int, str] = {}
-        """Of those of them that told why: what they told."""
-        self._why = ""
-        self.counts = False
-        """Set before `wait` by a rank whose loss of this step is (sum, count): all ranks of a sum must have the same form."""
-        self.riders: Riders | None = None
-        """Set by whoever can drop a step on the device and makes a collective over the world at every step."""
-        self.told: Tensor | None = None
-        """What the riders of this rank have to tell the world about the last step."""
-        self.verdict: Tensor | None = None
-        """What the world has said of it already: 1.0 if the step must be dropped."""
-        self._seen: list[tuple[bytes, list[bytes]]] = []
-        self._counted = False  # whether losses were (sum, count) in the last step in which the ranks agreed
+        self._last = self._pass_open = False
+        self._scale_of: Callable[[Tensor], Tensor] | None = None
+        self._failure: str | None = None  # why this rank gives the step up, "" without a reason
+        self._flags: PiggybackedFlags | None = None
+        # The last notes that all ranks agreed on, (own notes, notes of every rank) per sum, and the form of the losses.
+        self._agreed: list[tuple[bytes, list[bytes]]] = []
+        self._counted = False
+        # (bucket, its gradients and how often each was written to) at the end of backward.
         self._ended: list[tuple[Bucket, list[tuple[Tensor | None, int | None]]]] = []
         self._step = 0
         self._reported: set[tuple[int, int]] = set()
@@ -186,12 +189,23 @@ class Synchroniser:
         """All buckets in the order in which they lie in memory; `buckets` has them in the order in which they start."""
         return [bucket for state in self._states for bucket in state.laid_out]
 
+    @property
+    def host_waits(self) -> bool:
+        """Whether the host waits for sums over ranks as they are: then agreeing with them costs no further wait."""
+        return any(bucket.transport.host_waits for bucket in self.buckets)
+
+    def agree_by(self, flags: PiggybackedFlags) -> None:
+        """Send flags with sums in place of agreements that the host waits for; who sets this drops steps on the device."""
+        self._flags = flags
+
+    # -- before and during backward -------------------------------------------------------------------------
+
     def prepare(self, last: bool) -> None:
-        """Before a backward pass: is it the last one of this step?"""
+        """Before a backward pass; `last`: of its step."""
         if self._pass_open and not self._last:
             self._end_pass()
         self._last, self._pass_open, self._ended = last, True, []
-        self.strayed = False
+        self.unprepared_gradients = False
         for state in self._states:
             state.begin_pass()
         for bucket in self.buckets:
@@ -199,10 +213,19 @@ class Synchroniser:
                 bucket.begin()
 
     @torch.no_grad()
-    def end_backward(self) -> None:
-        """A backward pass has ended: start what other ranks may have started in theirs, and may be waiting for there.
+    def carry(self, numbers: Tensor, scale_of: Callable[[Tensor], Tensor]) -> bool:
+        """Between `prepare` and the last pass of a step: sum two numbers over the world with the first bucket; `wait` then
+        multiplies by `scale_of` of their sums. False, on all ranks alike, if no bucket can carry them."""
+        if self._first_to_all is not None:
+            self._first_to_all.tail[-len(numbers) :].copy_(numbers)
+            self._scale_of = scale_of
+        return self._first_to_all is not None
 
-        So whatever ranks say to each other before `wait` or the next pass comes at the same place on all of them.
+    @torch.no_grad()
+    def end_backward(self) -> None:
+        """A backward pass has ended: start the buckets that other ranks may have started in theirs, and may wait for there.
+
+        So messages between ranks before `wait` or the next pass come at the same place on all of them.
         After the last pass of a step, nobody may change gradients until `wait`.
         """
         if not self._last:
@@ -218,7 +241,8 @@ class Synchroniser:
 
         Asked before the first handler runs: from then on a handler may write to those that are its own.
         """
-        for bucket, written in self._ended:
+        ended, self._ended = self._ended, []
+        for bucket, written in ended:
             for name, before, now in zip(bucket.names, written, bucket.written(), strict=True):
                 (was, writes), (grad, writes_now) = before, now
                 if was is not grad or writes != writes_now:
@@ -228,53 +252,163 @@ class Synchroniser:
                         f"is for a gradient handler",
                         code="C046",
                     )
-        self._ended = []
-
-    @torch.no_grad()
-    def carry(self, numbers: Tensor, scale_of: Callable[[Tensor], Tensor]) -> bool:
-        """Between `prepare` and the last pass of a step: have two numbers summed over the world with the first bucket, and
-        the `scale` of the step made of their sums. False, on all ranks alike, if no bucket can carry them."""
-        if self._first_to_all is not None:
-            self._first_to_all.tail[-len(numbers) :].copy_(numbers)
-            self._scale_of = scale_of
-        return self._first_to_all is not None
 
     def fail(self, why: str = "") -> None:
         """Backward has failed on this rank: at the next `wait` all ranks learn of it, of `why`, and drop their gradients."""
-        self._failed, self._why = True, why
+        self._failure = why
         self._last = self._pass_open = True
 
-    def finish(self) -> None:
-        """`wait`, unless that has been done since the last `prepare`: several handlers may ask for it."""
-        if self._pass_open:
-            self.wait()
+    # -- the end of a step ----------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def wait(self) -> None:
-        """Sum what is not yet summed and wait for all of it. Collective; gradients are final afterwards."""
+    def wait(self, scale: float | Tensor | None = None, *, counts: bool = False) -> StepOutcome:
+        """Sum the gradients that are not yet summed and wait for all of them. Collective; gradients are final afterwards.
+
+        `scale`: a further factor on the gradients of this step, unless `carry` has it made of numbers of all ranks. `counts`:
+        this rank's loss was given as (sum, count); all ranks of a sum must have the same form.
+        """
+        # Gradients beside the buckets are noted before the rest of the buckets is collected: of a bucket that was sent in
+        # backward, a gradient in `.grad` now came too late for it.
+        failed, flags = self._failure is not None, self._flags
         for state in self._states:
-            state.open_notes(self._failed)
+            state.open_notes(failed)
+
+        # All buckets that backward has left start now, in the one order of all ranks. Where flags are sent with the last
+        # bucket, it is collected and held back: the flags depend on the notes, which are complete only when every bucket is.
         self._start_early()
-        carrier = self._last_to_all if self.riders is not None else None
+        carrier = self._last_to_all if flags is not None else None
         self._start_rest([bucket for bucket in self.buckets if bucket is not carrier])
         if carrier is not None:
             self._state_of[id(carrier)].collect(carrier, early=False)
         for state in self._states:
-            state.finish_turns()
-        pairs = self._compare_notes(carrier)
-        self.failed_ranks = sorted({rank for state, report in pairs for rank in state.failed(report)})
-        self.why_failed = {}
-        if self.failed_ranks:
-            self._drop()
-            self._tell_why(pairs)
+            state.finish_staged()
+
+        # Ranks compare their notes. Where the host waits for the sums anyway (gloo, shared memory) a digest is sent now and
+        # the answers are read after the sums. With flags (NCCL) the host must not wait: while all ranks are steady, each
+        # takes it that the notes are those of the steps before, and flags a deviation, for which all drop the step.
+        states = [state for notes in self._group_notes for state in notes.states]
+        reports: list[list[bytes]] = []
+        numbers: Tensor | None = None
+        deviates = False
+        if flags is None:
+            for notes in self._group_notes:
+                notes.announce(self._step, counts)
         else:
-            for state, report in pairs:
-                self._finish_uneven(state, report)
-            self._hand_over()
-            self._learn(pairs)
-        self._step, self.last_scale, self.scale, self._scale_of = self._step + 1, self.scale, None, None
-        self._last = self._pass_open = self._failed = self.counts = False
-        self._why = ""
+            said = flags.begin()
+            if said is not None:
+                self._log(said)
+            if flags.steady:
+                own = [state.close_notes() for state in states]
+                deviates = failed or counts != self._counted or own != [mine for mine, _ in self._agreed]
+                numbers = flags.numbers(deviates, unsteady=False)
+            else:
+                found = notes_of_all(self._group_notes, self._step, counts)
+                agreed = [(bytes(state.notes), report) for state, report in zip(states, found, strict=True)]
+                odd = any(
+                    note & (OUTSIDE | SPARSE | FAILED) for _, report in agreed for each in report for note in each
+                )
+                learns = any(state.recording for state in self._states) or counts != self._counted
+                numbers = flags.numbers(False, unsteady=odd or learns or agreed != self._agreed)
+                self._agreed, self._counted = agreed, counts
+            reports = [report for _, report in self._agreed]
+        if carrier is not None and numbers is not None:
+            carrier.tail[: len(numbers)].copy_(numbers)
+            carrier.send()
+
+        # Numbers that came with the first bucket make the factor of the step, so they are read before any bucket ends: the
+        # factor goes into the pass over a bucket that divides it anyway.
+        if self._scale_of is not None and self._first_to_all is not None:
+            self._first_to_all.transport.wait()
+            carried = self._first_to_all.tail[-2:]
+            scale = self._scale_of(carried.double())
+            carried.zero_()
+        factor = 1.0 if scale is None else scale
+
+        # In shared memory a rank reads the memory of the others, so it waits until each has said that its gradients are in
+        # place, which is what the answers about notes say; and writes into it, so all wait until each has written.
+        sharing = [notes for notes in self._group_notes if notes.group.sockets is not None]
+        for notes in sharing:
+            notes.resolve()
+        for bucket in self.buckets:
+            if bucket.keeps_gradients:
+                bucket.finish(factor)
+            elif scale is not None:  # its sum ended when its memory was needed, or above
+                bucket.rescale(scale)
+        written = [notes.group for notes in sharing if any(state.sum.sharding is None for state in notes.states)]
+        for group in written:
+            group.signal(b"d")
+        for group in written:
+            group.collect()
+
+        # The notes of all ranks. A deviation that every rank flags at once, as when all freeze a layer, drops no step: all
+        # ranks know of it, so all are here, and can agree after all.
+        drop_flag: Tensor | None = None
+        if flags is not None and numbers is not None and carrier is not None:
+            sent, numbers = len(numbers), None
+            drop_flag = flags.take(carrier.tail[:sent].double())
+            if deviates and flags.all_deviate(carrier.tail):
+                drop_flag, reports = None, notes_of_all(self._group_notes, self._step, counts)
+        if flags is None:
+            reports = [report for notes in self._group_notes for report in notes.resolve()]
+        pairs = list(zip(states, reports, strict=True))
+
+        # A rank that gave the step up has no gradients to add, so the sums are worth nothing: all ranks let go of them, learn
+        # why, and go on. Only when every rank is here may shared memory be written to again.
+        failed_ranks = sorted({rank for state, report in pairs for rank in state.failed(report)})
+        reasons: dict[int, str] = {}
+        for bucket in self.buckets:
+            bucket.started = False
+        if failed_ranks:
+            for state in self._states:
+                for parameter in state.sum.parameters:
+                    parameter.grad = None
+            for group in self.groups.values():
+                if group.sockets is not None:
+                    group.exchange(b"x")
+            for members, group in sorted({s.group.ranks: s.group for s, report in pairs if s.failed(report)}.items()):
+                given = group.gather_objects(self._failure or "")
+                reasons |= {rank: why for rank, why in zip(members, given, strict=True) if why}
+
+        # Gradients that no bucket could sum (missing on some rank, late, sparse) are summed now that all ranks know of them.
+        for state, report in pairs if not failed_ranks else ():
+            if not state.remarkable and all(notes == report[0] for notes in report):
+                for bucket in state.buckets:
+                    bucket.absent = frozenset()
+                continue
+            for position, ranks in finish_uneven(state, report, factor / state.sum.divisor).items():
+                if (id(state), position) not in self._reported:
+                    self._reported.add((id(state), position))
+                    self._log(explain(state.sum, position, ranks, self._step))
+
+        # Of a sharded sum the shards are the result; `.grad` is None, or the whole sum where all ranks are to have it back.
+        for bucket in self.buckets:
+            if bucket.shard is not None:
+                bucket.shard.landed = False
+                for parameter in bucket.parameters:
+                    parameter.grad = None
+        for state in self._states if not failed_ranks else ():
+            if state.sum.sharding is not None and state.sum.sharding.give_back:
+                give_back(state.group, state.buckets)
+
+        # Buckets follow what this step has shown: parameters that were frozen or thawed, sparse gradients, and after the first
+        # step the order in which gradients come. Collective where something is new.
+        if not failed_ranks:
+            changed = [state for state, report in pairs if state.adapt(report)]
+            recorded = [state for state in self._states if state.recording]
+            for state in self._states:
+                if state in changed:
+                    state.recording = True
+                    state.lay_out()
+                elif state in recorded:
+                    state.learn_order()
+            if changed or recorded:
+                self._arrange()
+                self.generation += bool(changed)
+
+        self._step += 1
+        self._scale_of = self._failure = None
+        self._last = self._pass_open = False
+        return StepOutcome(scale, failed_ranks, reasons, drop_flag, numbers)
 
     def close(self) -> None:
         """Remove the hooks and the connections. Gradients stay valid; the synchroniser does not."""
@@ -282,32 +416,26 @@ class Synchroniser:
         for group in self.groups.values():
             group.close()
 
-    # During backward
+    # -- hooks: a gradient has come -------------------------------------------------------------------------
 
-    def _came_to(self, at: int) -> Bucket:
-        """The bucket that a gradient has come to."""
+    def _gradient_arrived(self, at: int) -> Bucket:
+        """The bucket of a gradient that autograd has just accumulated."""
+        # A further backward pass writes to gradients as well, so writes are no sign any more of a change by hand.
         bucket, self._ended = self.buckets[at], []
-        self.strayed = self.strayed or not (self._pass_open or self._state_of[id(bucket)].group.alone)
+        self.unprepared_gradients |= not (self._pass_open or self._state_of[id(bucket)].group.alone)
         return bucket
 
     def _on_gradient(self, at: int, index: int) -> None:
         """While recording: note the order of gradients and move each at once."""
-        bucket = self._came_to(at)
+        bucket = self._gradient_arrived(at)
         self._state_of[id(bucket)].record(bucket.positions[index])
         if bucket.keeps_gradients:
             with torch.no_grad():
                 bucket.move([index])
 
-    def _on_large(self, at: int, index: int) -> None:
-        """A gradient that is moved by itself has come."""
-        bucket = self._came_to(at)
-        if not bucket.started:
-            with torch.no_grad():
-                bucket.move_large(index, self._last)
-
     def _on_last(self, at: int, _: int) -> None:
         """The gradient that comes last in a bucket has come."""
-        bucket = self._came_to(at)
+        bucket = self._gradient_arrived(at)
         bucket.left -= 1
         if bucket.left != 0 or bucket.started or not self._pass_open:
             return
@@ -315,6 +443,8 @@ class Synchroniser:
             bucket.full = bucket.is_complete() and (self._last or bucket.every_pass)
             if bucket.full:
                 self._start_early(only_full=True)
+
+    # -- starting buckets -----------------------------------------------------------------------------------
 
     def _start_early(self, only_full: bool = False) -> None:
         """Start buckets before `wait`, strictly in order: every rank issues the same collectives in the same order.
@@ -328,148 +458,25 @@ class Synchroniser:
                     return
                 self._state_of[id(bucket)].start(bucket, early=True)
 
+    def _start_rest(self, buckets: Sequence[Bucket]) -> None:
+        """Start all of these that backward has left."""
+        for bucket in buckets:
+            if not bucket.started:
+                self._state_of[id(bucket)].start(bucket, early=False)
+
     @torch.no_grad()
     def _end_pass(self) -> None:
-        """Buckets that are summed at every pass: those of the pass before, all of them."""
+        """Of a pass before the last: sum the buckets that are summed at every pass."""
         mine = [bucket for bucket in self.buckets if bucket.every_pass]
         self._start_rest(mine)
         for bucket in mine:
             bucket.started = False
 
-    @property
-    def host_waits(self) -> bool:
-        """Whether the host waits for sums over ranks as they are: then agreeing with them costs no further wait."""
-        return any(bucket.transport.host_waits for bucket in self.buckets)
-
-    # In wait
-
-    def _start_rest(self, buckets: Sequence[Bucket]) -> None:
-        """Start all that backward has left."""
-        for bucket in buckets:
-            if not bucket.started:
-                self._state_of[id(bucket)].start(bucket, early=False)
-
-    def _finish_buckets(self) -> None:
-        if self._scale_of is not None and self._first_to_all is not None:
-            self._first_to_all.transport.wait()
-            carried = self._first_to_all.tail[-2:]
-            self.scale = self._scale_of(carried.double())
-            carried.zero_()
-        sharing = [notes for notes in self._group_notes if notes.group.sockets is not None]
-        for notes in sharing:
-            notes.resolve()  # from here on all ranks' gradients are in their memory
-        for bucket in self.buckets:
-            if bucket.keeps_gradients:
-                bucket.finish(1.0 if self.scale is None else self.scale)
-            elif self.scale is not None:
-                bucket.rescale(self.scale)
-        # A rank's memory is final when every rank has written its slice into it.
-        written = [a.group for a in sharing if any(state.sum.sharding is None for state in a.states)]
-        for group in written:
-            group.signal(b"d")
-        for group in written:
-            group.collect()
-
-    def _compare_notes(self, carrier: Bucket | None) -> list[tuple[SumState, list[bytes]]]:
-        """Finish the buckets, and have all ranks' notes about each sum: from them, or in a quiet step as they were."""
-        if self.riders is not None:
-            said = self.riders.begin()
-            if said is not None:
-                self._log(said)
-        states = [state for notes in self._group_notes for state in notes.states]
-        if self.riders is not None and self.riders.quiet:
-            notes = [state.close_notes() for state in states]
-            deviates = self._failed or self.counts != self._counted or notes != [own for own, _ in self._seen]
-            self._ride(self.riders.numbers(deviates, unsteady=False), carrier)
-            if deviates and carrier is not None and self.riders.all_deviate(carrier.tail):
-                # As when all ranks freeze a layer: then all are here, and can agree after all.
-                self.verdict = None
-                return notes_of_all(self._group_notes, self._step, counts=self.counts)
-            return [(state, report) for state, (_, report) in zip(states, self._seen, strict=True)]
-        if self.riders is not None:
-            pairs = notes_of_all(self._group_notes, self._step, counts=self.counts)
-            seen = [(bytes(state.notes), report) for state, report in pairs]
-            odd = any(note & (OUTSIDE | SPARSE | FAILED) for _, report in seen for notes in report for note in notes)
-            learns = any(state.recording for state in states) or self.counts != self._counted
-            self._counted = self.counts
-            self._ride(self.riders.numbers(False, unsteady=odd or learns or seen != self._seen), carrier)
-            self._seen = seen
-            return pairs
-        return notes_of_all(self._group_notes, self._step, meanwhile=self._finish_buckets, counts=self.counts)
-
-    def _ride(self, told: Tensor, carrier: Bucket | None) -> None:
-        """Send the riders' numbers with the last bucket if it can carry them; else they go with the next collective."""
-        assert self.riders is not None
-        self.told, self.verdict = told, None
-        if carrier is not None:
-            carrier.tail[: len(told)].copy_(told)
-            carrier.send()
-        self._finish_buckets()
-        if carrier is not None:
-            self.told, self.verdict = None, self.riders.take(carrier.tail[: len(told)].double())
-
-    def _finish_uneven(self, state: SumState, report: list[bytes]) -> None:
-        if not state.remarkable and all(notes == report[0] for notes in report):
-            for bucket in state.buckets:
-                bucket.absent = frozenset()
-            return
-        scale = 1.0 if self.scale is None else self.scale
-        for position, ranks in finish_uneven(state, report, scale / state.sum.divisor).items():
-            if (id(state), position) not in self._reported:
-                self._reported.add((id(state), position))
-                self._log(explain(state.sum, position, ranks, self._step))
-
-    def _hand_over(self) -> None:
-        """Of sharded sums, the shards are the result; `.grad` is None, or what all ranks are to have back."""
-        for bucket in self.buckets:
-            bucket.started = False
-            if bucket.shard is not None:
-                bucket.shard.landed = False
-                for parameter in bucket.parameters:
-                    parameter.grad = None
-        for state in self._states:
-            if state.sum.sharding is not None and state.sum.sharding.give_back:
-                give_back(state.group, state.buckets)
-
-    def _drop(self) -> None:
-        """Let go of all gradients of a step that a rank has given up."""
-        for bucket in self.buckets:
-            bucket.started = False
-            if bucket.shard is not None:
-                bucket.shard.landed = False
-        for state in self._states:
-            for parameter in state.sum.parameters:
-                parameter.grad = None
-        for group in self.groups.values():
-            if group.sockets is not None:
-                group.exchange(b"x")  # no rank writes to memory that another still reads
-
-    def _tell_why(self, pairs: Sequence[tuple[SumState, list[bytes]]]) -> None:
-        """Collective over each group in which a rank gave the step up."""
-        groups = {state.group.ranks: state.group for state, report in pairs if state.failed(report)}
-        for _, group in sorted(groups.items()):
-            told = group.gather_objects(self._why)
-            self.why_failed |= {rank: why for rank, why in zip(group.ranks, told, strict=True) if why}
-
-    def _learn(self, reports: Sequence[tuple[SumState, list[bytes]]]) -> None:
-        """Adapt the buckets to what this step has shown. Collective where something is new."""
-        changed = [state for state, report in reports if state.adapt(report)]
-        recorded = [state for state in self._states if state.recording]
-        for state in self._states:
-            if state in changed:
-                state.recording = True
-                state.lay_out()
-            elif state in recorded:
-                state.learn_order()
-        if changed or recorded:
-            self._arrange()
-            self.generation += bool(changed)
-
-    # Between steps
+    # -- between steps --------------------------------------------------------------------------------------
 
     def _arrange(self) -> None:
         """Put the buckets of all sums into one order, and hooks on the parameters."""
-        # By how far through its sum a bucket is: a key that all ranks of two groups agree on.
+        # Ordered by how far through its sum a bucket is: a key that all ranks of two groups agree on.
         ranked = {bucket: (far, state.sum.ranks) for state in self._states for far, bucket in state.ranked()}
         self.buckets = sorted(ranked, key=ranked.__getitem__)
         self._state_of = {id(bucket): state for state in self._states for bucket in state.buckets}
@@ -485,9 +492,6 @@ class Synchroniser:
                 for index, parameter in enumerate(bucket.parameters):
                     self._hook(parameter, Synchroniser._on_gradient, at, index)
                 continue
-            for position in bucket.large:
-                index = bucket.positions.index(position)
-                self._hook(bucket.parameters[index], Synchroniser._on_large, at, index)
             bucket.left = bucket.firings
             self._hook(bucket.parameters[bucket.last], Synchroniser._on_last, at, bucket.last)
 

@@ -45,8 +45,6 @@ class Transport(ABC):
     """Whether the host waits in `finish` until the sum is there."""
     reduced_in: torch.dtype | None = None
     """The dtype of the sum, or a narrower one that gradients are sent in; None where nothing is summed over ranks."""
-    divides: bool = False
-    """Whether it wants gradients that are divided already: that costs nothing while they are moved."""
 
     @classmethod
     @abstractmethod
@@ -128,7 +126,7 @@ class CollectiveTransport(Transport):
             elif self._wire != self._sum_dtype:
                 self._rescale = float(group.size)
         else:
-            self.divides = self.carries = self._shard is None
+            self.carries = self._shard is None
         self.reduced_in = self._wire if self._wire.itemsize < self._whole.dtype.itemsize else self._sum_dtype
         self._steps: Steps = iter(())
 

@@ -8,9 +8,8 @@ the optimizer skips it.
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from struct import Struct
 
@@ -26,6 +25,7 @@ from colonnade.gradients.sums import HALVES, Sum
 from colonnade.gradients.transport import CollectiveTransport, LocalTransport
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.flat import flattened
+from colonnade.texts import digest_of
 
 # --------------------------------------------------------------------------------------------------
 # One sum at run time: which of its parameters are in buckets, which are not, and the notes about them.
@@ -97,7 +97,7 @@ class SumState:
             self.places.update((position, (bucket, i)) for i, position in enumerate(bucket.positions))
 
     def ranked(self) -> list[tuple[float, Bucket]]:
-        """The buckets with how far through the sum each ends (0 to 1): the order in which sums take turns."""
+        """The buckets with how far through the sum each ends (0 to 1): the order in which buckets of several sums are interleaved."""
         total, done = max(1, sum(bucket.numel for bucket in self.buckets)), 0
         ranked = []
         for bucket in self.buckets:
@@ -113,17 +113,17 @@ class SumState:
     def collect(self, bucket: Bucket, *, early: bool) -> None:
         """All that comes before a bucket is sent."""
         if not bucket.keeps_gradients:
-            self._storages[bucket.layout.dtype, bucket.layout.device].take_turn(bucket)
+            self._storages[bucket.layout.dtype, bucket.layout.device].acquire_staging(bucket)
         notes = bucket.collect(early=early)
         for position in bucket.positions:
             note, before = notes.get(position, 0), self._started.get(position, MISSING)
             # A gradient is missing from a step if it is from all passes that were summed.
             self._started[position] = ((note | before) & ~MISSING) | (note & before & MISSING)
 
-    def finish_turns(self) -> None:
-        """End the sums of buckets that take turns in memory."""
+    def finish_staged(self) -> None:
+        """End the sums of buckets that lie in staging memory."""
         for storage in self._storages.values():
-            storage.finish_turns()
+            storage.finish_staged()
 
     # -- the order in which gradients come ----------------------------------------------------------------
 
@@ -251,16 +251,16 @@ class GroupNotes:
         """Tell the others; does not wait. `counts`: this rank's loss of the step was given as (sum, count)."""
         self._own, self._reports = [state.close_notes() for state in self.states], None
         self._counts = bytes([counts])
-        digest = hashlib.blake2b(b"".join(self._own) + self._counts, digest_size=8).digest()
-        self.group.signal(_STEP.pack(step) + digest)
+        digest = digest_of(b"".join(self._own) + self._counts)
+        self.group.signal(_STEP.pack(step) + digest.to_bytes(8, "little"))
 
     def resolve(self) -> list[list[bytes]]:
         """Wait for the others: per sum, the notes of every rank in group order."""
         if self._reports is None:
-            heard = self.group.collect()
-            self._check_steps(heard)
+            digests = self.group.collect()
+            self._check_steps(digests)
             own = b"".join(self._own) + self._counts
-            whole = [own] * self.group.size if len({*heard}) == 1 else self.group.gather_bytes(own)
+            whole = [own] * self.group.size if len({*digests}) == 1 else self.group.gather_bytes(own)
             self._reports, start = [], 0
             for notes in self._own:
                 self._reports.append([other[start : start + len(notes)] for other in whole])
@@ -280,8 +280,8 @@ class GroupNotes:
             code="C045",
         )
 
-    def _check_steps(self, heard: list[bytes]) -> None:
-        steps = [step for (step,) in map(_STEP.unpack_from, heard)]
+    def _check_steps(self, digests: list[bytes]) -> None:
+        steps = [step for (step,) in map(_STEP.unpack_from, digests)]
         counting = [rank for rank, step in zip(self.group.ranks, steps, strict=True) if step > _NO_STEP]
         if counting:
             raise GradientError(
@@ -297,14 +297,11 @@ class GroupNotes:
             )
 
 
-def notes_of_all(
-    groups: Sequence[GroupNotes], step: int, meanwhile: Callable[[], None] = lambda: None, *, counts: bool = False
-) -> list[tuple[SumState, list[bytes]]]:
-    """Every sum with the notes of all its ranks. Collective over each group; `meanwhile` is done before waiting."""
+def notes_of_all(groups: Sequence[GroupNotes], step: int, counts: bool = False) -> list[list[bytes]]:
+    """The notes of every rank about each sum, in the order of groups and their sums. Collective, and the host waits."""
     for notes in groups:
         notes.announce(step, counts)
-    meanwhile()
-    return [pair for notes in groups for pair in zip(notes.states, notes.resolve(), strict=True)]
+    return [report for notes in groups for report in notes.resolve()]
 
 
 def finish_uneven(state: SumState, reports: Sequence[bytes], factor: float | Tensor) -> dict[int, list[int]]:
@@ -451,33 +448,33 @@ def _gather_padded(rows: Tensor, counts: Sequence[int], group: RankGroup) -> Ten
 
 _LAG = 2
 """After how many steps the numbers are read: the device always has a whole step of work left then."""
-_TURNS = 4
-DEVIATES, UNSTEADY, TURN = 0, 1, 2
-SIZE = TURN + _TURNS
+_STEP_MARKS = 4
+DEVIATES, UNSTEADY, STEP = 0, 1, 2
+FLAG_COUNT = STEP + _STEP_MARKS
 
 
-class Riders:
+class PiggybackedFlags:
     """The numbers of this rank, and what the world's of two steps ago said. The same decisions on every rank."""
 
     def __init__(self, device: torch.device) -> None:
-        # [deviates][unsteady][turn], ready on the device: nothing is copied there at any step.
-        self._all = torch.zeros(2, 2, _TURNS, SIZE, dtype=torch.float64, device=device)
+        # [deviates][unsteady][mark], ready on the device: nothing is copied there at any step.
+        self._all = torch.zeros(2, 2, _STEP_MARKS, FLAG_COUNT, dtype=torch.float64, device=device)
         self._all[1, :, :, DEVIATES] = self._all[:, 1, :, UNSTEADY] = 1.0
-        for turn in range(_TURNS):
-            self._all[:, :, turn, TURN + turn] = 1.0
+        for mark in range(_STEP_MARKS):
+            self._all[:, :, mark, STEP + mark] = 1.0
         self._step = 0
-        self._told: deque[HostCopy] = deque()
+        self._pending: deque[HostCopy] = deque()
         self._uneven = False
-        self.quiet = False
+        self.steady = False
         """Whether all ranks have gradients as they always had, so that they need not agree at this step."""
 
     def begin(self) -> str | None:
-        """Before the sums of a step end: decide whether it is a quiet one; what there is to say, if anything."""
-        self.quiet, said = False, None
-        if len(self._told) < _LAG:
+        """Before the sums of a step end: decide whether it is a steady one; what there is to say, if anything."""
+        self.steady, said = False, None
+        if len(self._pending) < _LAG:
             return None
-        deviates, unsteady, *turns = self._told.popleft().read()
-        if sum(turn > 0 for turn in turns) > 1:
+        deviates, unsteady, *marks = self._pending.popleft().read()
+        if sum(mark > 0 for mark in marks) > 1:
             raise GradientError(
                 f"ranks were not at the same step {_LAG} steps ago; a rank has skipped or repeated one. That step was dropped",
                 code="C043",
@@ -488,28 +485,28 @@ class Riders:
                 f"step {self._step - _LAG} was dropped: on some rank other parameters had gradients than in the steps before. "
                 f"From now on the ranks agree on that at every step, and none is dropped for it"
             )
-        self.quiet = not self._uneven and unsteady == 0
+        self.steady = not self._uneven and unsteady == 0
         return said
 
     def numbers(self, deviates: bool, unsteady: bool) -> Tensor:
         """What this rank says of the step; to be summed (or its maximum taken) over the world."""
-        return self._all[int(deviates), int(unsteady), self._step % _TURNS]
+        return self._all[int(deviates), int(unsteady), self._step % _STEP_MARKS]
 
     def all_deviate(self, summed: Tensor) -> bool:
         """Asked by a rank that deviates, after `take`: whether all do, and know what to do about it. Waits for the device.
 
         Then the step is none to be dropped, only one that was not steady.
         """
-        numbers = summed[:SIZE].tolist()
-        if numbers[DEVIATES] != numbers[TURN + (self._step - 1) % _TURNS]:
+        numbers = summed[:FLAG_COUNT].tolist()
+        if numbers[DEVIATES] != numbers[STEP + (self._step - 1) % _STEP_MARKS]:
             return False
-        self._told[-1] = HostCopy(self.numbers(False, unsteady=True))
+        self._pending[-1] = HostCopy(self.numbers(False, unsteady=True))
         return True
 
     def take(self, summed: Tensor) -> Tensor:
         """What the world says: 1.0 if the step must be dropped, on the device."""
-        self._told.append(HostCopy(summed))
-        turn = TURN + self._step % _TURNS
+        self._pending.append(HostCopy(summed))
+        mark = STEP + self._step % _STEP_MARKS
         self._step += 1
-        others = summed[TURN:].sum() - summed[turn]
+        others = summed[STEP:].sum() - summed[mark]
         return ((summed[DEVIATES] + others) > 0).float()

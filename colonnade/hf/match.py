@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import PlacementError, did_you_mean, listed
 from colonnade.nn.layer.arrangement import Arrangement, arrange
+from colonnade.texts import pattern_of
 
 Plan = Mapping[str, Any]
 """Pattern -> style. `*` stands for one part of a name between dots: "blocks.*.fc1".
@@ -109,11 +110,6 @@ def has_plan(model: nn.Module) -> bool:
 def is_cut_by_plan(model: nn.Module) -> bool:
     """Whether the model has in it what `note_plan` was told of."""
     return any(map(has_plan, model.modules()))
-
-
-def pattern_of(name: str) -> str:
-    """A name with a '*' for each number: what the layers of a list have in common."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def fits(pattern: str, name: str) -> bool:

@@ -16,7 +16,8 @@ from torch import nn
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import PlacementError
-from colonnade.hf.match import fits, pattern_of
+from colonnade.hf.match import fits
+from colonnade.texts import pattern_of
 
 Plan = dict[str, Any]
 

@@ -21,9 +21,8 @@ from colonnade.errors import PlacementError
 from colonnade.hf.match import PlanEntry
 from colonnade.logging import get_dist_logger
 from colonnade.nn.layer.spread import size_of
-from colonnade.parallel.forward import cloned, evaluating
 from colonnade.parallel.own_forward import result_of
-from colonnade.parallel.split import call_layer
+from colonnade.parallel.split import call_layer, cloned, evaluating
 
 _PARTS = ("colwise", "packed_colwise", "moe_identity_expert")
 """Styles of layers that give parts: what they give is not compared, but what comes of it."""

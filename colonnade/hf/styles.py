@@ -24,7 +24,7 @@ from colonnade.parallel import collectives
 from colonnade.parallel.collectives import split_sizes
 from colonnade.parallel.flat import section_runs
 from colonnade.parallel.forward import override_forward
-from colonnade.parallel.meta import keep_start
+from colonnade.parallel.meta import keep_initial_value
 from colonnade.parallel.placement import Replicate, Shard, Spec, place, placement_of
 
 # --- What styles do to a module: a parameter becomes this rank's part of it, and a forward pass another one ---
@@ -58,7 +58,7 @@ def cut(
             )
         block = _block(whole, spec, target, name, mode, uneven)
         part = own(block, {mode: spec, **before.modes}, before.shape or tuple(whole.shape), whole)
-        keep_start(part, whole)
+        keep_initial_value(part, whole)
         target.parts[whole] = part
     elif placement_of(part).shards != {mode: spec}:
         raise PlacementError(

@@ -18,7 +18,7 @@ from colonnade.core import given_or_global
 from colonnade.errors import CheckpointError, ConfigError, ContextError, listed
 from colonnade.hf.parallelize import parallelize
 from colonnade.hf.source_weights import Source, are_same, sources_for
-from colonnade.parallel.meta import give_source, meta_init
+from colonnade.parallel.meta import meta_init, set_value_source
 from colonnade.parallel.split import Split
 from colonnade.paths import local_path
 
@@ -89,7 +89,7 @@ def from_pretrained(
             plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")  # as it was before peft
             source = next((sources[other] for other in names.get(plain, [plain]) if other in sources), None)
             if source is not None:
-                give_source(parameter, source)
+                set_value_source(parameter, source)
     return model
 
 

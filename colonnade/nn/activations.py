@@ -23,6 +23,7 @@ from colonnade.comm.torch_versions import is_traced
 from colonnade.config.settings import ActivationSettings
 from colonnade.errors import ConfigError, did_you_mean, listed
 from colonnade.logging import get_dist_logger
+from colonnade.parallel.forward import override_forward, restore_forward
 
 _PRODUCTS = (
     "mm addmm bmm baddbmm _scaled_mm _grouped_mm _scaled_grouped_mm convolution _scaled_dot_product_flash_attention "
@@ -49,12 +50,11 @@ def apply_activations(
     if not known and complete:
         raise ConfigError(_nothing_found(settings.blocks, whole), code="C003")
     found = list(_blocks(model, settings.blocks, classes))
-    made: dict[type, type] = {}
     for at, block in enumerate(found):
         runs = _Runs(settings.mode, settings.offload, ops) if at % settings.every == 0 else None
         block._colonnade_runs = runs  # type: ignore[assignment]
         # Blocks of one class stay of one class: others tell a list of blocks by that.
-        block.__class__ = made.setdefault(type(block), _running(type(block)))
+        override_forward(block, _run_block, mark="activations", share_class=True)
     if found:
         where = f"{len(found[:: settings.every])} of {len(found)} blocks"
         kinds = listed(sorted({type(block).__name__ for block in found}))
@@ -84,8 +84,7 @@ def release_blocks(model: nn.Module) -> None:
     for module in model.modules():
         if "_colonnade_runs" in vars(module):
             module._colonnade_runs = None  # type: ignore[assignment]
-            if vars(type(module)).get("_colonnade_running"):  # else FSDP2 has put a class of its own around it
-                module.__class__ = type(module).__mro__[1]
+            restore_forward(module, "activations")
 
 
 def recomputes(model: nn.Module) -> bool:
@@ -131,7 +130,7 @@ def _contexts(kept: frozenset[Any]) -> tuple[Any, Any]:
     modes = create_selective_checkpoint_contexts(partial(_policy, kept))
     for mode in modes:
         own: Any = type(mode)
-        mode.__class__ = _looking_at_kept_ops(own)
+        mode.__class__ = _looking_at_kept_ops(own)  # no module: `override_forward` is for forward passes
         mode.kept = kept
     return modes
 
@@ -158,19 +157,12 @@ def _policy(kept: frozenset[Any], ctx: Any, op: Any, *args: Any, **kwargs: Any) 
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _running(own: type[nn.Module]) -> type[nn.Module]:
-    """A class of the same name whose forward pass runs as the block says.
-
-    Not a method on the instance: that would belong to this block in a copy of it too.
-    """
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        runs = self._colonnade_runs
-        if runs is None or not torch.is_grad_enabled():
-            return own.forward(self, *args, **kwargs)
-        return runs(own.forward, self, args, kwargs)
-
-    return type(own.__name__, (own,), {"forward": forward, "__module__": own.__module__, "_colonnade_running": True})
+def _run_block(block: nn.Module, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The forward pass of a block as its `_colonnade_runs` says; None once it was released, if FSDP2 keeps the class."""
+    runs: Any = block._colonnade_runs
+    if runs is None or not torch.is_grad_enabled():
+        return before(block, *args, **kwargs)
+    return runs(before, block, args, kwargs)
 
 
 def _is_block(name: str, module: nn.Module) -> bool:

@@ -73,12 +73,12 @@ def grad_norm(
     blocks = _blocks(held, known, shared)
     vector, copies = powsums(blocks, norm_type, device=_device(held, known)), None
     measured, _ = vector
-    told = _identity(held, measured) if shared and known is None else vector[:0]
-    vector = torch.cat([vector, told])
-    norms = reduce_norms(vector, norm_type, riders=len(told), whole=not shared)
+    own = _identity(held, measured) if shared and known is None else vector[:0]
+    vector = torch.cat([vector, own])
+    norms = reduce_norms(vector, norm_type, piggybacked=len(own), whole=not shared)
     total = norms.total()
-    if len(told):
-        copies = _are_copies(vector[-len(told) :])
+    if len(own):
+        copies = _are_copies(vector[-len(own) :])
         total = torch.where(copies, total, torch.nan)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         if copies is not None and not bool(copies):
@@ -134,17 +134,17 @@ def _identity(held: list[Tensor], measured: Tensor) -> Tensor:
     elsewhere are taken to hold copies. Zeros in everybody else's places, and where every mesh is the whole world."""
     world, rank = dist.get_world_size(), dist.get_rank()
     gradients: list[Any] = [parameter.grad for parameter in held if parameter.grad is not None]
-    told = measured.new_zeros(2, world)
+    own = measured.new_zeros(2, world)
     if any(is_dtensor(gradient) and gradient.device_mesh.size() < world for gradient in gradients):
         places = [gradient.device_mesh.get_coordinate() if is_dtensor(gradient) else None for gradient in gradients]
         mark = 1 + crc32(repr(places).encode())  # never 0
-        told[0, rank], told[1, rank] = mark, measured
-    return told.flatten()
+        own[0, rank], own[1, rank] = mark, measured
+    return own.flatten()
 
 
-def _are_copies(told: Tensor) -> Tensor:
+def _are_copies(own: Tensor) -> Tensor:
     """Whether ranks at the same place of their meshes measured the same, as a boolean on the device."""
-    places, measured = told.view(2, -1)
+    places, measured = own.view(2, -1)
     places, order = places.sort()
     measured = measured[order]
     return ~((places[1:] == places[:-1]) & (measured[1:] != measured[:-1])).any()

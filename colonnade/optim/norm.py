@@ -449,18 +449,18 @@ def powsums(
 
 
 def reduce_norms(
-    vector: Tensor, p: float = 2.0, group: dist.ProcessGroup | None = None, *, riders: int = 0, whole: bool = False
+    vector: Tensor, p: float = 2.0, group: dist.ProcessGroup | None = None, *, piggybacked: int = 0, whole: bool = False
 ) -> Norms:
     """Join the vectors of all ranks of `group` (None: the world) with exactly one all-reduce, in place.
 
-    Every rank of the group must call it, with the same number of slots, also a rank without blocks. The last `riders`
+    Every rank of the group must call it, with the same number of slots, also a rank without blocks. The last `piggybacked`
     numbers are none of the norm's: they are joined along with it. `whole`: every rank has measured everything, so that
     there is nothing to join.
     """
     order = check_order(p)
     if not whole and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
         dist.all_reduce(vector, dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM, group=group)
-    values, nonfinite = vector[: len(vector) - riders].view(2, -1).unbind(0)
+    values, nonfinite = vector[: len(vector) - piggybacked].view(2, -1).unbind(0)
     if math.isinf(order):  # a MAX may drop a NaN, so it travelled as inf with the mark 2
         values = torch.where(nonfinite > 1.5, math.nan, values)
         nonfinite = nonfinite.clamp(max=1.0)

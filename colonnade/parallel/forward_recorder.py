@@ -1,8 +1,10 @@
-"""One forward pass without memory or arithmetic of the weights, and what it shows: the calls, and what they hand on.
+"""Recording a forward pass without memory or arithmetic of the weights: its calls of units, and the tensors they hand on.
 
-Parameters are fake tensors; what is computed from inputs alone is computed. Every tensor that comes from a parameter, or
-from the result of a call, is known by two times: when it was made, and when the oldest of the results that went into it was.
-A time is the number of calls that had begun.
+`units_of` says which modules of a model are units: blocks in lists, and what stands beside the lists. `record` runs the forward
+pass of a copy whose parameters are fake tensors; what is computed from inputs alone (masks, positions) is computed for real. Every
+tensor that comes from a parameter, or from the result of a call, is known by two times: when it was made, and when the oldest of
+the results that went into it was. A time is the number of calls that had begun. `own_forward` finds in these times where the
+pass can be cut.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_wit
 
 from colonnade.comm.torch_versions import fake_mode
 from colonnade.errors import ScheduleError
+from colonnade.parallel.forward import subclass_with
 
 # --------------------------------------------------------------------------------------------------
 # The tree of a model's modules: which of its calls can lie in a stage each, and copies of the tree.
@@ -126,7 +129,7 @@ def copy_tree(module: nn.Module, memo: dict[int, nn.Module], tensors: Tensors) -
 
 
 # --------------------------------------------------------------------------------------------------
-# Calls of units, caught: while a forward pass is recorded, and while a stage runs its part of it.
+# Calls of units, watched: while a forward pass is recorded, and while a stage runs its part of it.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -138,34 +141,28 @@ class Watcher(Protocol):
 
 
 WATCHER: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
-"""Who watches the calls of this thread; nobody while a block computes its activations again."""
+"""The watcher of the calls of this thread; none while a block computes its activations again."""
 
 
-def catch_calls(name: str, unit: nn.Module) -> None:
+def watch_calls(name: str, unit: nn.Module) -> None:
     """Have calls of the unit go through the watcher, where there is one. Its class changes; else nothing does."""
     vars(unit)["_colonnade_unit"] = name
-    if not isinstance(unit, _Caught):
-        unit.__class__ = derived(_Caught, type(unit))
+    if not isinstance(unit, WatchedUnit):
+        unit.__class__ = subclass_with(WatchedUnit, type(unit))
 
 
-class _Caught:
-    """By __call__ and not by a hook: a layer of transformers that computes its activations again runs its hooks again."""
+class WatchedUnit:
+    """A unit whose calls go through the watcher.
+
+    By __call__: not by a hook, since a layer of transformers that computes its activations again runs its hooks again, and not by
+    `override_forward`, since the model's hooks on the unit belong to the call.
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         watcher, own = WATCHER.get(), super().__call__  # type: ignore[misc]
         return (
             own(*args, **kwargs) if watcher is None else watcher.call(vars(self)["_colonnade_unit"], own, args, kwargs)
         )
-
-
-_derived: dict[Any, Any] = {}
-
-
-def derived(base: type, kind: type) -> Any:
-    """A class of the same name as `kind` that inherits `base` first; the same one each time."""
-    if (base, kind) not in _derived:
-        _derived[base, kind] = type(kind.__name__, (base, kind), {"__module__": kind.__module__})
-    return _derived[base, kind]
 
 
 _PLAIN = (type(None), bool, int, float, str)
@@ -206,7 +203,7 @@ class Recording:
     """What the model returned."""
     uses: dict[str, set[int]]
     """Parameters and buffers that were used outside of calls, by name, and when."""
-    twins: dict[str, nn.Module]
+    fake_units: dict[str, nn.Module]
     """The units, with the parameters that they had in the pass: they have shapes and no memory."""
 
 
@@ -217,16 +214,16 @@ def record(model: nn.Module, units: dict[str, nn.Module], run: Callable[[nn.Modu
     for unit in units.values():
         if has_parameters(unit):
             copy_tree(unit, memo, recorder.fake)
-    twin = copy_tree(model, memo, recorder.stand_in)
-    twins = {name: memo[id(unit)] for name, unit in units.items()}
-    for name, unit in twins.items():
-        catch_calls(name, unit)
-    for name, tensor in [*twin.named_parameters(remove_duplicate=False), *twin.named_buffers(remove_duplicate=False)]:
+    fake = copy_tree(model, memo, recorder.stand_in)
+    fake_units = {name: memo[id(unit)] for name, unit in units.items()}
+    for name, unit in fake_units.items():
+        watch_calls(name, unit)
+    for name, tensor in [*fake.named_parameters(remove_duplicate=False), *fake.named_buffers(remove_duplicate=False)]:
         recorder.names.setdefault(id(tensor), []).append(name)
     token = WATCHER.set(recorder)
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad(), recorder:
-            result = run(twin)
+            result = run(fake)
     except ScheduleError:
         raise
     except Exception as error:
@@ -241,7 +238,7 @@ def record(model: nn.Module, units: dict[str, nn.Module], run: Callable[[nn.Modu
         WATCHER.reset(token)
     results = [value for leaf in tree_leaves(result) if (value := recorder.value_of(leaf)) is not None]
     apart = {call.name for call in recorder.calls if call.form is not None}
-    return Recording([call for call in recorder.calls if call.name in apart], results, recorder.uses, twins)
+    return Recording([call for call in recorder.calls if call.name in apart], results, recorder.uses, fake_units)
 
 
 class _Recorder(TorchDispatchMode):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colonnade.comm.messages import Alike, agreed_errors, are_same_everywhere, digest_of, message_device
+from colonnade.comm.messages import Alike, agreed_errors, are_same_everywhere, message_device
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import PlacementError
@@ -19,6 +19,7 @@ from colonnade.parallel.demand import Holding, check_same_data, holding
 from colonnade.parallel.dtensor import effective_placement, local_part
 from colonnade.parallel.flat import FlatLayout
 from colonnade.parallel.placement import Placement, Replicate, Shard, is_placed, logical_shape
+from colonnade.texts import digest_of
 
 # --------------------------------------------------------------------------------------------------
 # Checksums of tensors by their bits: read once, on their device, with no wait of the host.

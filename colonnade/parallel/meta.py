@@ -1,4 +1,17 @@
-"""Start on the meta device: a model is built without memory, and each rank draws its own part of every parameter."""
+"""Start on the meta device: a model is built without memory, and each rank makes its own part of every parameter.
+
+    with colonnade.meta_init():
+        model = Llama(config)
+
+1. `meta_init` builds the model on the meta device and records every operation that gives values to a tensor there
+   (`InitRecording`). A parameter remembers which tensor of the recording it starts as (`InitialValue`).
+2. `initialize` asks `parameter_inits` how each parameter starts, once the model is split and cut. Two ways:
+   - element by element (`ElementwiseInit`), where each element follows from its place in the whole parameter alone, as with
+     `torch.nn.init.normal_`. Then a rank makes any part of it without the rest. Random numbers are a function of a key and the
+     place (`uniform`, `normal`), so they are the same under every layout;
+   - by replay of everything that was recorded of it, whole, of which a rank keeps its part.
+   A parameter may have its values in a file instead (`set_value_source`, `ParameterLoad`).
+"""
 
 from __future__ import annotations
 
@@ -24,21 +37,189 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from colonnade.context.random import derive_seed
 from colonnade.errors import PlacementError
 
+
+@contextmanager
+def meta_init() -> Iterator[None]:
+    """Build a model on the meta device: parameters take no memory until `initialize` draws this rank's part of each.
+
+    What the model's code does to them (torch.nn.init, in-place methods, cutting, copying) is recorded and done in `initialize`.
+    Buffers are made for real, on the CPU. Every random number follows from the seed of `launch`, the
+    parameter's name and the place in the whole parameter, so weights are the same under every layout.
+    """
+    recording = InitRecording()
+    parameters: list[nn.Parameter] = []
+
+    def note_parameter(module: nn.Module, name: str, parameter: Any) -> None:
+        if parameter.device.type != "meta":
+            return
+        if is_lazy(parameter):
+            raise PlacementError(
+                f"{name} of {type(module).__name__} gets its shape in the first forward pass, but inside meta_init() it must "
+                f"be known: use the layer that is given its sizes",
+                code="C034",
+            )
+        if is_expanded(parameter):
+            raise PlacementError(
+                f"{name} of {type(module).__name__} is an expanded tensor, of shape {tuple(parameter.shape)} and strides "
+                f"{parameter.stride()}: its elements share memory, so they cannot be trained apart. Give it memory of its own: "
+                f"nn.Parameter(tensor.expand(...).clone())",
+                code="C034",
+            )
+        parameters.append(parameter)
+        recording.owned.add(memory_of(parameter))
+
+    def deepcopy_and_note(parameter: Tensor, memo: Any) -> Any:
+        copy = deep_copy(parameter, memo)
+        note_parameter(nn.Module(), "", copy)  # nothing registers the parameters of a module that is copied
+        return copy
+
+    def make_buffer(module: nn.Module, name: str, buffer: Any) -> Tensor | None:
+        return recording.read(buffer) if buffer is not None and buffer.device.type == "meta" else None
+
+    on_buffer: Any = register_module_buffer_registration_hook  # the tensor that the hook returns is registered instead
+    hooks = [register_module_parameter_registration_hook(note_parameter), on_buffer(make_buffer)]
+    init: Any = nn.init
+    truncated = init._no_grad_trunc_normal_
+    init._no_grad_trunc_normal_ = _truncated_normal
+    deep_copy: Any = nn.Parameter.__deepcopy__
+    nn.Parameter.__deepcopy__ = deepcopy_and_note  # type: ignore[method-assign]
+    try:
+        with torch.device("meta"), recording, _ReadableMeta(recording):
+            yield
+    finally:
+        init._no_grad_trunc_normal_ = truncated
+        nn.Parameter.__deepcopy__ = deep_copy  # type: ignore[method-assign]
+        for hook in hooks:
+            hook.remove()
+        # Only now, since initialisation goes on after a parameter is registered. A part that was cut inside the block, and not
+        # changed after that, starts as its whole does: the numbers follow from places in the whole parameter.
+        for parameter in parameters:
+            whole, version = vars(parameter).pop(_WHOLE, (parameter, parameter._version))
+            tensor = whole if version == parameter._version else parameter
+            setattr(parameter, _ATTRIBUTE, InitialValue(recording, tensor.detach(), parameter._version))
+
+
+@contextmanager
+def shapes_only() -> Iterator[None]:
+    """Build a model on the meta device without a recording: many times faster, for plans. No values can be read."""
+    with torch.device("meta"), _GivenValuesOnCPU():
+        yield
+
+
+class _GivenValuesOnCPU(TorchFunctionMode):
+    """Tensors that are made of given values (torch.tensor([1, 2])) lie on the CPU, with their values."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _WITH_VALUES and kwargs.get("device") is None:
+            return func(*args, **{**kwargs, "device": "cpu"})
+        return func(*args, **kwargs)
+
+
+_IS_META: Any = vars(torch._C.TensorBase)["is_meta"].__get__
+_WITH_VALUES = {torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor}
+_READS = {
+    getattr(Tensor, name)
+    for name in ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__complex__")
+}
+
+
+class _ReadableMeta(_GivenValuesOnCPU):
+    """A meta device whose tensors can be read (`item()`, `bool()`): by a replay of the recording."""
+
+    def __init__(self, recording: InitRecording) -> None:
+        super().__init__()
+        self._recording = recording
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _IS_META and sys._getframe(1).f_globals.get("__name__") == nn.init.__name__:
+            return False  # some of torch.nn.init does nothing to tensors of the meta device, where nothing could be recorded
+        if func in _READS:
+            (tensor,) = args
+            args = (self._recording.read(tensor) if tensor.device.type == "meta" else tensor,)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@torch.no_grad()
+def _truncated_normal(
+    tensor: Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
+) -> Tensor:
+    """By the inverse of the distribution function; torch draws again and again what is outside, which cannot be replayed."""
+    low, high = (math.erf((bound - mean) / (std * math.sqrt(2))) for bound in (a, b))
+    return tensor.uniform_(low, high).erfinv_().mul_(std * math.sqrt(2)).add_(mean).clamp_(a, b)
+
+
 # --------------------------------------------------------------------------------------------------
-# What was done to tensors of the meta device, so that it can be done again for real.
+# What a parameter remembers of its initial value.
 # --------------------------------------------------------------------------------------------------
 
 
-_GIVE_NUMBERS = {
+_ATTRIBUTE = "_colonnade_start"
+_SOURCE = "_colonnade_values"
+_WHOLE = "_colonnade_cut_from"
+
+
+class ParameterSource(Protocol):
+    """Where the values of a whole parameter are kept, such as a file; its text says where."""
+
+    def read_into(self, target: Tensor, offset: Sequence[int]) -> None:
+        """Give `target` the elements of the whole from `offset` on."""
+
+
+class InitialValue(NamedTuple):
+    """How a parameter starts: as `tensor` of the recording, and its version counter then, which tells of later changes."""
+
+    recording: InitRecording
+    tensor: Tensor
+    version: int
+
+
+def initial_value_of(parameter: Tensor) -> InitialValue | None:
+    """How a parameter starts by `meta_init`; None for any other."""
+    return getattr(parameter, _ATTRIBUTE, None)
+
+
+def keep_initial_value(part: Tensor, whole: Tensor) -> None:
+    """A part of a parameter of the meta device starts as its elements of the whole do, unless it is changed later."""
+    start = initial_value_of(whole)
+    if start is not None:
+        version = part._version if start.version == whole._version else -1
+        setattr(part, _ATTRIBUTE, InitialValue(start.recording, start.tensor, version))
+    elif whole.is_meta:  # meta_init() is still on, and sets initial values at its end
+        setattr(part, _WHOLE, (whole.detach(), part._version))
+
+
+def set_value_source(parameter: Tensor, source: ParameterSource) -> None:
+    """A parameter on the meta device gets its values from there in `initialize`: on each rank those that it holds."""
+    setattr(parameter, _SOURCE, source)
+
+
+def value_source_of(parameter: Tensor) -> ParameterSource | None:
+    """The source that `set_value_source` gave; None without one."""
+    return getattr(parameter, _SOURCE, None)
+
+
+def forget_initial_value(parameter: Tensor) -> None:
+    """The parameter has its values now."""
+    vars(parameter).pop(_ATTRIBUTE, None)
+    vars(parameter).pop(_SOURCE, None)
+
+
+# --------------------------------------------------------------------------------------------------
+# The recording: what was done to tensors of the meta device, so that it can be done again for real.
+# --------------------------------------------------------------------------------------------------
+
+
+_READ_VALUES = {
     torch.ops.aten._local_scalar_dense.default,
     torch.ops.aten.equal.default,
     torch.ops.aten.allclose.default,
 }
-"""What reads the values of tensors inside torch's own code."""
+"""Operations by which torch's own code reads the values of tensors."""
 
 
 @dataclass(frozen=True, eq=False)
-class TapeEntry:
+class RecordedOp:
     """An operation that gave values to tensors of the meta device: those of `outputs`."""
 
     func: Any
@@ -62,55 +243,58 @@ class TapeEntry:
         return torch.Tag.nondeterministic_seeded in self.func.tags
 
 
-Run = Callable[[TapeEntry, tuple[Any, ...], dict[str, Any]], Any]
-"""Does an operation again: (what was noted, its arguments for real)."""
+Run = Callable[[RecordedOp, tuple[Any, ...], dict[str, Any]], Any]
+"""Does an operation again: (the recorded operation, its arguments for real)."""
 
 
-class Tape(TorchDispatchMode):
-    """Notes every operation on the meta device while it is entered. Views are not noted: tensors carry their strides."""
+class InitRecording(TorchDispatchMode):
+    """Records every operation on the meta device while it is entered. Views are not recorded: tensors carry their strides.
+
+    Tensors are told apart by their memory (`memory_of`), since an in-place operation on a view changes the whole.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.entries: list[TapeEntry] = []
+        self.ops: list[RecordedOp] = []
         self.owned: set[int] = set()
         """The memory of tensors that became parameters."""
         self._writers: dict[int, list[int]] = {}
+        """The numbers of the operations that changed a memory."""
         self._draws = 0
-        self.read_from: dict[TapeEntry, Tensor] = {}
-        """What drew numbers that were read while the model was built, with the state of torch's generator before."""
+        self.read_from: dict[RecordedOp, Tensor] = {}
+        """Operations whose random numbers were read while the model was built, with the state of torch's generator before."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = [leaf for leaf in tree_leaves([args, kwargs]) if isinstance(leaf, Tensor)]
-        if func in _GIVE_NUMBERS:
-            args, kwargs = tree_map_only(Tensor, lambda t: self.read(t) if t.is_meta else t, (args, kwargs))
-            return func(*args, **kwargs)
-        if func._schema.is_mutable and given and not given[0].is_meta:
+        # Values that leave the meta device, to Python or into a tensor that has memory, are made now.
+        if func in _READ_VALUES or (func._schema.is_mutable and given and not given[0].is_meta):
             args, kwargs = tree_map_only(Tensor, lambda t: self.read(t) if t.is_meta else t, (args, kwargs))
             return func(*args, **kwargs)
         output = func(*tree_map_only(Tensor, _on_meta, args), **kwargs) if any(t.is_meta for t in given) else None
         output = func(*args, **kwargs) if output is None else output
+
         made = tuple(leaf.detach() for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_meta)
         is_view = not func._schema.is_mutable and {memory_of(t) for t in made} <= {memory_of(t) for t in given}
         if made and not is_view:
-            # A copy of what has values: it may be changed before they are asked for.
+            # A copy of arguments that have values: they may be changed before the replay.
             args, kwargs = tree_map_only(Tensor, lambda t: t.detach() if t.is_meta else t.clone(), (args, kwargs))
             for memory in {memory_of(tensor) for tensor in made}:
-                self._writers.setdefault(memory, []).append(len(self.entries))
-            self.entries.append(TapeEntry(func, args, kwargs, made, self._draws))
-            self._draws += self.entries[-1].is_random
+                self._writers.setdefault(memory, []).append(len(self.ops))
+            self.ops.append(RecordedOp(func, args, kwargs, made, self._draws))
+            self._draws += self.ops[-1].is_random
         return output
 
     def needed_for(self, tensor: Tensor) -> list[int]:
-        """The numbers of the entries that decide its values, in order."""
+        """The numbers of the operations that decide its values, in order."""
         found: set[int] = set()
-        left = [(memory_of(tensor), len(self.entries))]
+        left = [(memory_of(tensor), len(self.ops))]
         while left:
             memory, before = left.pop()
             for at in self._writers.get(memory, ()):
                 if at < before and at not in found:
                     found.add(at)
-                    left += [(memory_of(each), at) for each in self.entries[at].inputs if each.is_meta]
+                    left += [(memory_of(each), at) for each in self.ops[at].inputs if each.is_meta]
         return sorted(found)
 
     def replay(self, tensor: Tensor, run: Run | None = None) -> Tensor:
@@ -124,22 +308,22 @@ class Tape(TorchDispatchMode):
 
         with torch.no_grad(), torch.device("cpu"):
             for at in self.needed_for(tensor):
-                entry = self.entries[at]
-                args, kwargs = tree_map_only(Tensor, as_real, (entry.args, dict(entry.kwargs)))
+                op = self.ops[at]
+                args, kwargs = tree_map_only(Tensor, as_real, (op.args, dict(op.kwargs)))
                 if "device" in kwargs:
                     kwargs["device"] = torch.device("cpu")
-                output = entry.func(*args, **kwargs) if run is None else run(entry, args, kwargs)
+                output = op.func(*args, **kwargs) if run is None else run(op, args, kwargs)
                 results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-                for result, made in zip(results, entry.outputs, strict=True):
+                for result, made in zip(results, op.outputs, strict=True):
                     if memory_of(made) not in real:
                         real[memory_of(made)] = _memory_for(result, made)
             return as_real(tensor)
 
     def read(self, tensor: Tensor) -> Tensor:
-        """The tensor for real, while the model is still being built: its values must not hang on drawn parameters."""
-        entries = [self.entries[at] for at in self.needed_for(tensor)]
-        touched = {memory_of(each) for entry in entries for each in (*entry.inputs, *entry.outputs) if each.is_meta}
-        if touched & self.owned and any(entry.is_random for entry in entries):
+        """The tensor for real, while the model is still being built: its values must not depend on those of parameters, which are drawn later."""
+        ops = [self.ops[at] for at in self.needed_for(tensor)]
+        touched = {memory_of(each) for op in ops for each in (*op.inputs, *op.outputs) if each.is_meta}
+        if touched & self.owned and any(op.is_random for op in ops):
             raise PlacementError(
                 "inside meta_init() a buffer, or code of the model, needs the values of a parameter, which is drawn only in "
                 "initialize(). Build this module outside meta_init(), or `with torch.device('cpu')` inside it.",
@@ -147,20 +331,20 @@ class Tape(TorchDispatchMode):
             )
         return self.replay(tensor, self._draw_once).clone()
 
-    def _draw_once(self, entry: TapeEntry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Does an operation again. Whoever reads its numbers a second time finds the same ones."""
-        if not entry.is_random:
-            return entry.func(*args, **kwargs)
-        if entry not in self.read_from:
-            self.read_from[entry] = torch.get_rng_state()
-            return entry.func(*args, **kwargs)
+    def _draw_once(self, op: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Does an operation again. A second read of its random numbers finds the same ones."""
+        if not op.is_random:
+            return op.func(*args, **kwargs)
+        if op not in self.read_from:
+            self.read_from[op] = torch.get_rng_state()
+            return op.func(*args, **kwargs)
         with torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(self.read_from[entry])
-            return entry.func(*args, **kwargs)
+            torch.set_rng_state(self.read_from[op])
+            return op.func(*args, **kwargs)
 
 
 def memory_of(tensor: Tensor) -> int:
-    """What tensors that share memory have in common."""
+    """A number that tensors which share memory have in common."""
     return tensor.untyped_storage()._cdata
 
 
@@ -188,166 +372,6 @@ def _memory_for(result: Tensor, made: Tensor) -> Tensor:
     flat = result.new_empty(elements_in_memory(made))
     flat.as_strided(made.size(), made.stride(), made.storage_offset()).copy_(result)
     return flat
-
-
-_ATTRIBUTE = "_colonnade_start"
-_SOURCE = "_colonnade_values"
-_WHOLE = "_colonnade_cut_from"
-
-
-class ParameterSource(Protocol):
-    """Where the values of a whole parameter are kept, such as a file; its text says where."""
-
-    def read_into(self, target: Tensor, offset: Sequence[int]) -> None:
-        """Give `target` the elements of the whole from `offset` on."""
-
-
-class Start(NamedTuple):
-    """How a parameter starts: as `tensor` of the tape, and its version counter then, which tells of later changes."""
-
-    tape: Tape
-    tensor: Tensor
-    version: int
-
-
-def start_of(parameter: Tensor) -> Start | None:
-    """What meta_init noted of a parameter."""
-    return getattr(parameter, _ATTRIBUTE, None)
-
-
-def keep_start(part: Tensor, whole: Tensor) -> None:
-    """A part of a parameter of the meta device starts as its elements of the whole do, unless it is changed later."""
-    start = start_of(whole)
-    if start is not None:
-        version = part._version if start.version == whole._version else -1
-        setattr(part, _ATTRIBUTE, Start(start.tape, start.tensor, version))
-    elif whole.is_meta:  # meta_init() is still on, and notes how parameters start at its end
-        setattr(part, _WHOLE, (whole.detach(), part._version))
-
-
-def give_source(parameter: Tensor, source: ParameterSource) -> None:
-    """A parameter on the meta device gets its values from there in `initialize`: on each rank those that it holds."""
-    setattr(parameter, _SOURCE, source)
-
-
-def source_of(parameter: Tensor) -> ParameterSource | None:
-    """What `give_source` was told."""
-    return getattr(parameter, _SOURCE, None)
-
-
-def forget_start(parameter: Tensor) -> None:
-    """It has its values now."""
-    vars(parameter).pop(_ATTRIBUTE, None)
-    vars(parameter).pop(_SOURCE, None)
-
-
-@contextmanager
-def meta_init() -> Iterator[None]:
-    """Build a model on the meta device: parameters take no memory until `initialize` draws this rank's part of each.
-
-    What the model's code does to them (torch.nn.init, in-place methods, cutting, copying) is noted and done in `initialize`.
-    Buffers are made for real, on the CPU. Every number that is drawn follows from the seed of `launch`, the
-    parameter's name and the place in the whole parameter, so weights are the same under every layout.
-    """
-    tape = Tape()
-    parameters: list[nn.Parameter] = []
-
-    def keep(module: nn.Module, name: str, parameter: Any) -> None:
-        if parameter.device.type != "meta":
-            return
-        if is_lazy(parameter):
-            raise PlacementError(
-                f"{name} of {type(module).__name__} gets its shape in the first forward pass, but inside meta_init() it must "
-                f"be known: use the layer that is given its sizes",
-                code="C034",
-            )
-        if is_expanded(parameter):
-            raise PlacementError(
-                f"{name} of {type(module).__name__} is an expanded tensor, of shape {tuple(parameter.shape)} and strides "
-                f"{parameter.stride()}: its elements share memory, so they cannot be trained apart. Give it memory of its own: "
-                f"nn.Parameter(tensor.expand(...).clone())",
-                code="C034",
-            )
-        parameters.append(parameter)
-        tape.owned.add(memory_of(parameter))
-
-    def copied(parameter: Tensor, memo: Any) -> Any:
-        copy = deep_copy(parameter, memo)
-        keep(nn.Module(), "", copy)  # nothing registers the parameters of a module that is copied
-        return copy
-
-    def make(module: nn.Module, name: str, buffer: Any) -> Tensor | None:
-        return tape.read(buffer) if buffer is not None and buffer.device.type == "meta" else None
-
-    on_buffer: Any = register_module_buffer_registration_hook  # what the hook returns is registered instead
-    hooks = [register_module_parameter_registration_hook(keep), on_buffer(make)]
-    init: Any = nn.init
-    truncated = init._no_grad_trunc_normal_
-    init._no_grad_trunc_normal_ = _truncated_normal
-    deep_copy: Any = nn.Parameter.__deepcopy__
-    nn.Parameter.__deepcopy__ = copied  # type: ignore[method-assign]
-    try:
-        with torch.device("meta"), tape, _Builder(tape):
-            yield
-    finally:
-        init._no_grad_trunc_normal_ = truncated
-        nn.Parameter.__deepcopy__ = deep_copy  # type: ignore[method-assign]
-        for hook in hooks:
-            hook.remove()
-        for parameter in parameters:
-            whole, version = vars(parameter).pop(_WHOLE, (parameter, parameter._version))
-            tensor = whole if version == parameter._version else parameter
-            setattr(parameter, _ATTRIBUTE, Start(tape, tensor.detach(), parameter._version))
-
-
-@contextmanager
-def shapes_only() -> Iterator[None]:
-    """Build a model on the meta device without notes of how it starts: many times faster, for plans. Nothing can be read."""
-    with torch.device("meta"), _ValuesStay():
-        yield
-
-
-class _ValuesStay(TorchFunctionMode):
-    """Values that are given stay, on the CPU."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _WITH_VALUES and kwargs.get("device") is None:
-            return func(*args, **{**kwargs, "device": "cpu"})
-        return func(*args, **kwargs)
-
-
-_IS_META: Any = vars(torch._C.TensorBase)["is_meta"].__get__
-_WITH_VALUES = {torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor}
-_READS = {
-    getattr(Tensor, name)
-    for name in ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__complex__")
-}
-
-
-class _Builder(_ValuesStay):
-    """What torch's own meta device does otherwise: values that are given stay, and values can be read."""
-
-    def __init__(self, tape: Tape) -> None:
-        super().__init__()
-        self._tape = tape
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == _IS_META and sys._getframe(1).f_globals.get("__name__") == nn.init.__name__:
-            return False  # some of torch.nn.init does nothing to tensors of the meta device, where nothing is noted
-        if func in _READS:
-            (tensor,) = args
-            args = (self._tape.read(tensor) if tensor.device.type == "meta" else tensor,)
-        return super().__torch_function__(func, types, args, kwargs)
-
-
-@torch.no_grad()
-def _truncated_normal(
-    tensor: Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
-) -> Tensor:
-    """By the inverse of the distribution function; torch draws again and again what is outside, which no note can say."""
-    low, high = (math.erf((bound - mean) / (std * math.sqrt(2))) for bound in (a, b))
-    return tensor.uniform_(low, high).erfinv_().mul_(std * math.sqrt(2)).add_(mean).clamp_(a, b)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -421,7 +445,10 @@ def _signed(number: int) -> int:
 
 
 # --------------------------------------------------------------------------------------------------
-# Programs: how a parameter starts, as steps that each element takes by itself, so that any part can be made alone.
+# Element by element: how a tensor starts, as steps that each element takes by itself, so that any part can be made alone.
+#
+# Each recorded operation is read as such a step: a fill, a draw, a function of each element, a copy. A tensor with any other
+# operation in its past has no such steps, and is replayed whole.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -480,7 +507,7 @@ class Strided(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FillStep:
+class ElementStep:
     """ "uniform" (low, high), "normal" (mean, std), "fill" (value), or "call": a function of each element alone.
 
     `region`: the places in memory that it is for; None for all. `source`: the memory that was drawn.
@@ -505,13 +532,13 @@ class FillStep:
 
 
 @dataclass(frozen=True)
-class Program:
-    """The steps, and how the tensor's elements lie in the memory that regions speak of; None: as in its own.
+class ElementwiseInit:
+    """How a tensor starts element by element: the steps that each element takes.
 
-    `moved`: elements do not lie where they lay in the memory that was drawn.
+    `cut`: how the tensor's elements lie in the memory that the regions of steps speak of; None: as in its own. `moved`: elements do not lie where they lay in the memory that was drawn.
     """
 
-    steps: tuple[FillStep, ...] = ()
+    steps: tuple[ElementStep, ...] = ()
     cut: Strided | None = None
     moved: bool = field(default=False, compare=False)
 
@@ -522,13 +549,13 @@ class Program:
     def has_regions(self) -> bool:
         return any(step.region is not None for step in self.steps)
 
-    def then(self, step: FillStep, tensor: Tensor) -> Program | None:
+    def then(self, step: ElementStep, tensor: Tensor) -> ElementwiseInit | None:
         """With one more step, on a tensor that may be a part of the memory."""
         if covers_memory(tensor):
-            return Program((step,)) if step.kind != "call" else replace(self, steps=(*self.steps, step))
+            return ElementwiseInit((step,)) if step.kind != "call" else replace(self, steps=(*self.steps, step))
         return None if self.cut else replace(self, steps=(*self.steps, replace(step, region=Strided.of(tensor))))
 
-    def copied(self, source: Tensor) -> Program | None:
+    def copied(self, source: Tensor) -> ElementwiseInit | None:
         """That of a copy of `source`, all or some of the tensor's memory."""
         if is_expanded(source):
             return None
@@ -536,7 +563,7 @@ class Program:
             return self
         if self.cut is not None:
             return None
-        return Program(self.steps, Strided.of(source) if self.has_regions else None, moved=True)
+        return ElementwiseInit(self.steps, Strided.of(source) if self.has_regions else None, moved=True)
 
     def values(self, positions: Tensor, places: Tensor, key: Callable[[int | None], int]) -> Tensor:
         """In float64, for elements at `positions` of the whole parameter, that regions know as `places`."""
@@ -547,65 +574,63 @@ class Program:
         return values
 
 
-def program_of(tape: Tape, tensor: Tensor) -> Program | None:
-    """The program of a tensor of the meta device; None where its elements do not start each by itself."""
-    known: dict[int, Program | None] = {}
-    for at in tape.needed_for(tensor):
-        entry = tape.entries[at]
-        after = _after(entry, known) if len(entry.outputs) == 1 else None
-        known |= {memory_of(made): after for made in entry.outputs}
-    program = known.get(memory_of(tensor), Program())
-    return program.copied(tensor) if program is not None and not covers_memory(tensor) else program
+def elementwise_init_of(recording: InitRecording, tensor: Tensor) -> ElementwiseInit | None:
+    """The steps of a tensor of the meta device; None where its elements do not start each by itself."""
+    known: dict[int, ElementwiseInit | None] = {}
+    for at in recording.needed_for(tensor):
+        op = recording.ops[at]
+        after = _result_of(op, known) if len(op.outputs) == 1 else None
+        known |= {memory_of(made): after for made in op.outputs}
+    init = known.get(memory_of(tensor), ElementwiseInit())
+    return init.copied(tensor) if init is not None and not covers_memory(tensor) else init
 
 
-def drawn(entry: TapeEntry) -> FillStep | None:
+def random_step_of(op: RecordedOp) -> ElementStep | None:
     """The step of an operation that draws uniform or normal numbers."""
-    if entry.name not in _DRAWS:
+    if op.name not in _DRAWS:
         return None
-    (made,) = entry.outputs
+    (made,) = op.outputs
     if made.is_complex():
         return None
-    given = entry.args[1:]
-    values = (*given, *(0.0, 1.0)[len(given) :]) if entry.name.endswith("_") else (0.0, 1.0)
-    return FillStep(_DRAWS[entry.name], values, source=memory_of(made))
+    given = op.args[1:]
+    values = (*given, *(0.0, 1.0)[len(given) :]) if op.name.endswith("_") else (0.0, 1.0)
+    return ElementStep(_DRAWS[op.name], values, source=memory_of(made))
 
 
-def _after(entry: TapeEntry, known: dict[int, Program | None]) -> Program | None:
-    """The program of what an operation gives, by those of what it takes."""
-    name, (made,) = entry.name, entry.outputs
-    before = known.get(memory_of(made), Program())
+def _result_of(op: RecordedOp, known: dict[int, ElementwiseInit | None]) -> ElementwiseInit | None:
+    """The steps of the tensor that an operation gives, by those of the tensors that it takes."""
+    name, (made,) = op.name, op.outputs
+    before = known.get(memory_of(made), ElementwiseInit())
     if name in _EMPTY:
-        return Program()
+        return ElementwiseInit()
     if name in _COPIES:
-        return _copied(entry, known)
-    if name.rstrip("_") in _POINTWISE and isinstance(entry.args[0], Tensor):
-        source, *others = entry.inputs
+        return _copy_of(op, known)
+    if name.rstrip("_") in _POINTWISE and isinstance(op.args[0], Tensor):
+        source, *others = op.inputs
         taken = None if others else known.get(memory_of(source))
         if taken is not None and not name.endswith("_"):
             taken = taken.copied(source)
-        return taken.then(_call(entry), made) if taken is not None else None
-    step = drawn(entry)
+        return taken.then(_call(op), made) if taken is not None else None
+    step = random_step_of(op)
     if name in _FILLS:
-        step = FillStep("fill", (_FILLS[name],))
-    elif name in ("fill_", "full", "full_like", "new_full") and isinstance(entry.args[-1], (int, float)):
-        step = FillStep("fill", (float(entry.args[-1]),))
+        step = ElementStep("fill", (_FILLS[name],))
+    elif name in ("fill_", "full", "full_like", "new_full") and isinstance(op.args[-1], (int, float)):
+        step = ElementStep("fill", (float(op.args[-1]),))
     return before.then(step, made) if step is not None and before is not None else None
 
 
-def _call(entry: TapeEntry) -> FillStep:
-    rest, kwargs = entry.args[1:], dict(entry.kwargs)
-    return FillStep(
-        "call", (entry.name, *rest, *kwargs.items()), call=lambda values: entry.func(values, *rest, **kwargs)
-    )
+def _call(op: RecordedOp) -> ElementStep:
+    rest, kwargs = op.args[1:], dict(op.kwargs)
+    return ElementStep("call", (op.name, *rest, *kwargs.items()), call=lambda values: op.func(values, *rest, **kwargs))
 
 
-def _copied(entry: TapeEntry, known: dict[int, Program | None]) -> Program | None:
-    (made,) = entry.outputs
-    sources: Sequence[Tensor] = entry.inputs[1:] if entry.name == "copy_" else entry.inputs
-    programs = [known.get(memory_of(source)) for source in sources]
-    (source, *others), (program, *_) = sources, programs
-    first = None if program is None else program.copied(source)
-    if not made.dtype.is_floating_point:  # values are rounded here, and programs do not round
+def _copy_of(op: RecordedOp, known: dict[int, ElementwiseInit | None]) -> ElementwiseInit | None:
+    (made,) = op.outputs
+    sources: Sequence[Tensor] = op.inputs[1:] if op.name == "copy_" else op.inputs
+    inits = [known.get(memory_of(source)) for source in sources]
+    (source, *others), (init, *_) = sources, inits
+    first = None if init is None else init.copied(source)
+    if not made.dtype.is_floating_point:  # values are rounded here, and steps do not round
         return None
     if first is None or not covers_memory(made) or made.numel() != sum(source.numel() for source in sources):
         return None
@@ -613,13 +638,13 @@ def _copied(entry: TapeEntry, known: dict[int, Program | None]) -> Program | Non
         return first
     # Parts that start alike, such as experts, are one: as long as none of them is there twice.
     apart = len({memory_of(source) for source in sources}) == len(sources)
-    if not apart or first.has_regions or any(program != first for program in programs):
+    if not apart or first.has_regions or any(init != first for init in inits):
         return None
-    return Program(tuple(replace(step, source=None) for step in first.steps), moved=True)
+    return ElementwiseInit(tuple(replace(step, source=None) for step in first.steps), moved=True)
 
 
 # --------------------------------------------------------------------------------------------------
-# Recipes: how each parameter of a model starts, under the name that it has in the whole model.
+# How each parameter of a model starts, under the name that it has in the whole model.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -628,34 +653,37 @@ _ON_CPU, _ELSEWHERE = 1 << 16, 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
-class Recipe:
-    """What decides the values of a parameter: a program, or without one everything that was done, done again."""
+class ParameterInit:
+    """How a parameter gets its values: element by element, or without that by a replay of everything that was recorded."""
 
     name: str
-    tape: Tape
+    recording: InitRecording
     tensor: Tensor
-    program: Program | None
+    elementwise: ElementwiseInit | None
     owners: Mapping[int, str]
-    """The name that numbers follow from, by the memory they were drawn into."""
-    by_program: Mapping[int, bool]
-    """The memory of all parameters, with whether theirs is drawn by a program."""
+    """By the memory that random numbers were drawn into: the parameter whose name they follow from."""
+    is_elementwise: Mapping[int, bool]
+    """By the memory of each parameter: whether it is made element by element."""
     sizes: Mapping[str, int]
     """How many elements each parameter has here."""
 
     def __str__(self) -> str:
-        if self.program is not None:
-            return str(self.program)
-        return ", ".join(self.tape.entries[at].name for at in self.tape.needed_for(self.tensor))
+        if self.elementwise is not None:
+            return str(self.elementwise)
+        return ", ".join(self.recording.ops[at].name for at in self.recording.needed_for(self.tensor))
 
     @torch.no_grad()
     def fill(self, local: Tensor, start: Sequence[int], shape: Sequence[int], offset: Sequence[int], seed: int) -> None:
         """Give `local` its values: the part of the tensor from `start` on, at `offset` of the whole parameter of `shape`."""
-        if self.program is None:
-            whole = self.tape.replay(self.tensor, self._drawing(seed, math.prod(shape)))
+        # Numbers of parts that other ranks hold must be drawn too, for theirs to be the same: so the whole, of which a part stays.
+        if self.elementwise is None:
+            whole = self.recording.replay(self.tensor, self._run_with_keys(seed, math.prod(shape)))
             parts = (slice(at, at + size) for at, size in zip(start, local.shape, strict=True))
             local.copy_(whole[tuple(parts)])
             return
-        strided = self.program.cut or Strided.of(self.tensor)
+        # An element has two places: in the whole parameter, which its random number follows from, and in the memory that the
+        # steps were recorded for, which tells whether a step for a region of it applies. A chunk of elements at a time.
+        strided = self.elementwise.cut or Strided.of(self.tensor)
         first = strided.offset + sum(at * stride for at, stride in zip(start, strided.stride, strict=True))
         strides = row_strides(shape)
         before = sum(at * stride for at, stride in zip(offset, strides, strict=True))
@@ -664,9 +692,9 @@ class Recipe:
         for chunk in range(0, local.numel(), step):
             index = torch.arange(chunk, min(chunk + step, local.numel()), device=local.device)
             positions = positions_in(index, local.shape, before, strides)
-            has = self.program.has_regions
+            has = self.elementwise.has_regions
             places = positions_in(index, local.shape, first, strided.stride) if has else positions
-            values = self.program.values(positions, places, lambda source: self._key(seed, source))
+            values = self.elementwise.values(positions, places, lambda source: self._key(seed, source))
             flat[chunk : chunk + len(index)] = values
         if not local.is_contiguous():
             local.copy_(flat.view(local.shape))
@@ -674,26 +702,28 @@ class Recipe:
     def _key(self, seed: int, source: int | None, *more: object) -> int:
         return derive_seed(seed, self.name if source is None else self.owners[source], *more)
 
-    def _drawing(self, seed: int, numel: int) -> Any:
-        """Does an operation again, with random numbers that do not depend on the layout."""
+    def _run_with_keys(self, seed: int, numel: int) -> Any:
+        """Does operations again, with random numbers that do not depend on the layout."""
         seen: set[int] = set()
 
-        def run(entry: TapeEntry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if not entry.is_random:
-                return entry.func(*args, **kwargs)
-            (made, *_), step = entry.outputs, drawn(entry)
+        def run(op: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if not op.is_random:
+                return op.func(*args, **kwargs)
+            (made, *_), step = op.outputs, random_step_of(op)
             memory = memory_of(made)
             key, owner = self._key(seed, memory), self.owners[memory]
-            if not self.by_program.get(memory):  # what a program draws has no turns
+            if not self.is_elementwise.get(memory):  # element by element a parameter is drawn once
                 whole = numel if owner == self.name else self.sizes[owner]
-                if key in seen or elements_in_memory(made) != whole:  # not the whole parameter: told apart by its turn
-                    key = self._key(seed, memory, entry.draws)
+                if (
+                    key in seen or elements_in_memory(made) != whole
+                ):  # not the whole parameter: told apart by its number
+                    key = self._key(seed, memory, op.draws)
                 seen.add(key)
             if step is None:
                 with torch.random.fork_rng(devices=[]):
                     torch.manual_seed(key)
-                    return entry.func(*args, **kwargs)
-            result = args[0] if entry.name.endswith("_") else torch.empty(made.shape, dtype=made.dtype)
+                    return op.func(*args, **kwargs)
+            result = args[0] if op.name.endswith("_") else torch.empty(made.shape, dtype=made.dtype)
             places = positions_in(torch.arange(made.numel()), *Strided.of(made))
             return result.copy_(step.apply(places, places, key).view(made.shape))
 
@@ -701,8 +731,8 @@ class Recipe:
 
 
 @dataclass(frozen=True, eq=False)
-class Reading:
-    """A parameter whose values are kept somewhere."""
+class ParameterLoad:
+    """A parameter whose values are kept somewhere, such as in a file."""
 
     source: ParameterSource
     tensor: Tensor
@@ -711,11 +741,11 @@ class Reading:
         return str(self.source)
 
     def fill(self, local: Tensor, start: Sequence[int], shape: Sequence[int], offset: Sequence[int], seed: int) -> None:
-        """As `Recipe.fill`."""
+        """As `ParameterInit.fill`."""
         self.source.read_into(local, offset)
 
 
-def recipes_of(stages: Iterable[nn.Module], prefix: str = "") -> dict[int, Recipe | Reading]:
+def parameter_inits(stages: Iterable[nn.Module], prefix: str = "") -> dict[int, ParameterInit | ParameterLoad]:
     """For each parameter (by id) that is on the meta device, how it starts.
 
     `stages` are those of a split model, or one model. `prefix` tells apart models whose parameters have the same names.
@@ -724,65 +754,73 @@ def recipes_of(stages: Iterable[nn.Module], prefix: str = "") -> dict[int, Recip
     found = list(_parameters_on_meta(stages, prefix))
     if found:
         _refuse_bare(stages)
+    # Random numbers follow from the name of a parameter: of that whose memory they were drawn into, else of the first that
+    # is made of them.
     owners: dict[int, str] = {}
     for name, _, start in found:
         owners.setdefault(memory_of(start.tensor), name)
     users = Counter[int]()
     for name, _, start in found:
-        sources = _sources(start, name)
+        sources = _random_memory(start, name)
         users.update(sources)
         for source in sources:
             owners.setdefault(source, name)
-    programs = {name: _own_program(name, parameter, start, users) for name, parameter, start in found}
-    by_program: dict[int, bool] = {}
+    elementwise_by_name = {
+        name: _elementwise_if_allowed(name, parameter, start, users) for name, parameter, start in found
+    }
+    is_elementwise: dict[int, bool] = {}
     for name, _, start in found:
-        by_program.setdefault(memory_of(start.tensor), programs[name] is not None)
+        is_elementwise.setdefault(memory_of(start.tensor), elementwise_by_name[name] is not None)
     sizes = {name: start.tensor.numel() for name, _, start in found}
-    kept = [(parameter, source_of(parameter)) for stage in stages for parameter in stage.parameters()]
-    read = {id(parameter): Reading(source, parameter) for parameter, source in kept if source is not None}
+    kept = [(parameter, value_source_of(parameter)) for stage in stages for parameter in stage.parameters()]
+    read = {id(parameter): ParameterLoad(source, parameter) for parameter, source in kept if source is not None}
     return read | {
-        id(parameter): Recipe(name, start.tape, start.tensor, programs[name], owners, by_program, sizes)
+        id(parameter): ParameterInit(
+            name, start.recording, start.tensor, elementwise_by_name[name], owners, is_elementwise, sizes
+        )
         for name, parameter, start in found
     }
 
 
-def _sources(start: Start, name: str) -> set[int]:
+def _random_memory(start: InitialValue, name: str) -> set[int]:
     """The memory that was drawn for a parameter."""
-    entries = [start.tape.entries[at] for at in start.tape.needed_for(start.tensor)]
-    if any(entry in start.tape.read_from for entry in entries):
+    ops = [start.recording.ops[at] for at in start.recording.needed_for(start.tensor)]
+    if any(op in start.recording.read_from for op in ops):
         raise PlacementError(
             f"{name} starts with random numbers that a buffer, or code of the model, has read inside meta_init(); those of "
             f"parameters are drawn only in initialize(). Build its module outside, or `with torch.device('cpu'):` inside.",
             code="C034",
         )
-    return {memory_of(made) for entry in entries if entry.is_random for made in entry.outputs}
+    return {memory_of(made) for op in ops if op.is_random for made in op.outputs}
 
 
-def _own_program(name: str, parameter: nn.Parameter, start: Start, users: Counter[int]) -> Program | None:
-    """The program of a parameter; None where it must be made whole."""
-    program = program_of(start.tape, start.tensor)
-    if program is None:
+def _elementwise_if_allowed(
+    name: str, parameter: nn.Parameter, start: InitialValue, users: Counter[int]
+) -> ElementwiseInit | None:
+    """How a parameter starts element by element; None where it must be made whole."""
+    init = elementwise_init_of(start.recording, start.tensor)
+    if init is None:
         return None
-    if not program.steps:
+    if not init.steps:
         raise PlacementError(
             f"{name} was never given values inside meta_init(). Initialise it there (torch.nn.init.normal_(parameter), "
             f"say), or build its module `with torch.device('cpu'):`.",
             code="C034",
         )
-    moved = program.moved or not start.tensor.is_contiguous()
-    if moved and any(users[source] > 1 for source in _sources(start, name)):
+    moved = init.moved or not start.tensor.is_contiguous()
+    if moved and any(users[source] > 1 for source in _random_memory(start, name)):
         return None  # another parameter has the same numbers, and elsewhere
-    return None if program.cut is not None and program.cut.size != start.tensor.shape else program
+    return None if init.cut is not None and init.cut.size != start.tensor.shape else init
 
 
-def _parameters_on_meta(stages: Sequence[nn.Module], prefix: str) -> Iterator[tuple[str, nn.Parameter, Start]]:
+def _parameters_on_meta(stages: Sequence[nn.Module], prefix: str) -> Iterator[tuple[str, nn.Parameter, InitialValue]]:
     names: set[str] = set()
     met: set[int] = set()
     for at, stage in enumerate(stages):
         for name, parameter in stage.named_parameters():
-            if parameter.is_meta and id(parameter) not in met and source_of(parameter) is None:
+            if parameter.is_meta and id(parameter) not in met and value_source_of(parameter) is None:
                 named = prefix + (name if name not in names else f"{name} of stage {at}")
-                yield named, parameter, _start_of(parameter, name)
+                yield named, parameter, _checked_initial_value(parameter, name)
                 names.add(name)
                 met.add(id(parameter))
 
@@ -796,7 +834,12 @@ def _refuse_bare(stages: Iterable[nn.Module]) -> None:
                     continue
                 for leaf in tree_leaves(value):
                     # One with a graph is computed from parameters, and by old weight_norm again in each forward pass.
-                    if isinstance(leaf, Tensor) and leaf.is_meta and not leaf.requires_grad and start_of(leaf) is None:
+                    if (
+                        isinstance(leaf, Tensor)
+                        and leaf.is_meta
+                        and not leaf.requires_grad
+                        and initial_value_of(leaf) is None
+                    ):
                         raise PlacementError(
                             f"{f'{name}.{attribute}'.lstrip('.')} holds a tensor without values, as it was built inside "
                             f"meta_init(). Make it a buffer (register_buffer), or build it `with torch.device('cpu'):`.",
@@ -804,8 +847,8 @@ def _refuse_bare(stages: Iterable[nn.Module]) -> None:
                         )
 
 
-def _start_of(parameter: nn.Parameter, name: str) -> Start:
-    start = start_of(parameter)
+def _checked_initial_value(parameter: nn.Parameter, name: str) -> InitialValue:
+    start = initial_value_of(parameter)
     if start is None:
         raise PlacementError(
             f"{name} is on the meta device, and nothing says which values it starts with: build the model inside "

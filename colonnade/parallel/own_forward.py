@@ -1,4 +1,19 @@
-"""From a model and one pass of it to its stages."""
+"""Cutting a model into pipeline stages by its own forward pass, for models that keep their blocks in lists.
+
+A model like those of transformers does more in forward() than call its blocks one after another: it makes masks, positions and
+rotary tables, and hands some of them to every block. So each stage *is* the model, without the blocks of other stages, and runs
+the whole forward pass:
+
+1. `OwnForward` runs the forward pass once, without memory for the weights (`forward_recorder`). That shows the calls of the
+   model's units (blocks, embedding, head) in order, and which tensors they hand on.
+2. A stage can begin with a call where all that later calls need from before is at hand: given to a call or returned by one
+   (`possible_cuts`). `stage_parts` says for each stage which values come from the stage before and which go to the next.
+3. `OwnForward.stages` copies the tree of modules for each stage and leaves the units of other stages out (`Absent`). Parameters
+   are shared with the model, not copied.
+4. In a run, `ModelStage.forward` runs the model's forward pass with a `StageRun` that decides about each call of a unit: calls of
+   earlier stages return zeros of the right form, its own are made with the values that were received, and the first call of the
+   next stage ends the pass; what that one needs is the message.
+"""
 
 from __future__ import annotations
 
@@ -21,347 +36,18 @@ from torch.utils._pytree import (
 )
 
 from colonnade.errors import ScheduleError
-from colonnade.parallel.forward import has_hooks
+from colonnade.parallel.forward import has_hooks, subclass_with
 from colonnade.parallel.forward_recorder import (
     WATCHER,
     Recording,
     Value,
-    catch_calls,
     copy_tree,
-    derived,
     has_parameters,
     outside,
     record,
     units_of,
+    watch_calls,
 )
-
-# --------------------------------------------------------------------------------------------------
-# Where a recorded forward pass can be cut, and what then goes from stage to stage.
-# --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class StagePart:
-    """What one stage does: the calls from `first` on, until the call `stop` is about to be made."""
-
-    first: int
-    stop: int
-    names: tuple[str, ...]
-    """The unit of every call of the pass."""
-    forms: tuple[TreeSpec | None, ...]
-    """The form of what each call returns; None for calls that every stage makes itself."""
-    takes: tuple[int, ...]
-    """The values that come from the stage before, by number."""
-    gives: tuple[int, ...]
-    """Those that go to the next."""
-    reads: dict[int, dict[str, int]] = field(default_factory=dict)
-    """By call: the places in its arguments where values are that came from the stage before."""
-    keeps_inputs: dict[int, dict[str, int]] = field(default_factory=dict)
-    """By call: the places in its arguments of values that the next stage takes."""
-    keeps_outputs: dict[int, dict[int, int]] = field(default_factory=dict)
-    """By call: which leaves of its result the next stage takes."""
-
-    def __deepcopy__(self, memo: object) -> StagePart:
-        return self
-
-
-def possible_cuts(recording: Recording) -> list[int]:
-    """The calls that a stage can begin with; the first is 0."""
-    return [0, *(at for at in range(1, len(recording.calls)) if not why_no_cut(recording, at))]
-
-
-def why_no_cut(recording: Recording, at: int) -> str:
-    """Why no stage can begin with this call; empty if one can."""
-    call = recording.calls[at]
-    if call.form is None or not call.inputs:
-        return f"{call.name!r} takes nothing of what comes before it"
-    known = {number for number, _ in _met_before(recording, at)}
-    for what, value in _needed(recording, at):
-        if value.made >= call.time or value.number not in known:
-            return f"{what} uses more of what comes before {call.name!r} than layers are given or return"
-    old = [value for value in recording.results if value.oldest < call.time]
-    return f"the model returns something that comes from before {call.name!r}" if old else ""
-
-
-def _needed(recording: Recording, at: int) -> Iterator[tuple[str, Value]]:
-    """What calls from `at` on are given that comes from before it, with the name of who is given it."""
-    begin = recording.calls[at].time
-    for call in recording.calls[at:]:
-        for value in call.inputs.values() if call.form is not None else ():
-            if value.oldest < begin:
-                yield repr(call.name), value
-
-
-def _met_before(recording: Recording, at: int) -> Iterator[tuple[int, tuple[int, str | int]]]:
-    """(number of a value, (call, place)) for all that calls before `at` are given and return, and that it is given."""
-    for index, call in enumerate(recording.calls[: at + 1]):
-        yield from ((value.number, (index, place)) for place, value in call.inputs.items())
-        if index < at:
-            yield from ((value.number, (index, leaf)) for leaf, value in enumerate(call.outputs) if value is not None)
-
-
-def parts_of(recording: Recording, firsts: Sequence[int]) -> list[StagePart]:
-    """The stages that begin with these calls, all of them possible cuts."""
-    names = tuple(call.name for call in recording.calls)
-    forms = tuple(call.form for call in recording.calls)
-    taken = [tuple(dict.fromkeys(value.number for _, value in _needed(recording, at))) if at else () for at in firsts]
-    parts = []
-    for index, (first, stop) in enumerate(pairwise([*firsts, len(names)])):
-        gives = taken[index + 1] if index + 1 < len(taken) else ()
-        part = StagePart(first, stop, names, forms, taken[index], gives)
-        for at in range(first, stop):
-            found = {place: v.number for place, v in recording.calls[at].inputs.items() if v.number in part.takes}
-            if found:
-                part.reads[at] = found
-        for number, (at, place) in _met_before(recording, stop) if gives else ():
-            if number in gives and number not in part.takes and at >= first:
-                keeps = part.keeps_inputs if isinstance(place, str) else part.keeps_outputs
-                keeps.setdefault(at, {})[place] = number  # type: ignore[index]
-        parts.append(part)
-    return parts
-
-
-# --------------------------------------------------------------------------------------------------
-# A stage: the model itself without the units that lie elsewhere, whose forward pass does its part of the calls.
-# --------------------------------------------------------------------------------------------------
-
-
-class Absent:
-    """Stands where a unit of another stage is, for a forward pass that calls it. It is no module: none is there."""
-
-    def __init__(self, name: str, twin: nn.Module) -> None:
-        vars(self).update(_unit=name, _twin=twin)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        watcher = WATCHER.get()
-        return self._no_call() if watcher is None else watcher.call(self._unit, self._no_call, args, kwargs)
-
-    def _no_call(self, *args: Any, **kwargs: Any) -> Any:
-        raise ScheduleError(f"{self._unit!r} is in another pipeline stage, and cannot be called here", code="C050")
-
-    def __getattr__(self, name: str) -> Any:
-        """What forward passes read off their layers (`layer.attention_type`, the dtype of a weight)."""
-        return getattr(vars(self)["_twin"], name)
-
-    def __deepcopy__(self, memo: Any) -> Absent:
-        return self
-
-
-class _Leave(BaseException):
-    """Ends the forward pass of a stage; no Exception, which a model may catch."""
-
-
-class StageRun:
-    """One forward pass of a stage: the calls before its part give something of the right form, its own are made."""
-
-    def __init__(self, part: StagePart, message: dict[str, Any]) -> None:
-        self._part = part
-        self._at = 0
-        self._inside = False
-        self._forms: list[list[Any]] = message.get("forms", [])
-        self._form_of: list[int | None] = message.get("calls", [])
-        self._values: dict[int, Tensor] = dict(zip(part.takes, message.get("values", ()), strict=True))
-        self._device = next((value.device for value in self._values.values()), None)
-        self._fillers: dict[int, list[Any]] = {}
-
-    def message(self, inputs: Any) -> dict[str, Any]:
-        """What the next stage is given."""
-        values = [self._values[number] for number in self._part.gives]
-        return {"inputs": inputs, "values": values, "forms": self._forms, "calls": self._form_of}
-
-    def call(self, name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of the next call of the pass."""
-        if self._inside:
-            return own(*args, **kwargs)
-        part, at = self._part, self._at
-        self._at += 1
-        if at >= len(part.names) or part.names[at] != name:
-            raise ScheduleError(_other_order(part, at, name), code="C050")
-        form = part.forms[at]
-        if form is None:
-            return self._run(own, args, kwargs)
-        if at < part.first:
-            return tree_unflatten(self._filler(at), form)
-        self._keep_inputs(at, args, kwargs)
-        if at == part.stop:
-            raise _Leave
-        if at in part.reads:
-            args, kwargs = self._received(part.reads[at], args, kwargs)
-        self._fillers.clear()
-        result = self._run(own, args, kwargs)
-        self._keep_outputs(at, tree_leaves(result))
-        return result
-
-    def _run(self, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._inside = True
-        try:
-            return own(*args, **kwargs)
-        finally:
-            self._inside = False
-
-    def _filler(self, at: int) -> list[Any]:
-        """In place of the leaves of a result of another stage: nothing comes of it but shapes and dtypes."""
-        index = self._form_of[at]
-        assert index is not None
-        if index not in self._fillers:
-            self._fillers[index] = [self._filled(leaf) for leaf in self._forms[index]]
-        return self._fillers[index]
-
-    def _filled(self, leaf: Any) -> Any:
-        if not isinstance(leaf, list):
-            return leaf
-        dtype, *shape = leaf
-        return torch.zeros(shape, dtype=getattr(torch, dtype), device=self._device)
-
-    def _received(self, places: dict[str, int], args: Any, kwargs: Any) -> Any:
-        def replaced(path: Any, leaf: Any) -> Any:
-            number = places.get(keystr(path))
-            return leaf if number is None else self._values[number]
-
-        return tree_map_with_path(replaced, (args, kwargs))
-
-    def _keep_inputs(self, at: int, args: Any, kwargs: Any) -> None:
-        places = self._part.keeps_inputs.get(at)
-        for path, leaf in tree_flatten_with_path((args, kwargs))[0] if places else ():
-            if (number := places.get(keystr(path))) is not None:  # type: ignore[union-attr]
-                self._values[number] = leaf
-
-    def _keep_outputs(self, at: int, leaves: list[Any]) -> None:
-        if self._part.stop == len(self._part.names):
-            return  # nobody comes after
-        for leaf, number in self._part.keeps_outputs.get(at, {}).items():
-            self._values[number] = leaves[leaf]
-        form = [[str(leaf.dtype)[6:], *leaf.shape] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        if form not in self._forms:
-            self._forms = [*self._forms, form]
-        self._form_of = [*self._form_of, *[None] * (at - len(self._form_of)), self._forms.index(form)]
-
-
-def _other_order(part: StagePart, at: int, name: str) -> str:
-    expected = f"{part.names[at]!r} was to come" if at < len(part.names) else "no other was to come"
-    return (
-        f"the forward pass calls {name!r} where {expected}, as in the pass by which the model was cut into stages. A pipeline "
-        f"needs the same calls in every pass (no layers left out at random); for inputs of another kind give a batch of them to parallelize(sample=) "
-        f"or split(sample=)"
-    )
-
-
-class ModelStage(nn.Module):
-    """What the classes of stages inherit: the model's own forward pass, in part."""
-
-    _colonnade_part: StagePart
-    _colonnade_settings: dict[str, Any]
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The first stage takes what the model takes, the last returns what it returns; in between go messages."""
-        part, message = self._colonnade_part, {}
-        if part.first:
-            message = kwargs
-            args, kwargs = message["inputs"]
-        run = StageRun(part, message)
-        token = WATCHER.set(run)
-        try:
-            result = self._colonnade_forward(*args, **{**kwargs, **self._colonnade_settings})
-        except _Leave:
-            return run.message((args, kwargs))
-        finally:
-            WATCHER.reset(token)
-        if part.stop < len(part.names):
-            raise ScheduleError(
-                f"the forward pass ended without a call of {part.names[part.stop]!r}, which was to come", code="C050"
-            )
-        return result_of(result)
-
-    def _colonnade_forward(self, *args: Any, **kwargs: Any) -> Any:
-        own = vars(self).get("_colonnade_own_forward")
-        return super().forward(*args, **kwargs) if own is None else own(*args, **kwargs)
-
-
-def stage_class(kind: type) -> Any:
-    """The class of the stages of a model. Who unwraps its forward pass finds the model's."""
-    made = derived(ModelStage, kind)
-    if "forward" not in vars(made):
-
-        def forward(self: ModelStage, *args: Any, **kwargs: Any) -> Any:
-            return ModelStage.forward(self, *args, **kwargs)
-
-        vars(forward).update(__signature__=inspect.signature(forward), __wrapped__=kind.forward)  # type: ignore[attr-defined]
-        made.forward = forward
-        if hasattr(kind, "generate"):
-            made.generate = no_generate
-    return made
-
-
-def no_generate(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
-    """Stands in the place of transformers' `generate`, which would call the whole model."""
-    raise ScheduleError(
-        "generate() needs all stages of the model, and a pipeline has them on several ranks: call engine.save_pretrained(folder) "
-        "on every rank, and generate with transformers' from_pretrained(folder) in one process",
-        code="C050",
-    )
-
-
-def result_of(output: Any) -> Any:
-    """What a last stage gives: of an output with logits these, with the loss if there is one; else the output."""
-    logits, loss = getattr(output, "logits", None), getattr(output, "loss", None)
-    if not isinstance(logits, Tensor):
-        return output
-    return logits if loss is None else {"loss": loss, "logits": logits}
-
-
-class _Members:
-    """A list or a dict some members of which are absent: they are iterated over, but are no modules of it."""
-
-    _colonnade_members: dict[str, Absent | None]
-    _modules: dict[str, nn.Module]
-
-    def _all(self) -> dict[str, nn.Module | Absent]:
-        return {
-            name: self._modules[name] if absent is None else absent for name, absent in self._colonnade_members.items()
-        }
-
-    def __len__(self) -> int:
-        return len(self._colonnade_members)
-
-
-class _List(_Members):
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._all().values())
-
-    def __getitem__(self, index: Any) -> Any:
-        return [*self._all().values()][index]
-
-
-class _Dict(_Members):
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._all())
-
-    def __getitem__(self, key: str) -> Any:
-        return self._all()[key]
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._colonnade_members
-
-    def keys(self) -> Any:
-        return self._all().keys()
-
-    def values(self) -> Any:
-        return self._all().values()
-
-    def items(self) -> Any:
-        return self._all().items()
-
-
-def take_out(owner: nn.Module, absent: dict[str, Absent]) -> None:
-    """Have these children of a module be no modules of it, though its forward pass still finds them."""
-    if isinstance(owner, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
-        vars(owner)["_colonnade_members"] = {name: absent.get(name) for name in owner._modules}
-        owner.__class__ = derived(_Dict if isinstance(owner, nn.ModuleDict) else _List, type(owner))
-    if not isinstance(owner, (nn.ModuleList, nn.Sequential)):
-        vars(owner).update(absent)
-    for name in absent:
-        del owner._modules[name]
-
 
 Call = Callable[[Callable[..., Any]], Any]
 """Calls a function with the data of a batch, as the model would be called."""
@@ -382,14 +68,14 @@ class OwnForward:
         _check(model, self._units)
         call = call or _call_with_small_inputs(model)
         with torch.device("cpu"):  # inside meta_init() too: masks and positions need their values
-            self._recording = record(model, self._units, lambda twin: result_of(call(self._with_settings(twin))))
+            self._recording = record(model, self._units, lambda fake: result_of(call(self._with_settings(fake))))
         self._cuts = possible_cuts(self._recording)
         self._check_buffers()
 
-    def _with_settings(self, twin: nn.Module) -> Callable[..., Any]:
+    def _with_settings(self, fake: nn.Module) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             args, kwargs = tree_map_only(Tensor, _with_values, (args, kwargs))
-            return twin(*args, **{**kwargs, **self._settings})
+            return fake(*args, **{**kwargs, **self._settings})
 
         return run
 
@@ -422,10 +108,10 @@ class OwnForward:
 
     def stages(self, firsts: Sequence[int]) -> list[nn.Module]:
         """The stages that begin with these of the `layers`. They share the model's modules, which are not copied."""
-        parts = parts_of(self._recording, [self._cuts[at] for at in firsts])
-        for name in self._caught(parts[-1]):
-            catch_calls(name, self._units[name])
-        placed = self._placed(parts)
+        parts = stage_parts(self._recording, [self._cuts[at] for at in firsts])
+        for name in self._units_to_watch(parts[-1]):
+            watch_calls(name, self._units[name])
+        placed = self._units_by_stage(parts)
         return [
             self._stage(part, units, set().union(*placed[:at]))
             for at, (part, units) in enumerate(zip(parts, placed, strict=True))
@@ -433,7 +119,7 @@ class OwnForward:
 
     # -- one stage -----------------------------------------------------------------------------------------
 
-    def _caught(self, last: StagePart) -> set[str]:
+    def _units_to_watch(self, last: StagePart) -> set[str]:
         """The units whose calls must be seen. Not those of one class that come after all others: a head stays an nn.Linear."""
         kinds = [type(self._units[name]) for name in last.names]
         end = max([last.first, *last.reads])
@@ -441,16 +127,16 @@ class OwnForward:
             end = further
         return set(last.names[: end + 1])
 
-    def _placed(self, parts: Sequence[StagePart]) -> list[set[str]]:
+    def _units_by_stage(self, parts: Sequence[StagePart]) -> list[set[str]]:
         """The units that each stage has. One that was not called is where its weights are, if it shares them, else in the last."""
-        placed = [{name for name in self._units if self._works_in(part, name)} for part in parts]
+        placed = [{name for name in self._units if self._is_used_in(part, name)} for part in parts]
         for name in self._units.keys() - set().union(*placed):
             weights = {id(parameter) for parameter in self._units[name].parameters()}
             held = [{id(p) for unit in units for p in self._units[unit].parameters()} for units in placed]
             placed[next((at for at, ids in enumerate(held) if ids & weights), -1)].add(name)
         return placed
 
-    def _works_in(self, part: StagePart, name: str) -> bool:
+    def _is_used_in(self, part: StagePart, name: str) -> bool:
         calls = [at for at, called in enumerate(part.names) if called == name]
         used = [
             f"{name}.{key}"
@@ -469,7 +155,7 @@ class OwnForward:
         """
         memo: dict[int, Any] = {}
         for name, unit in self._units.items():
-            memo[id(unit)] = unit if name in units else Absent(name, self._recording.twins[name])
+            memo[id(unit)] = unit if name in units else Absent(name, self._recording.fake_units[name])
             if name in units & before:
                 memo[id(unit)] = here = copy_tree(unit, {}, lambda tensor: tensor)
                 for module in here.modules():
@@ -477,18 +163,21 @@ class OwnForward:
         units_here = {id(unit) for unit in memo.values()}
         stage: Any = copy_tree(self._model, memo, lambda tensor: tensor)
         for owner_name, owner in list(outside(stage, units_here)):
-            self._leave_out(part, owner_name, owner)
+            self._drop_what_is_elsewhere(part, owner_name, owner)
         own = vars(stage).pop("forward", None)
         vars(stage).update(_colonnade_part=part, _colonnade_settings=self._settings, _colonnade_own_forward=own)
         stage.__class__ = stage_class(type(stage))
         return stage
 
-    def _leave_out(self, part: StagePart, name: str, owner: nn.Module) -> None:
-        """Of a module that has blocks inside: what belongs to other stages."""
+    def _drop_what_is_elsewhere(self, part: StagePart, name: str, owner: nn.Module) -> None:
+        """Take what belongs to other stages out of a module that has blocks inside.
+
+        A parameter of another stage becomes a buffer of zeros, which the forward pass may use before that stage's calls.
+        """
         children: dict[str, Any] = owner._modules
         absent = {key: child for key, child in children.items() if isinstance(child, Absent)}
         if absent:
-            take_out(owner, absent)
+            hide_children(owner, absent)
         for key, parameter in list(owner._parameters.items()):
             if parameter is not None and not self._has_tensor(part, f"{name}.{key}" if name else key):
                 del owner._parameters[key]
@@ -523,7 +212,354 @@ def _is_last(part: StagePart) -> bool:
     return part.stop == len(part.names)
 
 
-# -- what a model is asked before -------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Where a recorded forward pass can be cut, and the values that then go from stage to stage.
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StagePart:
+    """The part of one stage: the calls from `first` on, until the call `stop` is about to be made."""
+
+    first: int
+    stop: int
+    names: tuple[str, ...]
+    """The unit of every call of the pass."""
+    forms: tuple[TreeSpec | None, ...]
+    """The form of what each call returns; None for calls that every stage makes itself."""
+    takes: tuple[int, ...]
+    """The values that come from the stage before, by number."""
+    gives: tuple[int, ...]
+    """Those that go to the next."""
+    reads: dict[int, dict[str, int]] = field(default_factory=dict)
+    """By call: the places in its arguments where values are that came from the stage before."""
+    keeps_inputs: dict[int, dict[str, int]] = field(default_factory=dict)
+    """By call: the places in its arguments of values that the next stage takes."""
+    keeps_outputs: dict[int, dict[int, int]] = field(default_factory=dict)
+    """By call: which leaves of its result the next stage takes."""
+
+    def __deepcopy__(self, memo: object) -> StagePart:
+        return self
+
+
+def possible_cuts(recording: Recording) -> list[int]:
+    """The calls that a stage can begin with; the first is 0."""
+    return [0, *(at for at in range(1, len(recording.calls)) if not why_no_cut(recording, at))]
+
+
+def why_no_cut(recording: Recording, at: int) -> str:
+    """Why no stage can begin with this call; empty if one can."""
+    call = recording.calls[at]
+    if call.form is None or not call.inputs:
+        return f"{call.name!r} takes nothing of what comes before it"
+    known = {number for number, _ in _values_at_hand(recording, at)}
+    for what, value in _values_from_before(recording, at):
+        if value.made >= call.time or value.number not in known:
+            return f"{what} uses more of what comes before {call.name!r} than layers are given or return"
+    # A result of the model that was made before this call would have to skip all stages from here on.
+    old = [value for value in recording.results if value.oldest < call.time]
+    return f"the model returns something that comes from before {call.name!r}" if old else ""
+
+
+def _values_from_before(recording: Recording, at: int) -> Iterator[tuple[str, Value]]:
+    """Arguments of the calls from `at` on that come from before it, each with the name of the unit that is given it."""
+    begin = recording.calls[at].time
+    for call in recording.calls[at:]:
+        for value in call.inputs.values() if call.form is not None else ():
+            if value.oldest < begin:
+                yield repr(call.name), value
+
+
+def _values_at_hand(recording: Recording, at: int) -> Iterator[tuple[int, tuple[int, str | int]]]:
+    """(number, (call, place)) of the values that a stage which ends before `at` sees: arguments and results of the calls before
+    it, and the arguments of the call `at` itself."""
+    for index, call in enumerate(recording.calls[: at + 1]):
+        yield from ((value.number, (index, place)) for place, value in call.inputs.items())
+        if index < at:
+            yield from ((value.number, (index, leaf)) for leaf, value in enumerate(call.outputs) if value is not None)
+
+
+def stage_parts(recording: Recording, firsts: Sequence[int]) -> list[StagePart]:
+    """The stages that begin with these calls, all of them possible cuts."""
+    names = tuple(call.name for call in recording.calls)
+    forms = tuple(call.form for call in recording.calls)
+    taken = [
+        tuple(dict.fromkeys(value.number for _, value in _values_from_before(recording, at))) if at else ()
+        for at in firsts
+    ]
+    parts = []
+    for index, (first, stop) in enumerate(pairwise([*firsts, len(names)])):
+        gives = taken[index + 1] if index + 1 < len(taken) else ()
+        part = StagePart(first, stop, names, forms, taken[index], gives)
+        for at in range(first, stop):
+            found = {place: v.number for place, v in recording.calls[at].inputs.items() if v.number in part.takes}
+            if found:
+                part.reads[at] = found
+        for number, (at, place) in _values_at_hand(recording, stop) if gives else ():
+            if number in gives and number not in part.takes and at >= first:
+                keeps = part.keeps_inputs if isinstance(place, str) else part.keeps_outputs
+                keeps.setdefault(at, {})[place] = number  # type: ignore[index]
+        parts.append(part)
+    return parts
+
+
+# --------------------------------------------------------------------------------------------------
+# A stage at run time: the model itself without the units that lie elsewhere, whose forward pass makes its part of the calls.
+# --------------------------------------------------------------------------------------------------
+
+
+class Absent:
+    """Stands where a unit of another stage is, for a forward pass that calls it. No module: the stage has no weights of it.
+
+    `fake`: the unit as it was in the recorded pass, with parameters that have shapes and no memory.
+    """
+
+    def __init__(self, name: str, fake: nn.Module) -> None:
+        vars(self).update(_name=name, _fake=fake)  # by vars(), since __getattr__ reads from the fake unit
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        watcher = WATCHER.get()
+        return self._no_call() if watcher is None else watcher.call(self._name, self._no_call, args, kwargs)
+
+    def _no_call(self, *args: Any, **kwargs: Any) -> Any:
+        raise ScheduleError(f"{self._name!r} is in another pipeline stage, and cannot be called here", code="C050")
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes that forward passes read off their layers (`layer.attention_type`, the dtype of a weight)."""
+        return getattr(vars(self)["_fake"], name)
+
+    def __deepcopy__(self, memo: Any) -> Absent:
+        return self
+
+
+class _EndOfStage(BaseException):
+    """Ends the forward pass of a stage; no Exception, which a model may catch."""
+
+
+class StageRun:
+    """One forward pass of a stage: the calls before its part give something of the right form, its own are made."""
+
+    def __init__(self, part: StagePart, message: dict[str, Any]) -> None:
+        self._part = part
+        self._at = 0  # the call that comes next
+        self._inside = False  # a unit is being called: calls of units inside it are its own
+        # Shapes may differ from the recorded pass, and from batch to batch: each stage adds the forms of its results, so that later
+        # stages know them. Few are different, so calls have the number of a form.
+        self._forms: list[list[Any]] = message.get("forms", [])
+        self._form_of: list[int | None] = message.get("calls", [])
+        self._values: dict[int, Tensor] = dict(zip(part.takes, message.get("values", ()), strict=True))
+        self._device = next((value.device for value in self._values.values()), None)
+        self._zeros: dict[int, list[Any]] = {}
+
+    def message(self, inputs: Any) -> dict[str, Any]:
+        """What the next stage is given."""
+        values = [self._values[number] for number in self._part.gives]
+        return {"inputs": inputs, "values": values, "forms": self._forms, "calls": self._form_of}
+
+    def call(self, name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of the next call of the pass."""
+        if self._inside:
+            return own(*args, **kwargs)
+        part, at = self._part, self._at
+        self._at += 1
+        if at >= len(part.names) or part.names[at] != name:
+            raise ScheduleError(_other_order(part, at, name), code="C050")
+        form = part.forms[at]
+        if form is None:  # depends on no weights (positions, a rotary table): every stage makes it itself
+            return self._run(own, args, kwargs)
+        if at < part.first:
+            return tree_unflatten(self._zeros_for(at), form)
+        # From here on the arguments are real, but for values that the recorded pass has shown to come from the stage before.
+        self._keep_inputs(at, args, kwargs)
+        if at == part.stop:
+            raise _EndOfStage
+        if at in part.reads:
+            args, kwargs = self._with_received(part.reads[at], args, kwargs)
+        self._zeros.clear()
+        result = self._run(own, args, kwargs)
+        self._keep_outputs(at, tree_leaves(result))
+        return result
+
+    def _run(self, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._inside = True
+        try:
+            return own(*args, **kwargs)
+        finally:
+            self._inside = False
+
+    def _zeros_for(self, at: int) -> list[Any]:
+        """The leaves of a result of an earlier stage, with zeros for tensors: only shapes and dtypes of it are used."""
+        index = self._form_of[at]
+        assert index is not None
+        if index not in self._zeros:
+            self._zeros[index] = [self._zeros_of(leaf) for leaf in self._forms[index]]
+        return self._zeros[index]
+
+    def _zeros_of(self, leaf: Any) -> Any:
+        if not isinstance(leaf, list):
+            return leaf
+        dtype, *shape = leaf
+        return torch.zeros(shape, dtype=getattr(torch, dtype), device=self._device)
+
+    def _with_received(self, places: dict[str, int], args: Any, kwargs: Any) -> Any:
+        def replaced(path: Any, leaf: Any) -> Any:
+            number = places.get(keystr(path))
+            return leaf if number is None else self._values[number]
+
+        return tree_map_with_path(replaced, (args, kwargs))
+
+    def _keep_inputs(self, at: int, args: Any, kwargs: Any) -> None:
+        places = self._part.keeps_inputs.get(at)
+        for path, leaf in tree_flatten_with_path((args, kwargs))[0] if places else ():
+            if (number := places.get(keystr(path))) is not None:  # type: ignore[union-attr]
+                self._values[number] = leaf
+
+    def _keep_outputs(self, at: int, leaves: list[Any]) -> None:
+        if self._part.stop == len(self._part.names):
+            return  # nobody comes after
+        for leaf, number in self._part.keeps_outputs.get(at, {}).items():
+            self._values[number] = leaves[leaf]
+        form = [[str(leaf.dtype)[6:], *leaf.shape] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        if form not in self._forms:
+            self._forms = [*self._forms, form]
+        self._form_of = [*self._form_of, *[None] * (at - len(self._form_of)), self._forms.index(form)]
+
+
+def _other_order(part: StagePart, at: int, name: str) -> str:
+    expected = f"{part.names[at]!r} was to come" if at < len(part.names) else "no other was to come"
+    return (
+        f"the forward pass calls {name!r} where {expected}, as in the pass by which the model was cut into stages. A pipeline "
+        f"needs the same calls in every pass (no layers left out at random); for inputs of another kind give a batch of them to parallelize(sample=) "
+        f"or split(sample=)"
+    )
+
+
+class ModelStage(nn.Module):
+    """Base of the classes of stages: the model's own forward pass, in part.
+
+    By `subclass_with`, not by `override_forward`: a stage in between takes messages, so its forward() must not have the signature
+    of the model's, and engines tell stages by this class.
+    """
+
+    _colonnade_part: StagePart
+    _colonnade_settings: dict[str, Any]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The first stage takes what the model takes, the last returns what it returns; in between go messages."""
+        part, message = self._colonnade_part, {}
+        if part.first:
+            message = kwargs
+            args, kwargs = message["inputs"]
+        run = StageRun(part, message)
+        token = WATCHER.set(run)
+        try:
+            result = self._colonnade_forward(*args, **{**kwargs, **self._colonnade_settings})
+        except _EndOfStage:
+            return run.message((args, kwargs))
+        finally:
+            WATCHER.reset(token)
+        if part.stop < len(part.names):
+            raise ScheduleError(
+                f"the forward pass ended without a call of {part.names[part.stop]!r}, which was to come", code="C050"
+            )
+        return result_of(result)
+
+    def _colonnade_forward(self, *args: Any, **kwargs: Any) -> Any:
+        own = vars(self).get("_colonnade_own_forward")
+        return super().forward(*args, **kwargs) if own is None else own(*args, **kwargs)
+
+
+def stage_class(kind: type) -> Any:
+    """The class of the stages of a model. Its forward() takes anything; `inspect.unwrap` finds the model's."""
+    made = subclass_with(ModelStage, kind)
+    if "forward" not in vars(made):
+
+        def forward(self: ModelStage, *args: Any, **kwargs: Any) -> Any:
+            return ModelStage.forward(self, *args, **kwargs)
+
+        vars(forward).update(__signature__=inspect.signature(forward), __wrapped__=kind.forward)  # type: ignore[attr-defined]
+        made.forward = forward
+        if hasattr(kind, "generate"):
+            made.generate = no_generate
+    return made
+
+
+def no_generate(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    """Stands in the place of transformers' `generate`, which would call the whole model."""
+    raise ScheduleError(
+        "generate() needs all stages of the model, and a pipeline has them on several ranks: call engine.save_pretrained(folder) "
+        "on every rank, and generate with transformers' from_pretrained(folder) in one process",
+        code="C050",
+    )
+
+
+def result_of(output: Any) -> Any:
+    """The result of a last stage: of an output with logits these, with the loss if there is one; else the output."""
+    logits, loss = getattr(output, "logits", None), getattr(output, "loss", None)
+    if not isinstance(logits, Tensor):
+        return output
+    return logits if loss is None else {"loss": loss, "logits": logits}
+
+
+class _PartlyAbsent:
+    """A list or a dict some members of which are absent: they are iterated over, but are no modules of it."""
+
+    _colonnade_members: dict[str, Absent | None]
+    _modules: dict[str, nn.Module]
+
+    def _all(self) -> dict[str, nn.Module | Absent]:
+        return {
+            name: self._modules[name] if absent is None else absent for name, absent in self._colonnade_members.items()
+        }
+
+    def __len__(self) -> int:
+        return len(self._colonnade_members)
+
+
+class _PartlyAbsentList(_PartlyAbsent):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._all().values())
+
+    def __getitem__(self, index: Any) -> Any:
+        return [*self._all().values()][index]
+
+
+class _PartlyAbsentDict(_PartlyAbsent):
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all())
+
+    def __getitem__(self, key: str) -> Any:
+        return self._all()[key]
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._colonnade_members
+
+    def keys(self) -> Any:
+        return self._all().keys()
+
+    def values(self) -> Any:
+        return self._all().values()
+
+    def items(self) -> Any:
+        return self._all().items()
+
+
+def hide_children(owner: nn.Module, absent: dict[str, Absent]) -> None:
+    """Have these children of a module be no modules of it, though its forward pass still finds them."""
+    if isinstance(owner, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
+        vars(owner)["_colonnade_members"] = {name: absent.get(name) for name in owner._modules}
+        owner.__class__ = subclass_with(
+            _PartlyAbsentDict if isinstance(owner, nn.ModuleDict) else _PartlyAbsentList, type(owner)
+        )
+    if not isinstance(owner, (nn.ModuleList, nn.Sequential)):
+        vars(owner).update(absent)
+    for name in absent:
+        del owner._modules[name]
+
+
+# --------------------------------------------------------------------------------------------------
+# Models that cannot be cut, and the inputs of the recorded pass.
+# --------------------------------------------------------------------------------------------------
 
 
 def _check(model: nn.Module, units: dict[str, nn.Module]) -> None:
@@ -562,7 +598,7 @@ def _config_values(model: nn.Module) -> Iterable[tuple[str, Any]]:
 
 
 def _settings(model: nn.Module) -> dict[str, Any]:
-    """What a model of transformers is told in training: to keep no keys and values."""
+    """Arguments of the forward pass of a model of transformers in training: it keeps no keys and values."""
     accepted = inspect.signature(model.forward).parameters
     takes = "use_cache" in accepted or any(each.kind is each.VAR_KEYWORD for each in accepted.values())
     return {"use_cache": False} if takes and "use_cache" in dict(_config_values(model)) else {}

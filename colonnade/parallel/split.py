@@ -7,6 +7,7 @@ parameters whatever the cut. Parameters that end up in two stages are found and 
 from __future__ import annotations
 
 import contextlib
+import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,24 +18,19 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.fx import Node, Tracer
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError, ScheduleError, did_you_mean, listed
-from colonnade.parallel.forward import (
-    Layers,
-    cloned,
-    compare_with_stages,
-    evaluating,
-    in_modes,
-    is_altered,
-    require_chain,
-    runs_in_order,
-)
+from colonnade.parallel.forward import has_hooks
 from colonnade.parallel.own_forward import OwnForward, no_generate, result_of
 from colonnade.parallel.placement import Tied, place, placement_of
 from colonnade.registry import ORDERS, SCHEDULE
+
+Layers = Sequence[tuple[str, nn.Module]]
+"""Layers in the order in which they are called, with their names in the model."""
 
 Tie = tuple[tuple[str, int], ...]
 """One parameter that several stages hold: (its name there, the stage), in the order of stages."""
@@ -129,9 +125,9 @@ def split(
         return _split_by_forward(model, at, num_stages, balance, sample)
     layers = list(_flat(model, "")) if one_value else _declared_layers(model)
     _check_covered(model, layers)
-    in_order = runs_in_order(model)
+    in_order = _runs_in_order(model)
     if sample is None and not in_order:
-        in_modes(model, lambda: require_chain(model, layers))
+        _in_modes(model, lambda: _require_chain(model, layers))
     names = [name for name, _ in layers]
     if at is not None:
         firsts = _given_cuts(names, [at] if isinstance(at, str) else at, num_stages)
@@ -139,7 +135,7 @@ def split(
         firsts = _balanced_cuts(names, num_stages, _weights(layers, balance, sample, one_value))
     if sample is not None and not in_order:
         whole = Stage(layers, one_value)
-        in_modes(model, lambda: compare_with_stages(model, whole, lambda module: call_layer(module, cloned(sample))))
+        _in_modes(model, lambda: _compare_with_stages(model, whole, lambda module: call_layer(module, cloned(sample))))
     stages = [Stage(layers[first:stop], one_value) for first, stop in pairwise([*firsts, len(layers)])]
     return Split(stages, find_ties(stages), model)
 
@@ -169,7 +165,7 @@ def _split_by_forward(
         chain = Stage([(str(at), stage) for at, stage in enumerate(stages)], takes_one_value=False)
         hidden = "A layer seems to leave something for another beside what it returns; hand it on as an argument."
         with evaluating(model, chain):
-            compare_with_stages(model, chain, lambda each: result_of(call_layer(each, cloned(sample))), hidden)
+            _compare_with_stages(model, chain, lambda each: result_of(call_layer(each, cloned(sample))), hidden)
     return Split(stages, find_ties(stages), model)
 
 
@@ -190,7 +186,7 @@ def _flat(model: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     """The layers of a Sequential, with those of plain Sequentials inside it, unless something hooks on to one."""
     for name, layer in model._modules.items():
         assert layer is not None
-        if type(layer) is nn.Sequential and len(layer) and not is_altered(layer):
+        if type(layer) is nn.Sequential and len(layer) and not _is_altered(layer):
             yield from _flat(layer, f"{prefix}{name}.")
         else:
             yield prefix + name, layer
@@ -246,6 +242,163 @@ def _attach(root: nn.Module, name: str, layer: nn.Module) -> None:
             holder.add_module(part, nn.Module())
         holder = holder.get_submodule(part)
     holder.add_module(last, layer)
+
+
+# --------------------------------------------------------------------------------------------------
+# Whether the forward pass of a model is its layers, one after another, and nothing else: only then may it be taken apart.
+#
+# What forward() does between two layers (a scale, an addition, a dropout) would be in no stage, and be lost without a word. So
+# the model is compared with its layers on a sample, or its forward pass is traced.
+# --------------------------------------------------------------------------------------------------
+
+
+_BETWEEN = "Put what its forward() does between the layers into one of them."
+
+
+def _compare_with_stages(
+    model: nn.Module, stages: nn.Module, run: Callable[[nn.Module], Any], advice: str = _BETWEEN
+) -> None:
+    """Refuse stages that give another result than the model, from the same random state, in the mode it is in.
+
+    Random state and buffers stay as they were.
+    """
+    what = f"the layers of {type(model).__name__}, one after another, give another result than its forward pass"
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    devices = sorted({parameter.device.index for parameter in model.parameters() if parameter.is_cuda})
+    results = []
+    for module in (model, stages):
+        try:
+            with torch.random.fork_rng(devices=devices), torch.no_grad():
+                results.append(run(module))
+        except Exception as error:
+            if module is model:
+                raise
+            raise ScheduleError(
+                f"{what}: they fail ({type(error).__name__}: {error}). {advice}", code="C050"
+            ) from error
+        finally:
+            for buffer, before in buffers:
+                buffer.copy_(before)
+    (ours, form), (theirs, other) = (tree_flatten(result) for result in results)
+    try:
+        if form != other:
+            raise AssertionError(f"{form} and {other}")
+        for one, two in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(two, one, equal_nan=True)
+    except AssertionError as error:
+        raise ScheduleError(f"{what}. {advice}\n{error}", code="C050") from error
+
+
+def _in_modes(model: nn.Module, check: Callable[[], None]) -> None:
+    """`check` the model as it is, and as one to be trained: its own forward() may do more then. Its layers stay as they are."""
+    before = model.training
+    try:
+        for training in {before, True}:
+            model.training = training
+            check()
+    finally:
+        model.training = before
+
+
+@contextlib.contextmanager
+def evaluating(*modules: nn.Module) -> Iterator[None]:
+    """Inside, they and all that they hold are in evaluation mode; then each as before."""
+    modes = [(each, each.training) for module in modules for each in module.modules()]
+    try:
+        for each, _ in modes:
+            each.training = False
+        yield
+    finally:
+        for each, training in modes:
+            each.training = training
+
+
+def cloned(sample: Any) -> Any:
+    """The same values in tensors of their own, which layers may change in place."""
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, sample)
+
+
+def _runs_in_order(model: nn.Module) -> bool:
+    """Whether there is nothing but the layers by construction: a Sequential's own forward(), or none at all."""
+    if _is_altered(model):
+        return False
+    forward = type(model).forward
+    return forward is nn.Module.forward or (forward is nn.Sequential.forward and not hasattr(model, "pipeline_layers"))
+
+
+def _require_chain(model: nn.Module, layers: Layers) -> None:
+    """Refuse a model that cannot be shown to call these layers one after another and nothing else, without running it."""
+    altered = "it has hooks, or a forward() of its own instance, which no stage would have"
+    why = altered if _is_altered(model) else _between(model, layers)
+    if why:
+        raise ScheduleError(
+            f"the forward pass of {type(model).__name__} cannot be shown to be its layers one after another: {why}. Put what "
+            f"forward() does between the layers into one of them; or pass sample=, the data of a batch, on which split "
+            f"and whole model are compared",
+            code="C050",
+        )
+
+
+def _is_altered(module: nn.Module) -> bool:
+    """Whether someone has put hooks or a forward() on this one instance."""
+    return has_hooks(module) or "forward" in vars(module)
+
+
+class _Tracer(Tracer):
+    """Records a forward pass in which each layer is one call."""
+
+    def __init__(self, layers: Layers) -> None:
+        super().__init__()
+        self._layers = {id(layer) for _, layer in layers}
+
+    def is_leaf_module(self, module: nn.Module, name: str) -> bool:
+        return id(module) in self._layers
+
+
+def _between(model: nn.Module, layers: Layers) -> str:
+    """What forward does beside calling the layers in this order; empty if nothing."""
+    try:
+        graph = _Tracer(layers).trace(model)
+    except Exception as error:  # a forward pass that looks at values can be traced no further
+        return f"it cannot be traced ({type(error).__name__}: {error})"
+    value = next(node for node in graph.nodes if node.op == "output").args[0]
+    for at in reversed(range(len(layers))):
+        name, layer = layers[at]
+        if (
+            not isinstance(value, Node)
+            or value.op != "call_module"
+            or model.get_submodule(str(value.target)) is not layer
+        ):
+            after = f"before {layers[at + 1][0]!r}" if at + 1 < len(layers) else "as its result"
+            return f"{after} it has {_named(value)}, not the result of {name!r}"
+        if at:
+            value = _source(value)
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    direct = list(value.args) == inputs[: len(value.args)]
+    by_name = all(key == node.target for key, node in value.kwargs.items() if isinstance(node, Node))
+    return "" if direct and by_name else f"{layers[0][0]!r} does not get what the model gets"
+
+
+def _source(call: Node) -> Any:
+    """The one value that a layer is called with: alone, or a tuple's items by position, or a dict's by keyword."""
+    if len(call.args) == 1 and not call.kwargs:
+        (value,) = call.args
+        return value
+    given = [*enumerate(call.args), *call.kwargs.items()]
+    found = {_whole_of(value, key) for key, value in given}
+    return found.pop() if len(found) == 1 and not (call.args and call.kwargs) else None
+
+
+def _whole_of(value: Any, key: object) -> Any:
+    """What `value` is the item `key` of; None if it is no such item."""
+    is_item = isinstance(value, Node) and value.target is operator.getitem and value.args[1] == key
+    return value.args[0] if is_item else None
+
+
+def _named(value: Any) -> str:
+    if value is None:
+        return "several values"
+    return f"the input {value.name!r}" if isinstance(value, Node) and value.op == "placeholder" else repr(str(value))
 
 
 # -- where to cut -----------------------------------------------------------------------------------------

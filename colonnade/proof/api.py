@@ -1,4 +1,16 @@
-"""verify: an engine's first steps beside one process on the same weights and the joined batches."""
+"""verify: an engine's first steps beside one process on the same weights and the joined batches.
+
+`gather_evidence` is the whole of it, in this order:
+
+1. On the ranks, before anything is recorded: `_dropout_that_cannot_be_repeated` runs forward passes that change nothing.
+   There a batch meets the model first, if dropout is on.
+2. On the ranks: `_record_steps` trains for the steps. Without dropout a batch meets the model here first, in
+   `engine.execute_schedule`, and `_pieces` takes the same batch apart for one process.
+3. On rank 0: `_evidence` gives the joined batches to the whole model in one process (`OneProcess` in reference.py, where
+   the batch meets that model in `OneProcess._loss`), and puts both side by side (`compare.assemble`).
+
+What differs, and why, is then said by `diagnose`.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from colonnade.comm.messages import gather_from_all
 from colonnade.config.settings import ClipSettings
-from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.engine import Engine
 from colonnade.engine.schedule.criterion import call_criterion
 from colonnade.engine.schedule.micro_batch import cut_batch
@@ -25,30 +37,30 @@ from colonnade.parallel.split import Split, call_layer
 from colonnade.proof.compare import Evidence, Report, assemble, dropped_by, whole_shapes, whole_tensors
 from colonnade.proof.diagnose import diagnose
 from colonnade.proof.dropout_masks import Dropping, Nothing, Noting, Replaying, Replays, notes_of
-from colonnade.proof.exchange import agreed, attempt, everyones, gather_to_first, shared
+from colonnade.proof.exchange import agreed, attempt, gather_to_first, shared
 from colonnade.proof.record import (
     Batch,
     EngineRecorder,
-    Pass,
     Record,
     RecordedStep,
-    join,
     micro_batches,
     name_in_whole,
     on_cpu,
-    shares,
 )
 from colonnade.proof.reference import (
     PERTURBED_RUNS,
     Limit,
     OneProcess,
-    RoundingSpread,
+    Pass,
+    TrueRun,
     canonical_names,
     check_names,
+    joined_steps,
     kept_buffers,
-    load,
-    rest,
     same_optimizer,
+    set_eval,
+    spreads_of,
+    without_unjoinable_dropout,
     world_of_one,
 )
 
@@ -62,7 +74,7 @@ def verify(
     criterion: Any = None,
     dropout: bool = True,
 ) -> Report:
-    """Train `engine` for some steps, and one process beside it; says whether they are equal, and if not, why.
+    """Train `engine` for some steps, and one process beside it; the report says whether they are equal, and if not, why.
 
     `reference` builds the whole model as one process has it, with the parameter names of the parallel one; it is called
     on rank 0, in a world of one. Without it, a copy of the engine's model is taken, which must be whole on this rank.
@@ -84,7 +96,7 @@ def gather_evidence(
     criterion: Any = None,
     dropout: bool = True,
 ) -> Evidence | None:
-    """What `verify` judges: on rank 0, None elsewhere. Collective over the world."""
+    """The comparison that `verify` judges: on rank 0, None elsewhere. Collective over the world."""
     chosen = [list(step) for step in batches][: steps if steps is not None else len(batches)]
     if not chosen or any(len(step) != engine.accumulation for step in chosen):
         raise ParityError(
@@ -93,23 +105,36 @@ def gather_evidence(
             code="C100",
         )
     _refuse_a_begun_optimizer(engine)
-    resting = {name: engine.model.training and not one.training for name, one in engine.model.named_modules()}
-    off = _cannot_agree(engine, reference, criterion, chosen[0][0], resting) if dropout else None
-    record, given = _recorded(engine, chosen, off, resting)
+    # A module may stay in evaluation mode while the model trains (frozen statistics). One process has to do the same.
+    kept_in_eval = {name: engine.model.training and not one.training for name, one in engine.model.named_modules()}
+
+    # Dropout that one process cannot repeat is turned off on the ranks as well, so it must be known before the first step:
+    # a step cannot be taken back.
+    off: Mapping[str, str] | None = None
+    if dropout:
+        off = _dropout_that_cannot_be_repeated(engine, reference, criterion, chosen[0][0], kept_in_eval)
+
+    # The ranks train, and everything that they noted goes to rank 0, with their batches.
+    record, given = _record_steps(engine, chosen, off, kept_in_eval)
     everyone = gather_to_first((record, given), engine.context)
+
+    # One process on rank 0. An error there is raised on every rank: the others wait for the report.
     found: Any = None
     if everyone is not None:
-        records, told = [one for one, _ in everyone], [batches for _, batches in everyone]
-        found = attempt(lambda: _evidence(engine, reference, criterion, records, told, off))
+        records, batches_of_ranks = [one for one, _ in everyone], [theirs for _, theirs in everyone]
+        found = attempt(lambda: _evidence(engine, reference, criterion, records, batches_of_ranks, off))
     return agreed(engine.context, found)
 
 
+# --- On every rank ---
+
+
 def _refuse_a_begun_optimizer(engine: Engine) -> None:
-    """One process begins with no state of the optimizer, so the run has to."""
+    """One process begins with no state of the optimizer, so the run has to begin with none."""
     keeper = getattr(engine.optimizer, "stepped", engine.optimizer)  # of a sharded one: that of this rank's slices
     kept = [value for state in keeper.state.values() for value in state.values()]
     stepped = engine._total_passes > 0 and any(isinstance(value, Tensor) for value in kept)
-    if any(everyones(stepped, engine.context)):
+    if any(gather_from_all(stepped, engine.context)):
         raise ParityError(
             f"the {type(engine.optimizer).__name__} of this engine has stepped already, and its state (momentum, moments) would make "
             f"the run differ from one process, which begins with none; verify before the first step, or an engine that is built "
@@ -118,22 +143,20 @@ def _refuse_a_begun_optimizer(engine: Engine) -> None:
         )
 
 
-def _recorded(
-    engine: Engine, batches: Sequence[Sequence[Any]], off: Mapping[str, str] | None, resting: Mapping[str, bool]
+def _record_steps(
+    engine: Engine, batches: Sequence[Sequence[Any]], off: Mapping[str, str] | None, kept_in_eval: Mapping[str, bool]
 ) -> tuple[Record, Any]:
-    """Run the steps; what was noted, and what went in, taken apart. `off`: where nothing is dropped; None: nowhere.
-
-    `resting`: which modules are in evaluation mode while the others train.
-    """
+    """Run the steps; returns the record of this rank, and its batches taken apart. `off`: where nothing is dropped; None: nowhere."""
     given = []
     dropping = Nothing() if off is None else Noting(off)
     recorder = EngineRecorder(engine, dropping)
     engine.train()
-    rest(engine.model, resting)
-    recorder.record.about["resting"] = resting
+    set_eval(engine.model, kept_in_eval)
+    recorder.record.run.kept_in_eval = dict(kept_in_eval)
     try:
         with dropping.watching(engine.model, partial(name_in_whole, engine.model)), dropping:
             for step in batches:
+                # Taken apart before the model sees them: a model may change its batch in place.
                 given.append([_pieces(engine, batch) for batch in step])
                 for batch in step:
                     engine.zero_grad()
@@ -141,24 +164,21 @@ def _recorded(
                     with torch._C.DisableTorchFunction():  # a step is ours, and knows its dtypes
                         engine.step()
         recorder.record.notes += notes_of(dropping, off)
-        recorder.record.about["zeroed"] = dropping.zeroed
+        recorder.record.run.zeroed = dropping.zeroed
     finally:
         recorder.close()
     return recorder.record, given
 
 
-def _cannot_agree(
-    engine: Engine, reference: Any, criterion: Any, batch: Any, resting: Mapping[str, bool]
-) -> dict[str, str]:
-    """The modules whose dropout one process cannot do the same, and why: found by forward passes that change nothing.
+def _dropout_that_cannot_be_repeated(
+    engine: Engine, reference: Any, criterion: Any, batch: Any, kept_in_eval: Mapping[str, bool]
+) -> Mapping[str, str] | None:
+    """The modules whose dropout one process cannot repeat, and why: found by forward passes that change nothing."""
 
-    The first of them in each pass: what comes after it differs because of it.
-    """
-    off: dict[str, str] = {}
-    while True:
-        dropping = Noting(off)
+    def run(off: Mapping[str, str] | None) -> tuple[None, Mapping[str, str]]:
+        dropping = Noting(off or {})
         engine.train()
-        rest(engine.model, resting)
+        set_eval(engine.model, kept_in_eval)
         again = tree_map_only(Tensor, torch.clone, batch)  # layers remember what they have been given
         with (
             torch.random.fork_rng(),
@@ -167,29 +187,29 @@ def _cannot_agree(
             dropping,
         ):
             engine.execute_schedule(iter([again]), forward_only=True, return_output_label=False)
-        if not any(everyones(bool(dropping.masks), engine.context)):
-            return off
+        if not any(gather_from_all(bool(dropping.masks), engine.context)):
+            return None, {}
+        # A record of one step that has nothing but masks.
         recorder = EngineRecorder(engine)
         recorder.close()
         recorder.record.steps.append(RecordedStep(masks=dropping.masks))
-        recorder.record.about |= {"zeroed": dropping.zeroed, "resting": resting}
+        recorder.record.run.zeroed, recorder.record.run.kept_in_eval = dropping.zeroed, dict(kept_in_eval)
         everyone = gather_to_first((recorder.record, [[_pieces(engine, batch)]]), engine.context)
         found: Any = None
         if everyone is not None:
-            records, told = [one for one, _ in everyone], [batches for _, batches in everyone]
-            found = attempt(lambda: _not_joined(engine, reference, criterion, records, told, off))  # noqa: B023
+            records, given = [one for one, _ in everyone], [theirs for _, theirs in everyone]
+            found = attempt(lambda: _not_joined(engine, reference, criterion, records, given, off or {}))
         agreed(engine.context, found)
-        more = shared(engine.context, lambda: found)  # noqa: B023
-        if not more:
-            return off
-        off |= more
+        return None, shared(engine.context, lambda: found)
+
+    return without_unjoinable_dropout(run, {})[1]
 
 
 def _pieces(engine: Engine, batch: Any) -> list[tuple[Batch, float]]:
-    """A batch taken apart as one process takes it: (data, label) of each micro-batch, and its part of the batch."""
+    """A batch taken apart as one process takes it: (data, label) of each micro-batch, and its part of the mean over the batch."""
     schedule = engine.schedule
     if not isinstance(schedule, PipelineSchedule):
-        return [(on_cpu(_apart(engine, batch)), 1.0)]
+        return [(on_cpu(schedule.take_apart(batch)), 1.0)]
     data, label = schedule.take_apart(batch)
     found = []
     for piece in cut_batch(data, label, micro_batches(engine)):
@@ -199,11 +219,7 @@ def _pieces(engine: Engine, batch: Any) -> list[tuple[Batch, float]]:
     return found
 
 
-def _apart(engine: Engine, batch: Any) -> Batch:
-    return engine.schedule.take_apart(batch)
-
-
-# -- on the first rank --------------------------------------------------------------------------------------
+# --- On rank 0 ---
 
 
 def _evidence(
@@ -214,23 +230,23 @@ def _evidence(
     given: Sequence[Any],
     off: Mapping[str, str] | None,
 ) -> Evidence:
+    # Layers are built and called in a world of one, and the random numbers of the run go on as if this had not been.
     with torch.random.fork_rng(), world_of_one(engine.context):
         dropping = Nothing() if off is None else Replaying(dropped_by(records, off))
         one, start, names = _one_process(engine, reference, criterion, records, dropping)
-        steps, apart = joined_steps(given, engine, records)
+        steps, apart = joined_steps(given, engine.accumulation, [record.run for record in records])
         with dropping.watching(one.model), dropping:
             truth = list(one.run(start, steps, apart))
-            spreads = [RoundingSpread() for _ in truth]
-            for seed in range(PERTURBED_RUNS):
-                noise = torch.Generator().manual_seed(seed)
-                for spread, plain, moved in zip(
-                    spreads, truth, one.run(start, steps, noise=noise, whole=False), strict=True
-                ):
-                    spread.widen(plain, moved)
+            noises = (torch.Generator().manual_seed(seed) for seed in range(PERTURBED_RUNS))
+            spreads = spreads_of(truth, (one.run(start, steps, noise=noise, whole=False) for noise in noises))
     replays = dropping.found if isinstance(dropping, Replaying) else Replays()
     for module, reason in replays.not_joined.items():
         raise ParityError(f"one process cannot drop what the ranks drop in {module}: {reason}; give dropout=False")
-    return assemble(records, truth, spreads, start, names, terms_of(steps), _notes(engine), replays.apart)
+    notes = []
+    clip = ClipSettings.read(engine.context.config.get("clip_grad_norm"))
+    if clip is not None and clip.method != "norm":
+        notes.append(f"what clip method {clip.method!r} divides by was taken from the run")
+    return assemble(records, TrueRun(truth, spreads, start, names, _terms_of(steps), notes, replays.apart))
 
 
 def _not_joined(
@@ -241,14 +257,14 @@ def _not_joined(
     given: Sequence[Any],
     off: Mapping[str, str],
 ) -> dict[str, str]:
+    """The modules, and why, in which one process cannot drop what the ranks dropped in one forward pass."""
     with torch.random.fork_rng(), world_of_one(engine.context), torch.no_grad():
         dropping = Replaying(dropped_by(records, off))
         one, start, _ = _one_process(engine, reference, criterion, records, dropping)
-        load(one.model, start)
-        one.model.train()
-        rest(one.model, one.resting)
+        one.begin(start)
+        steps, _ = joined_steps(given, engine.accumulation, [record.run for record in records])
         with dropping.watching(one.model), dropping:
-            one.passed(joined_steps(given, engine, records)[0][0][0])
+            one.forward_only(steps[0][0])
         return dropping.found.not_joined
 
 
@@ -256,7 +272,7 @@ def _one_process(
     engine: Engine, reference: Any, criterion: Any, records: Sequence[Record], dropping: Dropping
 ) -> tuple[OneProcess, dict[str, Tensor], dict[str, str]]:
     """The whole model and how it is trained, the weights that it starts from, and its names of them."""
-    model = _whole_model(engine, reference, engine.context)
+    model = _whole_model(engine, reference)
     names = canonical_names(model)
     check_names(model, whole_shapes(records, names))
     for record in records:
@@ -265,16 +281,20 @@ def _one_process(
     one = OneProcess(
         model,
         _loss_of(engine, model, criterion),
-        lambda model: same_optimizer(engine.optimizer, merged_groups(records), model),
-        limit_of(engine, records, names),
+        lambda model: same_optimizer(engine.optimizer, _merged_groups(records), model),
+        _limit_of(engine, records, names),
         engine._precision.dtype,
-        {name: rests for record in reversed(records) for name, rests in record.about["resting"].items()},
+        {name: kept for record in reversed(records) for name, kept in record.run.kept_in_eval.items()},
         dropping,
     )
-    return one, _wide(engine, whole_tensors(records, names)), names
+    # Weights that the optimizer keeps an fp32 copy of are fp32 in one process.
+    start, half = whole_tensors(records, names), (torch.float16, torch.bfloat16)
+    if engine._precision.dtype is not None and engine._precision.master_weights:
+        start = {name: tensor.float() if tensor.dtype in half else tensor for name, tensor in start.items()}
+    return one, start, names
 
 
-def _whole_model(engine: Engine, reference: Callable[[], nn.Module] | None, context: ParallelContext) -> nn.Module:
+def _whole_model(engine: Engine, reference: Callable[[], nn.Module] | None) -> nn.Module:
     if reference is not None:
         built: Any = reference()
         built = built.whole if isinstance(built, Split) else built
@@ -282,20 +302,12 @@ def _whole_model(engine: Engine, reference: Callable[[], nn.Module] | None, cont
             raise ParityError(
                 f"reference() returns the one-process model, a torch.nn.Module, not {type(built).__name__}", code="C100"
             )
-        return built.to(context.device)
+        return built.to(engine.context.device)
     if engine.uses_pipeline or any(is_dtensor(parameter) for parameter in engine.model.parameters()):
         raise ParityError(
             "no rank has the whole model: give reference=, a function that builds it as one process has it", code="C100"
         )
     return copy.deepcopy(engine.model)
-
-
-def _wide(engine: Engine, start: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights that the optimizer keeps an fp32 copy of are fp32 in one process."""
-    if engine._precision.dtype is None or not engine._precision.master_weights:
-        return start
-    half = (torch.float16, torch.bfloat16)
-    return {name: tensor.float() if tensor.dtype in half else tensor for name, tensor in start.items()}
 
 
 def _loss_of(engine: Engine, model: nn.Module, criterion: Any) -> Callable[[nn.Module, Batch], Any]:
@@ -319,7 +331,7 @@ def _loss_of(engine: Engine, model: nn.Module, criterion: Any) -> Callable[[nn.M
     return loss_of
 
 
-def merged_groups(records: Sequence[Record]) -> list[tuple[dict[str, Any], list[str]]]:
+def _merged_groups(records: Sequence[Record]) -> list[tuple[dict[str, Any], list[str]]]:
     """The parameter groups of all ranks, by their number: stages have other parameters, with the same options."""
     found: list[tuple[dict[str, Any], list[str]]] = []
     seen: set[str] = set()
@@ -333,7 +345,7 @@ def merged_groups(records: Sequence[Record]) -> list[tuple[dict[str, Any], list[
     return found
 
 
-def limit_of(engine: Engine, records: Sequence[Record], names: Mapping[str, str]) -> Limit | None:
+def _limit_of(engine: Engine, records: Sequence[Record], names: Mapping[str, str]) -> Limit | None:
     """The clipping of the run in the words of torch."""
     settings = ClipSettings.read(engine.context.config.get("clip_grad_norm"))
     if settings is None:
@@ -361,35 +373,7 @@ def limit_of(engine: Engine, records: Sequence[Record], names: Mapping[str, str]
     )
 
 
-def joined_steps(
-    given: Sequence[Any], engine: Engine, records: Sequence[Record]
-) -> tuple[list[list[Pass]], list[list[list[Pass]]]]:
-    """The passes of each step for one process; and of each step, those of each share of its batch alone."""
-    axes, layout = axes_of_records(records)
-    steps: list[list[Pass]] = []
-    apart: list[list[list[Pass]]] = []
-    for at in range(len(given[0])):
-        passes: list[Pass] = []
-        alone: list[list[Pass]] = []
-        for number in range(len(given[0][at])):
-            for micro in range(len(given[0][at][number])):
-                weight = given[0][at][number][micro][1] / engine.accumulation
-                parts = shares([rank[at][number][micro][0] for rank in given], axes, layout)
-                whole = join(parts)
-                passes.append(Pass(parts if whole is None else [whole], weight))
-                alone = alone or [[] for _ in parts]
-                for share, part in zip(alone, parts, strict=True):
-                    share.append(Pass([part], weight))
-        steps.append(passes)
-        apart.append(alone if len(alone) > 1 else [])
-    return steps, apart
-
-
-def axes_of_records(records: Sequence[Record]) -> tuple[Any, Callable[[int], dict[str, int]]]:
-    return records[0].about["axes"], lambda rank: records[rank].about["coordinates"]
-
-
-def terms_of(steps: Sequence[Sequence[Pass]]) -> int:
+def _terms_of(steps: Sequence[Sequence[Pass]]) -> int:
     """How many terms an element of a gradient may sum: the rows and places of all batches of a step."""
     most = 1
     for passes in steps:
@@ -399,11 +383,3 @@ def terms_of(steps: Sequence[Sequence[Pass]]) -> int:
                 total += max((leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), default=1)
         most = max(most, total)
     return most
-
-
-def _notes(engine: Engine) -> list[str]:
-    told = []
-    settings = ClipSettings.read(engine.context.config.get("clip_grad_norm"))
-    if settings is not None and settings.method != "norm":
-        told.append(f"what clip method {settings.method!r} divides by was taken from the run")
-    return told

@@ -1,4 +1,10 @@
-"""One thing that differs, with all that is known of it: what a hypothesis is tested on."""
+"""Cases: one thing that differs, with all that is known about it. A hypothesis is a function of a case.
+
+- `Factor` and `near`: a number read as a product of sizes ("4 is the size of DATA squared").
+- `Groups`: the groups of the modes, each set of groups under one name.
+- `Case`: a tensor. `GradientCase`: a gradient, with the raw gradients of each pass and rank, and what is owed.
+- `NormCase` and `ClipCase`: the norm, and the clipped gradients.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +18,8 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from colonnade.proof.claims import Claim
 from colonnade.proof.compare import (
+    NORM,
     Compared,
     Evidence,
     GradientEvidence,
@@ -29,9 +35,7 @@ from colonnade.proof.compare import (
     length,
 )
 
-# --------------------------------------------------------------------------------------------------
-# A number as a product of sizes: what a factor of 4 can mean in a layout.
-# --------------------------------------------------------------------------------------------------
+# --- A number as a product of sizes ---
 
 
 ACCUMULATION = "accumulation"
@@ -102,6 +106,8 @@ def is_loss_scale(value: float, within: float) -> bool:
     """Whether it is a large power of two, as loss scales are."""
     return value >= 256 and abs(value / 2 ** round(log2(value)) - 1) <= max(within, 1e-6)
 
+
+# --- Groups and tensors ---
 
 Candidate = Callable[[HeldPart], Tensor | None]
 """What a hypothesis expects a rank to hold (flat, double); None: it cannot say."""
@@ -393,20 +399,6 @@ def _part_within(part: HeldPart, elements: Tensor) -> HeldPart | None:
     return HeldPart(part.rank, flat(part.value)[chosen], torch.searchsorted(elements, places[chosen]))
 
 
-def in_owed_words(case: GradientCase, missing: Sequence[str], what: str) -> Claim:
-    """What it is called when a sum over these modes, which is owed, is not made."""
-    over = " and ".join(missing)
-    if any(case.owed.get(mode, 1.0) > 1 for mode in missing):
-        return Claim("not-reduced", what, f"who sums it over {over}", modes=tuple(missing))
-    if case.info.tied or any("PIPELINE" in mode.upper() for mode in missing):
-        what = f"has the part of one of its copies only: tied weights are not summed over {over}"
-        where = "the handler of tied weights, and how the copies are declared tied"
-        return Claim("tied-copy-missed", what, where, modes=tuple(missing))
-    what = f"is partial: each rank of {over} has a part of the sum and nobody adds them"
-    where = f"whether its placement says that a sum over {over} is owed"
-    return Claim("partial-gradient", what, where, modes=tuple(missing))
-
-
 def same_places(one: HeldPart, other: HeldPart) -> bool:
     """Whether two ranks hold the same elements."""
     if one.positions is None or other.positions is None:
@@ -470,57 +462,144 @@ def raw_scale(evidence: Evidence, groups: Groups, step: StepEvidence, wrong: Col
     return median(ratios) if ratios else 1.0
 
 
-# --------------------------------------------------------------------------------------------------
-# The words of findings: names in a row, the ledger's line, and what else the numbers would allow.
-# --------------------------------------------------------------------------------------------------
+# --- Norms and clipped gradients ---
 
 
-def listed(names: Sequence[str]) -> str:
-    """The first and how many more."""
-    if len(names) <= 3:
-        return ", ".join(names)
-    return f"{names[0]}, {names[1]} and {len(names) - 2} more"
+@dataclass(frozen=True)
+class NormCase:
+    """A norm that differs: of everything, or of the parameters under a name."""
+
+    evidence: Evidence
+    groups: Groups
+    step: StepEvidence
+    at: int
+    row: Row
+
+    @property
+    def found(self) -> dict[int, float]:
+        """By rank."""
+        values = self.step.found_norm if self.row.quantity == NORM else self.step.found_norms[self.row.name]
+        return {rank: value for rank, value in enumerate(values) if value is not None}
+
+    @cached_property
+    def parts(self) -> dict[str, Sequence[HeldPart]]:
+        """What the ranks hold of each gradient that counts."""
+        name, some = self.row.name, self.step.gradients
+        inside = [key for key in some if key == name or key.startswith(f"{name}.")]
+        names = inside if self.row.quantity != NORM and inside else list(some)
+        return {key: some[key].total.found for key in names}
+
+    @property
+    def truth(self) -> float:
+        """What one process has."""
+        return (self.step.norm if self.row.quantity == NORM else self.step.norms[self.row.name]) or 0.0
+
+    @property
+    def p(self) -> float:
+        """The type of the norm."""
+        return self.evidence.norm_type
+
+    def power(self, part: HeldPart) -> float:
+        """Sum of |x|^p of what a rank holds."""
+        return float(flat(part.value).abs().pow(self.p).sum())
+
+    @cached_property
+    def by_rank(self) -> dict[int, float]:
+        """Sum of |x|^p of all that each rank holds."""
+        totals: dict[int, float] = {}
+        for some in self.parts.values():
+            for part in some:
+                totals[part.rank] = totals.get(part.rank, 0.0) + self.power(part)
+        return totals
+
+    @cached_property
+    def once(self) -> dict[str, float]:
+        """Sum of |x|^p of each gradient, every element once."""
+        wholes = {name: self.step.gradients[name].total.truth for name in self.parts}
+        return {name: float(flat(whole).abs().pow(self.p).sum()) for name, whole in wholes.items()}
+
+    @cached_property
+    def weights(self) -> dict[str, float]:
+        """The same of each weight, before the step."""
+        before = self.evidence.steps[self.at - 1].weights if self.at else self.evidence.weights_at_start
+        wholes = {name: before[name].truth if name in before else torch.zeros(1) for name in self.parts}
+        return {name: float(flat(whole).abs().pow(self.p).sum()) for name, whole in wholes.items()}
+
+    def residual(self, value: Callable[[int], float] | float) -> float:
+        """How far the ranks' norms are from what a hypothesis says."""
+        tolerance, worst = Tolerance.for_run(self.evidence), 0.0
+        for rank, found in self.found.items():
+            expected = value(rank) if callable(value) else value
+            noise = self.row.tolerance * (expected / self.truth if self.truth else 1.0)
+            worst = max(worst, in_units(abs(found - expected), max(tolerance.of_size(expected), noise)))
+        return worst
+
+    def root(self, power: float) -> float:
+        """The norm of a sum of powers."""
+        return max(power, 0.0) ** (1 / self.p)
+
+    def is_split(self, name: str, mode: str) -> bool:
+        """Whether ranks of a mode hold different elements of a gradient (or one holds none)."""
+        parts = self.parts[name]
+        held = {part.rank: part for part in parts}
+        for part in parts:
+            for rank in self.groups.joint((mode,), part.rank):
+                if rank not in held or not same_places(held[rank], part):
+                    return True
+        return False
 
 
-def best_of(some: Sequence[Claim]) -> Claim | None:
-    """The simplest."""
-    return min(some, key=lambda claim: (claim.rank, claim.doubt), default=None)
+Coefficient = Callable[[str, int], float]
+"""By parameter and rank."""
 
 
-def rivals(best: Claim, names: Sequence[str], left: Mapping[str, Sequence[Claim]]) -> str:
-    """Other causes that the numbers cannot tell from the best: of the same hypothesis, on the same parameters."""
-    common = [
-        claim
-        for claim in left[names[0]]
-        if (claim.rank, claim.doubt) == (best.rank, best.doubt)
-        and all(any(other.key == claim.key for other in left[name]) for name in names)
-    ]
-    alike = {" and ".join(claim.modes): claim for claim in common if claim.cause == best.cause and claim.factor}
-    same = [modes for modes, claim in alike.items() if claim.factor == best.factor and claim.modes != best.modes]
-    others = {claim.cause: claim for claim in common if claim.cause != best.cause}
-    told = f" (or of {' or '.join(same)}, which the numbers cannot tell from it)" if same else ""
-    return told + "".join(f", or {claim.cause} (it {claim.what})" for claim in others.values())
+@dataclass(frozen=True)
+class ClipCase:
+    """All clipped gradients of a step; `rows` are those that differ."""
 
+    evidence: Evidence
+    groups: Groups
+    step: StepEvidence
+    at: int
+    rows: tuple[Row, ...]
 
-def first_look(names: Sequence[str], thing: str) -> str:
-    """Where to look when no hypothesis fits."""
-    if "gradient" in thing:
-        return f"look at {names[-1]} first, which the backward pass reaches before the others"
-    return f"look at what writes {listed(names)}, and what ranks should tell each other for it"
+    @property
+    def limit(self) -> float:
+        """max_norm."""
+        return self.evidence.max_norm if self.evidence.max_norm is not None else float("inf")
 
+    @property
+    def due(self) -> float:
+        """The coefficient of one process."""
+        return min(1.0, self.limit / ((self.step.norm or 0.0) + 1e-6))
 
-def ledger_line(evidence: Evidence, name: str, claim: Claim | None = None) -> str:
-    """What the ledger plans for a parameter, over the modes of the claim."""
-    info = evidence.parameters.get(name)
-    if info is None or not info.ledger:
-        has_one = info is not None and any(other.ledger for other in evidence.parameters.values())
-        return " (ledger: no sum of it is planned)" if has_one else ""
-    modes = claim.modes if claim is not None else ()
-    line = next((line for line in info.ledger if any(mode in line for mode in modes)), info.ledger[0])
-    return f" (ledger: {line})"
+    @cached_property
+    def norms(self) -> NormCase:
+        """What norms of parts are."""
+        row = Row(NORM, "norm", self.at, "equal", 0.0, 0.0)
+        return NormCase(self.evidence, self.groups, self.step, self.at, row)
 
+    def residual(self, coefficient: Coefficient) -> float:
+        """How far the clipped gradients that differ are from coefficient * gradient."""
+        worst = 0.0
+        for row in self.rows:
+            gradient = self.step.gradients[row.name]
+            before = {part.rank: part for part in gradient.total.found}
+            for part in gradient.clipped.found if gradient.clipped is not None else ():
+                value = self._before(part, before)
+                if value is None:
+                    return float("inf")
+                share = coefficient(row.name, part.rank)
+                allowed = row.tolerance * max(1.0, share / self.due)
+                worst = max(worst, in_units(length(flat(part.value) - share * value), allowed))
+        return worst
 
-def ledger_under(evidence: Evidence, module: str) -> str:
-    """The same for the first parameter of a module."""
-    inside = (name for name in evidence.parameters if name.startswith(f"{module}."))
-    return next((text for name in inside if (text := ledger_line(evidence, name))), "")
+    def _before(self, part: HeldPart, before: dict[int, HeldPart]) -> Tensor | None:
+        own = before.get(part.rank)
+        if own is None or own.value.numel() != part.value.numel():
+            return None
+        return flat(own.value)
+
+    def by(self, norm: float) -> float:
+        """The coefficient that a norm gives."""
+        return min(1.0, self.limit / (norm + 1e-6))

@@ -1,8 +1,12 @@
-"""Why a parallel run differs from one process: hypotheses are tested on the numbers, upstream first."""
+"""Why a parallel run differs from one process: hypotheses are tested on the numbers, upstream first.
+
+`diagnose` compares, and `_Diagnosis.findings` looks at what differs in the order in which a step makes it. What follows
+from an earlier mistake is a row of the table and no finding. Each look builds a case (case.py), asks the hypotheses of its
+kind (claims.py) and turns the claims that explain most into findings (`_group`).
+"""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,19 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
-from colonnade.proof.case import (
-    Case,
-    GradientCase,
-    Groups,
-    best_of,
-    first_look,
-    ledger_line,
-    ledger_under,
-    listed,
-    near,
-    raw_scale,
-    rivals,
-)
+from colonnade.proof import hypotheses  # noqa: F401  importing the package fills the table
+from colonnade.proof.case import Case, ClipCase, GradientCase, Groups, NormCase, near, raw_scale
 from colonnade.proof.claims import CAUSES, Claim, claims
 from colonnade.proof.compare import (
     ACTIVATION,
@@ -48,18 +41,7 @@ from colonnade.proof.compare import (
     differing_elements,
     short_ranks,
 )
-from colonnade.proof.hypotheses import (  # noqa: F401  each registers its hypotheses
-    clipping,
-    each_rank,
-    mixtures,
-    norms,
-    passes,
-    places,
-    reductions,
-    rounding,
-)
-from colonnade.proof.hypotheses.clipping import ClipCase
-from colonnade.proof.hypotheses.norms import NormCase
+from colonnade.texts import pattern_of
 
 _SURE = 80
 """Claims of this rank and above say that something differs, and little of why."""
@@ -84,21 +66,38 @@ class _Diagnosis:
         self.at = next((row.step for row in self.wrong if row.step is not None), 0)
 
     def findings(self) -> list[Finding]:
-        """Of the first step that differs: later ones follow from it."""
+        """The mistakes of the first step that differs. Later steps start from its weights, and follow from it."""
+        # NaN spreads to everything that it is added to, so that no other difference means anything.
         if broken := self._not_finite():
             return broken
+
+        # One process begins with the weights of the ranks. Where these are not those of one model, all else differs too.
         if start := self._at_start():
             return start
+
+        # Each rank cut its part out of a batch of its own: every activation is of other data.
         if apart := self._cut_apart():
             return apart
+
+        # The forward pass. Other masks make other activations, so masks come first. Of a module whose output changes when it
+        # is computed again either of the two may be the right one, so that is said, and not that its output differs.
         again = self._recomputed()
         forward = self._masks() or ([] if again else self._forward())
+
+        # Gradients follow from activations, and are looked at where these are right.
         backward = forward or again or self._gradients()
+
+        # The loss that is reported may be wrong by itself, as a mean over the wrong ranks. It may also be that from which
+        # gradients are wrong for a reason that no hypothesis has found; then it is the better thing to name.
         loss = [] if forward else self._loss(backward)
         known = [finding for finding in backward if finding.cause != "unknown"]
         found = [*known, *loss] if loss else [*backward]
+
+        # Norm, clipped gradient and weight: each follows from the one before.
         if not backward:
             found += self._norm() or self._clipped() or self._weights()
+
+        # Buffers (running statistics) follow from activations alone.
         if not forward:
             found += self._buffers()
         return found or [self._unknown()]
@@ -112,7 +111,7 @@ class _Diagnosis:
         """What differs of a quantity, in that step."""
         return [row for row in self.wrong if row.quantity in quantities and row.step in (None, self.at)]
 
-    # -- from the start weights to the loss ----------------------------------------------------------------
+    # --- From the start weights to the loss ---
 
     def _not_finite(self) -> list[Finding]:
         broken = [row for row in self.wrong if row.status == "not finite" and row.step in (None, self.at)]
@@ -159,7 +158,7 @@ class _Diagnosis:
         if resting := self.rows_of(MODE):
             names, ranks = tuple(row.name or "the model" for row in resting), short_ranks(resting[0].ranks)
             how = f"in evaluation mode on ranks {ranks} and trains on the others; look at who calls eval() there."
-            return [Finding("forward-differs", names, None, f"{listed(names)} is {how}")]
+            return [Finding("forward-differs", names, None, f"{_shortened(names)} is {how}")]
         how = "drops other elements than the first rank that holds the same activation; look at its random numbers."
         rows = [(row.name, short_ranks(row.ranks)) for row in self.rows_of(MASKS)[:1]]
         return [Finding("masks-differ", (name,), None, f"{name} on ranks {ranks} {how}") for name, ranks in rows]
@@ -171,12 +170,12 @@ class _Diagnosis:
         row = rows[0]
         case = self._case(self.step.activations[row.name], row)
         rounded = claims("activation", case)
-        best = best_of([*claims("tensor", case), *rounded])
+        best = _simplest([*claims("tensor", case), *rounded])
         how = f"its output {best.what}" if best else f"its output is off by {row.error:.3g} tolerances"
         where = f"that module, and {best.where}" if best else "that module"
         sentence = (
             f"the forward pass parts from one process at {row.name} on ranks {short_ranks(row.ranks)}: {how}, and "
-            f"everything that was recorded before it agrees; look at {where}{ledger_under(self.evidence, row.name)}."
+            f"everything that was recorded before it agrees; look at {where}{_ledger_under(self.evidence, row.name)}."
         )
         if best is not None and best in rounded:
             return [Finding("rounded", (row.name,), self.at, sentence)]
@@ -197,7 +196,7 @@ class _Diagnosis:
         return [Finding("replicas-differ", (), self.at, sentence) for sentence in some]
 
     def _recomputed(self) -> list[Finding]:
-        """Whichever of the two outputs is right."""
+        """A module that runs again in the backward pass and gives another output, whichever of the two is right."""
         rows = self.rows_of(RECOMPUTED)
         if not rows:
             return []
@@ -227,7 +226,7 @@ class _Diagnosis:
         sentence = f"the loss is {how}, while {seen}; look at how the loss is averaged over passes, tokens and ranks."
         return [Finding("loss-differs", (), self.at, sentence, factor)]
 
-    # -- gradients -----------------------------------------------------------------------------------------
+    # --- Gradients ---
 
     def _gradients(self) -> list[Finding]:
         rows = self.rows_of(GRADIENT)
@@ -245,7 +244,7 @@ class _Diagnosis:
         return self._group(named, self.at, "the gradient of", "", rows)
 
     def _tested(self, case: Case, *kinds: str) -> list[Claim]:
-        """What explains all of it; or, where a part of its elements is right, what explains the others."""
+        """The claims that explain all of it; or, where a part of its elements is right, those that explain the others."""
         found = [claim for kind in kinds for claim in claims(kind, case)]
         if all(claim.rank >= _SURE for claim in found):
             elements = differing_elements(case.compared, case.row.tolerance)
@@ -256,7 +255,7 @@ class _Diagnosis:
         return found
 
     def _to_test(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """All of them; of a large model the first and the last of each kind, since the others are layers like these."""
+        """The gradients that are tested: all; of a large model the first and the last of each kind, the others being layers like these."""
         if sum(self.step.gradients[row.name].total.truth.numel() for row in rows) <= _TESTED_ELEMENTS:
             return rows
         kinds: dict[str, list[Row]] = {}
@@ -267,7 +266,7 @@ class _Diagnosis:
     def _kind(self, name: str) -> str:
         """The name without its numbers, and the placement."""
         info = self.evidence.parameters.get(name)
-        return re.sub(r"\d+", "*", name) + (f" {info.placement}" if info is not None else "")
+        return pattern_of(name, inside=True) + (f" {info.placement}" if info is not None else "")
 
     def _gradient_case(self, row: Row, healthy: frozenset[str], scale: float) -> GradientCase:
         gradient = self.step.gradients[row.name]
@@ -292,12 +291,12 @@ class _Diagnosis:
         total = self.evidence.steps[at].gradients[name].total
         return total.truth if which == "truth" else total
 
-    # -- norm, clipping, weights, buffers ------------------------------------------------------------------
+    # --- Norm, clipping, weights, buffers ---
 
     def _norm(self) -> list[Finding]:
         found = []
         for row in self.rows_of(NORM, NORMS)[:1]:
-            best = best_of(claims("norm", NormCase(self.evidence, self.groups, self.step, self.at, row)))
+            best = _simplest(claims("norm", NormCase(self.evidence, self.groups, self.step, self.at, row)))
             what = f"is {row.detail}: it {best.what}" if best else f"is {row.detail}, and no hypothesis fits"
             where = best.where if best else "which elements count in it, how often, and over which ranks it is summed"
             sentence = f"the norm{'' if row.name == NORM else f' of {row.name}'} {what}; look at {where}."
@@ -311,12 +310,12 @@ class _Diagnosis:
         if not rows:
             return []
         case = ClipCase(self.evidence, self.groups, self.step, self.at, tuple(rows))
-        best = best_of(claims("clipped", case))
+        best = _simplest(claims("clipped", case))
         names = tuple(row.name for row in rows)
         if best is None:
-            sentence = f"{listed(names)}: the gradient and the norm are right, and the clipped gradient is not; look at what is multiplied by the coefficient."
+            sentence = f"{_shortened(names)}: the gradient and the norm are right, and the clipped gradient is not; look at what is multiplied by the coefficient."
             return [Finding("unknown", names, self.at, sentence)]
-        sentence = f"the clipped gradient of {listed(names)} {best.what}; look at {best.where}."
+        sentence = f"the clipped gradient of {_shortened(names)} {best.what}; look at {best.where}."
         return [Finding(best.cause, names, self.at, sentence, best.factor)]
 
     def _weights(self) -> list[Finding]:
@@ -333,7 +332,7 @@ class _Diagnosis:
         named = {row.name: claims("tensor", self._case(self.step.buffers[row.name], row)) for row in rows}
         return self._group(named, self.at, "the buffer", "buffers-differ", rows, always=True)
 
-    # -- words ---------------------------------------------------------------------------------------------
+    # --- From claims to findings ---
 
     def _case(self, tensor: Compared, row: Row, before: Tensor | None = None) -> Case:
         return Case(evidence=self.evidence, groups=self.groups, compared=tensor, row=row, before=before)
@@ -347,7 +346,7 @@ class _Diagnosis:
         rows: Sequence[Row],
         always: bool = False,
     ) -> list[Finding]:
-        """The fewest claims that explain all: that which explains most first. `cause` is for claims that have no key."""
+        """The fewest claims that explain all parameters, that which explains most first. `cause`: of claims whose own is none of `CAUSES`."""
         left = dict(named)
         found = []
         while left and any(left.values()):
@@ -358,7 +357,7 @@ class _Diagnosis:
             )
             names = tuple(name for name, some in left.items() if any(claim.key == best.key for claim in some))
             known = best.cause if best.cause in CAUSES and not always and best.cause != "replicas-differ" else cause
-            sentence = f"{thing} {listed(names)} {best.what}{rivals(best, names, left)}; look at {best.where}{ledger_line(self.evidence, names[0], best)}."
+            sentence = f"{thing} {_shortened(names)} {best.what}{_rivals(best, names, left)}; look at {best.where}{_ledger_line(self.evidence, names[0], best)}."
             found.append(Finding(known or best.cause, names, step, sentence, best.factor))
             left = {name: some for name, some in left.items() if name not in names}
         if left:
@@ -370,8 +369,8 @@ class _Diagnosis:
     ) -> Finding:
         worst = max((row for row in rows if row.name in names), key=lambda row: row.error)
         sentence = (
-            f"{thing} {listed(names)} differs by {worst.error:.3g} tolerances on ranks {short_ranks(worst.ranks)} and no "
-            f"hypothesis fits; {first_look(names, thing)}{ledger_line(self.evidence, names[-1])}."
+            f"{thing} {_shortened(names)} differs by {worst.error:.3g} tolerances on ranks {short_ranks(worst.ranks)} and no "
+            f"hypothesis fits; {_first_look(names, thing)}{_ledger_line(self.evidence, names[-1])}."
         )
         return Finding(cause or "unknown", names, step, sentence)
 
@@ -379,3 +378,57 @@ class _Diagnosis:
         row = self.wrong[0]
         sentence = f"the {row.quantity} {row.name} differs by {row.error:.3g} tolerances and no hypothesis fits."
         return Finding("unknown", (row.name,), row.step, sentence)
+
+
+# --- Words of findings ---
+
+
+def _shortened(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    if len(names) <= 3:
+        return ", ".join(names)
+    return f"{names[0]}, {names[1]} and {len(names) - 2} more"
+
+
+def _simplest(some: Sequence[Claim]) -> Claim | None:
+    """The simplest claim."""
+    return min(some, key=lambda claim: (claim.rank, claim.doubt), default=None)
+
+
+def _rivals(best: Claim, names: Sequence[str], left: Mapping[str, Sequence[Claim]]) -> str:
+    """Other causes that the numbers cannot tell from the best: of the same hypothesis, on the same parameters."""
+    common = [
+        claim
+        for claim in left[names[0]]
+        if (claim.rank, claim.doubt) == (best.rank, best.doubt)
+        and all(any(other.key == claim.key for other in left[name]) for name in names)
+    ]
+    alike = {" and ".join(claim.modes): claim for claim in common if claim.cause == best.cause and claim.factor}
+    same = [modes for modes, claim in alike.items() if claim.factor == best.factor and claim.modes != best.modes]
+    others = {claim.cause: claim for claim in common if claim.cause != best.cause}
+    told = f" (or of {' or '.join(same)}, which the numbers cannot tell from it)" if same else ""
+    return told + "".join(f", or {claim.cause} (it {claim.what})" for claim in others.values())
+
+
+def _first_look(names: Sequence[str], thing: str) -> str:
+    """Where to look when no hypothesis fits."""
+    if "gradient" in thing:
+        return f"look at {names[-1]} first, which the backward pass reaches before the others"
+    return f"look at what writes {_shortened(names)}, and what ranks should tell each other for it"
+
+
+def _ledger_line(evidence: Evidence, name: str, claim: Claim | None = None) -> str:
+    """What the ledger plans for a parameter, over the modes of the claim."""
+    info = evidence.parameters.get(name)
+    if info is None or not info.ledger:
+        has_one = info is not None and any(other.ledger for other in evidence.parameters.values())
+        return " (ledger: no sum of it is planned)" if has_one else ""
+    modes = claim.modes if claim is not None else ()
+    line = next((line for line in info.ledger if any(mode in line for mode in modes)), info.ledger[0])
+    return f" (ledger: {line})"
+
+
+def _ledger_under(evidence: Evidence, module: str) -> str:
+    """The ledger's line for the first parameter of a module."""
+    inside = (name for name in evidence.parameters if name.startswith(f"{module}."))
+    return next((text for name in inside if (text := _ledger_line(evidence, name))), "")

@@ -1,4 +1,4 @@
-"""Dropout in a comparison: what the ranks drop is noted, and one process drops the same, joined by the places of the ranks.
+"""Dropout in a comparison: the masks of the ranks are noted, and one process drops the same, joined by the places of the ranks.
 
 Every dropout of a model is seen as it is called, in whichever module: `Noting` on the ranks, `Replaying` in one process,
 and `Nothing` where nothing is to be dropped. The ranks draw from their own random numbers as they always do, also when a
@@ -26,9 +26,7 @@ from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.forward import ModelHook
 from colonnade.parallel.held import checksum
 
-# --------------------------------------------------------------------------------------------------
-# Which part of one process's tensor each rank's tensor is: found from the shapes, the groups of the modes, and the numbers.
-# --------------------------------------------------------------------------------------------------
+# --- Places: which part of one process's tensor each rank's tensor is, by the shapes, the groups of the modes and the numbers ---
 
 
 Shape = tuple[int, ...]
@@ -88,7 +86,7 @@ def _at(whole: Tensor, place: Place) -> Tensor:
 
 
 def _reordered(places: Places, dim: int, inputs: Mapping[int, Tensor], truth: Tensor) -> Places:
-    """The same with the rows of one dimension where the truth has them: sequences may be dealt out in any order."""
+    """These places with the rows of one dimension where the truth has them: sequences may be dealt out in any order."""
     found = {}
     for rank, place in places.items():
         everything = _at(truth, (*place[:dim], torch.arange(truth.shape[dim]), *place[dim + 1 :]))
@@ -98,7 +96,7 @@ def _reordered(places: Places, dim: int, inputs: Mapping[int, Tensor], truth: Te
 
 
 def _ways(ranks: Sequence[int], local: Shape, whole: Shape, groups: Groups) -> Iterator[Places]:
-    """Every way in which modes can cut so: each dimension by one mode or two, the first of them outside."""
+    """Every way in which modes can cut `whole` into parts like `local`: each dimension by one mode or two, the first of them outside."""
     parts = [full // mine for mine, full in zip(local, whole, strict=True)]
     numbers = _numbers(ranks, groups)
     sizes = {mode: len(set(of.values())) for mode, of in numbers.items()}
@@ -122,7 +120,7 @@ def _ways(ranks: Sequence[int], local: Shape, whole: Shape, groups: Groups) -> I
 
 
 def _numbers(ranks: Sequence[int], groups: Groups) -> dict[str, dict[int, int]]:
-    """Of each mode in which these ranks differ: the place of each rank in its group, from 0 without gaps."""
+    """By mode in which these ranks differ: the place of each rank in its group, from 0 without gaps."""
     found = {}
     for mode, lists in groups.items():
         at = {rank: list(group).index(rank) for group in lists for rank in group if rank in ranks}
@@ -131,6 +129,8 @@ def _numbers(ranks: Sequence[int], groups: Groups) -> dict[str, dict[int, int]]:
             found[mode] = {rank: order[number] for rank, number in at.items()}
     return found
 
+
+# --- Dropout that is seen, noted and repeated ---
 
 DRAWN_BYTES = 256 << 20
 """Masks of a rank are kept up to this size in all."""
@@ -141,13 +141,13 @@ _DROPS = (_DROPOUT, F.dropout1d, F.dropout2d, F.dropout3d, *_SHIFTING)
 
 @dataclass(frozen=True)
 class DropoutMask:
-    """What one call made of its input: input * `kept` * `scale` + `shift`. `kept` None: too large to keep."""
+    """The effect of one call of dropout: input * `kept` * `scale` + `shift`. `kept` None: too large to keep."""
 
     kept: Tensor | None
     scale: float = 1.0
     shift: Tensor | None = None
     input: Tensor | None = None
-    """What it was applied to, of the first call in a module: by that the places of the ranks are found."""
+    """The input of the first call in a module: by that the places of the ranks are found."""
 
 
 Masks = dict[str, list[DropoutMask]]
@@ -165,16 +165,16 @@ class Dropping(TorchFunctionMode):
         self.share: int | None = None
         """Which share of the batches is being run; None: all of them."""
         self.on_backward: Callable[..., None] = lambda *args, **kwargs: None
-        """Told of each backward pass, with what that is given."""
+        """Called at each backward pass, with the arguments of that."""
         self._inside: list[str] = []
 
     def begin_step(self, step: int, share: int | None = None) -> None:
-        """What comes now is this step, on all batches or on one share of them."""
+        """This step begins, on all batches or on one share of them."""
         self.share = share
 
     @contextmanager
     def watching(self, model: nn.Module, rename: Callable[[str], str] = lambda name: name) -> Iterator[None]:
-        """Know in which of the model's modules a call is made. Those that drop inside a kernel drop nothing."""
+        """Follow in which of the model's modules a call is made. Modules that drop inside a kernel drop nothing meanwhile."""
         with ExitStack() as stack:
             for name, module in model.named_modules():
                 own = rename(name)
@@ -194,7 +194,7 @@ class Dropping(TorchFunctionMode):
             pass  # of modules that raised
 
     def factors(self, module: str, x: Tensor, draw: Callable[[Tensor], Tensor], shifts: bool) -> DropoutMask | None:
-        """What to do with x; None: nothing. `draw` drops from a tensor that is like x."""
+        """The mask for x; None: nothing is dropped. `draw` drops from a tensor that is like x."""
         raise NotImplementedError
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -235,7 +235,7 @@ class Dropping(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """By plain operators: a kernel does not tell what it drops."""
+        """Attention by plain operators, since a kernel does not tell what it drops."""
         if not dropout_p or self._here in self.off:
             if dropout_p:
                 self.zeroed.add(self._here)
@@ -304,7 +304,7 @@ class Noting(Dropping):
 
 @dataclass
 class Dropped:
-    """What the ranks dropped, and where they are: all that one process needs to do the same."""
+    """The masks of the ranks, and where the ranks are: all that one process needs to drop the same."""
 
     steps: Sequence[Mapping[int, Masks]]
     """Of each step: by rank."""
@@ -316,12 +316,12 @@ class Dropped:
 
 @dataclass
 class Replays:
-    """What became of the masks in one process."""
+    """The outcome of repeating masks in one process."""
 
     apart: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """By module, in the order in which they run: the ranks that drop other elements of what they hold alike."""
     not_joined: dict[str, str] = field(default_factory=dict)
-    """By module: why its masks are none that one process could have."""
+    """By module: the reason why its masks are none that one process could have."""
 
 
 class Replaying(Dropping):
@@ -403,7 +403,7 @@ class Replaying(Dropping):
 
 
 def notes_of(dropping: Dropping, off: Mapping[str, str] | None) -> list[str]:
-    """What was not dropped, and why. `off`: by module, the reason."""
+    """Notes about dropout that was turned off. `off`: by module, the reason."""
     if off is None:  # nowhere is anything dropped
         return ["dropout was set to 0 for the comparison"] if dropping.zeroed else []
     reasons: dict[str, list[str]] = {}
@@ -414,7 +414,7 @@ def notes_of(dropping: Dropping, off: Mapping[str, str] | None) -> list[str]:
 
 
 def _drawn(x: Tensor, draw: Callable[[Tensor], Tensor], shifts: bool) -> DropoutMask:
-    """What the function drops from something like x, with the random numbers that it would draw for x."""
+    """The mask that the function draws for a tensor like x, from the random numbers that it would draw for x."""
     if not shifts:
         factor = draw(torch.ones_like(x))
         largest = float(local_part(factor).max()) if local_part(factor).numel() else 0.0
@@ -443,7 +443,7 @@ def _computed_again() -> bool:
 
 
 def _drops_in_kernel(module: nn.Module) -> bool:
-    """Whether its dropout is no call that can be seen: of recurrent layers, and of attention between ranks."""
+    """Whether its dropout cannot be seen as a call: in recurrent layers, and in attention between ranks."""
     rate = vars(module).get("dropout")
     return bool(isinstance(rate, float) and rate) and (
         isinstance(module, nn.RNNBase) or bool(getattr(module, "_reaches", False))

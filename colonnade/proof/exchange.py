@@ -1,4 +1,4 @@
-"""What ranks tell each other in a comparison: values to the first rank, and what it found, or its error, to all.
+"""Values that ranks send each other in a comparison: records to the first rank, and its result, or its error, to all.
 
 Values travel as JSON and the bytes of tensors. Reading them runs no code: an object is one of a dataclass or a named tuple that
 the reader has loaded already, and its fields are set without calling it.
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colonnade.checkpoint.tensor_files import raw_bytes
-from colonnade.comm.messages import gather_json, message_device
+from colonnade.comm.messages import gather_from_all, message_device
 from colonnade.comm.rank_group import own_gloo
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
@@ -178,7 +178,7 @@ def gather_to_first(value: Any, context: ParallelContext) -> list[Any] | None:
         return [value]
     rank = context.get_global_rank()
     mine = attempt(lambda: packed(value, f"what rank {rank} noted")) if rank else None
-    problems = [text for text in everyones(str(mine) if isinstance(mine, Exception) else "", context) if text]
+    problems = [text for text in gather_from_all(str(mine) if isinstance(mine, Exception) else "", context) if text]
     if problems:
         raise mine if isinstance(mine, Exception) else ParityError(problems[0])
     wires = own_gloo()
@@ -197,13 +197,8 @@ def gather_to_first(value: Any, context: ParallelContext) -> list[Any] | None:
     return found
 
 
-def everyones(value: Any, context: ParallelContext) -> list[Any]:
-    """Every rank's JSON value, on every rank. Collective over the world."""
-    return [value] if context.world_size == 1 else gather_json(value, context.device)
-
-
 def attempt(function: Callable[[], Any]) -> Any:
-    """What it returns, or the error that it raised."""
+    """The result of a function, or the error that it raised."""
     try:
         return function()
     except Exception as error:
@@ -211,7 +206,7 @@ def attempt(function: Callable[[], Any]) -> Any:
 
 
 def agreed(context: ParallelContext, found: Any) -> Any:
-    """On rank 0 what was found; an error there is raised on every rank."""
+    """`found` on rank 0; an error there is raised on every rank. Collective over the world."""
     problem = found if isinstance(found, Exception) else None
     if context.world_size > 1:
         told = _from_first(context, f"{type(found).__name__}: {found}" if problem is not None else None)
@@ -223,7 +218,7 @@ def agreed(context: ParallelContext, found: Any) -> Any:
 
 
 def shared(context: ParallelContext, make: Callable[[], Any]) -> Any:
-    """What rank 0 makes, on every rank."""
+    """The value that rank 0 makes, on every rank; an error there is raised on every rank. Collective over the world."""
     found = agreed(context, attempt(make) if context.get_global_rank() == 0 else None)
     return _from_first(context, found) if context.world_size > 1 else found
 

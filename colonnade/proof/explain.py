@@ -5,7 +5,6 @@ No process is started and no group is made: all of it is derived from the record
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
@@ -30,6 +29,7 @@ from colonnade.parallel.demand import check_same_data, holding, owed
 from colonnade.parallel.placement import Placement, Replicate, Shard, Spec, Tied, place, placement_of
 from colonnade.parallel.split import build_schedule
 from colonnade.proof.roles import BuildModel, Role, ranks_of_stage, roles
+from colonnade.texts import pattern_of
 
 # --------------------------------------------------------------------------------------------------
 # The words of `explain`: how a placement lies, why a sum is divided so, what a checkpoint keeps, groups of ranks.
@@ -269,7 +269,7 @@ def _collect(
         inside = tuple(mode for mode in layout.modes if layout.has(mode, role.rank))
         key = (placement.key[0], done, not parameter.requires_grad, inside)
         one = found.setdefault(key, _Found(placement, mine, role, not parameter.requires_grad))
-        pattern = re.sub(r"\b\d+\b", "*", name)
+        pattern = pattern_of(name)
         one.names[pattern] = one.names.get(pattern, 0) + 1
         one.elements += parameter.numel()
         one.stages.add(role.stage)

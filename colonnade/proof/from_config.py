@@ -1,7 +1,6 @@
-"""What `colonnade verify config.py --model MODULE:FUNCTION` runs on each rank: that model, trained as the config says.
+"""The script of `colonnade verify config.py --model MODULE:FUNCTION` on each rank: that model, trained as the config says.
 
-Batches are what the user's function gives, or are drawn to fit the first layer. What a rank is given depends on its data
-rank alone.
+Batches come from the user's function, or are drawn to fit the first layer. They depend on the data rank alone.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from colonnade.hf.model_loss import criterion_of
 from colonnade.nn.layer.arrangement import arrange
 from colonnade.parallel.split import Split
 from colonnade.proof.record import first_tensor, micro_batches
-from colonnade.proof.scripts import call_given, function_named, import_named
+from colonnade.proof.user_functions import call_given, function_named, import_named
 from colonnade.registry import LOSSES, OPTIMIZERS, Registry
 
 _LENGTH = 8

@@ -22,12 +22,13 @@ from colonnade.config.settings import ClipSettings
 from colonnade.engine.engine import ON_ENGINE, Engine
 from colonnade.errors import ParityError, did_you_mean, listed
 from colonnade.gradients.sums import Demand, read_demands
+from colonnade.gradients.synchroniser import StepOutcome
+from colonnade.optim.clip import Decision
+from colonnade.optim.norm import Norms
 from colonnade.parallel.placement import is_dtensor
 from colonnade.proof.record import micro_batches
 
-# --------------------------------------------------------------------------------------------------
-# How a built engine is changed from the outside: its final gradients, its passes, its norm, its step.
-# --------------------------------------------------------------------------------------------------
+# --- How a built engine is changed from the outside: its final gradients, its passes, its norm, its step ---
 
 
 def trained(engine: Engine) -> list[Demand]:
@@ -69,14 +70,15 @@ def spans(engine: Engine, chosen: Tensor | None = None) -> Iterator[tuple[Tensor
         yield parameter, 0, grad.numel(), grad.view(-1) if grad.is_contiguous() else grad
 
 
-def after_sums(engine: Engine, change: Callable[[], None]) -> None:
+def after_sums(engine: Engine, change: Callable[[StepOutcome], None]) -> None:
     finish = engine._sync.finish
 
-    def finished() -> None:
-        finish()
-        if not engine._sync.synchroniser.failed_ranks:
+    def finished(*args: Any, **kwargs: Any) -> StepOutcome:
+        outcome = finish(*args, **kwargs)
+        if not outcome.failed_ranks:
             with torch.no_grad():
-                change()
+                change(outcome)
+        return outcome
 
     engine._sync.finish = finished  # type: ignore[method-assign]  # of this one engine
 
@@ -84,7 +86,7 @@ def after_sums(engine: Engine, change: Callable[[], None]) -> None:
 def multiply(engine: Engine, demand: Demand | None, factor: float) -> bool:
     """Multiply the final gradient of one parameter, or of all."""
 
-    def change() -> None:
+    def change(outcome: StepOutcome) -> None:
         for _, _, _, gradient in spans(engine, demand.parameter if demand is not None else None):
             gradient.mul_(factor)
 
@@ -97,18 +99,17 @@ class OwnGradients:
 
     def __init__(self, engine: Engine, demands: list[Demand]) -> None:
         self._sums: dict[int, Tensor] = {}
-        self._sync = engine._sync
         for demand in demands:
             demand.parameter.register_hook(partial(self._add, id(demand.parameter)))
 
     def _add(self, key: int, grad: Tensor) -> None:
         self._sums[key] = self._sums[key] + grad if key in self._sums else grad.clone()
 
-    def take(self, demand: Demand) -> Tensor:
+    def take(self, demand: Demand, outcome: StepOutcome) -> Tensor:
         """On the scale of the final gradient; zero where there was none. Forgotten afterwards."""
         own = self._sums.pop(id(demand.parameter), None)
         own = torch.zeros_like(demand.parameter) if own is None else own.detach()
-        return own if self._sync.scale is None else own * self._sync.scale
+        return own if outcome.scale is None else own * outcome.scale
 
 
 def put(engine: Engine, demand: Demand, value: Tensor) -> None:
@@ -151,17 +152,18 @@ def limit_of(engine: Engine) -> float | None:
 
 def clip_by(engine: Engine, norm: Callable[[Tensor], Tensor], power: float = 1.0) -> bool:
     """Let norm(the true one) be what is told and clipped by."""
-    limit, decide = limit_of(engine), engine._stepper._decide
-    if limit is None:
+    limit, policy = limit_of(engine), engine._stepper.policy
+    if limit is None or policy is None:
         return False
+    decide = policy.decide
 
-    def decided(*args: Any) -> Any:
-        decision = decide(*args)
+    def decided(norms: Norms) -> Decision:
+        decision = decide(norms)
         found = norm(decision.norm).to(decision.norm)
         divisor = ((found + 1e-6) / limit).clamp(min=1.0) ** power
         return replace(decision, norm=found, divisor=divisor.to(decision.divisor).expand_as(decision.divisor).clone())
 
-    engine._stepper._decide = decided  # type: ignore[method-assign,assignment]  # of this one engine
+    policy.decide = decided  # type: ignore[method-assign]  # of this one engine
     return True
 
 
@@ -173,10 +175,10 @@ def squares_of(engine: Engine) -> Tensor:
 def around_step(engine: Engine, before: Callable[[], Any], after: Callable[[Any], Any]) -> None:
     step = engine._stepper.step
 
-    def stepped() -> None:
+    def stepped(outcome: StepOutcome) -> None:
         with torch.no_grad():
             kept = before()
-            step()
+            step(outcome)
             if hasattr(engine.optimizer, "wait"):
                 engine.optimizer.wait()
             after(kept)
@@ -242,7 +244,7 @@ def plant_from_environment(engine: Engine) -> None:
     Path(os.environ[MARK]).touch()
 
 
-# -- reductions -------------------------------------------------------------------------------------------------
+# --- Reductions ---
 
 
 @mistake("a parameter is not reduced at all", "not-reduced", "partial-gradient", "tied-copy-missed")
@@ -252,7 +254,7 @@ def drop_a_reduction(engine: Engine) -> bool:
     if demand is None:
         return False
     own = OwnGradients(engine, [demand])
-    after_sums(engine, lambda: put(engine, demand, own.take(demand)))
+    after_sums(engine, lambda outcome: put(engine, demand, own.take(demand, outcome)))
     return True
 
 
@@ -281,8 +283,8 @@ def misroute_a_reduction(engine: Engine) -> bool:
 def _sum_elsewhere(engine: Engine, demand: Demand, mode: Any) -> bool:
     own = OwnGradients(engine, [demand])
 
-    def change() -> None:
-        value = own.take(demand).contiguous()
+    def change(outcome: StepOutcome) -> None:
+        value = own.take(demand, outcome).contiguous()
         dist.all_reduce(value, group=engine.context.get_group(mode))
         put(engine, demand, value / divisor_of(demand))
 
@@ -322,7 +324,7 @@ def swap_two_shards(engine: Engine) -> bool:
     mode = next(iter(demand.placement.shards))
     group, size, mine = context.get_group(mode), context.get_world_size(mode), context.get_local_rank(mode)
 
-    def change() -> None:
+    def change(outcome: StepOutcome) -> None:
         grad = demand.parameter.grad
         assert grad is not None
         everyone = [torch.empty_like(grad.contiguous()) for _ in range(size)]
@@ -338,7 +340,7 @@ def one_step_late(engine: Engine) -> bool:
     """Those of the first step are zero."""
     before: dict[tuple[int, int], Tensor] = {}
 
-    def change() -> None:
+    def change(outcome: StepOutcome) -> None:
         for parameter, start, _, gradient in list(spans(engine)):
             late = before.get((id(parameter), start))
             before[id(parameter), start] = gradient.clone()
@@ -348,7 +350,7 @@ def one_step_late(engine: Engine) -> bool:
     return True
 
 
-# -- losses and passes ------------------------------------------------------------------------------------------
+# --- Losses and passes ---
 
 
 @mistake("the first micro-batch of a step is left out", "micro-batch-missing", "last-micro-batch-only")
@@ -391,7 +393,7 @@ def nan_on_one_rank(engine: Engine) -> bool:
     return True
 
 
-# -- clipping ---------------------------------------------------------------------------------------------------
+# --- Clipping ---
 
 
 @mistake("each rank clips by the norm of what it holds", "norm-misses-shards", "norm-of-a-part", "clipped-per-stage")
@@ -425,8 +427,8 @@ def clip_before_the_sums(engine: Engine) -> bool:
         return False
     own = OwnGradients(engine, demands)
 
-    def change() -> None:
-        mine = [(demand, own.take(demand)) for demand in demands]
+    def change(outcome: StepOutcome) -> None:
+        mine = [(demand, own.take(demand, outcome)) for demand in demands]
         norm = torch.stack([value.double().square().sum() for _, value in mine]).sum().sqrt()
         share = float(min(1.0, limit / (float(norm) + 1e-6)))
         for demand, value in mine:
@@ -448,7 +450,7 @@ def clip_twice(engine: Engine) -> bool:
     return clip_by(engine, lambda norm: norm, power=2.0)
 
 
-# -- weights ----------------------------------------------------------------------------------------------------
+# --- Weights ---
 
 
 @mistake("one rank starts with other weights", "weights-differ-at-start")

@@ -1,6 +1,7 @@
-"""What one process does in its first steps, noted as it happens: losses, gradients at each stage, weights, activations.
+"""The record of one process: losses, gradients at each stage of a step, weights and activations of its first steps.
 
-A `Recorder` looks at a model through hooks; an engine, or a script of plain torch, tells it where a step has got to.
+A `StepRecorder` watches a model through hooks and fills a `Record`. The steps themselves are reported to it by
+`EngineRecorder` here, which observes an engine, or by `PlainRecorder` of watch.py, which follows a torch optimizer.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from colonnade.checkpoint.manifest import whole_box
 from colonnade.checkpoint.tensors import LocalTensor, locate_tensors, memory_order, prefix_of
@@ -27,8 +28,10 @@ from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.forward import ModelHook
 from colonnade.parallel.held import checksum, held_tensors
 from colonnade.parallel.placement import is_dtensor
-from colonnade.proof.dropout_masks import Dropping, Masks, Nothing, Noting
+from colonnade.proof.dropout_masks import Dropping, Masks, Nothing, Noting, Replays
 
+Batch = tuple[Any, Any]
+"""(data, label)"""
 Loss = tuple[float, float | None]
 """(mean, what it is a mean over; None for a plain mean)"""
 
@@ -66,7 +69,7 @@ class Tracked:
 
 @dataclass(frozen=True)
 class TensorNote:
-    """What is told of a tracked tensor to others."""
+    """The facts of a tracked tensor, for comparison with those of other ranks."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -105,9 +108,63 @@ class RecordedStep:
     """What the optimizer stepped with."""
 
 
+@dataclass(frozen=True)
+class BatchAxis:
+    """An axis of the layout: its size, whether its ranks see distinct data, and the dimension along which batches are cut."""
+
+    name: str
+    size: int
+    distinct: bool
+    dim: int = 0
+    may_repeat: bool = False
+    """Whether ranks may be given the same batch, of which the model takes its part (sequences)."""
+
+
+@dataclass
+class RunInfo:
+    """The facts of a run that a comparison needs beside its numbers.
+
+    A process fills in what it knows. Layout: from the context of an engine, the same on all ranks but for `coordinates`;
+    plain torch has none, and `watch.with_layout` derives one from the batches. Last part: of scripts alone.
+    """
+
+    axes: Sequence[BatchAxis] | None = None
+    """None: plain torch, no layout is known yet."""
+    coordinates: dict[str, int] = field(default_factory=dict)
+    """Of this rank, by axis."""
+    groups: dict[str, list[list[int]]] = field(default_factory=dict)
+    """By mode, those modes that have a group of several ranks."""
+    distinct_data: list[str] = field(default_factory=list)
+    """The modes whose ranks see distinct data."""
+    data_parallel: bool = False
+    """A wrapper of plain torch says that its ranks see distinct data."""
+
+    dtype: str = ""
+    """The coarsest in which the forward pass computes. Empty: not known."""
+    micro_batches: int = 1
+    """Into how many the schedule cuts each batch."""
+    accumulation: int = 1
+    """Backward passes in a step, of all micro-batches."""
+    max_norm: float | None = None
+    norm_type: float = 2.0
+    kept_in_eval: dict[str, bool] = field(default_factory=dict)
+    """By module: whether it is in evaluation mode although the model trains."""
+    zeroed: set[str] = field(default_factory=set)
+    """The modules in which something was to be dropped and was not."""
+
+    given: dict[str, list[Any]] = field(default_factory=dict)
+    """A script on its ranks: every batch that came in, by the place where it came in (loader, call, schedule, criterion)."""
+    config: dict[str, str] = field(default_factory=dict)
+    """A script: its config as text, to be compared with that which it has as one process."""
+    names: dict[str, str] = field(default_factory=dict)
+    """A script as one process: every name of a tensor, to its first."""
+    replays: Replays = field(default_factory=Replays)
+    """A script as one process: what became of the ranks' dropout masks."""
+
+
 @dataclass
 class Record:
-    """All that one process noted."""
+    """Everything that one process noted."""
 
     rank: int
     tensors: dict[str, TensorNote] = field(default_factory=dict)
@@ -116,10 +173,9 @@ class Record:
     groups: list[tuple[dict[str, Any], list[str]]] = field(default_factory=list)
     """The parameter groups of the optimizer: options, and names of the parameters."""
     notes: list[str] = field(default_factory=list)
-    resting: dict[str, bool] = field(default_factory=dict)
+    ran_in_eval: dict[str, bool] = field(default_factory=dict)
     """By module: whether it was in evaluation mode when it first ran."""
-    about: dict[str, Any] = field(default_factory=dict)
-    """What all processes know alike: the layout, the accumulation, the clipping."""
+    run: RunInfo = field(default_factory=RunInfo)
 
 
 class StepRecorder:
@@ -160,7 +216,7 @@ class StepRecorder:
             handle.remove()
         self._handles = []
 
-    # -- told by who runs the step ----------------------------------------------------------------------
+    # --- Called by the owner of the step, in the order of a step ---
 
     def note_start(self) -> None:
         """Training starts from the weights that are there now."""
@@ -202,18 +258,17 @@ class StepRecorder:
         step.norm, step.norms, step.divisors = norm, dict(norms or {}), dict(divisors or {})
         for one in self.tracked:
             (step.weights if one.is_parameter else step.buffers)[one.name] = copied(local_part(one.tensor))
-        if (
-            self._coarsest is not None and "dtype" in self.record.about
-        ):  # autocast computes in another than the weights'
-            own = getattr(torch, self.record.about["dtype"])
-            self.record.about["dtype"] = str(coarser(self._coarsest, own)).removeprefix("torch.")
+        # Autocast computes in a coarser dtype than that of the weights, and the tolerance has to be that of the coarser.
+        if self._coarsest is not None and self.record.run.dtype:
+            own = getattr(torch, self.record.run.dtype)
+            self.record.run.dtype = str(coarser(self._coarsest, own)).removeprefix("torch.")
         if isinstance(self.dropping, Noting):
             step.masks = self.dropping.masks
         self.record.steps.append(step)
         self.dropping.begin_step(len(self.record.steps), self.dropping.share)
         self._step, self._fired, self._seen_room = RecordedStep(), {}, 0
 
-    # -- hooks ------------------------------------------------------------------------------------------
+    # --- Hooks ---
 
     def _watch_gradients(self) -> None:
         for one in self.tracked:
@@ -244,7 +299,7 @@ class StepRecorder:
         if torch.is_grad_enabled() and self._seen_room and self._is_another_call(name, (args, kwargs), again):
             return
         if torch.is_grad_enabled():
-            self.record.resting.setdefault(name, not module.training)
+            self.record.ran_in_eval.setdefault(name, not module.training)
         into = self._step.recomputed if again else self._step.activations
         value = first_tensor(output)
         if value is None or not torch.is_grad_enabled() or name in into:
@@ -256,7 +311,7 @@ class StepRecorder:
             into[name] = copied(value)
 
     def _is_another_call(self, name: str, given: Any, again: bool) -> bool:
-        """Of a module that is called several times: whether what is computed again is another call than the first."""
+        """Whether a call of a module computes another call again than the first. Only the output of the first is kept."""
         value = first_tensor(given)
         bits = () if value is None else tuple(checksum(value.contiguous()).tolist())
         calls = self._calls.setdefault(name, [])
@@ -290,6 +345,11 @@ def options_of(optimizer: Any) -> Options:
     return [{key: float(value) for key, value in group.items() if is_number(value)} for group in optimizer.param_groups]
 
 
+def on_cpu(value: Any) -> Any:
+    """A batch with its tensors on the host, apart from what the run may still change."""
+    return tree_map_only(Tensor, lambda leaf: leaf.detach().to("cpu", copy=True), value)
+
+
 def first_tensor(output: Any) -> Tensor | None:
     """The first floating point tensor of a module's output; None where there is none, or its elements lie elsewhere."""
     for leaf in tree_leaves(dict(output) if isinstance(output, Mapping) else output):
@@ -318,101 +378,7 @@ def positions_of(tensor: LocalTensor) -> Tensor | None:
     return places
 
 
-# --------------------------------------------------------------------------------------------------
-# The batches of all ranks as one process would be given them.
-# --------------------------------------------------------------------------------------------------
-
-
-Batch = tuple[Any, Any]
-"""(data, label)"""
-
-
-@dataclass(frozen=True)
-class BatchAxis:
-    """An axis of the layout: its size, whether its ranks see distinct data, and the dimension along which batches are cut."""
-
-    name: str
-    size: int
-    distinct: bool
-    dim: int = 0
-    may_repeat: bool = False
-    """Whether ranks may be given the same batch, of which the model takes its part (sequences)."""
-
-
-@dataclass(frozen=True)
-class Pass:
-    """What one process is given in one pass: one batch, or several that cannot be joined. `weight` is its part of a step's mean."""
-
-    batches: list[Batch]
-    weight: float = 1.0
-
-
-def shares(values: Sequence[Any], axes: Sequence[BatchAxis], coordinates: Callable[[int], dict[str, int]]) -> list[Any]:
-    """What ranks that see distinct data were given, once each; parts of sequences are put together."""
-    distinct = [axis for axis in axes if axis.distinct and axis.size > 1]
-    table = {
-        tuple(coordinates(rank)[axis.name] for axis in distinct): value
-        for rank, value in reversed(list(enumerate(values)))
-        if all(coordinates(rank)[axis.name] == 0 for axis in axes if not axis.distinct)
-    }
-    for at, axis in reversed(list(enumerate(distinct))):
-        if axis.may_repeat:
-            rows: dict[tuple[int, ...], list[Any]] = {}
-            for key in sorted(table):
-                rows.setdefault((*key[:at], *key[at + 1 :]), []).append(table[key])
-            table = {key: found[0] if all_same(found) else _cat(found, axis.dim) for key, found in rows.items()}
-            if any(value is None for value in table.values()):
-                raise ValueError(
-                    f"the batches of the ranks of the axis {axis.name!r} cannot be joined along dimension {axis.dim}"
-                )
-    return [table[key] for key in sorted(table)]
-
-
-def join(parts: Sequence[Any]) -> Any:
-    """The parts as one, along dimension 0; None where they do not fit together."""
-    return parts[0] if len(parts) == 1 else _cat(parts, 0)
-
-
-def _cat(parts: Sequence[Any], dim: int) -> Any:
-    flat = [tree_flatten(part) for part in parts]
-    if any(spec != flat[0][1] for _, spec in flat):
-        return None
-    leaves = []
-    for column in zip(*(leaves for leaves, _ in flat), strict=True):
-        if not isinstance(column[0], Tensor) or column[0].dim() <= dim:
-            leaves.append(column[0])
-        elif all(_but(leaf, dim) == _but(column[0], dim) for leaf in column):
-            leaves.append(torch.cat(column, dim))
-        else:
-            return None
-    return tree_unflatten(leaves, flat[0][1])
-
-
-def _but(leaf: Tensor, dim: int) -> tuple[int, ...]:
-    return tuple(size for at, size in enumerate(leaf.shape) if at != dim)
-
-
-def all_same(parts: Sequence[Any]) -> bool:
-    """Whether all have the same tensors in the same places."""
-    first, spec = tree_flatten(parts[0])
-    for part in parts[1:]:
-        leaves, other = tree_flatten(part)
-        if other != spec:
-            return False
-        for mine, theirs in zip(first, leaves, strict=True):
-            if isinstance(mine, Tensor) and not (mine.shape == theirs.shape and torch.equal(mine, theirs)):
-                return False
-    return True
-
-
-def on_cpu(value: Any) -> Any:
-    """A batch with its tensors on the host, apart from what the run may still change."""
-    return tree_map_only(Tensor, lambda leaf: leaf.detach().to("cpu", copy=True), value)
-
-
-# --------------------------------------------------------------------------------------------------
-# A `Recorder` on an engine: what its tensors are in the whole, and which of its steps it is at.
-# --------------------------------------------------------------------------------------------------
+# --- An engine that is recorded ---
 
 
 _FP16_SCALE = 256.0
@@ -443,7 +409,7 @@ class EngineRecorder(Observer):
             one.name: self._note(one, place) for one, place in zip(self.tracked, located, strict=True)
         }
         self.record.groups = groups_of(engine.optimizer, self._by_tensor)
-        self.record.about = about(engine)
+        self.record.run = info_of(engine)
         engine.observers.append(self)
         self._scale = self._lower_scale()
 
@@ -464,7 +430,7 @@ class EngineRecorder(Observer):
         if self in self._engine.observers:
             self._engine.observers.remove(self)
 
-    # -- what the engine tells ----------------------------------------------------------------------------
+    # --- Events of the engine ---
 
     def on_loss(self, loss: Any) -> None:
         self.recorder.note_loss(self._loss(loss))
@@ -482,13 +448,11 @@ class EngineRecorder(Observer):
         norms = {name: float(value) for name, value in self._engine.grad_norms().items()}
         self.recorder.note_step(None if norm is None else float(norm), norms, self._divisors())
 
-    # -- inside -------------------------------------------------------------------------------------------
-
     def _loss(self, loss: Any) -> Loss | None:
         if loss is None:
             return None
         if self._engine.schedule.runs_backward:
-            count = self._engine.schedule.loss_count
+            count = self._engine.loss_count
             return float(loss), None if count is None else float(count)
         value, count = split_loss(loss)
         if count is None:
@@ -552,23 +516,23 @@ def name_in_whole(model: nn.Module, name: str) -> str:
     return f"{prefix_of(model)}{name}" if name else name
 
 
-def about(engine: Engine) -> dict[str, Any]:
-    """What the comparison needs to know of the run."""
+def info_of(engine: Engine) -> RunInfo:
+    """The layout, the passes and the clipping of an engine's run."""
     context, layout = engine.context, engine.context.layout
     clip = ClipSettings.read(context.config.get("clip_grad_norm"))
     floating = [p.dtype for p in engine.model.parameters() if p.is_floating_point()]
     groups = {mode.name: [list(group) for group in layout.groups(mode)] for mode in layout.modes}
-    return {
-        "groups": {name: lists for name, lists in groups.items() if any(len(group) > 1 for group in lists)},
-        "distinct_data": [axis.mode.name for axis in layout.axes if axis.data == "distinct" and axis.size > 1],
-        "axes": axes_of(context),
-        "coordinates": layout.coordinates(context.get_global_rank()),
-        "dtype": str(engine._precision.dtype or (floating or [torch.get_default_dtype()])[0]).removeprefix("torch."),
-        "micro_batches": micro_batches(engine),
-        "accumulation": engine.accumulation * micro_batches(engine),
-        "max_norm": None if clip is None else clip.options.get("max_norm"),
-        "norm_type": 2.0 if clip is None else clip.norm_type,
-    }
+    return RunInfo(
+        axes=axes_of(context),
+        coordinates=layout.coordinates(context.get_global_rank()),
+        groups={name: lists for name, lists in groups.items() if any(len(group) > 1 for group in lists)},
+        distinct_data=[axis.mode.name for axis in layout.axes if axis.data == "distinct" and axis.size > 1],
+        dtype=str(engine._precision.dtype or (floating or [torch.get_default_dtype()])[0]).removeprefix("torch."),
+        micro_batches=micro_batches(engine),
+        accumulation=engine.accumulation * micro_batches(engine),
+        max_norm=None if clip is None else clip.options.get("max_norm"),
+        norm_type=2.0 if clip is None else clip.norm_type,
+    )
 
 
 def axes_of(context: ParallelContext) -> list[BatchAxis]:

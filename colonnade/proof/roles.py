@@ -21,7 +21,7 @@ from colonnade.errors import ColonnadeError, ConfigError
 from colonnade.parallel.meta import meta_init, shapes_only
 from colonnade.parallel.placement import Replicate, Shard, Tied, place
 from colonnade.parallel.split import Split, build_schedule, take_stages
-from colonnade.proof.scripts import call_given
+from colonnade.proof.user_functions import call_given
 
 BuildModel = Callable[..., Any]
 """Returns a model or what `colonnade.split` returns. Is given the arguments `config` and `context` if it has them."""

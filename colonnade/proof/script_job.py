@@ -1,8 +1,9 @@
-"""A script that takes part in `colonnade verify`: what it builds is recorded, or fed with what all ranks were given.
+"""The side of the processes of `colonnade verify train.py`: the script runs here, recorded, and fed where it runs alone.
 
-As one of the "ranks" the script runs as it is, and what it does is noted. "Alone" it is one process in which every parallel
-size is 1: it starts from the weights that the ranks started from, and wherever a batch comes in it is given those of all
-ranks, joined.
+The parent (scripts.py) sets COLONNADE_VERIFY to a file with a `ScriptPart`: the role of this process. `taking_part` wraps
+the script. One of the "ranks" runs it as it is, and notes what it does. "Alone" it is one process in which every parallel
+size is 1: it starts from the weights that the ranks started from, and wherever a batch comes in (a loader, a call of the
+engine, a schedule, a criterion) it is given those of all ranks, joined. `ScriptRecorder` is both.
 """
 
 from __future__ import annotations
@@ -31,81 +32,21 @@ from colonnade.engine import build
 from colonnade.engine.engine import Engine
 from colonnade.errors import ParityError
 from colonnade.parallel.split import Split
-from colonnade.proof.dropout_masks import Dropping, Nothing, Noting, Replaying, Replays, notes_of
+from colonnade.proof.dropout_masks import Dropping, Nothing, Noting, Replaying, notes_of
 from colonnade.proof.mutation import plant
 from colonnade.proof.record import EngineRecorder, name_in_whole, on_cpu, options_of
 from colonnade.proof.reference import canonical_names, load, moved_by_an_ulp
 from colonnade.testing.truth import in_double
 
-# --------------------------------------------------------------------------------------------------
-# What stands in the place of a script's loader, batches and criterion: what goes through it is noted, or, alone, replaced.
-# --------------------------------------------------------------------------------------------------
-
-
-_LOADED = 64  # batches of each loader that are kept
-
-
-class Loaded:
-    """Batches of a loader; alone, those of all ranks, as far as the ranks took any."""
-
-    def __init__(self, own: Iterator[Any], key: str, stage: ScriptRecorder) -> None:
-        self._own, self._key, self._stage = own, key, stage
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        return self._stage.through(self._key, next(self._own), most=_LOADED)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)
-
-
-class Batches:
-    """The batches of a script of plain torch, which go past the stage; all else is theirs."""
-
-    def __init__(self, own: Any, stage: ScriptRecorder) -> None:
-        self._own, self._stage = own, stage
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self._own:
-            yield self._stage.through("batch", batch)
-
-    def __len__(self) -> int:
-        return len(self._own)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)
-
-
-class Criterion:
-    """The user's criterion, which is given the labels of all ranks where it is given those of one."""
-
-    def __init__(self, own: Any, stage: ScriptRecorder) -> None:
-        self._own, self._stage = own, stage
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        stage = self._stage
-        if torch.is_grad_enabled() and stage._begun and not stage._fed_by_schedule:
-            args, kwargs = stage.through("criterion", (args, kwargs))
-        return self._own(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)
-
-
-# --------------------------------------------------------------------------------------------------
-# Which part a process plays in `colonnade verify`: the parent sets COLONNADE_VERIFY to a file that says it.
-# --------------------------------------------------------------------------------------------------
-
-
 VARIABLE = "COLONNADE_VERIFY"
+_LOADED = 64
+"""Batches of each loader that are kept."""
 JOINED, START, MASKS, REFERENCE, OPTIONS = "joined{share}.pt", "start.pt", "masks.pt", "reference.pt", "options.pt"
 
 
 @dataclass(frozen=True)
 class ScriptPart:
-    """What one process does in a verification; `result` is the file that it writes, with {rank}."""
+    """The role of one process in a verification; `result` is the file that it writes, with {rank}."""
 
     role: str
     folder: str
@@ -130,7 +71,7 @@ class ScriptPart:
 
 
 def current_part() -> ScriptPart | None:
-    """What this process is to do, if it was started by `colonnade verify`."""
+    """The role of this process, if it was started by `colonnade verify`."""
     path = os.environ.get(VARIABLE)
     return ScriptPart(**json.loads(Path(path).read_text())) if path else None
 
@@ -142,21 +83,25 @@ _FROM_GRAPH = "from the graph"
 
 @contextmanager
 def taking_part(part: ScriptPart) -> Iterator[None]:
-    """Around a script: its engine is recorded. The process ends after the last step that is asked for."""
+    """Around a script: its engine is recorded, or the model that it hands to `watch`. The process ends after the last step.
+
+    Nothing of the script is changed. The functions by which it loads a config, builds an engine, iterates a loader, clips and
+    saves are replaced while it runs, before it can import them by name.
+    """
     with ExitStack() as stack:
         if part.dtype == "fp64":
             stack.enter_context(in_double())
-        stage = ScriptRecorder(part, stack)
-        global _stage
-        _stage = stage
-        stack.enter_context(stage.dropping)
-        stack.enter_context(_replaced(ParallelContext, "load_config", stage.load_config))
-        stack.enter_context(_replaced(build, "initialize", stage.initialize))
+        script = ScriptRecorder(part, stack)
+        global _script
+        _script = script
+        stack.enter_context(script.dropping)
+        stack.enter_context(_replaced(ParallelContext, "load_config", script.load_config))
+        stack.enter_context(_replaced(build, "initialize", script.initialize))
         if part.dtype == "fp64":
-            stack.enter_context(_replaced(torch.amp.GradScaler, "__init__", stage.without_scaler))
-        stack.enter_context(_replaced(DataLoader, "__iter__", stage.fed_loader))
-        for name in ("clip_grad_norm_", "clip_grads_with_norm_"):  # before a script imports them by name
-            stack.enter_context(_replaced(nn.utils, name, stage.seen_clipping))
+            stack.enter_context(_replaced(torch.amp.GradScaler, "__init__", script.without_scaler))
+        stack.enter_context(_replaced(DataLoader, "__iter__", script.fed_loader))
+        for name in ("clip_grad_norm_", "clip_grads_with_norm_"):
+            stack.enter_context(_replaced(nn.utils, name, script.seen_clipping))
         stack.enter_context(_replaced(CheckpointManager, "__init__", _only_reads))
         stack.enter_context(_replaced(CheckpointManager, "save", lambda own: lambda *args, **kwargs: None))
         try:
@@ -164,7 +109,7 @@ def taking_part(part: ScriptPart) -> Iterator[None]:
         except SystemExit as end:
             if end.code not in (None, 0):
                 raise
-        stage.end_of_script()
+        script.end_of_script()
 
 
 def shown(value: Any) -> str:
@@ -172,12 +117,12 @@ def shown(value: Any) -> str:
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
 
 
-_stage: ScriptRecorder | None = None
+_script: ScriptRecorder | None = None
 
 
-def current_stage() -> ScriptRecorder | None:
-    """Where the script of this process is played, if `colonnade verify` started it."""
-    return _stage
+def current_script() -> ScriptRecorder | None:
+    """The recorder of the script that runs in this process, if `colonnade verify` started it."""
+    return _script
 
 
 class ScriptRecorder:
@@ -217,7 +162,7 @@ class ScriptRecorder:
         replaying.share = self.part.share
         return replaying
 
-    # -- what is put in the place of ours --------------------------------------------------------------
+    # --- Functions that stand in the place of ours and of torch's ---
 
     def load_config(self, own: Callable[..., None]) -> Callable[..., None]:
         def load_config(context: ParallelContext, config: Any) -> None:
@@ -246,7 +191,7 @@ class ScriptRecorder:
         )
 
     def seen_clipping(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        """A script of plain torch clips by itself, which who looks at it must know of."""
+        """A script of plain torch clips by itself. Its recorder sees the gradients before, and the norm."""
 
         @wraps(own)
         def clip(*args: Any, **kwargs: Any) -> Any:
@@ -256,7 +201,7 @@ class ScriptRecorder:
         return clip
 
     def _compare_config(self) -> None:
-        """Alone: what the script computes from the number of ranks is another, and is no mistake of the ranks."""
+        """Alone: values that the script computes from the number of ranks are others, which is no mistake of the ranks."""
         both = self._of_ranks.keys() | self._config.keys()
         for key in sorted(both.difference(_ONLY_TOGETHER, ["parallel"])):
             theirs, mine = self._of_ranks.get(key, "not set"), self._config.get(key, "not set")
@@ -313,17 +258,17 @@ class ScriptRecorder:
                 module.double()
         return model
 
-    # -- the engine ------------------------------------------------------------------------------------
+    # --- The engine ---
 
-    def take(self, recorder: Any, model: nn.Module, rename: Callable[[str], str] = lambda name: name) -> None:
-        """What is looked at from now on."""
+    def follow(self, recorder: Any, model: nn.Module, rename: Callable[[str], str] = lambda name: name) -> None:
+        """Record this model from now on."""
         self.recorder, self._model, self._rename = recorder, model, rename
         self._around.enter_context(self.dropping.watching(model, rename))
 
     def _attach(self, engine: Engine) -> None:
         if self.part.mistake is not None:
             plant(engine, self.part.mistake)
-        self.take(EngineRecorder(engine, self.dropping), engine.model, partial(name_in_whole, engine.model))
+        self.follow(EngineRecorder(engine, self.dropping), engine.model, partial(name_in_whole, engine.model))
         self._optimizer = engine.optimizer
         engine._forward = self._fed_forward(engine, engine._forward)
         if engine._criterion is not None:
@@ -355,7 +300,7 @@ class ScriptRecorder:
         def call(*args: Any, **kwargs: Any) -> Any:
             if torch.is_grad_enabled() and engine.training and not self._fed_by_schedule:
                 self.begin()
-                args, kwargs = self.through("call", (args, kwargs))
+                args, kwargs = self.note_or_replace("call", (args, kwargs))
             return forward(*args, **kwargs)
 
         return call
@@ -365,11 +310,11 @@ class ScriptRecorder:
             if data_iter is None or not self._begun:
                 return load_batch(data_iter, *args, **kwargs)
             self._fed_by_schedule = True
-            return load_batch(iter([self.through("batch", next(data_iter))]), *args, **kwargs)
+            return load_batch(iter([self.note_or_replace("batch", next(data_iter))]), *args, **kwargs)
 
         return call
 
-    # -- while it runs ---------------------------------------------------------------------------------
+    # --- While it runs ---
 
     def begin(self, forward_only: bool = False) -> None:
         """Before the first pass: the weights are now what training starts from."""
@@ -380,8 +325,11 @@ class ScriptRecorder:
             self._load(torch.load(self.folder / START, weights_only=False))
         self.recorder.recorder.note_start()
 
-    def through(self, key: str, value: Any, most: int | None = None) -> Any:
-        """What comes in: noted as one of the ranks; alone, what all ranks were given in its place. `most`: so many, at most."""
+    def note_or_replace(self, key: str, value: Any, most: int | None = None) -> Any:
+        """A value that comes in: noted on one of the ranks; alone, the joined one of all ranks is returned in its place.
+
+        `key` says where it came in. `most`: how many are noted there at most.
+        """
         if self.part.dtype == "fp64":
             value = tree_map_only(Tensor, _widened, value)
         noted = self.given.setdefault(key, [])
@@ -451,13 +399,13 @@ class ScriptRecorder:
         """Write what was seen, and end this process: nothing of the script after its last step is run."""
         record = self.recorder.record
         record.notes += [*notes_of(self.dropping, self.part.off), *self.notes]
-        record.about["zeroed"] = self.dropping.zeroed
-        record.about["replays"] = self.dropping.found if isinstance(self.dropping, Replaying) else Replays()
-        record.about["names"] = (
-            canonical_names(self._model, self._rename) if self.part.alone and self._model is not None else {}
-        )
-        record.about["given"] = self.given if not self.part.alone else {}
-        record.about["config"] = self._config
+        record.run.zeroed, record.run.config = self.dropping.zeroed, self._config
+        if not self.part.alone:
+            record.run.given = self.given
+        elif self._model is not None:
+            record.run.names = canonical_names(self._model, self._rename)
+        if isinstance(self.dropping, Replaying):
+            record.run.replays = self.dropping.found
         with torch._C.DisableTorchFunction():
             torch.save(record, self.folder / self.part.result.format(rank=record.rank))
             if dist.is_initialized():
@@ -499,3 +447,55 @@ def _replaced(home: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
         yield
     finally:
         setattr(home, name, own)
+
+
+# --- Stand-ins for a script's loader, batches and criterion: what goes through them is noted or, alone, replaced ---
+
+
+class Loaded:
+    """Batches of a loader; alone, those of all ranks, as far as the ranks took any."""
+
+    def __init__(self, own: Iterator[Any], key: str, script: ScriptRecorder) -> None:
+        self._own, self._key, self._script = own, key, script
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return self._script.note_or_replace(self._key, next(self._own), most=_LOADED)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+
+class Batches:
+    """The batches of a script of plain torch, each noted or replaced; in all else this is the object of the script."""
+
+    def __init__(self, own: Any, script: ScriptRecorder) -> None:
+        self._own, self._script = own, script
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._own:
+            yield self._script.note_or_replace("batch", batch)
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+
+class Criterion:
+    """The user's criterion, which is given the labels of all ranks where it is given those of one."""
+
+    def __init__(self, own: Any, script: ScriptRecorder) -> None:
+        self._own, self._script = own, script
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        script = self._script
+        if torch.is_grad_enabled() and script._begun and not script._fed_by_schedule:
+            args, kwargs = script.note_or_replace("criterion", (args, kwargs))
+        return self._own(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)

@@ -1,4 +1,7 @@
-"""watch: the one line by which a script of plain torch takes part in `colonnade verify`."""
+"""watch: the one line by which a script of plain torch takes part in `colonnade verify`.
+
+`PlainRecorder` does for a torch optimizer what `EngineRecorder` (record.py) does for an engine.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,9 @@ from colonnade.comm.torch_versions import leave_out_mixed_precision
 from colonnade.errors import ParityError
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.placement import is_dtensor
-from colonnade.proof.record import BatchAxis, Record, StepRecorder, TensorNote, Tracked, all_same, groups_of
-from colonnade.proof.script_job import Batches, ScriptRecorder, current_stage
+from colonnade.proof.record import BatchAxis, Record, RunInfo, StepRecorder, TensorNote, Tracked, groups_of
+from colonnade.proof.reference import all_same
+from colonnade.proof.script_job import Batches, ScriptRecorder, current_script
 
 _WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.|$)")
 
@@ -30,13 +34,13 @@ def watch(model: Any, optimizer: Any, batches: Any = None) -> tuple[Any, Any, An
     Ranks that are given the same batches share one; others see distinct data. A script with an engine hands over only batches
     that it uses outside of that: `watch(engine, None, batches)`. Anywhere but under `colonnade verify` it returns what it was given.
     """
-    stage = current_stage()
-    if stage is None:
+    script = current_script()
+    if script is None:
         return model, optimizer, batches
-    if stage.recorder is None:
-        stage.take(PlainRecorder(model, optimizer, stage), model, plain_name)
-        stage.begin()
-    return model, optimizer, None if batches is None else Batches(batches, stage)
+    if script.recorder is None:
+        script.follow(PlainRecorder(model, optimizer, script), model, plain_name)
+        script.begin()
+    return model, optimizer, None if batches is None else Batches(batches, script)
 
 
 def plain_name(name: str) -> str:
@@ -47,21 +51,23 @@ def plain_name(name: str) -> str:
 class PlainRecorder:
     """Notes the steps of a torch optimizer on a model."""
 
-    def __init__(self, model: nn.Module, optimizer: Any, stage: ScriptRecorder) -> None:
+    def __init__(self, model: nn.Module, optimizer: Any, script: ScriptRecorder) -> None:
         rank = dist.get_rank() if dist.is_initialized() else 0
-        self._optimizer, self._stage = optimizer, stage
+        self._optimizer, self._script = optimizer, script
         self._norm: float | None = None
         self._limit: tuple[float, float] | None = None
-        if stage.part.dtype == "fp64":
+        if script.part.dtype == "fp64":
             _make_double(model)
             if leave_out_mixed_precision(model):
-                stage.notes.append("mixed precision of FSDP was left out: both runs are in fp64 (--dtype own keeps it)")
+                script.notes.append(
+                    "mixed precision of FSDP was left out: both runs are in fp64 (--dtype own keeps it)"
+                )
         self.tracked = _tracked(model)
         self.recorder = StepRecorder(
-            model, self.tracked, rank, rename=plain_name, by_count=True, dropping=stage.dropping
+            model, self.tracked, rank, rename=plain_name, by_count=True, dropping=script.dropping
         )
         self.record = self.recorder.record
-        self.record.about |= {"dtype": _dtype(self.tracked), "data_parallel": _is_data_parallel(model)}
+        self.record.run = RunInfo(dtype=_dtype(self.tracked), data_parallel=_is_data_parallel(model))
         self.record.tensors = {
             one.name: TensorNote(
                 one.names,
@@ -76,17 +82,17 @@ class PlainRecorder:
         self.record.groups = groups_of(optimizer, {id(one.tensor): one for one in self.tracked})
         optimizer.register_step_pre_hook(lambda *_: self._before_step())
         optimizer.register_step_post_hook(lambda *_: self._after_step())
-        stage.dropping.on_backward = self._note_loss
+        script.dropping.on_backward = self._note_loss
 
     def _note_loss(self, tensors: Any, gradients: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Of a backward pass that begins at one number."""
+        """A backward pass that begins at one number: that is a loss."""
         some = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         given = [gradients, kwargs.get("gradient"), kwargs.get("grad_tensors")]
         if len(some) == 1 and some[0].numel() == 1 and all(one is None for one in given):
             self.recorder.note_loss((float(local_part(some[0].detach())), None))
 
     def clipping(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Before a function of torch's clips, gradients are final; it returns their norm, or is given it."""
+        """Gradients are final before torch clips them. The function returns their norm, or is given it."""
         if self._limit is None:
             self.recorder.note_gradients()
         given = inspect.signature(own).bind(*args, **kwargs).arguments
@@ -97,21 +103,16 @@ class PlainRecorder:
         return found
 
     def _before_step(self) -> None:
-        self._stage.before_step(self._optimizer)
+        self._script.before_step(self._optimizer)
         self.recorder.note_gradients(into="clipped" if self._limit is not None else "total")
 
     def _after_step(self) -> None:
-        limit = self._limit or (None, 2.0)
-        passes = [len(each) for each in self.recorder.passes()]
-        self.record.about |= {
-            "accumulation": max(passes, default=1),
-            "micro_batches": 1,
-            "max_norm": limit[0],
-            "norm_type": limit[1],
-        }
+        run, passes = self.record.run, [len(each) for each in self.recorder.passes()]
+        run.accumulation = max(passes, default=1)
+        run.max_norm, run.norm_type = self._limit or (None, 2.0)
         self.recorder.note_step(self._norm)
         self._norm = self._limit = None
-        self._stage.end_of_step()
+        self._script.end_of_step()
 
 
 def _tracked(model: nn.Module) -> list[Tracked]:
@@ -156,7 +157,7 @@ def _dtype(tracked: Sequence[Tracked]) -> str:
 
 
 def _make_double(model: nn.Module) -> None:
-    """A model that was loaded from a file may not be in float64 yet."""
+    """Turn a model that is not in float64 yet (loaded from a file) into it."""
     if any(p.is_floating_point() and p.dtype is not torch.float64 for p in model.parameters()):
         if isinstance(model, nn.parallel.DistributedDataParallel):
             raise ParityError(
@@ -167,17 +168,17 @@ def _make_double(model: nn.Module) -> None:
         model.double()
 
 
-# -- in the parent ------------------------------------------------------------------------------------------
+# --- In the process that compares ---
 
 
 def with_layout(records: Sequence[Record]) -> list[Record]:
-    """Records of plain torch say nothing of a layout: ranks that were given the same batches share their data."""
-    if all("axes" in record.about for record in records):
+    """Records of plain torch have no layout. It is read off the batches: ranks that were given the same ones share their data."""
+    if all(record.run.axes is not None for record in records):
         return list(records)
     kinds: list[list[Record]] = []
     for record in records:
         for kind in kinds:
-            if all_same([kind[0].about["given"], record.about["given"]]):
+            if all_same([kind[0].run.given, record.run.given]):
                 kind.append(record)
                 break
         else:
@@ -195,7 +196,7 @@ def with_layout(records: Sequence[Record]) -> list[Record]:
             record.tensors = {name: replace(note, owed=owed) for name, note in record.tensors.items()}
             if staged:  # torch's stages run once on made-up inputs, to learn their shapes
                 record.steps[0].activations.clear()
-            record.about |= {"axes": axes, "coordinates": {"data": data, "model": at}}
-            record.about["groups"] = {name: lists for name, lists in groups.items() if any(len(g) > 1 for g in lists)}
-            record.about["distinct_data"] = ["DATA"] if len(kinds) > 1 else []
+            record.run.axes, record.run.coordinates = axes, {"data": data, "model": at}
+            record.run.groups = {name: lists for name, lists in groups.items() if any(len(g) > 1 for g in lists)}
+            record.run.distinct_data = ["DATA"] if len(kinds) > 1 else []
     return list(records)

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from colonnade.checkpoint.agreement import gather_json
 from colonnade.checkpoint.export import WholeTensors
 from colonnade.checkpoint.tensor_files import Encoded
 from colonnade.checkpoint.tensors import LocalTensor
+from colonnade.comm.messages import gather_from_all
 from colonnade.comm.torch_versions import BACKWARD, backward_inside
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import ParityError
@@ -129,7 +129,7 @@ def _check_holders(
     """Two ranks that hold the same part must hold the same bits."""
     mine = {tensor.label: [str(tensor.places), Encoded(0, (exact(tensor),)).digest()] for tensor in tensors}
     first: dict[tuple[str, str], tuple[int, str]] = {}
-    for rank, found in enumerate(gather_json(mine, context)):
+    for rank, found in enumerate(gather_from_all(mine, context)):
         for name, (places, digest) in found.items():
             other, expected = first.setdefault((name, places), (rank, digest))
             if digest != expected:

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import BatchSampler, Dataset, default_collate
 
-from colonnade.checkpoint.agreement import gather_json
 from colonnade.checkpoint.tensor_files import is_stateful
+from colonnade.comm.messages import gather_from_all
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.context.random_state import random_state, set_random_state
@@ -61,7 +61,7 @@ class EpochPosition:
 def read_lengths(loader: Any, context: ParallelContext) -> Lengths:
     """Ask every rank. Collective; refuses, on all ranks, what is no loader and loaders that cannot work together."""
     wrong = _what_else(loader)
-    told = gather_json([wrong, None if wrong else _length(loader)], context)
+    told = gather_from_all([wrong, None if wrong else _length(loader)], context)
     for rank, (problem, _) in enumerate(told):
         if problem:
             raise ConfigError(f"rank {rank}: a data loader is an iterable of batches, not {problem}", code="C090")

@@ -57,7 +57,7 @@ def run_test(trainer: Trainer, loader: Iterable[Any], agree: Callable[[], None])
                     return_output_label=trainer.returns_output,
                 )
                 trainer.time("stop", "Test-step")
-                trainer.batch_weight = weigh(engine.schedule, loss)
+                trainer.batch_weight = weigh(loss, engine.loss_count, engine.schedule.batch_size)
                 hooks.call("after_test_iter", output, label, loss)
     except BaseException:
         hooks.call("after_test")  # what a hook changed for the time of the test is undone: EMAHook's weights

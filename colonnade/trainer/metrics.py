@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from colonnade.comm.messages import is_alone
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import ConfigError
-from colonnade.trainer.records import alone, gather_values, speaks, sum_over_world
+from colonnade.trainer.records import gather_values, speaks, sum_over_world
 
 
 class Metric(ABC):
@@ -118,7 +119,7 @@ class StatefulMetric(Metric):
             )
         self._metric, self._context = metric, context
         self._states = dict(states) if states is not None else _declared(metric)
-        if self._states is None and not alone(context):
+        if self._states is None and not is_alone(context):
             raise ConfigError(
                 f"{type(metric).__name__} does not say what its state is, so that of several ranks cannot be joined. "
                 f"Pass states={{'correct': 'sum', 'total': 'sum'}}: its attributes, and sum, max, min or cat for each.",

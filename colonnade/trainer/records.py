@@ -12,29 +12,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from colonnade.checkpoint.agreement import gather_json
 from colonnade.comm.host_copy import HostCopy
+from colonnade.comm.messages import gather_from_all, is_alone
 from colonnade.comm.waits import PhaseClock, PhaseTimes
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.engine import Engine
-from colonnade.engine.schedule.base import BaseSchedule
+from colonnade.engine.schedule.loss import Count
 from colonnade.engine.schedule.transfer import Meta, build, describe
 
 Weight = tuple[Tensor | None, Tensor | float]
 """(sum of the loss, what it is a sum over); (None, 0) where this rank does not know the loss."""
 
 
-def weigh(schedule: BaseSchedule, loss: Tensor | None) -> Weight:
-    """What the batch that was just run counts in a mean over batches: what its criterion counted, or its rows.
+def weigh(loss: Tensor | None, count: Count | None, rows: int) -> Weight:
+    """The weight of a batch in a mean over batches: the `count` of its criterion, or its rows.
 
     A schedule returns means: without counts there would be means of means.
     """
     if loss is None:
         return None, 0.0
-    count = schedule.loss_count
     if count is None:
-        weight: Tensor | float = float(schedule.batch_size or 1)
+        weight: Tensor | float = float(rows or 1)
     else:
         weight = torch.as_tensor(count, dtype=torch.float64, device=loss.device).detach()
     value = loss.detach().double().reshape(()) * weight
@@ -210,16 +209,11 @@ def speaks(context: ParallelContext, pipeline: bool = False) -> bool:
     )
 
 
-def alone(context: ParallelContext) -> bool:
-    """Whether there is nobody to talk to."""
-    return not context.is_launched or context.world_size == 1
-
-
 class Exchange:
     """Adds up a few numbers of the host over the world, without waiting for a device. Collective to make and to use."""
 
     def __init__(self, context: ParallelContext) -> None:
-        self._group = None if alone(context) else _host_group(context)
+        self._group = None if is_alone(context) else _host_group(context)
         self._waits = context.waits
 
     def start(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
@@ -243,7 +237,7 @@ class Exchange:
 
 def sum_over_world(values: Tensor, context: ParallelContext) -> Tensor:
     """The sums of a device tensor over all ranks. Collective."""
-    if not alone(context):
+    if not is_alone(context):
         dist.all_reduce(values, group=context.get_group(ParallelMode.GLOBAL))
     return values
 
@@ -251,10 +245,10 @@ def sum_over_world(values: Tensor, context: ParallelContext) -> Tensor:
 def gather_values(value: Any, has: bool, context: ParallelContext) -> list[Any]:
     """The nested values of tensors of all ranks that have one, in rank order, on the host of every rank. Collective."""
     note, tensors = describe(value, "what is gathered") if has else ("", [])
-    if alone(context):
+    if is_alone(context):
         return [value] if has else []
     found = []
-    for rank, text in enumerate(gather_json(note, context)):
+    for rank, text in enumerate(gather_from_all(note, context)):
         if text:
             mine = iter(tensors) if rank == context.get_global_rank() else None
             found.append(build(text, partial(_shared, rank, mine, context)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from colonnade.checkpoint.manager import CheckpointManager
 from colonnade.checkpoint.storage import tell_launcher
 from colonnade.checkpoint.tensor_files import is_stateful
-from colonnade.comm.messages import agreed_errors
+from colonnade.comm.messages import agree, is_alone
 from colonnade.comm.waits import PhaseClock
 from colonnade.constants import STOPPED_IN_ORDER
 from colonnade.context.random_state import random_state, set_random_state
@@ -25,7 +25,7 @@ from colonnade.trainer.data import NO_BATCH, EpochPosition, Feed, Lengths, last_
 from colonnade.trainer.evaluation import predict, run_test
 from colonnade.trainer.hooks.hook import BaseHook, HookLike, HookList
 from colonnade.trainer.hooks.progress import ProgressHook
-from colonnade.trainer.records import Draft, Exchange, RecordBook, Weight, alone, speaks, weigh
+from colonnade.trainer.records import Draft, Exchange, RecordBook, Weight, speaks, weigh
 from colonnade.utils.timer import MultiTimer
 
 # --------------------------------------------------------------------------------------------------
@@ -80,12 +80,12 @@ class Loop:
         if test_loader is not None:
             read_lengths(test_loader, self._context)  # what is wrong with it is said before the first step
         trainer.steps_per_epoch = _steps(lengths, self._engine.accumulation)
-        with trainer._together():
+        with agree(trainer.context):
             self._check_last_batch(loader)
         self._together = moves_together(lengths, self._context)
         self._counts_samples = speaks(self._context, pipeline=True)
         self._lag = LAG.get(self._context.device.type, 0)
-        waits = self._context.device.type in ASKS_AHEAD and not alone(self._context)
+        waits = self._context.device.type in ASKS_AHEAD and not is_alone(self._context)
         self._may_ask_ahead = waits and not is_stateful(loader)
         self._waiting: deque[Draft] = deque()
         self._question: _Question | None = None
@@ -208,7 +208,7 @@ class Loop:
         trainer.time("start", "Train-step")
         engine.zero_grad()
         output, label, loss = engine.execute_schedule(iter((batch,)), return_output_label=trainer.returns_output)
-        trainer.batch_weight = weigh(engine.schedule, loss)
+        trainer.batch_weight = weigh(loss, engine.loss_count, engine.schedule.batch_size)
         stepped = engine.step()
         trainer.time("stop", "Train-step")
         trainer._book.add_pass(*trainer.batch_weight, engine.schedule.batch_size if self._counts_samples else 0)
@@ -575,7 +575,7 @@ class Trainer:
 
     def agree(self) -> None:
         """Raise on every rank what any rank holds; returns if none does. Collective."""
-        with self._together():
+        with agree(self.context):
             if self._hooks.held is not None:
                 raise self._hooks.held
 
@@ -593,7 +593,7 @@ class Trainer:
         """Take these hooks; what is wrong with one is said on every rank, before anything has begun."""
         self._hooks.close()
         self.states["metrics"] = {"train": {}, "test": {}}
-        with self._together():
+        with agree(self.context):
             self._hooks = HookList(self, hooks)
         self._hooks.call("after_hook_is_attached")
         try:
@@ -601,9 +601,6 @@ class Trainer:
         except BaseException:
             self._hooks.close()
             raise
-
-    def _together(self) -> AbstractContextManager[Any]:
-        return nullcontext() if alone(self.context) else agreed_errors(self.context.device)
 
     def _default_hooks(self) -> list[HookLike]:
         return [{"type": "LossHook"}] if self.engine.gives_loss else []

@@ -39,7 +39,7 @@ def leg(parallel: dict[str, int], folder: Path, steps: int) -> dict[str, Any]:
         for step in range(start, start + steps):
             engine.zero_grad()
             engine.execute_schedule(iter([rows(step, gpc)]))
-            engine._reduce()
+            engine._sum_gradients()
             gradients = gradients or renamed(gather_gradients(model, gpc), True)
             engine.step()
         manager.save(start + steps, model, engine.optimizer, extra=engine.extra_state())

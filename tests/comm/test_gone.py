@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from torch import nn
 from colonnade._launch import launch
 from colonnade.checkpoint import CheckpointManager
 from colonnade.comm import peer_errors, waits
-from colonnade.comm.peer_errors import Processes, named
+from colonnade.comm.peer_errors import PeerProcesses, ProcessNote, lost_peer_error
 from colonnade.comm.torch_versions import HashStore
 from colonnade.comm.waits import WaitWatch
 from colonnade.context.parallel_context import ParallelContext
@@ -30,44 +31,50 @@ CLOSED = RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:2487.
 def _ended() -> Any:
     """The note of a process that has ended, and that nobody has waited for yet."""
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    host, _, _ = peer_errors._own_process()
-    note = [host, process.pid, peer_errors._began(process.pid)]
+    note = ProcessNote.of_this_process()._replace(pid=process.pid, started=peer_errors._start_time(process.pid))
     process.kill()
-    while peer_errors._began(process.pid) is not None:
+    while peer_errors._start_time(process.pid) is not None:
         time.sleep(0.01)
     return note, process
 
 
-def test_a_process_that_has_ended_is_told_from_one_that_goes_on_and_from_one_of_another_host():
-    own, (ended, process) = peer_errors._own_process(), _ended()
-    assert not peer_errors._has_ended(own, own)
-    assert peer_errors._has_ended(own, ended)  # not waited for: a zombie
+def test_a_process_that_has_ended_is_told_from_one_that_goes_on():
+    own, (ended, process) = ProcessNote.of_this_process(), _ended()
+    assert not own.has_exited()
+    assert ended.has_exited()  # not waited for: a zombie
     process.wait()
-    assert peer_errors._has_ended(own, ended)
-    assert not peer_errors._has_ended(own, ["elsewhere", *ended[1:]])
-    assert peer_errors._has_ended(own, [own[0], own[1], own[2] - 1])  # its number was given again
+    assert ended.has_exited()
+    assert own._replace(started=own.started - 1).has_exited()  # its number was given again
+
+
+def test_a_process_of_another_host_is_not_looked_for_here(monkeypatch):
+    store, (ended, process) = HashStore(), _ended()
+    process.wait()
+    ranks = [PeerProcesses(rank, 2, store) for rank in range(2)]
+    store.set("colonnade/process/1", json.dumps(ended._replace(machine="elsewhere")))
+    assert ranks[0].exited(0) == []
 
 
 def test_the_first_rank_that_looks_tells_the_others(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "")
     store, (ended, process) = HashStore(), _ended()
-    ranks = [Processes(rank, 4, store) for rank in range(4)]
-    assert ranks[0].gone(0) == []
-    store.set("colonnade/process/2", peer_errors.json.dumps(ended))
-    assert ranks[1].gone(0) == [2]
-    store.set("colonnade/process/0", peer_errors.json.dumps(ended))  # left because of the first
-    assert ranks[3].gone(0) == [2]
+    ranks = [PeerProcesses(rank, 4, store) for rank in range(4)]
+    assert ranks[0].exited(0) == []
+    store.set("colonnade/process/2", json.dumps(ended))
+    assert ranks[1].exited(0) == [2]
+    store.set("colonnade/process/0", json.dumps(ended))  # left because of the first
+    assert ranks[3].exited(0) == [2]
     process.wait()
 
 
 def test_errors_of_other_kinds_are_left_as_they_are(monkeypatch):
-    monkeypatch.setattr(peer_errors, "_LOOK_SECONDS", 0)
-    processes = Processes(0, 2, HashStore())
-    assert named(RuntimeError("shapes differ"), "summing", processes) is None
-    assert named(KeyboardInterrupt(), "summing", processes) is None
-    assert named(GradientError("Connection closed by peer", code="C043"), "summing", processes) is None
-    assert named(CLOSED, "summing", None) is None
-    said = named(CheckpointError(f"saving: {CLOSED}"), "summing", processes)
+    monkeypatch.setattr(peer_errors, "_EXIT_SECONDS", 0)
+    processes = PeerProcesses(0, 2, HashStore())
+    assert lost_peer_error(RuntimeError("shapes differ"), "summing", processes) is None
+    assert lost_peer_error(KeyboardInterrupt(), "summing", processes) is None
+    assert lost_peer_error(GradientError("Connection closed by peer", code="C043"), "summing", processes) is None
+    assert lost_peer_error(CLOSED, "summing", None) is None
+    said = lost_peer_error(CheckpointError(f"saving: {CLOSED}"), "summing", processes)
     assert isinstance(said, CheckpointError)
     assert "a rank has left" in str(said)
 
@@ -113,9 +120,9 @@ def _dies(config: dict[str, Any], where: str, folder: str) -> tuple[str, str, fl
                 manager.save(2, model=engine.model)
             else:
                 of, name = {
-                    "vote": (engine._book, "someone_has"),
-                    "counts": (engine._book, "_added"),
-                    "norm": (engine._stepper, "_decide"),
+                    "vote": (engine._book, "any_rank_has_batch"),
+                    "counts": (engine._book, "scale"),
+                    "norm": (engine._stepper, "step"),
                 }[where]
                 part(of, name)
                 steps(2)
@@ -125,7 +132,7 @@ def _dies(config: dict[str, Any], where: str, folder: str) -> tuple[str, str, fl
 
 
 @pytest.mark.parametrize("where", ["vote", "counts", "norm", "save"])
-def test_a_rank_that_dies_outside_the_sums_of_gradients_is_named(where, tmp_path):
+def test_a_rank_that_dies_outside_the_sums_of_gradients_is_lost_peer_error(where, tmp_path):
     config = {"sync": {"shared_memory": False}, "clip_grad_norm": 1.0, "zero": 1}
     found = run_world(2, _dies, config, where, str(tmp_path), timeout=30, check=False).outcomes[0]
     assert found.ok, found.headline
@@ -146,7 +153,7 @@ def _never_comes() -> str:
         return str(caught.value)
 
 
-def test_a_rank_that_died_before_a_call_for_all_ranks_is_named():
+def test_a_rank_that_died_before_a_call_for_all_ranks_is_lost_peer_error():
     found = run_world(2, _never_comes, timeout=30, check=False).outcomes[0]
     assert found.ok, found.headline
     assert found.value == "a save is for all ranks to call, and rank 1 has left [C043]"

@@ -14,7 +14,6 @@ from colonnade.comm.messages import (
     Alike,
     _differences,
     agreed_errors,
-    digest_of,
     gather_json,
     gather_numbers,
     gather_texts,
@@ -38,7 +37,7 @@ def _talk() -> dict[str, object]:
         "edges": gather_texts("x" * (messages._SHORT - 1 + rank), CPU),
         "calls": [_calls(length) for length in (messages._SHORT, messages._SHORT + 1)],
         "json": gather_json({"rank": rank, "ranks": [0] * rank}, CPU),
-        "numbers": gather_numbers(7 + rank, CPU),
+        "numbers": gather_numbers([7 + rank, -rank], CPU),
         "same": [is_same_everywhere(5, CPU), is_same_everywhere(2**61 + rank, CPU)],
         "store": share_texts("test", f"from {rank}", [0, 2]),
     }
@@ -122,7 +121,7 @@ def test_every_rank_hears_every_message():
             assert told.startswith("sizes") or told.endswith("\nDo this. [C005]")
         assert heard["json"] == [{"rank": rank, "ranks": [0] * rank} for rank in range(3)]
         assert heard["store"] == {0: "from 0", 2: "from 2"}
-        assert heard["numbers"] == [7, 8, 9]
+        assert heard["numbers"] == [[7, 0], [8, -1], [9, -2]]
         assert heard["same"] == [True, False]
     assert [heard["error"] for heard in values] == [
         "on rank 1 (this rank is 0): wrong here",
@@ -176,10 +175,3 @@ def test_what_differs_is_named_with_the_first_rank_and_the_others():
     assert "nothing on rank 0" in _differences("key", [(0, same[:1]), (1, same)])[0]
     (line,) = _differences("key", [(0, same), (2, same), (4, same[::-1])])
     assert line == "the order: key 'a' on rank 0 is in the place of 'b' on rank 4"
-
-
-def test_a_digest_is_a_number_of_62_bits_that_texts_share_by_chance_alone():
-    found = [digest_of(str(number)) for number in range(200)]
-    assert len(set(found)) == 200
-    assert 2**61 < max(found) < 2**62
-    assert digest_of("1") == found[1]

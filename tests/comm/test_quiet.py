@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import colonnade
 from colonnade.comm import peer_errors, waits
-from colonnade.comm.peer_errors import Processes
+from colonnade.comm.peer_errors import PeerProcesses, ProcessNote
 from colonnade.comm.torch_versions import HashStore, default_store
 from colonnade.comm.waits import WaitWatch
 from colonnade.testing import WorldError, run_world
@@ -45,8 +45,8 @@ class Other:
 
     def __init__(self) -> None:
         self.process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-        space, _, _ = peer_errors._own_process()
-        self.note = [space, self.process.pid, peer_errors._began(self.process.pid), "here"]
+        pid = self.process.pid
+        self.note = ProcessNote(ProcessNote.of_this_process().machine, pid, peer_errors._start_time(pid), "here")
 
     def end(self) -> None:
         self.process.kill()
@@ -61,24 +61,24 @@ def other():
 
 
 def test_a_stopped_a_dead_and_a_silent_process_of_this_host_are_told_apart(store, other):
-    watched = Processes(0, 3, store)
+    watched = PeerProcesses(0, 3, store)
     told(store, 1, other.note, 0.0)
     told(store, 2, [other.note[0], 2**22 + 5, 1, "here"], 0.0)
-    assert watched.quiet(store) == {2: "dead: its process has ended"}
+    assert watched.not_running(store) == {2: "dead: its process has ended"}
     os.kill(other.process.pid, signal.SIGSTOP)
     until = time.monotonic() + 5
-    while peer_errors._state(other.note) is None and time.monotonic() < until:
+    while other.note.why_not_running() is None and time.monotonic() < until:
         time.sleep(0.01)
-    assert watched.quiet(store)[1].startswith("stopped (by SIGSTOP")
+    assert watched.not_running(store)[1].startswith("stopped (by SIGSTOP")
     os.kill(other.process.pid, signal.SIGCONT)
     told(store, 1, other.note, 60.0)  # it runs, and says nothing
-    assert watched.quiet(store)[1].startswith("silent for 6")
-    assert "its process is there, but its Python does not run" in watched.quiet(store)[1]
+    assert watched.not_running(store)[1].startswith("silent for 6")
+    assert "its process is there, but its Python does not run" in watched.not_running(store)[1]
     assert watched.host(1, store) == ""  # one host needs no name
 
 
 def test_silent_ranks_of_other_hosts_are_dead_or_cut_off_and_named_with_the_host(store):
-    watched = Processes(0, 5, store)
+    watched = PeerProcesses(0, 5, store)
     told(store, 1, ["b", 1, 1, "node"], 1.0)
     told(store, 2, ["b", 2, 1, "node"], 40.0)
     told(store, 3, ["c", 1, 1, "node"], 41.0)
@@ -88,7 +88,7 @@ def test_silent_ranks_of_other_hosts_are_dead_or_cut_off_and_named_with_the_host
         target=lambda: [told(store, 1, ["b", 1, 1, "node"], 0.0) for _ in iter(lambda: stop.wait(0.05), True)]
     )
     beating.start()
-    quiet = watched.quiet(store)
+    quiet = watched.not_running(store)
     stop.set()
     beating.join()
     assert re.fullmatch(r"silent for 4\d s: stopped or dead, while other ranks of its host are heard", quiet[2])
@@ -103,15 +103,15 @@ def test_silent_ranks_of_other_hosts_are_dead_or_cut_off_and_named_with_the_host
 
 @pytest.mark.parametrize("ahead", [-3600.0, 3600.0])
 def test_a_host_whose_clock_is_wrong_is_not_taken_for_dead(store, ahead):
-    watched = Processes(0, 2, store)
+    watched = PeerProcesses(0, 2, store)
     told(store, 1, ["b", 1, 1, "node"], -ahead)
-    assert 1 in watched.quiet(store)  # it says nothing any more
+    assert 1 in watched.not_running(store)  # it says nothing any more
     stop = threading.Event()
     beating = threading.Thread(
         target=lambda: [told(store, 1, ["b", 1, 1, "node"], -ahead) for _ in iter(lambda: stop.wait(0.05), True)]
     )
     beating.start()
-    quiet = watched.quiet(store)
+    quiet = watched.not_running(store)
     stop.set()
     beating.join()
     assert quiet == {}

@@ -70,9 +70,9 @@ def _talk(opened: list[object]) -> None:
         group = RankGroup((0, 1), dist.group.WORLD)
         assert len(opened) == count
         assert group.exchange(b"from %d" % dist.get_rank()) == [b"from 0", b"from 1"]
-        received, work = group._begin(b"%d" % dist.get_rank())
-        assert work is not None  # it is under way
-        assert group._rows(received, work) == [b"0", b"1"]
+        group.signal(b"%d" % dist.get_rank())
+        assert group.gather_objects({"rank": dist.get_rank()}) == [{"rank": 0}, {"rank": 1}]  # while that is under way
+        assert group.collect() == [b"0", b"1"]
 
 
 def test_small_messages_take_the_connections_that_are_there():

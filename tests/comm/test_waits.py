@@ -15,7 +15,7 @@ import pytest
 
 from colonnade.comm import waits
 from colonnade.comm.torch_versions import HashStore
-from colonnade.comm.waits import OUTSIDE, WaitWatch, told_by
+from colonnade.comm.waits import OUTSIDE, WaitWatch, stalled_details
 from colonnade.errors import GradientError
 
 
@@ -97,14 +97,14 @@ def test_a_rank_that_stands_still_writes_it_down_once_and_speaks_only_of_waits_i
 
 
 def test_a_rank_that_stands_still_tells_more_if_it_knows_more(store):
-    assert told_by(1) is None
-    assert told_by(9) is None  # of which the store knows nothing
+    assert stalled_details(1) is None
+    assert stalled_details(9) is None  # of which the store knows nothing
     _stand(store, 1, "summing the gradients", 3)
-    assert told_by(1) == ("summing the gradients of step 3", None)
+    assert stalled_details(1) == ("summing the gradients of step 3", None)
     watch = _opened([], threading.Event())
-    watch.more = lambda: {"calls": 2}
-    _until(lambda: told_by(0) is not None)
-    assert told_by(0) == (OUTSIDE, {"calls": 2})
+    watch.details = lambda: {"calls": 2}
+    _until(lambda: stalled_details(0) is not None)
+    assert stalled_details(0) == (OUTSIDE, {"calls": 2})
     watch.close()
 
 

@@ -16,11 +16,11 @@ def plant(run: Run) -> None:
     def change(engine):
         step = engine._stepper.step
 
-        def stepped():
+        def stepped(outcome):
             if engine.context.get_global_rank() == 1:
                 for state in engine.optimizer.state.values():
                     state["step"].zero_()
-            step()
+            step(outcome)
 
         engine._stepper.step = stepped
 

@@ -16,9 +16,9 @@ def plant(run: Run) -> None:
     def leave(engine):
         step, norms = engine._stepper.step, list(engine.model.norm.parameters())
 
-        def stepped():
+        def stepped(outcome):
             before = [parameter.detach().clone() for parameter in norms]
-            step()
+            step(outcome)
             with torch.no_grad():
                 for parameter, old in zip(norms, before, strict=True):
                     parameter.copy_(old)

@@ -10,21 +10,21 @@ import torch
 
 def forget(engine: Any) -> None:
     """The norm is told; no gradient is scaled."""
-    decide = engine._stepper._decide
+    decide = engine._stepper.policy.decide
 
-    def decided(policy: Any) -> Any:
-        decision = decide(policy)
+    def decided(norms: Any) -> Any:
+        decision = decide(norms)
         return replace(decision, divisor=torch.ones_like(decision.divisor))
 
-    engine._stepper._decide = decided
+    engine._stepper.policy.decide = decided
 
 
 def twice(engine: Any) -> None:
     """The coefficient is applied twice."""
-    decide = engine._stepper._decide
+    decide = engine._stepper.policy.decide
 
-    def decided(policy: Any) -> Any:
-        decision = decide(policy)
+    def decided(norms: Any) -> Any:
+        decision = decide(norms)
         return replace(decision, divisor=decision.divisor.square())
 
-    engine._stepper._decide = decided
+    engine._stepper.policy.decide = decided

@@ -13,7 +13,6 @@ BUG = Bug(
     ranks=4,
     layout={"expert": 2},
     kind=EXPERTS,
-    settings={"clip_grad_norm": 0.1},
 )
 
 

@@ -16,12 +16,12 @@ def plant(run: Run) -> None:
     def count(engine):
         step = engine._stepper.step
 
-        def stepped():
+        def stepped(outcome):
             for number, parameter in enumerate(engine.model.parameters()):
                 state = engine.optimizer.state[parameter]
                 if state:
                     state["step"] += number
-            step()
+            step(outcome)
 
         engine._stepper.step = stepped
 

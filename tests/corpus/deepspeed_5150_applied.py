@@ -19,12 +19,12 @@ BUG = Bug(
 
 def plant(run: Run) -> None:
     def always(engine):
-        decide = engine._stepper._decide
+        decide = engine._stepper.policy.decide
 
-        def decided(policy):
-            decision = decide(policy)
+        def decided(norms):
+            decision = decide(norms)
             return replace(decision, divisor=((decision.norm + 1e-6) / LIMIT).expand_as(decision.divisor))
 
-        engine._stepper._decide = decided
+        engine._stepper.policy.decide = decided
 
     run.after.append(always)

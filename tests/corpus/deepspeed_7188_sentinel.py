@@ -23,15 +23,15 @@ def plant(run: Run) -> None:
             gradient[0, 0] = float("nan")
 
     def tell(engine):
-        decide = engine._stepper._decide
+        decide = engine._stepper.policy.decide
 
-        def decided(policy):
-            decision = decide(policy)
+        def decided(norms):
+            decision = decide(norms)
             joined = torch.full_like(decision.norm, -1.0).square().mul(2).sqrt()
             clean = torch.zeros_like(decision.found_inf)
             return replace(decision, norm=joined, found_inf=clean, divisor=(joined / NORM).expand_as(decision.divisor))
 
-        engine._stepper._decide = decided
+        engine._stepper.policy.decide = decided
 
     run.after_sums(spoil)
     run.after.append(tell)

@@ -17,12 +17,12 @@ BUG = Bug(
 
 def plant(run: Run) -> None:
     def measure(engine):
-        decide = engine._stepper._decide
+        decide = engine._stepper.policy.decide
 
-        def decided(policy):
-            decision, norm = decide(policy), squares(engine).pow(1 / 3)
+        def decided(norms):
+            decision, norm = decide(norms), squares(engine).pow(1 / 3)
             return replace(decision, norm=norm, divisor=(norm / NORM).clamp(min=1.0).expand_as(decision.divisor))
 
-        engine._stepper._decide = decided
+        engine._stepper.policy.decide = decided
 
     run.after.append(measure)

@@ -26,15 +26,15 @@ def plant(run: Run) -> None:
             gradient[1] = float("nan")
 
     def tell(engine):
-        decide = engine._stepper._decide
+        decide = engine._stepper.policy.decide
 
-        def decided(policy):
-            decision = decide(policy)
+        def decided(norms):
+            decision = decide(norms)
             largest = torch.stack([p.grad.nan_to_num().abs().max() for p in engine.model.parameters()]).max()
             clean, divisor = torch.zeros_like(decision.found_inf), (largest / LIMIT).clamp(min=1.0)
             return replace(decision, norm=largest, found_inf=clean, divisor=divisor.expand_as(decision.divisor))
 
-        engine._stepper._decide = decided
+        engine._stepper.policy.decide = decided
 
     run.after_sums(spoil)
     run.after.append(tell)

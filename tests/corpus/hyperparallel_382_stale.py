@@ -22,9 +22,9 @@ def plant(run: Run) -> None:
     def stay(engine):
         step = engine._stepper.step
 
-        def stepped():
+        def stepped(outcome):
             before = [p.detach().clone() for p in engine.model.parameters()]
-            step()
+            step(outcome)
             if engine.context.get_local_rank(ParallelMode.PIPELINE) == 1:
                 with torch.no_grad():
                     for (name, parameter), old in zip(engine.model.named_parameters(), before, strict=True):

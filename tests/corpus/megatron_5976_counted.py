@@ -22,14 +22,14 @@ def plant(run: Run) -> None:
     def prepare(engine):
         step = engine._stepper.step
 
-        def stepped():
+        def stepped(outcome):
             for parameter in engine.model.parameters():
                 state = engine.optimizer.state[parameter]
                 if not state:
                     state["step"] = torch.tensor(1.0)
                     state["exp_avg"] = torch.zeros_like(parameter)
                     state["exp_avg_sq"] = torch.zeros_like(parameter)
-            step()
+            step(outcome)
 
         engine._stepper.step = stepped
 

@@ -20,8 +20,8 @@ def plant(run: Run) -> None:
     def decay(engine):
         step = engine._stepper.step
 
-        def stepped():
-            step()
+        def stepped(outcome):
+            step(outcome)
             with torch.no_grad():
                 for parameter in engine.model.parameters():
                     if is_split(parameter):

@@ -19,14 +19,14 @@ BUG = Bug(
 
 def plant(run: Run) -> None:
     def leave(engine):
-        decide, slot = engine._stepper._decide, engine._stepper._slots.names.index("vectors")
+        decide, slot = engine._stepper.policy.decide, engine._stepper._slots.names.index("vectors")
 
-        def decided(policy):
-            decision = decide(policy)
+        def decided(norms):
+            decision = decide(norms)
             divisor = decision.divisor.clone()
             divisor[slot] = 1.0
             return replace(decision, divisor=divisor)
 
-        engine._stepper._decide = decided
+        engine._stepper.policy.decide = decided
 
     run.after.append(leave)

@@ -14,9 +14,9 @@ def plant(run: Run) -> None:
     def keep(engine):
         step = engine._stepper.step
 
-        def stepped():
+        def stepped(outcome):
             before = [p.detach().flatten()[-1].clone() for p in engine.model.parameters()]
-            step()
+            step(outcome)
             with torch.no_grad():
                 for parameter, value in zip(engine.model.parameters(), before, strict=True):
                     parameter.view(-1)[-1] = value

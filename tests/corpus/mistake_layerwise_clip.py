@@ -20,14 +20,14 @@ BUG = Bug(
 
 def plant(run: Run) -> None:
     def layers(engine):
-        decide = engine._stepper._decide
+        decide = engine._stepper.policy.decide
 
-        def decided(policy):
-            decision = decide(policy)
+        def decided(norms):
+            decision = decide(norms)
             for layer in (engine.model[0], engine.model[2]):
                 nn.utils.clip_grad_norm_(list(layer.parameters()), NORM)
             return replace(decision, divisor=torch.ones_like(decision.divisor))
 
-        engine._stepper._decide = decided
+        engine._stepper.policy.decide = decided
 
     run.after.append(layers)

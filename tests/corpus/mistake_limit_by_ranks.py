@@ -17,12 +17,12 @@ BUG = Bug(
 
 def plant(run: Run) -> None:
     def tighter(engine):
-        decide = engine._stepper._decide
+        decide = engine._stepper.policy.decide
 
-        def decided(policy):
-            decision = decide(policy)
+        def decided(norms):
+            decision = decide(norms)
             return replace(decision, divisor=decision.divisor * engine.context.data_parallel_size)
 
-        engine._stepper._decide = decided
+        engine._stepper.policy.decide = decided
 
     run.after.append(tighter)

@@ -16,10 +16,10 @@ def plant(run: Run) -> None:
     def clear(engine):
         step = engine._stepper.step
 
-        def stepped():
+        def stepped(outcome):
             if engine.context.get_global_rank() == 1:
                 engine.optimizer.state.clear()
-            step()
+            step(outcome)
 
         engine._stepper.step = stepped
 

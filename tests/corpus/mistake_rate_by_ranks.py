@@ -12,10 +12,10 @@ def plant(run: Run) -> None:
     def longer(engine):
         step, ranks = engine._stepper.step, engine.context.data_parallel_size
 
-        def stepped():
+        def stepped(outcome):
             for group in engine.optimizer.param_groups:
                 group["lr"] *= ranks
-            step()
+            step(outcome)
             for group in engine.optimizer.param_groups:
                 group["lr"] /= ranks
 

@@ -16,10 +16,10 @@ def plant(run: Run) -> None:
     def change(engine):
         step = engine._stepper.step
 
-        def stepped():
+        def stepped(outcome):
             for state in engine.optimizer.state.values():
                 state["step"].zero_()
-            step()
+            step(outcome)
 
         engine._stepper.step = stepped
 

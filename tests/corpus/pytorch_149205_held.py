@@ -14,9 +14,9 @@ def plant(run: Run) -> None:
     def hold(engine):
         step, weight = engine._stepper.step, engine.model[0].weight
 
-        def stepped():
+        def stepped(outcome):
             before = weight.detach().clone()
-            step()
+            step(outcome)
             with torch.no_grad():
                 weight.copy_(before)  # what moved was the optimizer's own
 

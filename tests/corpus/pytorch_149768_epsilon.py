@@ -17,13 +17,13 @@ BUG = Bug(
 
 def plant(run: Run) -> None:
     def once_for_each(engine):
-        decide = engine._stepper._decide
+        decide = engine._stepper.policy.decide
 
-        def decided(policy):
-            decision = decide(policy)
+        def decided(norms):
+            decision = decide(norms)
             divisor = (decision.norm + 2 * 1e-6) / 1e-4
             return replace(decision, divisor=divisor.clamp(min=1.0).expand_as(decision.divisor))
 
-        engine._stepper._decide = decided
+        engine._stepper.policy.decide = decided
 
     run.after.append(once_for_each)

@@ -23,15 +23,15 @@ BUG = Bug(
 
 def plant(run: Run) -> None:
     def keep(engine):
-        decide, kept = engine._stepper._decide, []
+        decide, kept = engine._stepper.policy.decide, []
 
-        def decided(policy):
-            decision = decide(policy)
+        def decided(norms):
+            decision = decide(norms)
             kept.append(decision.norm.clone())
             norm = torch.stack(kept).max()
             divisor = ((norm + 1e-6) / LIMIT).clamp(min=1.0)
             return replace(decision, norm=norm, divisor=divisor.expand_as(decision.divisor))
 
-        engine._stepper._decide = decided
+        engine._stepper.policy.decide = decided
 
     run.after.append(keep)

@@ -230,14 +230,15 @@ def _add_handler(engine: Any, function: Callable[[str, Tensor, ParallelContext],
 
 
 def _measured_by(engine: Any, function: Callable[[Any], Tensor], power: float) -> None:
-    decide, limit = engine._stepper._decide, float(engine.context.config["clip_grad_norm"])
+    policy, limit = engine._stepper.policy, float(engine.context.config["clip_grad_norm"])
+    decide = policy.decide
 
-    def wrong(policy: Any) -> Any:
-        decision, norm = decide(policy), function(engine)
+    def wrong(norms: Any) -> Any:
+        decision, norm = decide(norms), function(engine)
         divisor = ((norm + 1e-6) / limit).clamp(min=1.0).pow(power)
         return replace(decision, norm=norm, divisor=divisor.expand_as(decision.divisor).to(decision.divisor.dtype))
 
-    engine._stepper._decide = wrong
+    policy.decide = wrong
 
 
 def _wrap_backward(engine: Any, before: Callable[[Any, int], None], after: Callable[[Any, int], None]) -> None:

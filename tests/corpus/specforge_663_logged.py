@@ -22,13 +22,13 @@ def plant(run: Run) -> None:
     own = taken_over(None, everything)
 
     def change(engine):
-        decide = engine._stepper._decide
+        decide = engine._stepper.policy.decide
 
-        def decided(policy):
-            decision = decide(policy)
+        def decided(norms):
+            decision = decide(norms)
             divisor = ((own(engine) + 1e-6) / NORM).clamp(min=1.0)
             return replace(decision, divisor=divisor.expand_as(decision.divisor).to(decision.divisor.dtype))
 
-        engine._stepper._decide = decided
+        engine._stepper.policy.decide = decided
 
     run.after.append(change)

@@ -20,7 +20,7 @@ BUG = Bug(
 
 def plant(run: Run) -> None:
     def lazily(engine):
-        decide = engine._stepper._decide
-        engine._stepper._decide = lambda policy: replace(decide(policy), norm=taken_over(None, split)(engine))
+        decide = engine._stepper.policy.decide
+        engine._stepper.policy.decide = lambda norms: replace(decide(norms), norm=taken_over(None, split)(engine))
 
     run.after.append(lazily)

@@ -16,9 +16,9 @@ def plant(run: Run) -> None:
     def change(engine):
         step = engine._stepper.step
 
-        def stepped():
+        def stepped(outcome):
             before = [parameter.detach().clone() for parameter in engine.model.parameters()]
-            step()
+            step(outcome)
             with torch.no_grad():
                 for parameter, old in zip(engine.model.parameters(), before, strict=True):
                     parameter += 0.01 * 0.5 * old

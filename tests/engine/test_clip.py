@@ -38,12 +38,11 @@ def _clipped(name: str, clip: object, p: float) -> tuple[float, bytes, int]:
             before = gather_weights(engine.model, gpc)
             engine.zero_grad()
             scenario.run(engine, gpc)
-            engine._reduce()
+            outcome = engine._sum_gradients()
             whole = gather_gradients(engine.model, gpc)
             true = norm_of(whole, p)
             with collectives() as counted, Operations() as seen:
-                engine._stepper.step()
-            engine._end_step()
+                engine._finish_step(outcome)
             norm = engine.grad_norm
             assert abs(norm.item() - true) <= RTOL * true
             # SGD with lr 1 moves the weights by just the clipped gradient.

@@ -14,6 +14,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
 from colonnade.engine.schedule.base import BaseSchedule
 from colonnade.errors import ConfigError, ContextError, GradientError
+from colonnade.gradients.synchroniser import StepOutcome
 from colonnade.testing import compare, gather_gradients, gather_weights, plain_gradients, run_world
 
 RTOL = 1e-12
@@ -140,7 +141,7 @@ def _subsets() -> list[bool]:
             engine.zero_grad()
             x = numbers(3, 4, seed=10 * step + rank)
             engine.backward(engine(x, which=rank).square().mean())
-            engine._reduce()
+            engine._sum_gradients()
             nobody.append(all(p.grad is None for p in engine.model.branch[2].parameters()))
             plain = Branches()
             loss = sum(plain(numbers(3, 4, seed=10 * step + r), which=r).square().mean() for r in range(2)) / 2
@@ -284,19 +285,18 @@ def test_a_step_that_is_given_up_takes_part_in_what_the_others_do(failed_ranks, 
         engine.backward(engine(numbers(3, 4, seed=0)).sum())
         synchroniser = SimpleNamespace(
             groups={(0,): None},
-            failed_ranks=failed_ranks,
             end_backward=lambda: told.append("end"),
             fail=lambda why: told.append("fail"),
         )
         engine._sync = SimpleNamespace(synchroniser=synchroniser, prepare=told.append)
-        engine._reduce = lambda: told.append("reduce")
-        engine._stepper.step = lambda: told.append("step")
+        engine._sum_gradients = lambda: told.append("sum") or StepOutcome(failed_ranks=failed_ranks)
+        engine._stepper.step = lambda outcome: told.append("step")
         engine._book.carry = lambda *_: None
-        engine._book.someone_has = lambda here: told.append(("someone has", here))
+        engine._book.any_rank_has_batch = lambda here: told.append(("someone has", here))
         engine._book.uneven, engine._failed, total = uneven, True, engine._total_passes
         engine._give_up_step()
         asked = [("someone has", True)] * uneven
-        ends = ["fail", "end", "reduce", *["step"] * (not failed_ranks)]
+        ends = ["fail", "end", "sum", *["step"] * (not failed_ranks)]
         assert told == ["end", *asked, False, "end", *asked, True, *ends]
         assert (engine._failed, engine._passes, engine._total_passes) == (False, 0, total)
         assert all(parameter.grad is None for parameter in engine.model.parameters())

@@ -24,7 +24,7 @@ from colonnade.nn.layer import Embedding, arrange
 from colonnade.optim.zero import fsdp
 from colonnade.optim.zero.formula import bytes_held
 from colonnade.parallel.dtensor import local_part
-from colonnade.parallel.meta import meta_init, recipes_of
+from colonnade.parallel.meta import meta_init, parameter_inits
 from colonnade.parallel.placement import Shard, place
 from colonnade.parallel.split import split
 from colonnade.testing import compare as compare_weights
@@ -218,7 +218,7 @@ def test_70_g_parameters_on_64_simulated_ranks_take_the_bytes_of_the_formula(ran
             stages = split(whole, num_stages=gpc.pipeline_parallel_size)
             model = stages[gpc.get_local_rank(ParallelMode.PIPELINE)]
             numel = sum(parameter.numel() for parameter in model.parameters())
-            assert len(recipes_of(stages)) == sum(1 for _ in whole.parameters())
+            assert len(parameter_inits(stages)) == sum(1 for _ in whole.parameters())
             fsdp.shard_model(model, gpc, ZeroSettings(3))
             held = sum(local_part(parameter).nbytes for parameter in model.parameters())
             memory = sum(local_part(parameter).untyped_storage().nbytes() for parameter in model.parameters())

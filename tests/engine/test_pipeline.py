@@ -146,7 +146,7 @@ def _train(parallel: dict, name: str, settings: dict, lie: str, tied: bool, accu
                 mine = expected[gpc.get_local_rank(ParallelMode.DATA)]
                 assert abs(loss.item() - mine.item()) <= RTOL * abs(mine.item())
                 if micro == accumulation - 1:
-                    engine._reduce()
+                    engine._sum_gradients()
                     truth = {key: value.grad for key, value in plain.named_parameters()}
                     compare(truth, renamed(gather_gradients(model, gpc), tied), RTOL)
                 engine.step()
@@ -205,7 +205,7 @@ def _own() -> None:
         engine = initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), context=gpc)[0]
         engine.zero_grad()
         engine.execute_schedule(iter([batch(0, gpc.get_global_rank())]))
-        engine._reduce()
+        engine._sum_gradients()
         (sum(F.mse_loss(plain(x), y) for x, y in (batch(0, part) for part in range(2))) / 2).backward()
         compare({k: v.grad for k, v in plain.named_parameters()}, gather_gradients(model, gpc), RTOL)
         engine.close()

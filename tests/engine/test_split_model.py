@@ -84,7 +84,7 @@ def _train(parallel: dict[str, int], schedule: dict[str, Any], stages: int, accu
                 expected = float(sums[at][0] / sums[at][1])
                 assert abs(loss.item() - expected) <= RTOL * expected
                 if micro == accumulation - 1:
-                    engine._reduce()
+                    engine._sum_gradients()
                     truth = {key: value.grad for key, value in plain.named_parameters()}
                     compare(truth, untied(gather_gradients(engine.model, gpc)), RTOL)
                 engine.step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from colonnade.engine.build import initialize
 from colonnade.engine.engine import LastStep
 from colonnade.engine.stepper import Stepper
 from colonnade.errors import ConfigError
+from colonnade.gradients.synchroniser import StepOutcome
 from colonnade.optim.clip import Decision
 from colonnade.optim.norm import Norms
 
@@ -51,7 +53,7 @@ def test_on_gpus_that_hold_the_same_each_rank_measures_all(counts, world_size, d
 
 
 @pytest.mark.parametrize(
-    ("device", "world_size", "drops", "waits", "alike", "rides"),
+    ("device", "world_size", "drops", "waits", "alike", "expected"),
     [
         (CUDA, 2, True, False, True, True),
         (CPU, 2, True, False, True, False),
@@ -61,21 +63,15 @@ def test_on_gpus_that_hold_the_same_each_rank_measures_all(counts, world_size, d
         (CUDA, 2, True, False, False, False),  # another rank cannot
     ],
 )
-def test_agreements_ride_along_where_all_ranks_can(monkeypatch, device, world_size, drops, waits, alike, rides):
-    monkeypatch.setattr(stepper, "Riders", lambda device: "riders")
+def test_flags_are_piggybacked_where_all_ranks_can(monkeypatch, device, world_size, drops, waits, alike, expected):
+    monkeypatch.setattr(stepper, "PiggybackedFlags", lambda device: "flags")
     monkeypatch.setattr(stepper, "is_same_everywhere", lambda number, device: alike)
-    synchroniser = SimpleNamespace(host_waits=waits, riders=None)
+    given: list[Any] = []
+    synchroniser: Any = SimpleNamespace(host_waits=waits, agree_by=given.append)
     context = SimpleNamespace(device=device, world_size=world_size)
-    bare(_context=context, _step=SimpleNamespace(drops_on_device=drops), _synchroniser=synchroniser)._ride()
-    assert synchroniser.riders == ("riders" if rides else None)
-
-
-def test_an_engine_asks_whether_agreements_can_ride_along(monkeypatch):
-    asked: list[bool] = []
-    monkeypatch.setattr(Stepper, "_ride", lambda self: asked.append(True))
-    with launch({}, context=ParallelContext(), verbose=False) as gpc:
-        initialize(nn.Linear(1, 1), torch.optim.SGD, context=gpc)[0].close()
-    assert asked == [True]
+    made = bare(_context=context, _step=SimpleNamespace(drops_on_device=drops))
+    found = made._piggybacked_flags(synchroniser)
+    assert (found, given) == (("flags", ["flags"]) if expected else (None, []))
 
 
 def decision(found_inf: float = 0.0) -> Decision:
@@ -89,65 +85,58 @@ def decision(found_inf: float = 0.0) -> Decision:
     )
 
 
-class Riders:
-    """What the world says, out of what ranks told."""
-
-    def take(self, told: Any) -> Any:
-        return torch.tensor(float(told.sum() == 30.0))
-
-
 @pytest.mark.parametrize(
-    ("riders", "told", "whole", "graph", "world_size", "expected"),
+    ("unsent", "whole", "graph", "world_size", "how", "sent"),
     [
-        (False, False, False, False, 2, ("verdict", 0)),
-        (True, True, False, False, 2, ("told", 2)),  # in the collective of the norm
-        (True, True, True, False, 2, ("asked", 0)),  # there is none, so it gets one of its own
-        (True, False, False, False, 2, ("verdict", 0)),
-        (False, False, False, True, 1, ("verdict", "graph")),
-        (False, False, True, True, 2, ("verdict", "graph")),
-        (False, False, False, True, 2, ("verdict", 0)),
-        (True, True, True, True, 2, ("asked", "graph")),
+        (False, False, False, 2, "by a bucket", 0),
+        (True, False, False, 2, "with the norm", 2),
+        (True, True, False, 2, "alone", 0),  # nothing of the norm is sent
+        (False, False, True, 1, "by a bucket", None),
+        (False, True, True, 2, "by a bucket", None),
+        (False, False, True, 2, "by a bucket", 0),
+        (True, True, True, 2, "alone", None),
     ],
 )
-def test_norm_and_verdict_of_a_step(monkeypatch, riders, told, whole, graph, world_size, expected):
+@pytest.mark.parametrize("clips", [True, False])
+def test_flags_are_sent_once_and_drop_the_step(monkeypatch, unsent, whole, graph, world_size, how, sent, clips):
     seen: list[Any] = []
 
-    def reduce_norms(vector: Any, p: float, group: Any = None, *, riders: int = 0, whole: bool = False) -> Any:
-        seen.append(riders)
-        return vector[: len(vector) - riders]
+    def reduce_norms(vector: Any, p: float, group: Any = None, *, piggybacked: int = 0, whole: bool = False) -> Any:
+        seen.append(piggybacked)
+        return vector[: len(vector) - piggybacked]
 
     monkeypatch.setattr(stepper, "reduce_norms", reduce_norms)
-    monkeypatch.setattr(stepper.dist, "all_reduce", lambda told, group: seen.append("asked"))
+    monkeypatch.setattr(stepper.dist, "all_reduce", lambda numbers, group: seen.append("alone"))
+    policy = SimpleNamespace(slots=2, decide=lambda norms: seen.append(norms.tolist()) or decision())
+    stepped: list[Any] = []
     made = bare(
         _step=SimpleNamespace(
             meter=lambda *_: SimpleNamespace(measure=lambda: torch.tensor([1.0, 2.0])), measures_whole=whole
         ),
+        _stepped=SimpleNamespace(step_divided=lambda divisor, drop: stepped.append((divisor, drop.item()))),
         _norm_type=2.0,
-        _context=SimpleNamespace(device=CPU, world_size=world_size, get_group=lambda mode: mode),
-        _synchroniser=SimpleNamespace(
-            riders=Riders() if riders else None,
-            told=torch.tensor([10.0, 20.0]) if told else None,
-            verdict=torch.tensor(0.5),
+        _context=SimpleNamespace(
+            device=CPU,
+            world_size=world_size,
+            get_group=lambda mode: mode,
+            waits=SimpleNamespace(during=lambda *_: nullcontext()),
         ),
+        _flags=SimpleNamespace(take=lambda numbers: torch.tensor(float(numbers.sum() == 30.0))),
         _capture=object() if graph else None,
-        _repeated=lambda *_: seen.append("graph") or decision(),
+        _repeated=lambda *_: decision(),
+        policy=policy if clips else None,
         scaler=None,
+        skips=stepper.SkipReport(),
     )
-    measured: list[Any] = []
-    policy = SimpleNamespace(slots=2, decide=lambda norms: measured.append(norms.tolist()) or decision())
-    found = made._decide(policy)
-    how, sent = expected
-    assert seen[0] == sent
-    assert found.found_inf == {"verdict": 0.5, "told": 1.0, "asked": 1.0}[how]
-    assert ("asked" in seen) == (how == "asked")
-    assert measured == ([] if sent == "graph" else [[1.0, 2.0]])
-
-
-def test_a_verdict_drops_a_step_that_the_norm_would_not():
-    made = bare()
-    assert made._with_verdict(decision(), None).found_inf == 0.0
-    assert made._with_verdict(decision(), torch.tensor(1.0)).found_inf == 1.0
-    assert made._with_verdict(decision(1.0), torch.tensor(0.0)).found_inf == 1.0
+    flags = torch.tensor([10.0, 20.0]) if unsent else None
+    made.step(StepOutcome(drop_flag=None if unsent else torch.tensor(0.5), unsent_flags=flags))
+    ((divisor, drop),) = stepped
+    assert drop == (1.0 if unsent else 0.5)
+    if not clips:
+        assert (divisor, seen) == (None, ["alone"] if unsent else [])
+        return
+    assert seen == [*([sent, [1.0, 2.0]] if sent is not None else []), *["alone"] * (how == "alone")]
+    assert divisor.tolist() == [1.0, 2.0]
 
 
 def test_a_graph_leaves_copies(monkeypatch):

@@ -76,7 +76,7 @@ def trained(parallel: dict[str, Any], rows: int, heads: int = HEADS, **more: Any
             mine = slice(part * rows, part * rows + rows)
             close(out, truth[mine])
             close(x.grad / parts, whole_x.grad[mine])
-            engine._reduce()
+            engine._sum_gradients()
             compare({name: value.grad for name, value in plain.named_parameters()}, gather_gradients(model, gpc), RTOL)
             engine.step()
             norm = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from colonnade.gradients import bucket as bucket_module
 from colonnade.gradients.sums import Sum, SyncOptions
 from colonnade.gradients.synchroniser import Synchroniser
+from colonnade.gradients.uneven import PiggybackedFlags
 
 RTOL = 1e-12
 TINY = SyncOptions(bucket_mb=2e-4, first_bucket_mb=1e-4)
@@ -38,6 +39,13 @@ def reduce_all(model: nn.Module, options: SyncOptions = TINY, log: Any = None, *
     chosen = replace(options, **changes)
     whole = Sum(names, parameters, tuple(range(size)), dist.group.WORLD, float(size), chosen)
     return Synchroniser([whole], **({"log": log} if log else {}))
+
+
+def on_the_cpu(stepper: Any, synchroniser: Synchroniser) -> PiggybackedFlags:
+    """In place of `Stepper._piggybacked_flags`: flags as with NCCL, over gloo."""
+    flags = PiggybackedFlags(torch.device("cpu"))
+    synchroniser.agree_by(flags)
+    return flags
 
 
 def both(build: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:

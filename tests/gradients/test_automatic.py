@@ -95,15 +95,15 @@ def test_a_line_of_a_plan_divides_by_what_is_owed_unless_another_divisor_is_give
     assert said(handler.over(M.DATA, "plain.*", divisor=5)) == [(["plain"], (0, 2), 5)]
 
 
-def test_a_handler_of_an_engine_waits_and_one_by_hand_begins_too():
+def test_a_handler_of_an_engine_leaves_the_sums_to_it_and_one_by_hand_makes_them():
     told: list[Any] = []
-    shared: Any = SimpleNamespace(prepare=lambda last: told.append(last), finish=lambda: told.append("finish"))
+    shared: Any = SimpleNamespace(prepare=lambda last: told.append(last), wait=lambda: told.append("wait"))
     handler = Mine(nn.Linear(1, 1))
     assert handler._by_hand is False
     handler.use(shared)
     handler.handle_gradient()
-    assert told == ["finish"]
+    assert told == []
     handler._by_hand = True
     handler.handle_gradient()
-    assert told == ["finish", True, "finish"]
+    assert told == [True, "wait"]
     assert handler.set_scale(2.0) is False

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from colonnade.comm.rank_group import GroupMemory
 from colonnade.errors import GradientError
-from colonnade.gradients import bucket as bucket_module
 from colonnade.gradients.bucket import MISSING, TAIL, Bucket, Buffer, GradientShard, fill
 from colonnade.gradients.sums import Sharding, Sum, SyncOptions
 from colonnade.gradients.synchroniser import Synchroniser
@@ -59,19 +58,23 @@ def test_what_starts_early(overlap, between_stages, takes_turns):
 
 
 class Early:
-    """A transport of which only the attributes are looked at."""
+    """A transport without other ranks."""
 
-    early = divides = True
+    early = True
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
 
     def start(self) -> None: ...
 
-    def finish(self, factor: float | Tensor) -> None: ...
+    def finish(self, factor: float | Tensor) -> None:
+        self._bucket.gradient.mul_(factor)
 
 
 def _placed(*numels: int) -> Bucket:
     bucket = Bucket(_sum(*numels), list(range(len(numels))), 0)
     buffer = Buffer(bucket, GroupMemory(torch.ones(bucket.numel)))
-    buffer.transport = Early()
+    buffer.transport = Early(bucket)
     bucket.buffers.append(buffer)
     bucket.use(buffer)
     bucket.recording = True
@@ -114,32 +117,9 @@ def test_offered_views_are_zero_and_those_that_nobody_used_are_missing():
     assert bucket.collect(early=False) == {1: MISSING}
     bucket.send()
     assert [parameter.grad is None for parameter in bucket.parameters] == [False, True, False]
+    bucket.finish(1.0)
     # Ten and seven, divided by the two of the reduction.
     assert float(bucket.views[0].sum() + bucket.views[2].sum()) == 8.5
-
-
-def test_large_gradients_are_divided_on_the_way_however_often_they_come(monkeypatch):
-    monkeypatch.setattr(bucket_module, "LARGE_BYTES", 100)
-    bucket = _placed(5, 100, 200)
-    bucket.recording = False
-    bucket.begin()
-    first, second = bucket.parameters[1:]
-    for _ in range(3):
-        (4 * first).sum().backward()
-        bucket.move_large(1, last=True)
-        assert first.grad is None
-    (4 * second).sum().backward()
-    bucket.move_large(2, last=False)
-    (4 * second + bucket.parameters[0].sum()).sum().backward()
-    bucket.move_large(2, last=True)
-    assert bucket.is_complete()
-    assert bucket.collect(early=False) == {}
-    bucket.send()
-    assert bool((bucket.views[1] == 6).all())
-    assert bool((bucket.views[2] == 4).all())
-    assert bool((bucket.views[0] == 100).all())
-    bucket.finish(1.0)
-    assert all(parameter.grad is view for parameter, view in zip(bucket.parameters, bucket.views, strict=True))
 
 
 @pytest.mark.parametrize("early", [True, False])

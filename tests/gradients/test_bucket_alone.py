@@ -16,13 +16,13 @@ from colonnade.gradients.sums import Sharding, Sum
 from colonnade.parallel.flat import ALIGN_BYTES
 
 STEP = ALIGN_BYTES // 4
-TURNS = Sharding(keep_whole=False)
+STAGED = Sharding(keep_whole=False)
 
 
 class Notes:
     """A transport that only notes its calls."""
 
-    name, early, divides, carries = "notes", True, True, True
+    name, early, carries = "notes", True, True
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -105,12 +105,12 @@ def test_slices_of_the_ranks_are_neighbours_and_what_is_used_of_them_makes_up_th
     assert [(span.start, span.stop, span.at) for span in whole.spans] == [(0, 3, 0), (0, 20, STEP), (0, 1, 3 * STEP)]
 
 
-def test_which_buckets_carry_numbers_and_which_large_ones():
+def test_which_buckets_carry_numbers_and_which_carry_counts():
     for carries in (True, False):
-        for dtype, large in ((torch.float32, True), (torch.float64, True), (torch.bfloat16, False)):
+        for dtype, exact in ((torch.float32, True), (torch.float64, True), (torch.bfloat16, False)):
             bucket = made(5, dtype=dtype)
             bucket.transport.carries = carries
-            assert (bucket.carries, bucket.carries_counts) == (carries, carries and large)
+            assert (bucket.carries, bucket.carries_counts) == (carries, carries and exact)
             bucket.shard = GradientShard(torch.zeros(5, dtype=dtype))
             assert (bucket.carries, bucket.carries_counts) == (False, False)
     bucket = made(5)
@@ -120,7 +120,7 @@ def test_which_buckets_carry_numbers_and_which_large_ones():
 
 def test_only_whole_buckets_of_plain_tensors_on_the_host_offer_their_views(monkeypatch):
     assert made(5, 6)._offers
-    assert not made(5, 6, sharding=TURNS)._offers
+    assert not made(5, 6, sharding=STAGED)._offers
     some = made(5, 6)
     monkeypatch.setattr(bucket_module, "is_dtensor", lambda parameter: parameter is some.parameters[1])
     some.use(some.buffer)
@@ -151,6 +151,16 @@ def test_while_recording_nothing_is_offered_and_else_all_that_is_missing():
     assert one.parameters[0].grad is one.grads[0]
 
 
+def test_a_sum_is_divided_by_its_divisor_and_multiplied_by_the_factor_of_the_step():
+    bucket = made(5, 6, divisor=4.0)
+    come(bucket, 4, 6)
+    bucket.collect(early=False)
+    bucket.send()
+    for factor in (1.0, torch.tensor(0.5)):
+        bucket.finish(factor)
+    assert bucket.transport.calls == ["start", 0.25, 0.125]
+
+
 def test_after_a_step_what_was_set_to_none_is_offered_again():
     bucket = made(5, 6)
     bucket.begin()
@@ -162,23 +172,10 @@ def test_after_a_step_what_was_set_to_none_is_offered_again():
     bucket.parameters[1].grad = None
     bucket.begin()
     assert bucket.parameters[1].grad is bucket.grads[1]
-    assert inside(bucket) == [2, 0]
+    assert inside(bucket) == [4, 0]
     (4 * bucket.parameters[0]).sum().backward()
     assert bucket.collect(early=False) == {1: MISSING}  # it was offered, and nobody wrote to it
     assert bucket.parameters[1].grad is None
-
-
-def test_small_gradients_are_offered_and_divided_beside_large_ones(monkeypatch):
-    monkeypatch.setattr(bucket_module, "LARGE_BYTES", 40)
-    bucket = made(5, 6, 10, 11)
-    bucket.begin()
-    assert inside(bucket) == [0, 0, 1, 1]
-    for parameter in bucket.parameters:
-        (4 * parameter).sum().backward()
-    bucket.move_large(2, last=True)
-    assert bucket.collect(early=False) == {}
-    bucket.send()
-    assert inside(bucket) == [2, 2, 2, 2]
 
 
 def test_views_that_were_given_other_memory_are_made_anew_and_others_are_left():
@@ -191,7 +188,6 @@ def test_views_that_were_given_other_memory_are_made_anew_and_others_are_left():
     bucket.begin()
     assert bucket.views[1] is not before[1]
     assert bucket.views[1].data_ptr() == bucket.buffer.flat.data_ptr() + 4 * STEP
-    assert all(expected is grad for expected, grad in zip(bucket._expected_grads, bucket.grads, strict=True))
 
 
 def test_what_is_attached_and_was_not_offered_has_come():
@@ -225,10 +221,9 @@ def test_where_starting_early_is_of_no_use_a_bucket_is_never_complete():
     assert not bucket.is_complete()
 
 
-def test_large_gradients_that_no_hook_has_moved_are_moved_when_it_is_asked(monkeypatch):
+def test_large_gradients_are_not_offered_and_moved_when_the_bucket_is_full(monkeypatch):
     monkeypatch.setattr(bucket_module, "LARGE_BYTES", 20)
     bucket = made(5, 6)
-    assert (bucket.large, bucket.positions) == ([0, 1], (0, 1))
     bucket.begin()
     assert [parameter.grad for parameter in bucket.parameters] == [None, None]  # they are not offered
     come(bucket, 3, 4)
@@ -237,7 +232,7 @@ def test_large_gradients_that_no_hook_has_moved_are_moved_when_it_is_asked(monke
 
 
 def test_buckets_that_take_turns_are_complete_when_all_that_is_expected_is_there():
-    bucket = made(5, 6, 7, sharding=TURNS)
+    bucket = made(5, 6, 7, sharding=STAGED)
     bucket.begin()
     bucket.expected = [0, 2]
     for values, complete in (((None,) * 3, False), ((1, 1, None), False), ((1, None, 1), True)):
@@ -247,13 +242,12 @@ def test_buckets_that_take_turns_are_complete_when_all_that_is_expected_is_there
 
 @pytest.mark.parametrize(
     ("sharding", "device", "large"),
-    [(None, "cpu", [1, 2]), (Sharding(), "cpu", [1, 2]), (TURNS, "cpu", []), (None, "meta", [])],
+    [(None, "cpu", [1, 2]), (Sharding(), "cpu", [1, 2]), (STAGED, "cpu", []), (None, "meta", [])],
 )
 def test_which_gradients_are_large(monkeypatch, sharding, device, large):
     monkeypatch.setattr(bucket_module, "LARGE_BYTES", 40)
     with torch.device(device):
         bucket = made(9, 10, 11, 2, sharding=sharding)
-    assert bucket.large == large
     assert bucket.positions == ((0, 3, 1, 2) if large else (0, 1, 2, 3))
     assert bucket.names == tuple(f"p{at}" for at in bucket.positions)
 
@@ -273,56 +267,6 @@ def test_gradients_are_moved_once_and_sparse_ones_stay_where_they_are():
     before = bucket.written()
     bucket.parameters[0].grad.add_(1)
     assert [one[1] == other[1] for one, other in zip(before, bucket.written(), strict=True)] == [False, True, True]
-
-
-def test_a_large_gradient_is_divided_in_the_last_pass_alone(monkeypatch):
-    monkeypatch.setattr(bucket_module, "LARGE_BYTES", 1)
-    bucket = made(5, 6)
-    first, _ = bucket.parameters
-    come(bucket, 4, 6)
-    bucket.move_large(0, last=False)
-    assert first.grad is bucket.grads[0]
-    bucket.move_large(0, last=True)  # it is there already, and divided with the rest
-    assert first.grad is bucket.grads[0]
-    assert inside(bucket) == [4, 1]
-    bucket.move_large(1, last=True)
-    assert inside(bucket) == [4, 3]
-    bucket.parameters[1].grad = torch.full((6,), 2.0)  # more of it, which no hook has seen
-    assert bucket.collect(early=False) == {}
-    assert inside(bucket) == [4, 4]
-    bucket.send()
-    assert inside(bucket) == [2, 4]
-    bucket.finish(1.0)
-    assert bucket.transport.calls == ["start", 1.0]
-    assert all(parameter.grad is grad for parameter, grad in zip(bucket.parameters, bucket.grads, strict=True))
-    for parameter in bucket.parameters:
-        parameter.grad = sparse(parameter)
-        bucket.move_large(0, last=True)
-    assert bucket.parameters[0].grad.is_sparse
-    come(bucket, 8, 8)  # and the next step is as the first
-    assert bucket.collect(early=False) == {}
-    bucket.send()
-    assert inside(bucket) == [4, 4]
-
-
-@pytest.mark.parametrize("large", [False, True])
-@pytest.mark.parametrize(
-    ("divides", "offers", "divisor"), [(True, True, 2.0), (False, True, 2.0), (True, False, 2.0), (True, True, 1.0)]
-)
-def test_a_sum_is_divided_before_or_after_and_once(monkeypatch, divides, offers, divisor, large):
-    monkeypatch.setattr(bucket_module, "LARGE_BYTES", 1 if large else 1000)
-    bucket = made(5, 6, divisor=divisor)
-    bucket.transport.divides, bucket._offers = divides, offers
-    come(bucket, 4, 6)
-    if large:
-        bucket.move_large(1, last=True)
-    bucket.collect(early=False)
-    bucket.send()
-    before = divides and offers and divisor != 1.0
-    assert inside(bucket) == ([2, 3] if before else [4, 6])
-    for factor, calls in ((1.0, 1), (torch.tensor(0.5), 2)):
-        bucket.finish(factor)
-        assert float(bucket.transport.calls[calls]) == float(factor) / (1 if before else divisor)
 
 
 def test_what_is_missing_or_sparse_is_zero_in_the_bucket_and_noted():
@@ -345,7 +289,7 @@ def test_what_is_missing_or_sparse_is_zero_in_the_bucket_and_noted():
 
 
 def test_buckets_that_take_turns_copy_all_and_let_go():
-    bucket = made(5, 6, 7, sharding=TURNS)
+    bucket = made(5, 6, 7, sharding=STAGED)
     come(bucket, 3, None, None)
     bucket.parameters[2].grad = unlike = sparse(bucket.parameters[2])
     assert bucket.collect(early=False) == {1: MISSING, 2: SPARSE}
@@ -356,9 +300,9 @@ def test_buckets_that_take_turns_copy_all_and_let_go():
     bucket.finish(1.0)
     assert bucket.shard.landed
     assert [parameter.grad for parameter in bucket.parameters] == [None, None, unlike]
-    none = made(5, sharding=TURNS)
+    none = made(5, sharding=STAGED)
     assert none.collect(early=True) == {0: MISSING}
-    full = made(STEP, 2 * STEP, sharding=TURNS)  # without gaps
+    full = made(STEP, 2 * STEP, sharding=STAGED)  # without gaps
     come(full, 2, 3)
     assert full.collect(early=True) == {}
     assert inside(full) == [2, 3]

@@ -15,9 +15,9 @@ from colonnade.comm.torch_versions import noting_collectives
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
 from colonnade.engine.stepper import Stepper
-from colonnade.gradients.uneven import Riders
 from colonnade.testing import compare, gather_weights, run_world
 from tests.gradients.scenarios import numbers
+from tests.gradients.summing import on_the_cpu
 
 STEPS = 7
 CONFIG = {"clip_grad_norm": 0.1, "sync": {"shared_memory": False, "bucket_mb": 1e-4, "first_bucket_mb": 1e-4}}
@@ -46,10 +46,10 @@ def _counted_calls(into: list[int]) -> Iterator[None]:
     into.append(len(seen))
 
 
-def _trains(counted: bool, riders: bool, changes: dict[str, Any]) -> list[int]:
+def _trains(counted: bool, flags: bool, changes: dict[str, Any]) -> list[int]:
     """Returns how many collectives each step took."""
-    if riders:
-        Stepper._ride = lambda self: setattr(self._synchroniser, "riders", Riders(torch.device("cpu")))  # type: ignore[method-assign]
+    if flags:
+        Stepper._piggybacked_flags = on_the_cpu  # type: ignore[method-assign]
     calls: list[int] = []
     with launch({**CONFIG, **changes}, context=ParallelContext(), verbose=False) as gpc:
         rank, model, plain = gpc.get_global_rank(), _net(), _net()
@@ -73,15 +73,15 @@ def _trains(counted: bool, riders: bool, changes: dict[str, Any]) -> list[int]:
     return calls
 
 
-def _both_forms(riders: bool, changes: dict[str, Any]) -> None:
-    counted, mean = (_trains(form, riders, changes) for form in (True, False))
+def _both_forms(flags: bool, changes: dict[str, Any]) -> None:
+    counted, mean = (_trains(form, flags, changes) for form in (True, False))
     assert counted[4:] == mean[4:]
 
 
-@pytest.mark.parametrize("riders", [False, True], ids=["agree", "ride"])
+@pytest.mark.parametrize("flags", [False, True], ids=["agree", "ride"])
 @pytest.mark.parametrize("changes", [{}, {"gradient_accumulation": 2}], ids=str)
-def test_a_counted_loss_costs_no_collective_more_than_a_mean(riders, changes):
-    run_world(2, _both_forms, riders, changes)
+def test_a_counted_loss_costs_no_collective_more_than_a_mean(flags, changes):
+    run_world(2, _both_forms, flags, changes)
 
 
 def _fail(grad: torch.Tensor) -> None:

@@ -59,8 +59,7 @@ def _parity(backend: str) -> None:
                 loss = square(model, dist.get_rank(), step + micro)
                 reducer.prepare(last=micro == 1)
                 loss.backward()
-            reducer.scale = torch.ones((), device="cuda", dtype=torch.float64) if step == 4 else None
-            reducer.wait()
+            reducer.wait(torch.ones((), device="cuda", dtype=torch.float64) if step == 4 else None)
             torch.cuda.set_sync_debug_mode("default")
             for micro in range(2):
                 mean_loss(truth, square, step + micro).backward()

@@ -40,7 +40,7 @@ def _run(name: str, **config: object) -> str:
         engine = _start(scenario, gpc)
         engine.zero_grad()
         scenario.run(engine, gpc)
-        engine._reduce()
+        engine._sum_gradients()
         compare(scenario.truth(), gather_gradients(engine.model, gpc), RTOL)
         engine.close()
         return str(engine.ledger())
@@ -195,7 +195,7 @@ def _planted(name: str, bug: str) -> tuple[str, str]:
                 engine = _start(scenario, gpc)
                 engine.zero_grad()
                 scenario.run(engine, gpc)
-                engine._reduce()
+                engine._sum_gradients()
                 compare(scenario.truth(), gather_gradients(engine.model, gpc), RTOL)
                 messages.append("")
             except (LedgerError, ParityError) as error:

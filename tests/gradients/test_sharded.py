@@ -78,7 +78,7 @@ def _late() -> None:
             for step in range(2):
                 engine.zero_grad()
                 engine.backward(engine(numbers(3, 5, seed=10 * step + rank).requires_grad_()).square().mean())
-                engine._reduce()
+                engine._sum_gradients()
                 losses = [plain(numbers(3, 5, seed=10 * step + part)).square().mean() for part in range(2)]
                 (sum(losses) / 2 + plain[3].weight.sum() / 2).backward()
                 truth = {name: p.grad for name, p in plain.named_parameters()}
@@ -184,7 +184,7 @@ def _dtypes() -> dict[str, list[float]]:
             value = 1.0 if gpc.get_global_rank() == 0 else 2**-9
             engine.zero_grad()
             engine.backward(engine(torch.full((1, 64), value, dtype=torch.bfloat16)).sum())
-            engine._reduce()
+            engine._sum_gradients()
             gradient = engine.optimizer.whole_gradient(model.weight)
             found[name] = [gradient.dtype == torch.float32, gradient.float().mean().item() * gpc.world_size]
             engine.close()
@@ -205,7 +205,7 @@ def _compressed() -> Tensor:
         model = nn.Linear(8, 1, bias=False)
         engine = initialize(model, lambda p: torch.optim.SGD(p, lr=0.0), context=gpc)[0]
         engine.backward(engine(torch.full((1, 8), 1.001)).sum())
-        engine._reduce()
+        engine._sum_gradients()
         gradient = engine.optimizer.whole_gradient(model.weight)
         engine.close()
         return gradient
@@ -226,7 +226,7 @@ def _whole() -> None:
             for step in range(2):
                 engine.zero_grad()
                 engine.backward(engine(numbers(3, 5, seed=10 * step + gpc.get_global_rank())).square().mean())
-                engine._reduce()
+                engine._sum_gradients()
                 plain.zero_grad()
                 (sum(plain(numbers(3, 5, seed=10 * step + part)).square().mean() for part in range(2)) / 2).backward()
                 for parameter, true in zip(model.parameters(), plain.parameters(), strict=True):
@@ -252,7 +252,7 @@ def _one_bucket(passes: int) -> None:
                     engine.step()
                 losses = [plain(numbers(3, 5, seed=10 * micro + part)).square().mean() for part in range(2)]
                 (sum(losses) / (2 * passes)).backward()
-            engine._reduce()
+            engine._sum_gradients()
             compare({name: p.grad for name, p in plain.named_parameters()}, whole_gradients(engine, gpc), 1e-12)
             engine.close()
 

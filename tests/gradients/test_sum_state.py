@@ -140,7 +140,7 @@ def test_where_the_owned_slice_lies_and_in_which_type(dtype, sharding, wide, apa
 class Notes:
     """A transport that says when it is started and finished."""
 
-    early = divides = carries = False
+    early = carries = False
 
     def __init__(self, name: str, said: list[str]) -> None:
         self.name, self.said = name, said
@@ -176,8 +176,8 @@ def test_buckets_without_memory_of_their_own_take_turns_in_two_pieces(shared):
     assert said == (["finish 1", "start 1"] if shared else ["finish 0", "finish 1", "start 1"])
     said.clear()
     state.start(third, early=True)
-    state.finish_turns()
-    state.finish_turns()
+    state.finish_staged()
+    state.finish_staged()
     expected = ["start 2", "finish 1", "finish 2"]
     assert said == (["finish 1", "start 2", "finish 2"] if shared else expected)
 

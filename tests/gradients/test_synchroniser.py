@@ -311,9 +311,7 @@ def _scaled(options: SyncOptions) -> None:
         truth.zero_grad()
         reducer.prepare(last=True)
         square(model, dist.get_rank(), step).backward()
-        reducer.scale = scale
-        reducer.wait()
-        assert reducer.scale is None
+        assert reducer.wait(scale).scale is scale
         factor = 1.0 if scale is None else float(scale)
         (factor * mean_loss(truth, square, step)).backward()
         same_gradients(model, truth)

@@ -11,8 +11,8 @@ from torch import nn
 
 from colonnade.errors import GradientError
 from colonnade.gradients.sums import Sharding, Sum, SyncOptions
-from colonnade.gradients.synchroniser import Synchroniser
-from colonnade.gradients.uneven import Riders
+from colonnade.gradients.synchroniser import StepOutcome, Synchroniser
+from colonnade.gradients.uneven import PiggybackedFlags
 
 SMALL = SyncOptions(bucket_mb=64 / 2**20, first_bucket_mb=32 / 2**20)
 
@@ -31,8 +31,7 @@ def backward(parameters: tuple[nn.Parameter, ...], value: float = 4.0) -> None:
 
 def test_a_new_one_has_seen_nothing():
     reducer, parameters = alone(8, 8, 8)
-    assert (reducer.generation, reducer.strayed, reducer.failed_ranks) == (0, False, [])
-    assert (reducer.scale, reducer.last_scale, reducer.riders, reducer.told, reducer.verdict) == (None,) * 5
+    assert (reducer.generation, reducer.unprepared_gradients) == (0, False)
     assert reducer.parameters == {id(parameter) for parameter in parameters}
     assert [bucket.names for bucket in reducer.layout] == [("p2",), ("p1", "p0")]
     assert reducer._step == 0
@@ -41,17 +40,14 @@ def test_a_new_one_has_seen_nothing():
     assert reducer.host_waits
 
 
-def test_a_step_ends_once_however_many_ask_for_it():
+def test_the_scale_of_a_step_is_told_in_its_outcome():
     reducer, parameters = alone(8)
-    reducer.finish()  # nothing was prepared
-    assert reducer._step == 0
-    reducer.prepare(last=True)
-    backward(parameters)
-    reducer.scale = 0.5
-    reducer.finish()
-    reducer.finish()
-    assert (reducer._step, reducer.scale, reducer.last_scale) == (1, None, 0.5)
-    assert parameters[0].grad.tolist() == [1.0] * 8
+    for scale in (0.5, None):
+        parameters[0].grad = None
+        reducer.prepare(last=True)
+        backward(parameters)
+        assert reducer.wait(scale) == StepOutcome(scale, [])
+        assert parameters[0].grad.tolist() == [2.0 if scale is None else 1.0] * 8
 
 
 def test_every_pass_begins_for_all_sums():
@@ -59,7 +55,7 @@ def test_every_pass_begins_for_all_sums():
     for _ in range(2):  # what a bucket waits for is what came in one pass
         reducer.prepare(last=True)
         backward(parameters)
-    reducer.finish()
+    reducer.wait()
     assert [bucket.firings for bucket in reducer.buckets] == [1]
     parameters[0].data = parameters[0].data.double()
     with pytest.raises(GradientError, match=r"'p0' was torch\.float32 on cpu at initialize"):
@@ -96,7 +92,6 @@ def test_gradients_that_are_changed_between_backward_and_step_are_refused(change
     else:
         with pytest.raises(GradientError, match="the gradient of 'p1' was changed between backward and step"):
             reducer.check_untouched()
-        reducer._ended = []
     reducer.check_untouched()  # asked once: from then on handlers may write
     reducer.wait()
 
@@ -111,29 +106,28 @@ def test_gradients_of_a_pass_that_nobody_prepared_have_strayed_where_others_wait
             if prepared:
                 reducer.prepare(last=True)
             backward(parameters)
-            assert reducer.strayed is (others and not prepared)
+            assert reducer.unprepared_gradients is (others and not prepared)
             state.group.size = 1
             if prepared:
                 reducer.wait()
     reducer.prepare(last=True)
-    assert not reducer.strayed
+    assert not reducer.unprepared_gradients
 
 
 def test_a_rank_that_fails_drops_its_gradients_and_goes_on():
     reducer, parameters = alone(8, 8)
     reducer.prepare(last=False)
     backward(parameters)
-    reducer.fail()
-    reducer.finish()
-    assert reducer.failed_ranks == [0]
+    reducer.fail("why")
+    outcome = reducer.wait()
+    assert (outcome.failed_ranks, outcome.reasons) == ([0], {0: "why"})
     assert [parameter.grad for parameter in parameters] == [None, None]
     for _ in range(2):
         for parameter in parameters:
             parameter.grad = None
         reducer.prepare(last=True)
         backward(parameters)
-        reducer.wait()
-        assert reducer.failed_ranks == []
+        assert reducer.wait() == StepOutcome(None, [])
         assert all(parameter.grad.tolist() == [2.0] * 8 for parameter in parameters)
 
 
@@ -152,8 +146,7 @@ def test_of_a_sharded_sum_the_slices_are_the_result_of_all_passes(sharding, fail
                 reducer.end_backward()
         if failed and step == 1:
             reducer.fail()
-        reducer.scale = 0.5 if step == 2 else None
-        reducer.wait()
+        reducer.wait(0.5 if step == 2 else None)
         assert all(parameter.grad is None for parameter in parameters)
         assert not any(bucket.started or bucket.shard.landed for bucket in reducer.buckets)
         if not (failed and step == 1):
@@ -185,29 +178,30 @@ def test_frozen_and_thawed_parameters_lay_the_buckets_out_anew():
     assert sorted(name for bucket in reducer.buckets for name in bucket.names) == ["p0", "p1", "p2"]
 
 
-def test_nothing_can_ride_where_no_bucket_goes_to_the_world():
+def test_no_numbers_are_carried_where_no_bucket_goes_to_the_world():
     reducer, _ = alone(8)
     assert not reducer.carry(torch.ones(2), lambda numbers: numbers[0])
     assert reducer._scale_of is None
     assert (reducer._first_to_all, reducer._last_to_all) == (None, None)
 
 
-def test_what_riders_have_to_say_is_logged():
+def test_a_step_that_flags_dropped_is_logged():
     said: list[str] = []
     parameters = (nn.Parameter(torch.zeros(8)),)
     reducer = Synchroniser([Sum(("p0",), parameters, (0,), None, 2.0, SMALL)], log=said.append)
-    reducer.riders = Riders(torch.device("cpu"))
+    flags = PiggybackedFlags(torch.device("cpu"))
+    reducer.agree_by(flags)
     unsteady = []
     for step in range(7):
         parameters[0].grad = None
         reducer.prepare(last=True)
         if step != 4:
             backward(parameters)
-        reducer.wait()
-        assert reducer.verdict is None  # no bucket carried it
-        unsteady.append(reducer.told[:2].tolist())
-        reducer.riders.take(reducer.told)
-    # Unsteady while it learns; in step 4 it is quiet, and deviates; from then on it is noted.
+        outcome = reducer.wait()
+        assert outcome.drop_flag is None  # no bucket carried it
+        unsteady.append(outcome.unsent_flags[:2].tolist())
+        flags.take(outcome.unsent_flags)
+    # Unsteady while it learns; in step 4 it is steady, and deviates; from then on it is noted.
     assert unsteady == [[0, 1], [0, 0], [0, 0], [0, 0], [1, 0], [0, 0], [0, 0]]
     assert [text[:18] for text in said] == ["step 4 was dropped"]
 

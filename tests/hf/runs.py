@@ -171,14 +171,13 @@ def _step(engine: Any, architecture: Architecture, gpc: ParallelContext, step: i
         micro = rows_of(mine, slice(at * rows // count, (at + 1) * rows // count))
         with in_double():
             loss = engine.execute_schedule(iter([micro]), return_output_label=False)[2]
-        labels = float(engine._schedule.loss_count)
+        labels = float(engine.loss_count)
         total += torch.tensor([labels * loss.item(), labels], dtype=torch.float64)
     dist.all_reduce(total)
     _close("loss", total[0].item() / total[1].item(), truth["losses"][step], step)
-    engine._reduce()
+    outcome = engine._sum_gradients()
     _compare_gradients(truth["gradients"][step], gather_gradients(engine.model, gpc), truth["norms"][step])
-    engine._stepper.step()  # what engine.step() does after _reduce()
-    engine._end_step()
+    engine._finish_step(outcome)
     _close("norm", engine.grad_norm.item(), truth["norms"][step], step)
 
 

@@ -76,7 +76,7 @@ def _router_loss(parallel: dict[str, Any]) -> None:
             output = engine(**rows_of(whole, rows))
             torch.testing.assert_close(output.aux_loss, expected.aux_loss, rtol=1e-12, atol=0)
             engine.backward(output.loss)
-        engine._reduce()
+        engine._sum_gradients()
         compare(truth, gather_gradients(engine.model, gpc), 1e-9)
         engine.close()
 

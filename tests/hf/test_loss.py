@@ -160,7 +160,7 @@ def _data_parallel() -> None:
                     engine.backward(loss)
                 else:
                     loss = engine.execute_schedule(iter([BatchEncoding(piece)]))[2]
-                    count = float(engine.schedule.loss_count)
+                    count = float(engine.loss_count)
                     total += torch.tensor([float(loss) * count if count else 0.0, count])
                 engine.step()
             torch.distributed.all_reduce(total)

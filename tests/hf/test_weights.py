@@ -24,7 +24,7 @@ from colonnade.errors import CheckpointError, ConfigError
 from colonnade.hf.source_weights import Converted, StoredParts
 from colonnade.hf.weights import from_pretrained
 from colonnade.parallel.dtensor import local_part
-from colonnade.parallel.meta import source_of
+from colonnade.parallel.meta import value_source_of
 from colonnade.testing import run_world
 from tests.hf.zoo import BY_NAME
 
@@ -298,7 +298,7 @@ def test_older_forms_are_read_by_slices_where_they_can_be(
 
     with alone() as gpc:
         model: Any = from_pretrained(folders / "mixtral", context=gpc)
-        experts = source_of(model.model.layers[1].mlp.experts.gate_up_proj)
+        experts = value_source_of(model.model.layers[1].mlp.experts.gate_up_proj)
         assert isinstance(experts, StoredParts)
         assert len(experts.parts) == 8
         part = torch.empty(2, 30, 7, dtype=torch.bfloat16)
@@ -314,7 +314,7 @@ def test_older_forms_are_read_by_slices_where_they_can_be(
         chunks = WeightConverter("self_attn.packed", [f"self_attn.{name}_proj" for name in "qkv"], [Chunk(0)])
         monkeypatch.setitem(conversion_mapping._checkpoint_conversion_mapping_cache, "LlamaForCausalLM", [chunks])
         model = from_pretrained(path, context=gpc)
-        assert isinstance(source_of(model.model.layers[2].self_attn.k_proj.weight), Converted)
+        assert isinstance(value_source_of(model.model.layers[2].self_attn.k_proj.weight), Converted)
         assert same(started(model, gpc).full_state_dict(), torch.load(folders / "llama/even" / "truth.pt")) == []
 
 

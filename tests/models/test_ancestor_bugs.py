@@ -61,7 +61,7 @@ def _experts(expert: int) -> dict[str, Tensor]:
         torch.manual_seed(1 + gpc.get_global_rank())
         engine.zero_grad()
         engine.backward(engine(torch.randn(10, 6, dtype=torch.float64)).square().mean())
-        engine._reduce()
+        engine._sum_gradients()
         gradients = gather_gradients(model, gpc)
         engine.close()
         return gradients

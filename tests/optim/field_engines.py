@@ -146,10 +146,9 @@ def three_micro_batches() -> list[Fact]:
                     engine.zero_grad()
                     engine.backward(model.loss(10 * step + micro))
                     if micro == 2:
-                        engine._reduce()
+                        outcome = engine._sum_gradients()
                         called.clear()
-                        engine._stepper.step()
-                        engine._end_step()
+                        engine._finish_step(outcome)
                     else:
                         facts.append(Fact(f"step {step}: pass {micro} steps", engine.step(), False))
             for piece in (piece for piece in pieces if not piece.frozen and not piece.silent):
@@ -171,12 +170,11 @@ def loss_scale() -> list[Fact]:
             engine = initialize(model, lambda held: torch.optim.SGD(held, lr=1.0), context=gpc)[0]
             engine.zero_grad()
             engine.backward(model.loss(0))
-            engine._reduce()
+            outcome = engine._sum_gradients()
             true = norm_of(model.assembled(gradients(dict(model.named_parameters()))).values(), 2.0) / (
                 1024.0 if fp16 else 1.0
             )
-            engine._stepper.step()
-            engine._end_step()
+            engine._finish_step(outcome)
             moved = norm_of(model.assembled(dict(model.named_parameters())).values(), 2.0)
             facts += norm_facts(f"fp16={fp16}", engine.grad_norm, true, 1e-6)
             facts.append(Fact(f"fp16={fp16}: norm of the step", moved, LIMIT, 1e-4))
@@ -232,11 +230,10 @@ def groups_apart() -> list[Fact]:
         facts = []
         engine.zero_grad()
         engine.backward(model.loss(0))
-        engine._reduce()
+        outcome = engine._sum_gradients()
         gradient = model.assembled(gradients(dict(model.named_parameters())))
         with collectives() as called:
-            engine._stepper.step()
-        engine._end_step()
+            engine._finish_step(outcome)
         moved = model.assembled(dict(model.named_parameters()))
         true = norm_of((value for name, value in gradient.items() if not name.startswith("up")), 2.0)
         facts = [Fact("collectives", called, ["all_reduce"]), *norm_facts("counted", engine.grad_norm, true, 1e-12)]
@@ -257,10 +254,9 @@ def group_without_parameters_here() -> list[Fact]:
         engine = initialize(model, lambda held: torch.optim.SGD(held, lr=1.0), context=gpc)[0]
         engine.zero_grad()
         engine.backward(model.loss(0))
-        engine._reduce()
+        outcome = engine._sum_gradients()
         gradient = model.assembled(gradients(dict(model.named_parameters())))
-        engine._stepper.step()
-        engine._end_step()
+        engine._finish_step(outcome)
         wanted = {"first": gradient["first"], "last": gradient["last"], "rest": gradient["embed"]}
         facts = [
             Fact(f"norm of {name}", engine.grad_norms()[name].item(), value.norm().item(), 1e-12)
@@ -281,7 +277,7 @@ def gradients_without_clipping() -> list[Fact]:
             )[0]
             engine.zero_grad()
             scenario.run(engine, gpc)
-            engine._reduce()
+            engine._sum_gradients()
             found = compare(scenario.truth(), gather_gradients(engine.model, gpc), 1e-12, check=False)
             facts.append(Fact(f"clip {clip}: gradients equal one process", "" if found.ok else str(found), ""))
             engine.close()

@@ -214,12 +214,11 @@ def _step(engine: Any, model: Bag, step: int, p: float, fused: bool) -> list[Fac
     label, rtol = f"engine, {model.kind}, p={p:g}, step {step}", clipped_rtol(model.pieces, model.kind)
     engine.zero_grad()
     engine.backward(model.loss(step))
-    engine._reduce()
+    outcome = engine._sum_gradients()
     gradient = model.assembled(gradients(dict(model.named_parameters())))
     true, flat_before = norm_of(gradient.values(), p), engine._stepper._step.flat
     with collectives() as called, Operations() as seen:
-        engine._stepper.step()
-    engine._end_step()
+        engine._finish_step(outcome)
     moved = model.moved()
     scale = min(1.0, LIMIT / (true + EPSILON))
     error = norm_of((moved[name] - scale * value for name, value in gradient.items()), 2.0)

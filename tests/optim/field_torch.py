@@ -80,11 +80,10 @@ def _steps(label: str, model: nn.Module, gpc: ParallelContext) -> list[Fact]:
         engine.zero_grad()
         data = numbers(4, 6, seed=10 * step + gpc.get_global_rank() // gpc.tensor_parallel_size)
         engine.backward(engine(data).square().mean() * (1 + 9 * (step % 2)))
-        engine._reduce()
+        outcome = engine._sum_gradients()
         true = norm_of(gathered(model.parameters()), 2.0)
         with collectives() as called, Operations() as seen:
-            engine._stepper.step()
-        engine._end_step()
+            engine._finish_step(outcome)
         after = norm_of(gathered(model.parameters()), 2.0)
         facts += [
             *norm_facts(f"{label}, step {step}", engine.grad_norm, true, 1e-12),
@@ -170,15 +169,14 @@ def sums_that_are_pending() -> list[Fact]:
         engine = initialize(model, lambda held: torch.optim.SGD(held, lr=0.0), context=gpc)[0]
         engine.zero_grad()
         engine.backward(engine(numbers(2, 6, seed=dist.get_rank())).square().mean())
-        engine._reduce()
+        outcome = engine._sum_gradients()
         true = norm_of(gathered(model.parameters()), 2.0)
         try:
             clip_grad_norm_(model.parameters(), 1.0, context=gpc)
             refused = "nothing"
         except GradientError as error:
             refused = "pending" if "still pending" in str(error) else str(error)
-        engine._stepper.step()
-        engine._end_step()
+        engine._finish_step(outcome)
         facts = [Fact("refused", refused, "pending"), *norm_facts("engine", engine.grad_norm, true, 1e-12)]
         engine.close()
         return facts

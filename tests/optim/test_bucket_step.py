@@ -51,7 +51,7 @@ def stepped(config: dict[str, object], change: str) -> tuple[list[torch.Tensor],
             engine.backward(engine(torch.ones(5, 3, dtype=torch.float64)).square().sum())
             if step == 1:
                 finish = engine._sync.finish
-                engine._sync.finish = lambda finish=finish: (finish(), changed(model, change))
+                engine._sync.finish = lambda *a, finish=finish, **k: (finish(*a, **k), changed(model, change))[0]
             engine.step()
         took = engine._stepper._step
         result = [p.detach().clone() for p in model.parameters()], engine.grad_norm.item(), took.first_bad()
@@ -150,7 +150,7 @@ def test_a_step_is_divided_or_dropped_or_neither(divisor, found_inf, flat):
         ]
         moved = 0.0 if found_inf else 0.5 / (divisor or 1)
         expected = [old - moved * p.grad for old, p in zip(before, model.parameters(), strict=True)]
-        engine._stepper.step = lambda: engine._stepper._step.step_divided(*given)
+        engine._stepper.step = lambda outcome: engine._stepper._step.step_divided(*given)
         engine.step()
         torch.testing.assert_close(list(model.parameters()), expected)
         engine.close()

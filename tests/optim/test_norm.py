@@ -240,8 +240,8 @@ def test_a_meter_joins_on_the_device_that_is_asked_for_or_has_a_gradient() -> No
     assert Meter([host], device=torch.device("meta")).device == torch.device("meta")
 
 
-def test_riders_are_none_of_the_norm() -> None:
-    norms = reduce_norms(torch.tensor([4.0, 9.0, 0.0, 1.0, 7.0], dtype=torch.float64), riders=1)
+def test_piggybacked_numbers_are_not_part_of_the_norm() -> None:
+    norms = reduce_norms(torch.tensor([4.0, 9.0, 0.0, 1.0, 7.0], dtype=torch.float64), piggybacked=1)
     assert norms.per_slot().tolist() == [2.0, 3.0]
     assert norms.nonfinite.tolist() == [0.0, 1.0]
 

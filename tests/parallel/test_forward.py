@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from colonnade.parallel.forward import override_forward
+from colonnade.parallel.forward import override_forward, restore_forward
 
 
 def doubled(self: nn.Module, before: Any, *args: Any, **kwargs: Any) -> Any:
@@ -41,10 +41,37 @@ def test_a_copy_computes_with_its_own_weights(given: Any) -> None:
     assert isinstance(layer, nn.Linear)
 
 
+@pytest.mark.parametrize("given", [of_class, bound])
+def test_what_was_there_comes_back(given: Any) -> None:
+    layer, x = nn.Linear(3, 2), torch.ones(2, 3)
+    given(layer)
+    attributes, expected = set(vars(layer)), layer(x)
+    override_forward(layer, doubled, mark="double")
+    restore_forward(layer, "another")
+    torch.testing.assert_close(layer(x), 2 * expected)
+    restore_forward(layer, "double")
+    assert (type(layer), set(vars(layer))) == (nn.Linear, attributes)
+    torch.testing.assert_close(layer(x), expected)
+    restore_forward(layer, "")
+    assert type(layer) is nn.Linear
+
+
+def test_modules_of_one_class_may_stay_of_one_class() -> None:
+    layers = [nn.Linear(3, 2) for _ in range(3)]
+    layers[2].forward = lambda x: x + 1  # type: ignore[assignment]
+    for layer in layers:
+        override_forward(layer, doubled, share_class=True)
+    assert type(layers[0]) is type(layers[1]) is not type(layers[2])
+    assert torch.equal(layers[2](torch.ones(2)), torch.full((2,), 4.0))
+
+
 def test_a_function_on_the_instance_stays_what_it_was() -> None:
     layer = nn.Linear(3, 2)
     layer.forward = lambda x: x + 1  # type: ignore[assignment]
     override_forward(layer, doubled)
+    assert torch.equal(layer(torch.ones(2)), torch.full((2,), 4.0))
+    override_forward(layer, doubled, mark="double")
+    restore_forward(layer, "double")
     assert torch.equal(layer(torch.ones(2)), torch.full((2,), 4.0))
 
 

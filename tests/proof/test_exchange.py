@@ -17,7 +17,7 @@ from colonnade import ParallelMode
 from colonnade.errors import ParityError
 from colonnade.proof.compare import Finding, Report, Row
 from colonnade.proof.exchange import agreed, gather_to_first, packed, shared, unpacked
-from colonnade.proof.record import Piece, Record, RecordedStep, TensorNote
+from colonnade.proof.record import Piece, Record, RecordedStep, RunInfo, TensorNote
 from colonnade.testing import run_world
 
 
@@ -101,9 +101,9 @@ def test_nan_and_a_record_with_all_it_holds():
     assert math.isnan(unpacked(packed(math.nan)))
     step = RecordedStep(losses=[(0.5, None)], raw={"w": {0: torch.ones(2)}}, total={"w": [Piece(torch.ones(2), None)]})
     note = TensorNote(("w",), (2,), None, "replicated")
-    record = Record(3, {"w": note}, {"w": torch.zeros(2)}, [step], about={"data": {0, 1}})
+    record = Record(3, {"w": note}, {"w": torch.zeros(2)}, [step], run=RunInfo(zeroed={"a", "b"}))
     back = unpacked(packed(record))
-    assert (back.rank, back.tensors, back.about) == (3, record.tensors, record.about)
+    assert (back.rank, back.tensors, back.run) == (3, record.tensors, record.run)
     assert torch.equal(back.steps[0].total["w"][0].value, torch.ones(2))
     assert back.steps[0].losses == [(0.5, None)]
 

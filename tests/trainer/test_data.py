@@ -51,7 +51,7 @@ def world(ranks: int, **parallel: Any) -> Any:
     ],
 )
 def test_which_ranks_need_loaders_of_one_length(context, lengths, told, monkeypatch):
-    monkeypatch.setattr(data, "gather_json", lambda mine, _: [[None, length] for length in lengths])
+    monkeypatch.setattr(data, "gather_from_all", lambda mine, _: [[None, length] for length in lengths])
     if told is None:
         assert read_lengths([], context) == Lengths(tuple(lengths))
     else:

@@ -154,7 +154,8 @@ class Measured:
             eval=lambda: self.told.append("eval"),
             train=lambda: self.told.append("train"),
             execute_schedule=self.execute,
-            schedule=SimpleNamespace(loss_count=None, batch_size=3),
+            schedule=SimpleNamespace(batch_size=3),
+            loss_count=None,
             own_loss=own,
         )
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from colonnade.comm.messages import is_alone
 from colonnade.engine.schedule.transfer import Meta
 from colonnade.trainer import records
-from colonnade.trainer.records import Exchange, alone, speaks
+from colonnade.trainer.records import Exchange, speaks
 from tests.trainer.test_data import world
 
 
@@ -38,9 +39,9 @@ def test_the_first_rank_of_those_that_see_the_same_data_speaks(context, stage, a
     assert (speakers(False), speakers(True)) == (stage, all_stages)
 
 
-@pytest.mark.parametrize(("launched", "size", "is_alone"), [(False, 4, True), (True, 1, True), (True, 2, False)])
-def test_who_has_nobody_to_talk_to(launched, size, is_alone):
-    assert alone(SimpleNamespace(is_launched=launched, world_size=size)) is is_alone  # type: ignore[arg-type]
+@pytest.mark.parametrize(("launched", "size", "alone"), [(False, 4, True), (True, 1, True), (True, 2, False)])
+def test_who_has_nobody_to_talk_to(launched, size, alone):
+    assert is_alone(SimpleNamespace(is_launched=launched, world_size=size)) is alone  # type: ignore[arg-type]
 
 
 def context(size: int) -> Any:
@@ -114,7 +115,7 @@ def test_values_of_the_ranks_that_have_one_are_gathered_in_their_order(monkeypat
     def shared(rank: int, mine: Any, context: Any, meta: Meta) -> Any:
         return rank, None if mine is None else next(mine), meta.shape
 
-    monkeypatch.setattr(records, "gather_json", gather)
+    monkeypatch.setattr(records, "gather_from_all", gather)
     monkeypatch.setattr(records, "_shared", shared)
     here = SimpleNamespace(**vars(context(3)), get_global_rank=lambda: 2)
     first = {"a": (0, None, (2,)), "b": 3}

@@ -384,7 +384,7 @@ def test_a_run_goes_on_where_rank_0_sees_a_checkpoint_or_must(
     monkeypatch.setattr(
         checkpoint_hooks, "CheckpointManager", lambda *given, **named: made.append(Found(*given, **named)) or made[-1]
     )
-    monkeypatch.setattr(checkpoint_hooks, "gather_json", gather)
+    monkeypatch.setattr(checkpoint_hooks, "gather_from_all", gather)
     loaded: list[Any] = []
     trainer: Any = SimpleNamespace(
         context=SimpleNamespace(get_global_rank=lambda: rank),

@@ -135,7 +135,7 @@ def test_a_search_begins_in_a_folder_of_its_own_and_leaves_it(tmp_path, monkeypa
     here.engine.model, here.state_dict, here.rank = "model", lambda: "state", 0
     here.failed, here.logger, loaded = False, SimpleNamespace(info=lambda text: None), list[Any]()
     here.load_state = loaded.append
-    monkeypatch.setattr(metric_hooks, "gather_json", lambda mine, context: [mine, *others])
+    monkeypatch.setattr(metric_hooks, "gather_from_all", lambda mine, context: [mine, *others])
     monkeypatch.setattr(metric_hooks, "CheckpointManager", Managed)
     finder = LRFinderHook(1e-3, 1e-1, folder=folder)
 

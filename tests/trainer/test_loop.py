@@ -310,12 +310,11 @@ def test_what_a_loop_knows_before_it_begins(monkeypatch, device, size, loader, t
         loop_module, "read_lengths", lambda loader, context: read.append(loader) or Lengths((5,) * size)
     )
     monkeypatch.setattr(loop_module, "moves_together", lambda lengths, context: "together")
+    monkeypatch.setattr(loop_module, "agree", lambda context: nullcontext())
     monkeypatch.setattr(loop_module, "speaks", lambda context, pipeline: pipeline)
     context = SimpleNamespace(device=SimpleNamespace(type=device), is_launched=True, world_size=size)
     engine = SimpleNamespace(accumulation=2, schedule=SimpleNamespace(data_process_func=None))
-    trainer: Any = SimpleNamespace(
-        engine=engine, _hooks=None, context=context, steps_per_epoch=None, _together=nullcontext
-    )
+    trainer: Any = SimpleNamespace(engine=engine, _hooks=None, context=context, steps_per_epoch=None)
     loop = Loop(trainer, loader, test_loader, 1)
     assert read == [loader, *([test_loader] if test_loader else [])]
     assert trainer.steps_per_epoch == 3
@@ -433,7 +432,8 @@ def test_a_batch_is_learnt_from_and_written_down(counts, stepped):
             heard.append((*batches, asked)) or ("out", "label", torch.tensor(2.0))
         ),
         step=lambda: heard.append("step") or stepped,
-        schedule=SimpleNamespace(loss_count=None, batch_size=3),
+        schedule=SimpleNamespace(batch_size=3),
+        loss_count=None,
         accumulation=4,
     )
     loop.feed = SimpleNamespace(after=lambda place, batches: EpochPosition(place.batches + batches))

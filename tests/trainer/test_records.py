@@ -68,11 +68,10 @@ def test_a_record_has_the_loss_of_all_passes_and_the_rate_of_the_first_group():
     ],
 )
 def test_a_batch_weighs_what_its_criterion_counted_or_its_rows(count, rows, weight, total):
-    schedule: Any = SimpleNamespace(loss_count=count, batch_size=rows)
-    found, weighs = weigh(schedule, torch.tensor([2.5 if weight else math.nan]))
+    found, weighs = weigh(torch.tensor([2.5 if weight else math.nan]), count, rows)
     assert found is not None
     assert (found.item(), float(weighs), found.shape, found.dtype) == (total, weight, (), torch.float64)
-    assert weigh(schedule, None) == (None, 0.0)
+    assert weigh(None, count, rows) == (None, 0.0)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from colonnade.engine.schedule.criterion import required_arguments
-from colonnade.engine.schedule.loss import Count
 from colonnade.engine.schedule.micro_batch import format_value
 from colonnade.errors import ScheduleError
 
@@ -37,9 +36,6 @@ class BaseSchedule(ABC):
 
     runs_backward = False
     """Whether it runs the backward passes itself (a pipeline); else it must call `engine.backward` once a step."""
-
-    loss_count: Count | None = None
-    """What the loss of the last batch is a mean over, where the criterion gave (sum, count) and this rank knows."""
 
     _take_dict_apart: Callable[[Mapping[str, Any]], tuple[Any, Any]] | None = None
     """How a model that makes its own loss wants a dict taken apart, at the ends of a pipeline."""

@@ -9,7 +9,6 @@ accumulate. The second half is what happens where a rank fails, and the agreemen
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import json
 from collections import defaultdict
@@ -42,6 +41,7 @@ from colonnade.engine.schedule.transfer import Incoming, Link, PeerFailed, descr
 from colonnade.errors import ScheduleError, listed, with_users_line
 from colonnade.logging import get_dist_logger
 from colonnade.nn.activations import recomputes
+from colonnade.texts import digest_of
 
 LossFunction: TypeAlias = Callable[[Any, Any], Any]
 """(output, label) -> a mean, or (sum, count)."""
@@ -524,7 +524,7 @@ class Executor:
         except ScheduleError as error:
             problem = error
         if len(self.ranks) > 1:
-            mine = [hashlib.sha256("\n".join(format_rows(self.table)).encode()).hexdigest(), str(problem or "")]
+            mine = [digest_of("\n".join(format_rows(self.table))), str(problem or "")]
             everyone = gather_json(mine, self.device, self.group)
             failed = [(rank, text) for rank, (_, text) in zip(self.ranks, everyone, strict=True) if text]
             if problem is None and failed:

@@ -54,7 +54,7 @@ class NonPipelineSchedule(BaseSchedule):
         if not forward_only:
             engine.backward(loss)
         elif loss is not None:
-            self.loss_count = split_loss(loss)[1]
+            engine.note_loss(split_loss(loss)[1], trains=False)
         mean = None
         if loss is not None and return_loss:
             mean = (loss[0] / loss[1] if isinstance(loss, (tuple, list)) else loss).detach()
@@ -81,8 +81,8 @@ class PipelineSchedule(BaseSchedule):
 
     Of the engine it needs `context`, `model` (this rank's stage, or an nn.ModuleList of its stages in order),
     `criterion`, `loss_scale` and `sum_scale` (what a mean, or the sum of a (sum, count), is multiplied by for the
-    backward pass), `backward_micro_batch` (a `RunBackward`) and `note_loss(count, here)`: the count of the step's
-    loss, None for a mean, with `here` where the last stage is.
+    backward pass), `backward_micro_batch` (a `RunBackward`) and `note_loss(count, here, trains=)`: the count of the
+    step's loss, None for a mean, with `here` where the last stage is, and whether gradients were made of it.
     """
 
     runs_backward = True
@@ -199,11 +199,10 @@ class PipelineSchedule(BaseSchedule):
             sum_scale=engine.sum_scale,
         )
         self.last_order = [str(action) for action in step.order]
-        loss, self.loss_count = step.loss, step.count
+        loss, count = step.loss, step.count
         if with_loss and self._loss_everywhere:
-            loss, self.loss_count = executor.share_loss(step.loss, step.count)
-        if not forward_only:
-            engine.note_loss(self.loss_count, executor.has_last_stage)
+            loss, count = executor.share_loss(step.loss, step.count)
+        engine.note_loss(count, executor.has_last_stage, trains=not forward_only)
         loss = loss if return_loss else None
         if not (return_output_label and executor.has_last_stage):
             return None, None, loss

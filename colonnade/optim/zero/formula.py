@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from colonnade.gradients.bucket import TURNS
+from colonnade.gradients.bucket import STAGING_BUFFERS
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def bytes_held(
             3: width * per_rank,
         }[stage],
         state=(state + master) * (numel if stage == 0 else per_rank),
-        turns=TURNS * width * largest if stage == 2 else 0,
+        turns=STAGING_BUFFERS * width * largest if stage == 2 else 0,
     )
 
 

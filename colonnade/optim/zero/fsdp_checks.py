@@ -9,8 +9,6 @@ leave it in the same way (an evaluation) go on.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -22,12 +20,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from colonnade.comm.messages import gather_in_pieces
-from colonnade.comm.rank_group import gloo_beside
+from colonnade.comm.rank_group import gather_json_by, gloo_beside
 from colonnade.comm.torch_versions import all_gather_flat, reduce_scatter_flat
 from colonnade.errors import GradientError, listed
 from colonnade.optim.zero.zero_optimizer import kinds_of_groups, two_steps
 from colonnade.parallel.split import Chunks
+from colonnade.texts import digest_of
 
 _ADVICE = "Run every module on every rank (multiply by zero what is not wanted), or use zero stage 2."
 
@@ -43,7 +41,7 @@ class Event:
     @property
     def code(self) -> int:
         """The same number on every rank."""
-        return int.from_bytes(hashlib.sha256(f"{self.text} {self.parts}".encode()).digest()[:7], "big")
+        return digest_of(f"{self.text} {self.parts}")
 
     def __str__(self) -> str:
         has = [name for at, name in enumerate(self.names) if self.parts >> at & 1]
@@ -154,8 +152,8 @@ class RunOrder:
 
     def _refuse(self, at: int | None, event: Event | None) -> NoReturn:
         """Say what each rank was about to do where the first one parted. Collective."""
-        mine = json.dumps([at, str(event)[:1000], self._said_step]).encode()
-        everyone = [json.loads(text) for text in gather_in_pieces(mine, self._gather_bytes)]
+        mine = [at, str(event)[:1000], self._said_step]
+        everyone = gather_json_by(self._gather, len(self.ranks), mine)
         first = min((place for place, *_ in everyone if place is not None), default=None)
         told = "another number of optimizer steps has been taken"
         if first is not None:
@@ -173,12 +171,6 @@ class RunOrder:
             f"weights. {_ADVICE}",
             code="C070",
         )
-
-    def _gather_bytes(self, payload: bytes) -> list[bytes]:
-        mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).unsqueeze(0)
-        everyone = mine.new_empty(len(self.ranks), len(payload))
-        self._gather(everyone, mine).wait()
-        return [bytes(row) for row in everyone.tolist()]
 
 
 class _Allocates:

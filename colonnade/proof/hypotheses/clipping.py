@@ -2,71 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator
 
-from torch import Tensor
-
-from colonnade.proof.case import Groups
+from colonnade.proof.case import ClipCase
 from colonnade.proof.claims import Claim, hypothesis
-from colonnade.proof.compare import NORM, Evidence, HeldPart, Row, StepEvidence, flat, in_units, length
-from colonnade.proof.hypotheses.norms import NormCase
-
-Coefficient = Callable[[str, int], float]
-"""By parameter and rank."""
-
-
-@dataclass(frozen=True)
-class ClipCase:
-    """All clipped gradients of a step; `rows` are those that differ."""
-
-    evidence: Evidence
-    groups: Groups
-    step: StepEvidence
-    at: int
-    rows: tuple[Row, ...]
-
-    @property
-    def limit(self) -> float:
-        """max_norm."""
-        return self.evidence.max_norm if self.evidence.max_norm is not None else float("inf")
-
-    @property
-    def due(self) -> float:
-        """The coefficient of one process."""
-        return min(1.0, self.limit / ((self.step.norm or 0.0) + 1e-6))
-
-    @cached_property
-    def norms(self) -> NormCase:
-        """What norms of parts are."""
-        row = Row(NORM, "norm", self.at, "equal", 0.0, 0.0)
-        return NormCase(self.evidence, self.groups, self.step, self.at, row)
-
-    def residual(self, coefficient: Coefficient) -> float:
-        """How far the clipped gradients that differ are from coefficient * gradient."""
-        worst = 0.0
-        for row in self.rows:
-            gradient = self.step.gradients[row.name]
-            before = {part.rank: part for part in gradient.total.found}
-            for part in gradient.clipped.found if gradient.clipped is not None else ():
-                value = self._before(part, before)
-                if value is None:
-                    return float("inf")
-                share = coefficient(row.name, part.rank)
-                allowed = row.tolerance * max(1.0, share / self.due)
-                worst = max(worst, in_units(length(flat(part.value) - share * value), allowed))
-        return worst
-
-    def _before(self, part: HeldPart, before: dict[int, HeldPart]) -> Tensor | None:
-        own = before.get(part.rank)
-        if own is None or own.value.numel() != part.value.numel():
-            return None
-        return flat(own.value)
-
-    def by(self, norm: float) -> float:
-        """The coefficient that a norm gives."""
-        return min(1.0, self.limit / (norm + 1e-6))
+from colonnade.proof.compare import flat
 
 
 @hypothesis("clipped")

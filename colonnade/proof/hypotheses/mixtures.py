@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.proof.case import Candidate, GradientCase, in_owed_words, sum_of_passes
-from colonnade.proof.claims import Claim, hypothesis
+from colonnade.proof.case import Candidate, GradientCase, sum_of_passes
+from colonnade.proof.claims import Claim, hypothesis, sum_not_made
 from colonnade.proof.compare import HeldPart, at_positions, flat, length
 
 _SAMPLED = 1 << 16
@@ -60,7 +60,7 @@ def similar(case: GradientCase) -> Iterator[GradientCase]:
         yield replace(case, name=name, gradient=gradient, compared=gradient.total, row=row)
 
 
-# -- passes -----------------------------------------------------------------------------------------------------------
+# --- Passes ---
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def _same_passes(case: GradientCase) -> tuple[int, int] | None:
     return None
 
 
-# -- ranks ------------------------------------------------------------------------------------------------------------
+# --- Ranks ---
 
 _Weights = dict[tuple[int, ...], float]
 """Of ranks whose raw gradients are the same: what they count in the sum, where it should be 1 each."""
@@ -202,7 +202,7 @@ def passes_of_ranks(case: GradientCase) -> Iterator[Claim]:
             return
         if weights is not None and odd and (lacking := _passes_of_others(like, case.wrong)):
             what = f"is not the sum of all: micro-batch {_listed(lacking)} of the other ranks is not in it"
-            yield replace(in_owed_words(case, list(case.owed), what), residual=0.3, rank=_SOME)
+            yield replace(sum_not_made(case, list(case.owed), what), residual=0.3, rank=_SOME)
             return
 
 
@@ -278,7 +278,7 @@ def _unlike(case: GradientCase, known: Mapping[int, _Weights]) -> Claim | None:
         short = "; ".join(f"rank {rank} lacks that of {ranks}" for rank, ranks in list(lacking.items())[:4])
         rank, ranks = next(iter(lacking.items()))
         modes = [mode for mode in case.owed if set(ranks) <= set(case.groups.joint((mode,), rank))]
-        claim = in_owed_words(case, modes[:1] or list(case.owed), f"is not the sum of all: {short}")
+        claim = sum_not_made(case, modes[:1] or list(case.owed), f"is not the sum of all: {short}")
         return replace(claim, rank=_SOME)
     rank = min(told)
     what = f"has the ranks' gradients with unlike weights: rank {rank} has them {told[rank]} times"

@@ -2,115 +2,25 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator, Mapping, Sequence
 from math import inf, prod
 from statistics import fmean
 
 import torch
 
-from colonnade.proof.case import Groups, is_loss_scale, near, same_places, sum_of_passes
+from colonnade.proof.case import NormCase, is_loss_scale, near, same_places, sum_of_passes
 from colonnade.proof.claims import Claim, hypothesis
 from colonnade.proof.compare import (
     NORM,
-    Evidence,
     HeldPart,
-    Row,
-    StepEvidence,
-    Tolerance,
     distance,
     flat,
     in_units,
     length,
 )
+from colonnade.texts import pattern_of
 
 _WEIGHTS = "which ranks' elements count in the norm, and with which weight"
-
-
-@dataclass(frozen=True)
-class NormCase:
-    """A norm that differs: of everything, or of the parameters under a name."""
-
-    evidence: Evidence
-    groups: Groups
-    step: StepEvidence
-    at: int
-    row: Row
-
-    @property
-    def found(self) -> dict[int, float]:
-        """By rank."""
-        values = self.step.found_norm if self.row.quantity == NORM else self.step.found_norms[self.row.name]
-        return {rank: value for rank, value in enumerate(values) if value is not None}
-
-    @cached_property
-    def parts(self) -> dict[str, Sequence[HeldPart]]:
-        """What the ranks hold of each gradient that counts."""
-        name, some = self.row.name, self.step.gradients
-        inside = [key for key in some if key == name or key.startswith(f"{name}.")]
-        names = inside if self.row.quantity != NORM and inside else list(some)
-        return {key: some[key].total.found for key in names}
-
-    @property
-    def truth(self) -> float:
-        """What one process has."""
-        return (self.step.norm if self.row.quantity == NORM else self.step.norms[self.row.name]) or 0.0
-
-    @property
-    def p(self) -> float:
-        """The type of the norm."""
-        return self.evidence.norm_type
-
-    def power(self, part: HeldPart) -> float:
-        """Sum of |x|^p of what a rank holds."""
-        return float(flat(part.value).abs().pow(self.p).sum())
-
-    @cached_property
-    def by_rank(self) -> dict[int, float]:
-        """Sum of |x|^p of all that each rank holds."""
-        totals: dict[int, float] = {}
-        for some in self.parts.values():
-            for part in some:
-                totals[part.rank] = totals.get(part.rank, 0.0) + self.power(part)
-        return totals
-
-    @cached_property
-    def once(self) -> dict[str, float]:
-        """Sum of |x|^p of each gradient, every element once."""
-        wholes = {name: self.step.gradients[name].total.truth for name in self.parts}
-        return {name: float(flat(whole).abs().pow(self.p).sum()) for name, whole in wholes.items()}
-
-    @cached_property
-    def weights(self) -> dict[str, float]:
-        """The same of each weight, before the step."""
-        before = self.evidence.steps[self.at - 1].weights if self.at else self.evidence.weights_at_start
-        wholes = {name: before[name].truth if name in before else torch.zeros(1) for name in self.parts}
-        return {name: float(flat(whole).abs().pow(self.p).sum()) for name, whole in wholes.items()}
-
-    def residual(self, value: Callable[[int], float] | float) -> float:
-        """How far the ranks' norms are from what a hypothesis says."""
-        tolerance, worst = Tolerance.for_run(self.evidence), 0.0
-        for rank, found in self.found.items():
-            expected = value(rank) if callable(value) else value
-            noise = self.row.tolerance * (expected / self.truth if self.truth else 1.0)
-            worst = max(worst, in_units(abs(found - expected), max(tolerance.of_size(expected), noise)))
-        return worst
-
-    def root(self, power: float) -> float:
-        """The norm of a sum of powers."""
-        return max(power, 0.0) ** (1 / self.p)
-
-    def is_split(self, name: str, mode: str) -> bool:
-        """Whether ranks of a mode hold different elements of a gradient (or one holds none)."""
-        parts = self.parts[name]
-        held = {part.rank: part for part in parts}
-        for part in parts:
-            for rank in self.groups.joint((mode,), part.rank):
-                if rank not in held or not same_places(held[rank], part):
-                    return True
-        return False
 
 
 @hypothesis("norm")
@@ -258,7 +168,7 @@ def _kinds(case: NormCase) -> Mapping[str, list[str]]:
             kinds.setdefault(f"parameters placed as {info.placement}", []).append(name)
         if info is not None and info.tied:
             kinds.setdefault("tied weights", []).append(name)
-        kinds.setdefault(f"parameters like {re.sub(r'[0-9]+', '*', name)}", []).append(name)
+        kinds.setdefault(f"parameters like {pattern_of(name, inside=True)}", []).append(name)
         kinds.setdefault(f"parameters called {name.rpartition('.')[2]}", []).append(name)
         for module in {name.partition(".")[0], name.rpartition(".")[0]} - {"", name}:
             kinds.setdefault(f"parameters of {module}", []).append(name)

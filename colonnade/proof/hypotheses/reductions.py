@@ -13,12 +13,11 @@ from colonnade.proof.case import (
     Candidate,
     Factor,
     GradientCase,
-    in_owed_words,
     is_loss_scale,
     near,
     sum_of_passes,
 )
-from colonnade.proof.claims import Claim, hypothesis
+from colonnade.proof.claims import Claim, hypothesis, sum_not_made
 from colonnade.proof.compare import HeldPart, distance, flat, in_units, length, uncovered
 
 
@@ -278,7 +277,7 @@ def _name_sum(case: GradientCase, modes: Sequence[str], missing: Sequence[str], 
         return Claim("reduced-over-other-mode", what, where, modes=tuple(missing))
     over = " and ".join(missing)
     own = "this rank's own, " if not modes else ""
-    return in_owed_words(case, missing, f"is {own}not reduced over {over}")
+    return sum_not_made(case, missing, f"is {own}not reduced over {over}")
 
 
 @hypothesis("gradient")

@@ -8,10 +8,9 @@ from math import log
 import torch
 from torch import Tensor
 
-from colonnade.proof.case import Case, near
+from colonnade.proof.case import Case, NormCase, near
 from colonnade.proof.claims import Claim, hypothesis
 from colonnade.proof.compare import WEIGHTS, HeldPart, at_positions, flat, length
-from colonnade.proof.hypotheses.norms import NormCase
 
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 _WHERE = "casts on the way, and the dtype of the reduction"
@@ -81,9 +80,7 @@ def rounded_norm(case: NormCase) -> Iterator[Claim]:
         yield Claim("rounded", f"is rounded to {dtype}", _WHERE, residual=0.2, rank=_RANK)
 
 
-# --------------------------------------------------------------------------------------------------
-# Right gradients and wrong weights: what the optimizer did instead.
-# --------------------------------------------------------------------------------------------------
+# --- Right gradients and wrong weights: what the optimizer did instead ---
 
 
 @hypothesis("weights")

@@ -14,7 +14,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import ConfigError
 from colonnade.hf.model_loss import criterion_of
 from colonnade.parallel.split import Split
-from colonnade.proof.scripts import call_given
+from colonnade.proof.user_functions import call_given
 
 ASSUMED_OPTIMIZER = "no optimizer was given, so AdamW is assumed"
 ASSUMED_LOSS = "no criterion was given and the model has none, so its loss is assumed to cost nothing"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from typing import Any
 
@@ -17,6 +16,7 @@ from colonnade.proof.planner.plan_records import Hardware, LedgerLine, ModeGroup
 from colonnade.proof.planner.ranks import Kinds, Known, plan_ranks, samples_of
 from colonnade.proof.planner.steps import Steps
 from colonnade.proof.roles import stage_of
+from colonnade.texts import pattern_of
 
 GROUPS_SHOWN = 16
 """Of a mode whose groups follow from digits, so many are listed."""
@@ -99,7 +99,7 @@ def _ledger(kinds: Kinds) -> list[LedgerLine]:
             for row in rows.get(planned.name) or [None]:
                 who = "" if row is None else row.who
                 mode, size, divisor = ("", 1, 1.0) if row is None else (row.mode, len(row.ranks), row.divisor)
-                key = (re.sub(r"\b\d+\b", "*", held.name), str(held.placement), mode, size, divisor, who)
+                key = (pattern_of(held.name), str(held.placement), mode, size, divisor, who)
                 one = gathered.setdefault(key, {}).setdefault(stage_of(kinds.layout, rank), [0, 0])
                 one[0] += 1
                 one[1] += held.elements

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -23,6 +22,7 @@ from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.placement import is_dtensor, placement_of
 from colonnade.parallel.split import Stage
 from colonnade.proof.planner.recorder import Cost, OperatorRecorder
+from colonnade.texts import pattern_of
 
 
 @dataclass(frozen=True)
@@ -298,7 +298,7 @@ def signature(module: nn.Module) -> Any:
         for each in module.modules()
     )
     parameters = tuple(
-        (re.sub(r"\d+", "*", name), tuple(p.shape), p.dtype, p.requires_grad, placement_of(p).key[0])
+        (pattern_of(name, inside=True), tuple(p.shape), p.dtype, p.requires_grad, placement_of(p).key[0])
         for name, p in module.named_parameters()
     )
     return layers, parameters

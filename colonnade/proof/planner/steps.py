@@ -19,7 +19,7 @@ from colonnade.engine.schedule.replay import TimedAction, live_counts, replay
 from colonnade.engine.schedule.simulate import bubble_of, simulate
 from colonnade.engine.schedule.transfer import HEADER_BYTES, SENDS_KEPT
 from colonnade.engine.stepper import label_of
-from colonnade.gradients.bucket import TURNS
+from colonnade.gradients.bucket import STAGING_BUFFERS
 from colonnade.proof.planner.hardware import Clock
 from colonnade.proof.planner.plan_records import (
     Interval,
@@ -251,7 +251,7 @@ class Steps:
         if self.accumulation == 1:
             return 0
         beside = sorted(bucket.beside for bucket in gradients.buckets if bucket.every_pass)
-        return sum(beside[-TURNS:])
+        return sum(beside[-STAGING_BUFFERS:])
 
     def _fullest(self, at: int) -> tuple[int, int, int]:
         """(activations, messages) in bytes at the fullest moment: what all micro-batches under way keep, what the running pass

@@ -7,24 +7,38 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from colonnade.paths import local_path
 from colonnade.proof.report.charts import COLORS, bar_chart
-from colonnade.proof.report.shell import card, cards, folded, page, seconds, short, size, table, tiles
+from colonnade.proof.report.plan_tables import (
+    FORMULAS,
+    MEMORY,
+    OwedSum,
+    PlanTable,
+    Values,
+    collectives,
+    cut_layouts,
+    figures,
+    groups,
+    hardware_line,
+    layouts,
+    ledger_entries,
+    slowest_kind,
+    spread,
+    timeline_words,
+    title_of,
+)
+from colonnade.proof.report.shell import card, cards, folded, page, table, tiles
+from colonnade.texts import format_bytes, format_count, format_seconds
 
-# --------------------------------------------------------------------------------------------------
-# Pictures of a plan as SVG files: the mesh by modes, the ledger as a matrix, the timeline of the pipeline.
-# --------------------------------------------------------------------------------------------------
-
+# --- Pictures as SVG files: the mesh by modes, the ledger as a matrix, the timeline of the pipeline ---
 
 MOST_RANKS = 256
 """That a picture of the mesh shows of a larger world."""
-
-Values = Mapping[str, Any]
 
 
 def mesh_svg(plan: Values) -> str:
@@ -111,13 +125,9 @@ def _whole(width: float, height: float, parts: list[str]) -> str:
     return head + style + "".join(parts) + "</svg>\n"
 
 
-MEMORY = ("parameters", "gradients", "state", "activations", "communication", "buffers")
+# --- The page ---
+
 MOST_ROWS = 60
-FORMULAS = (
-    "MFU = model flops (without recomputed products) / (step x ranks x peak)",
-    "HFU = all flops (with recomputed products) / (step x ranks x peak)",
-    "pipeline bubble = 1 - (time of all passes of all pipeline ranks) / (pipeline ranks x makespan)",
-)
 _PARTS = 20_000
 """Of a makespan: what a time on the page is rounded to."""
 
@@ -127,12 +137,11 @@ def plan_page(values: Values) -> str:
     search, plan = (values, values["best"]) if "fitting" in values else (None, values)
     parts = [] if search is None else [cards([_search(search)])]
     if plan is None:
-        return page("No layout fits", [_hardware_line(values)], parts)
-    title = " x ".join(f"{name} {count}" for name, count in plan["axes"].items() if count > 1) or "one process"
-    line = f"{plan['totals']['world_size']:,} ranks · {short(plan['totals']['parameters'])} parameters · {_hardware_line(plan)}"
+        return page("No layout fits", [hardware_line(values)], parts)
+    line = f"{plan['totals']['world_size']:,} ranks · {format_count(plan['totals']['parameters'])} parameters · {hardware_line(plan)}"
     parts += [_problems(plan), _figures(plan), cards(_cards(plan))]
     script = (Path(__file__).parent / "plan.js").read_text(encoding="utf-8")
-    return page(f"Plan: {title}", [line], [*parts, _data(plan)], script)
+    return page(f"Plan: {title_of(plan)}", [line], [*parts, _data(plan)], script)
 
 
 def write_plan_pictures(values: Values, folder: str | Path) -> list[Path]:
@@ -154,31 +163,13 @@ def write_plan_pictures(values: Values, folder: str | Path) -> list[Path]:
     return [target / f"{name}.svg" for name in pictures]
 
 
-def _hardware_line(values: Values) -> str:
-    hardware = values["hardware"]
-    return f"{hardware['name']}, {hardware['devices_per_node']} to a node, {size(hardware['memory'])} each"
-
-
 def _problems(plan: Values) -> str:
     lines = "".join(f"<li>{escape(problem)}</li>" for problem in plan["problems"])
     return card("This would not start", f"<ul>{lines}</ul>") if lines else ""
 
 
 def _figures(plan: Values) -> str:
-    totals, step = plan["totals"], plan["totals"]["step_seconds"]
-    rate = (totals["tokens"], "tokens/s") if totals["tokens"] else (totals["samples"], "samples/s")
-    figures: list[tuple[str, str] | tuple[str, str, bool]] = [
-        (seconds(step), "a step"),
-        (short(rate[0] / step) if step else "", rate[1]),
-        (f"{totals['mfu']:.1%}", "MFU, of the peak flops"),
-        (f"{totals['hfu']:.1%}", "HFU, with what is recomputed"),
-        (size(totals["peak_memory"]), f"peak memory, of {size(plan['hardware']['memory'])}", not totals["fits"]),
-        (f"{plan['timeline']['bubble']:.1%}" if plan["timeline"] else "", "pipeline bubble, of ranks x makespan"),
-        (f"{totals['exposed_seconds'] / step:.1%}" if step else "", "exposed communication, of a step"),
-        (size(totals["bytes_between_nodes"]), "between nodes in a step"),
-        (f"{totals['communicators_per_rank']:,}", f"communicators on a rank, {totals['communicators']:,} in all"),
-    ]
-    return tiles(figures) + f"<p>{'<br>'.join(map(escape, FORMULAS))}</p>"
+    return tiles(figures(plan)) + f"<p>{'<br>'.join(map(escape, FORMULAS))}</p>"
 
 
 def _cards(plan: Values) -> list[str]:
@@ -186,13 +177,15 @@ def _cards(plan: Values) -> list[str]:
     if plan["timeline"]:
         made.append(_timeline(plan))
     if plan["classes"]:  # a plan without a model has none
-        capacity = f"of one rank of each kind, at the fullest moment; a device has {size(plan['hardware']['memory'])}"
+        capacity = (
+            f"of one rank of each kind, at the fullest moment; a device has {format_bytes(plan['hardware']['memory'])}"
+        )
         made.append(card("Memory", _memory_chart(plan), capacity))
         longest = "of the kind of rank that communicates longest"
         made.append(card("Communication by mode", _communication_chart(plan), longest))
         made.append(_ledger(plan))
-        made.append(folded("Collectives of a step", _collectives(plan)))
-    made.append(folded("Groups", _groups(plan)))
+        made.append(_folded_table(collectives(plan["classes"], MOST_ROWS)))
+    made.append(_folded_table(groups(plan)))
     notes = "".join(f"<p>{escape(note)}</p>" for note in plan["notes"])
     config = json.dumps(plan["config"], indent=2)
     model = "\n".join(f"{name} = {value}" for name, value in plan["hardware"].items())
@@ -221,10 +214,7 @@ def _mesh(plan: Values) -> str:
 
 def _timeline(plan: Values) -> str:
     timeline = plan["timeline"]
-    note = (
-        f"{timeline['schedule']}, {timeline['num_microbatches']} micro-batches, a row for each pipeline rank; pipeline "
-        f"bubble {timeline['bubble']:.1%} ({timeline['equal_bubble']:.1%} were all passes equally long and transfers free)"
-    )
+    note = f"{timeline_words(timeline)}; a row for each pipeline rank"
     legend = '<div class="key">' + "".join(
         f'<span><i class="swatch" style="background:var(--c{at})"></i>{name}</span>'
         for at, name in ((0, "forward"), (4, "backward"), (2, "backward, weight part"))
@@ -233,7 +223,7 @@ def _timeline(plan: Values) -> str:
 
 
 def _memory_chart(plan: Values, standalone: bool = False) -> str:
-    kinds = _spread(plan["classes"], 16)
+    kinds = spread(plan["classes"], 16)
     unit, name = _unit(
         max(one["memory"]["total"] for one in kinds), ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "bytes"))
     )
@@ -243,9 +233,8 @@ def _memory_chart(plan: Values, standalone: bool = False) -> str:
 
 
 def _communication_chart(plan: Values, standalone: bool = False) -> str:
-    kind = max(plan["classes"], key=lambda one: sum(call["seconds"] for call in one["collectives"]))
     times: dict[str, list[float]] = {}
-    for call in kind["collectives"]:
+    for call in slowest_kind(plan)["collectives"]:
         spent = times.setdefault(call["mode"], [0.0, 0.0])
         spent[0] += call["seconds"] - call["exposed"]
         spent[1] += call["exposed"]
@@ -260,113 +249,53 @@ def _communication_chart(plan: Values, standalone: bool = False) -> str:
 
 def _ledger(plan: Values) -> str:
     """Parameters by modes: which gradient owes a sum over which mode, divided by what, done by whom."""
-    modes = list(dict.fromkeys(line["mode"] for line in plan["ledger"] if line["mode"]))
+    entries = ledger_entries(plan)
+    modes = list(dict.fromkeys(mode for entry in entries for mode in entry.sums))
     numbers = {name: at for at, names in enumerate(_shown(plan)) for name in names.split(", ")}
-    rows: dict[tuple[str, str], dict[str, Values]] = {}
-    for line in plan["ledger"]:
-        rows.setdefault((line["parameters"], line["placement"]), {})[line["mode"]] = line
     head = "".join(f"<th>{escape(mode)}</th>" for mode in modes)
     body = []
-    for (name, placement), owed in list(rows.items())[:MOST_ROWS]:
-        any_line = next(iter(owed.values()))
-        cells = "".join(_owed(owed.get(mode), numbers.get(mode, 7)) for mode in modes)
-        shards = placement.strip("{}") or "whole on every rank"
+    for entry in entries[:MOST_ROWS]:
+        cells = "".join(_owed(entry.sums.get(mode), numbers.get(mode, 7)) for mode in modes)
         body.append(
-            f'<tr><td class="name">{escape(name)}</td><td class="number">{any_line["elements"]:,}</td>'
-            f"<td>{', '.join(map(str, any_line['stages']))}</td><td>{escape(shards)}</td>{cells}</tr>"
+            f'<tr><td class="name">{escape(entry.parameters)}</td><td class="number">{entry.elements}</td>'
+            f"<td>{entry.stages}</td><td>{escape(entry.placement)}</td>{cells}</tr>"
         )
-    left = f"the first {MOST_ROWS} of {len(rows)} kinds of parameters; " * (len(rows) > MOST_ROWS)
+    left = f"the first {MOST_ROWS} of {len(entries)} kinds of parameters; " * (len(entries) > MOST_ROWS)
     heads = f'<tr><th>parameters</th><th class="number">elements on a rank</th><th>stages</th><th>lies</th>{head}</tr>'
     made = f'<div class="scroll" data-hints><table><thead>{heads}</thead><tbody>{"".join(body)}</tbody></table></div>'
-    return card(
-        "Ledger",
-        made,
-        f"{left}a coloured cell is a sum that gradients owe over the ranks of a mode, and its divisor",
-        wide=True,
-    )
+    note = f"{left}a coloured cell is a sum that gradients owe over the ranks of a mode, and its divisor"
+    return card("Ledger", made, note, wide=True)
 
 
-def _owed(line: Values | None, number: int) -> str:
-    if line is None:
+def _owed(owed: OwedSum | None, number: int) -> str:
+    if owed is None:
         return "<td></td>"
-    told = f"summed over {line['ranks']} ranks, divided by {line['divisor']:g}\nby {line['done_by']}"
+    told = f"summed over {owed.ranks} ranks, divided by {owed.divisor}\nby {owed.done_by}"
     style = f"border-left:4px solid var(--c{number % 8});padding-left:8px"
-    return f'<td class="owed" data-hint="{escape(told)}" style="{style}">Σ {line["ranks"]:,} / {line["divisor"]:g}</td>'
+    return f'<td class="owed" data-hint="{escape(told)}" style="{style}">Σ {owed.ranks} / {owed.divisor}</td>'
 
 
-def _collectives(plan: Values) -> str:
-    found = [(one["name"], call) for one in plan["classes"] for call in one["collectives"]]
-    found.sort(key=lambda each: -each[1]["seconds"])
-    rows = [
-        (
-            name,
-            call["mode"],
-            call["op"],
-            f"{call['ranks']:,}",
-            size(call["bytes"]),
-            f"{call['count']:,}",
-            call["link"],
-            seconds(call["seconds"]),
-            seconds(call["exposed"]),
-            call["when"],
-            call["what"],
-        )
-        for name, call in found[:MOST_ROWS]
-    ]
-    heads = ("on", "mode", "call", "ranks", "bytes", "times", "link", "time", "exposed", "when", "for")
-    left = f"<p>the longest {MOST_ROWS} of {len(found)}</p>" if len(found) > MOST_ROWS else ""
-    return left + table(heads, rows, (3, 4, 5, 7, 8))
+def _printed(made: PlanTable) -> str:
+    return (f"<p>{escape(made.note)}</p>" if made.note else "") + table(made.heads, made.rows, made.numbers)
 
 
-def _groups(plan: Values) -> str:
-    rows = [
-        (
-            mode["mode"],
-            f"{mode['size']:,}",
-            f"{mode['count']:,}",
-            mode["data"],
-            "inside a node" if mode["link"] == "node" else "between nodes",
-            "yes" if mode["communicator"] else "no",
-            ", ".join(map(str, mode["groups"][0][:8])) + (" …" if len(mode["groups"][0]) > 8 else "")
-            if mode["groups"]
-            else "",
-        )
-        for mode in plan["modes"]
-    ]
-    return table(("mode", "size", "groups", "data", "link", "communicator", "the first"), rows, (1, 2))
+def _folded_table(made: PlanTable) -> str:
+    return folded(made.title, _printed(made))
 
 
 def _search(search: Values) -> str:
     """The layouts that fit, fastest first, and why others were cut."""
-
-    def row(at: int, one: Values) -> Sequence[str]:
-        step, memory = one["step_seconds"], one["peak_memory"]
-        return (
-            str(at),
-            ", ".join(f"{name} {value}" for name, value in one["layout"].items()),
-            seconds(step) if step else "",
-            size(memory) if memory else "",
-            "" if one["bubble"] is None else f"{one['bubble']:.1%}",
-            "" if one["exposed_seconds"] is None else seconds(one["exposed_seconds"]),
-            *("" if one[name] is None else f"{one[name]:.1%}" for name in ("mfu", "hfu")),
-        )
-
-    heads = ("", "layout", "a step", "memory", "bubble", "exposed", "MFU", "HFU")
-    fitting = [row(at, one) for at, one in enumerate(search["fitting"][:MOST_ROWS], 1)]
-    cut = [(row(0, one)[1], one["reason"]) for one in search["cut"][:MOST_ROWS]]
-    parts = [table(heads, fitting, (0, 2, 3, 4, 5, 6, 7)) if fitting else '<p class="empty">no layout fits</p>']
-    if cut:
-        parts.append(
-            f"<details><summary>{len(search['cut'])} layouts were cut</summary>{table(('layout', 'why'), cut)}</details>"
-        )
+    fitting, cut = layouts(search, MOST_ROWS), cut_layouts(search, MOST_ROWS)
+    parts = [_printed(fitting) if fitting.rows else '<p class="empty">no layout fits</p>']
+    if cut.rows:
+        parts.append(f"<details><summary>{escape(cut.title)}</summary>{_printed(cut)}</details>")
     if search["config"]:
         parts.append(
             f"<details open><summary>The first as a config</summary><pre>{escape(search['config'])}</pre></details>"
         )
     if search["verify"]:
         parts.append(f"<p>Verify its small twin on this machine:</p><pre>{escape(search['verify'])}</pre>")
-    note = f"{len(search['fitting'])} layouts of {search['world_size']:,} ranks fit, fastest first"
-    return card("Search", "".join(parts), note, wide=True)
+    return card("Search", "".join(parts), f"{fitting.title}; fastest first", wide=True)
 
 
 def _data(plan: Values) -> str:
@@ -400,7 +329,7 @@ def _shown(plan: Values) -> dict[str, Values]:
 
 def _shards(one: Values) -> str:
     stages = ", ".join(map(str, one["stages"]))
-    return f"{one['parameters']:,} parameters of stage {stages}, {size(one['memory']['total'])} at its fullest"
+    return f"{one['parameters']:,} parameters of stage {stages}, {format_bytes(one['memory']['total'])} at its fullest"
 
 
 def _compact(timeline: Values) -> dict[str, Any]:
@@ -409,14 +338,7 @@ def _compact(timeline: Values) -> dict[str, Any]:
         [[kind, stage, micro, round(a * scale), round(b * scale)] for kind, stage, micro, a, b in row]
         for row in timeline["rows"]
     ]
-    return {"rows": rows, "parts": _PARTS, "makespan": seconds(timeline["makespan"])}
-
-
-def _spread(items: Sequence[Any], most: int) -> list[Any]:
-    """At most so many, evenly, with the first and the last."""
-    return (
-        list(items) if len(items) <= most else [items[round(at * (len(items) - 1) / (most - 1))] for at in range(most)]
-    )
+    return {"rows": rows, "parts": _PARTS, "makespan": format_seconds(timeline["makespan"])}
 
 
 def _unit(largest: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:

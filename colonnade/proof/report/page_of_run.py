@@ -16,7 +16,8 @@ from colonnade.comm.waits import PHASES
 from colonnade.paths import local_path
 from colonnade.proof.report.charts import MOST_POINTS, Points, Series, band, line_chart, stacked_chart, thinned
 from colonnade.proof.report.runs import RATE, Column, Run, read_run
-from colonnade.proof.report.shell import card, cards, folded, heat_map, page, seconds, size, table, tiles
+from colonnade.proof.report.shell import card, cards, folded, heat_map, page, table, tiles
+from colonnade.texts import format_bytes, format_seconds
 
 MOST_LAYERS, MOST_COLUMNS, MOST_MARKS, MOST_EVENTS = 80, 90, 120, 200
 STILL_GOING = 60.0
@@ -107,7 +108,7 @@ def _figures(run: Run) -> str:
         figures.append((f"{len(run.marked('clipped')) / len(norms):.0%}", "of steps clipped"))
     figures.append((str(len(skipped)), "steps skipped", bool(skipped)))
     figures.append((str(len(run.starts[1:])), "restarts", len(run.starts) > 1))
-    figures += [(size(value * 2**20), "peak memory, rank 0") for _, value in run.column("memory")[-1:]]
+    figures += [(format_bytes(value * 2**20), "peak memory, rank 0") for _, value in run.column("memory")[-1:]]
     return tiles([each for each in figures if each[0]])
 
 
@@ -115,7 +116,7 @@ def _compared(runs: list[Run]) -> str:
     """Several runs as rows."""
     rows = []
     for run in runs:
-        memory = [size(value * 2**20) for _, value in run.column("memory")[-1:]]
+        memory = [format_bytes(value * 2**20) for _, value in run.column("memory")[-1:]]
         rows.append(
             [
                 run.name,
@@ -309,7 +310,9 @@ def _short(ranks: list[int]) -> str:
 
 def _held(run: Run) -> str:
     held = run.facts.get("memory") or {}
-    return "; by the layout: " + ", ".join(f"{kind} {size(count)}" for kind, count in held.items()) if held else ""
+    return (
+        "; by the layout: " + ", ".join(f"{kind} {format_bytes(count)}" for kind, count in held.items()) if held else ""
+    )
 
 
 def _rate(run: Run) -> str:
@@ -317,7 +320,9 @@ def _rate(run: Run) -> str:
 
 
 def _seconds(run: Run) -> str:
-    return "".join(seconds(median(values)) for values in [[value for _, value in run.column("seconds")]] if values)
+    return "".join(
+        format_seconds(median(values)) for values in [[value for _, value in run.column("seconds")]] if values
+    )
 
 
 def _at_norm(run: Run, marks: Points) -> Points:

@@ -74,30 +74,7 @@ def table(
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def size(count: float) -> str:
-    """Bytes for people."""
-    return short(count) + "B" if count >= 1000 else f"{count:.0f} B"
-
-
-def short(count: float) -> str:
-    """A large number for people: 12,900 is 12.9 k."""
-    for unit in ("", "k", "M", "G", "T", "P"):
-        if abs(count) < 999.5 or unit == "P":
-            break
-        count /= 1000
-    return f"{count:.3g} {unit}".rstrip()
-
-
-def seconds(time: float) -> str:
-    """A time for people."""
-    if time >= 60:
-        return f"{int(time // 3600)}:{int(time // 60 % 60):02d}:{int(time % 60):02d}"
-    return f"{time:.3g} s" if time >= 1 else f"{time * 1e3:.3g} ms" if time >= 1e-3 else f"{time * 1e6:.3g} µs"
-
-
-# --------------------------------------------------------------------------------------------------
-# Grids of cells as SVG rectangles: heat maps and timelines.
-# --------------------------------------------------------------------------------------------------
+# --- Heat maps as SVG rectangles ---
 
 
 VIRIDIS = ("#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30", "#fde725")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from colonnade.checkpoint.agreement import gather_json
 from colonnade.checkpoint.manager import CheckpointManager
+from colonnade.comm.messages import gather_from_all
 from colonnade.errors import CheckpointError, ConfigError
 from colonnade.parallel.dtensor import local_part
 from colonnade.paths import local_path
@@ -111,7 +111,7 @@ class LoadCheckpointHook(BaseHook):
         context = trainer.context
         with CheckpointManager(self.folder, context, read_only=True) as manager:
             seen = manager.steps() if context.get_global_rank() == 0 and self.folder.is_dir() else []
-            is_there, *_ = gather_json(bool(seen), context)
+            is_there, *_ = gather_from_all(bool(seen), context)
             if not is_there and not self.required and self.step is None:
                 trainer.logger.info(f"no checkpoint in {self.folder}: beginning anew")
                 return

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import torch
 from torch import Tensor
 
-from colonnade.checkpoint.agreement import gather_json
+from colonnade.comm.messages import gather_from_all
 from colonnade.errors import ConfigError
 from colonnade.logging import get_dist_logger
 from colonnade.paths import local_path
@@ -134,7 +134,7 @@ class MemoryHook(LogByEpochHook):
             torch.cuda.reset_peak_memory_stats(trainer.context.device)
 
     def after_train_epoch(self, trainer: Trainer) -> None:
-        peaks = gather_json(peak_memory(trainer.context.device), trainer.context)
+        peaks = gather_from_all(peak_memory(trainer.context.device), trainer.context)
         trainer.states["memory"] = {"peak": max(peaks), "rank": peaks.index(max(peaks))}
 
 

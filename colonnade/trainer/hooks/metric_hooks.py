@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from colonnade.checkpoint.agreement import gather_json
 from colonnade.checkpoint.manager import CheckpointManager
+from colonnade.comm.messages import gather_from_all
 from colonnade.errors import CheckpointError, ConfigError
 from colonnade.paths import local_path
 from colonnade.registry import HOOKS
@@ -347,7 +347,7 @@ class LRFinderHook(BaseHook):
                 "LRFinderHook spreads the rates over the steps of the run: fit(..., max_steps=100)", code="C092"
             )
         # It is removed at the end, so it must be nobody else's. All look before one writes.
-        if any(gather_json(self.folder.exists() and any(self.folder.iterdir()), trainer.context)):
+        if any(gather_from_all(self.folder.exists() and any(self.folder.iterdir()), trainer.context)):
             raise ConfigError(
                 f"LRFinderHook: folder={str(self.folder)!r} is not empty, and it is removed at the end; name a new one",
                 code="C092",

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from colonnade.comm.messages import is_alone
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError
@@ -18,7 +19,6 @@ from colonnade.paths import local_path
 from colonnade.proof.report.traces import NAME
 from colonnade.registry import HOOKS
 from colonnade.trainer.hooks.hook import BaseHook
-from colonnade.trainer.records import alone
 
 if TYPE_CHECKING:
     from colonnade.trainer.trainer import Trainer
@@ -112,7 +112,7 @@ def _meet(trainer: Trainer, times: int) -> list[float]:
     """The times of this rank's clock, in microseconds, at a few moments that are the same for all: ends of barriers. Collective."""
     moments = []
     for _ in range(times):
-        if not alone(trainer.context):
+        if not is_alone(trainer.context):
             dist.barrier(group=trainer.context.get_group(ParallelMode.GLOBAL))
         moments.append(time.time_ns() / 1000)
     return moments

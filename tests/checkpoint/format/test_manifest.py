@@ -235,14 +235,21 @@ def test_every_value_that_can_be_saved_is_read_again():
         assert decode(read.value, lambda at: None) == value  # type: ignore[arg-type, return-value]
 
 
-def test_a_newer_format_names_who_wrote_it():
+@pytest.mark.parametrize(
+    ("version", "says"),
+    [
+        (3, "which reads formats up to 2. Update Colonnade to load it."),
+        (1, "which reads format 2 alone. Format 1 was last read by the version before this one: load it there with "),
+    ],
+)
+def test_another_format_names_who_wrote_it_and_says_what_to_do(version, says):
     for by, raw in (("9.9", changed(lambda content: content.update(colonnade="9.9"))), ("?", b'{"format": 2,')):
         with pytest.raises(CheckpointError) as error:
-            parse(raw.replace(b'"format": 2', b'"format": 3'))
+            parse(raw.replace(b'"format": 2', f'"format": {version}'.encode()))
         assert not isinstance(error.value, Damaged)
+        assert error.value.code == "C081"
         assert str(error.value).startswith(
-            f"it has format 3, written by Colonnade {by}; this is {__version__}, which reads formats up to 2. "
-            "Update Colonnade to load it."
+            f"it has format {version}, written by Colonnade {by}; this is {__version__}, {says}"
         )
 
 

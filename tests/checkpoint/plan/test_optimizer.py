@@ -143,11 +143,6 @@ def test_an_optimizer_of_ones_own_shares_its_state_through_checkpoints_to_the_bi
         assert run_world(2, load, tmp_path, "data 2", swapped).values == [[], []]
 
 
-def test_what_format_1_has_saved_still_loads_to_the_bit():
-    """Written by `save` above when a manifest had a record for every block."""
-    assert load(Path(__file__).parent.parent / "format/format_1", "one", False) == []
-
-
 @pytest.mark.slow  # importing DTensors alone takes two seconds
 def test_state_that_does_not_lie_as_its_parameter_is_refused(tmp_path):
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor

@@ -98,7 +98,7 @@ def steps(optimizer: torch.optim.Optimizer) -> bool:
 
 def test_an_optimizer_steps_on_no_gradient_that_was_not_summed():
     _, optimizer, watch = watched()
-    assert not watch.strayed
+    assert not watch.unprepared_gradients
     assert steps(optimizer)
     watch.unsummed = True
     assert not steps(optimizer)
@@ -111,19 +111,19 @@ def test_an_optimizer_steps_on_no_gradient_that_was_not_summed():
 
 
 def test_of_two_engines_of_one_optimizer_either_may_have_summed():
-    strayed = [SimpleNamespace(synchroniser=SimpleNamespace(strayed=True)) for _ in range(2)]
-    model, optimizer, one = watched(strayed[0])
-    two = LoopWatch(model, optimizer, ParallelContext(), strayed[1])  # type: ignore[arg-type]
+    syncs = [SimpleNamespace(synchroniser=SimpleNamespace(unprepared_gradients=True)) for _ in range(2)]
+    model, optimizer, one = watched(syncs[0])
+    two = LoopWatch(model, optimizer, ParallelContext(), syncs[1])  # type: ignore[arg-type]
     assert len(optimizer._optimizer_step_pre_hooks) == 1
     assert steps(optimizer)  # there is no gradient
     model.bias.grad = torch.zeros(2)
     assert not steps(optimizer)
-    strayed[1].synchroniser.strayed = False
+    syncs[1].synchroniser.unprepared_gradients = False
     assert steps(optimizer)
     two.unsummed = True
     assert not steps(optimizer)
     two.close()
-    assert one.strayed
+    assert one.unprepared_gradients
     assert not steps(optimizer)  # the other still looks
     del one
     gc.collect()

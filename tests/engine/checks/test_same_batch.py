@@ -215,10 +215,13 @@ def test_a_steady_step_looks_at_nothing(monkeypatch):
 
 
 def test_what_a_rank_says_of_its_step(monkeypatch):
-    told: list[tuple[_Said, bool]] = []
-    context = SimpleNamespace(world_size=2, layout=SimpleNamespace(axes=()), config={}, waits=ParallelContext().waits)
+    told: list[_Said] = []
+    alone = ParallelContext()
+    context = SimpleNamespace(
+        world_size=2, layout=SimpleNamespace(axes=()), config={}, waits=alone.waits, device=alone.device
+    )
     watch = SameBatch(context)
-    monkeypatch.setattr(watch, "_gather", lambda mine, speaks: told.append((mine, speaks)) or [])
+    monkeypatch.setattr("colonnade.engine.checks.gather_numbers", lambda mine, device: told.append(_Said(*mine)) or [])
     watch._looks = True
     x, y = torch.ones(4, 2), torch.zeros(3)
 
@@ -227,24 +230,17 @@ def test_what_a_rank_says_of_its_step(monkeypatch):
         for given in passes:
             watch.see(*given)
         watch.end_step(counted, whole=whole)
-        assert told[-1][1] == whole
-        return told[-1][0]
+        return told[-1]
 
     assert said() == (0, 0, 0, 0, 0)
     assert [said(counted=counted).form for counted in (None, False, True)] == [0, 1, 2]
-    one, two, turned = said((x, y)), said((x, y), (y, x)), said((y, x), (x, y), whole=False)
+    one, two, turned = said((x, y)), said((x, y), (y, x)), said((y, x), (x, y))
     assert (one.input_rows, one.label_rows, two.input_rows, two.label_rows) == (4, 3, 7, 7)
     assert said((x, y)) == one  # nothing is left of the step before
     assert len({0, one.inputs, one.labels, two.inputs, two.labels, turned.inputs, turned.labels}) == 5
     assert (two.inputs, two.labels) == (turned.labels, turned.inputs)
     assert said((x,))[1:] == (one.inputs, 0, 4, 0)
-
-
-def test_a_rank_that_has_not_made_its_passes_says_nothing():
-    with world() as gpc:
-        watch = SameBatch(gpc)
-        assert watch._gather(_Said(1, 2, 3, 4, 5), True) == [(1, 2, 3, 4, 5)]
-        assert watch._gather(_Said(1, 2, 3, 4, 5), False) == [(0, 0, 0, 0, 0)]
+    assert said((x, y), counted=True, whole=False) == (0, 0, 0, 0, 0)  # it has not made all its passes
 
 
 def rank(form: int = 0, inputs: tuple[int, int] = (0, 0), labels: tuple[int, int] = (0, 0)) -> _Said:

@@ -131,11 +131,12 @@ def test_chunks_of_a_stage_run_in_the_chosen_dtype_and_a_second_time_changes_not
     precision.undo(chunks)
     assert [type(chunk) for chunk in chunks] == [nn.Linear, nn.Tanh]
     assert chunks[0](x).dtype is torch.float32
-    own = nn.Linear(2, 2)
-    own.forward = lambda x: x @ x.T  # type: ignore[method-assign]
+    own, forward = nn.Linear(2, 2), lambda x: x @ x.T
+    own.forward = forward  # type: ignore[method-assign]
     assert precision.around(own, CPU) is own
-    assert type(own) is nn.Linear
     assert own(x).dtype is torch.bfloat16
+    precision.undo(own)
+    assert (type(own), own.forward) == (nn.Linear, forward)
 
 
 def test_a_model_is_refused_only_where_autocast_would_do_nothing():

@@ -48,8 +48,9 @@ class Engine:
         self.backward_micro_batch = run_backward
         self.noted: list[tuple[Any, bool]] = []
 
-    def note_loss(self, count: Any, here: bool) -> None:
-        self.noted.append((count, here))
+    def note_loss(self, count: Any, here: bool, *, trains: bool) -> None:
+        if trains:
+            self.noted.append((count, here))
 
 
 def join_world(pipeline: int, data: int = 1, timeout: float | None = None) -> ParallelContext:

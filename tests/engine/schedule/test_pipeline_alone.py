@@ -123,7 +123,9 @@ def test_what_a_step_asks_of_the_executor_and_gives(
     schedule: Any = PipelineSchedule(2, loss_everywhere=everywhere)
     schedule._executor = executor = Ran(has_last_stage)
     noted: list[Any] = []
-    engine = SimpleNamespace(loss_scale=4.0, sum_scale=8.0, note_loss=lambda *given: noted.append(given))
+    engine = SimpleNamespace(
+        loss_scale=4.0, sum_scale=8.0, note_loss=lambda *given, trains: noted.append((*given, trains))
+    )
     asked = {"forward_only": forward_only, "return_loss": return_loss, "return_output_label": return_output}
     found = schedule.forward_back_step(engine, iter([(torch.arange(4), torch.ones(4))]), **asked)
     with_loss = return_loss or not forward_only
@@ -142,8 +144,7 @@ def test_what_a_step_asks_of_the_executor_and_gives(
     assert output == (1 if gives else None)
     assert (label is not None) is gives
     assert schedule.last_order == ["0F0"]
-    assert schedule.loss_count == f"{shared}own count"
-    assert noted == ([] if forward_only else [(f"{shared}own count", has_last_stage)])
+    assert noted == [(f"{shared}own count", has_last_stage, not forward_only)]
     assert [piece.data.tolist() for piece in executor.micro_batches] == [[0, 1], [2, 3]]
     assert [piece.weight for piece in executor.micro_batches] == [0.5, 0.5]
     with pytest.raises(ScheduleError, match=r"^refused: "):

@@ -56,10 +56,9 @@ def check(
         for rows, marks in zip(x.chunk(engine.accumulation), y.chunk(engine.accumulation), strict=True):
             engine.backward(engine.criterion(engine(rows), marks))
         if step == 0 and not shards_gradients:
-            engine._reduce()
+            outcome = engine._sum_gradients()
             compare(wanted["gradients"], gather_gradients(engine.model, gpc), RTOL)
-            engine._stepper.step()
-            engine._end_step()
+            engine._finish_step(outcome)
         else:
             engine.step()
         if step == 0:

@@ -86,14 +86,13 @@ def train(
         run(engine, step)
         adamw.zero_grad()
         loss_of(plain, step).backward()
-        engine._reduce()
+        outcome = engine._sum_gradients()
         truth = {
             name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             for name, parameter in plain.named_parameters()
         }
         compare(truth, gather_gradients(model, gpc), RTOL)
-        engine._stepper.step()  # what engine.step() does after _reduce()
-        engine._end_step()
+        engine._finish_step(outcome)
         norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
         assert abs(engine.grad_norm.item() - norm.item()) <= RTOL * norm.item()
         adamw.step()

@@ -220,11 +220,10 @@ def _compare(engine: Any, gpc: ParallelContext, case: Case, way: Way, truth: Tru
             losses.append(case.run_pass(engine, gpc, step, micro))
             if micro + 1 < way.accumulation:
                 assert engine.step() is False
-        engine._reduce()
+        outcome = engine._sum_gradients()
         if step == 0:
             compare(truth.gradients, named(whole_gradients(engine, gpc), case), RTOL)
-        engine._stepper.step()
-        engine._end_step()
+        engine._finish_step(outcome)
         mean = torch.stack(losses).mean()
         torch.distributed.all_reduce(mean)
         assert abs(mean.item() / gpc.world_size - truth.losses[step]) <= RTOL * truth.losses[step]

@@ -57,10 +57,9 @@ def _memory(dtype: torch.dtype) -> dict[int, tuple[int, int]]:
             for step in range(3):
                 engine.zero_grad()
                 engine.backward(engine(x).float().square().mean())
-                engine._reduce()
+                outcome = engine._sum_gradients()
                 if step < 2:
-                    engine._stepper.step()
-                    engine._end_step()
+                    engine._finish_step(outcome)
             buckets = engine._sync.synchroniser.buckets if stage in (1, 2) else []
             found[stage] = (live_bytes() - before, max((bucket.numel for bucket in buckets), default=0))
             engine.close()

@@ -126,7 +126,7 @@ def test_state_and_gradients_of_whole_parameters_come_and_go(stage, dtype):
             engine.zero_grad()
             truth.zero_grad()
             engine.backward(passed(engine.model, step, step == 1))
-            engine._reduce()
+            outcome = engine._sum_gradients()
             slices = {id(p): (start, stop, grad) for p, start, stop, grad in optimizer.gradient_slices()}
             for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
                 if not one.requires_grad:
@@ -140,8 +140,7 @@ def test_state_and_gradients_of_whole_parameters_come_and_go(stage, dtype):
                 assert (grad is None) is (whole is None)
                 other.grad = None if whole is None else whole.to(other.dtype)
                 assert whole is None or (whole.shape == one.shape and torch.equal(grad, whole.flatten()))
-            engine._stepper.step()
-            engine._end_step()
+            engine._finish_step(outcome)
             nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
             truth.step()
         for one, other in zip(model.parameters(), plain.parameters(), strict=True):
@@ -202,7 +201,7 @@ def test_a_step_by_hand_weights_from_elsewhere_and_what_is_refused():
             truth.zero_grad()
             engine.backward(passed(engine.model, step))
             passed(plain, step).backward()
-            engine._reduce()
+            engine._sum_gradients()
             heard.clear()
             optimizer.step()
             assert heard.count("hook") == 1

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.parallel.meta import meta_init, recipes_of
+from colonnade.parallel.meta import meta_init, parameter_inits
 from tests.device.check import Check
 from tests.engine.test_materialise import MODELS, ON_EIGHT, ON_FOUR, Case, compare
 
@@ -29,10 +29,10 @@ def drawn(name: str) -> dict[str, Tensor]:
     """The parameters of the whole model, made here: on the CPU a normal number may have another last bit."""
     with meta_init():
         model = MODELS[name](context=ParallelContext())
-    recipes, values = recipes_of([model]), {}
+    inits, values = parameter_inits([model]), {}
     for key, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in recipes:
+        if id(parameter) in inits:
             start = [0] * parameter.dim()
             values[key] = torch.empty(parameter.shape, device="cuda" if torch.cuda.is_available() else "cpu")
-            recipes[id(parameter)].fill(values[key], start, parameter.shape, start, SEED)
+            inits[id(parameter)].fill(values[key], start, parameter.shape, start, SEED)
     return values

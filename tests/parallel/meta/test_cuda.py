@@ -11,7 +11,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
 from colonnade.parallel import meta
 from colonnade.parallel.dtensor import local_part
-from colonnade.parallel.meta import meta_init, recipes_of
+from colonnade.parallel.meta import meta_init, parameter_inits
 from colonnade.testing import run_world
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -26,14 +26,14 @@ def test_a_gpu_draws_what_the_cpu_draws():
 def test_a_parameter_is_made_on_the_gpu_with_little_memory_beside_it():
     with meta_init():
         layer = nn.Linear(8192, 8192, bias=False)
-    recipe, shape = recipes_of([layer])[id(layer.weight)], layer.weight.shape
+    init, shape = parameter_inits([layer])[id(layer.weight)], layer.weight.shape
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     local = torch.empty(shape, device="cuda")
-    recipe.fill(local, [0, 0], shape, [0, 0], 1)
+    init.fill(local, [0, 0], shape, [0, 0], 1)
     assert torch.cuda.max_memory_allocated() - before <= 1.25 * local.nbytes
     rows = torch.empty(3, 8192)
-    recipe.fill(rows, [100, 0], shape, [100, 0], 1)
+    init.fill(rows, [100, 0], shape, [100, 0], 1)
     assert torch.equal(local[100:103].cpu(), rows)
 
 

@@ -13,34 +13,32 @@ from colonnade.engine.build import read_recipes
 from colonnade.errors import PlacementError
 from colonnade.parallel import meta
 from colonnade.parallel.meta import (
-    Recipe,
+    ParameterInit,
     _truncated_normal,
-    forget_start,
-    give_source,
+    forget_initial_value,
+    initial_value_of,
     is_expanded,
-    keep_start,
+    keep_initial_value,
     meta_init,
-    recipes_of,
-    source_of,
-    start_of,
+    parameter_inits,
+    set_value_source,
+    value_source_of,
 )
 
 
 def started(model: nn.Module, seed: int = 5) -> dict[str, Tensor]:
     """All parameters, whole."""
-    recipes, values = recipes_of([model]), {}
+    inits, values = parameter_inits([model]), {}
     for name, parameter in model.named_parameters():
         values[name] = torch.full(parameter.shape, torch.nan, dtype=parameter.dtype)
-        if id(parameter) in recipes:
-            recipes[id(parameter)].fill(
-                values[name], [0] * parameter.dim(), parameter.shape, [0] * parameter.dim(), seed
-            )
+        if id(parameter) in inits:
+            inits[id(parameter)].fill(values[name], [0] * parameter.dim(), parameter.shape, [0] * parameter.dim(), seed)
         else:
             values[name] = parameter.detach()
     return values
 
 
-def block_of(recipe: Recipe, block: Tensor, shape: torch.Size, seed: int = 5) -> Tensor:
+def block_of(init: ParameterInit, block: Tensor, shape: torch.Size, seed: int = 5) -> Tensor:
     """A block of a parameter of this shape, made alone; `block` is any view of a contiguous tensor of the shape."""
     strides = meta.row_strides(shape)
     left, at = block.storage_offset(), []
@@ -48,7 +46,7 @@ def block_of(recipe: Recipe, block: Tensor, shape: torch.Size, seed: int = 5) ->
         at.append(left // stride)
         left %= stride
     found = torch.empty(block.shape)
-    recipe.fill(found, at, shape, at, seed)
+    init.fill(found, at, shape, at, seed)
     return found
 
 
@@ -234,12 +232,12 @@ def test_numbers_that_are_read_twice_are_the_same():
 
 
 def test_any_block_is_made_alone(everything, values):
-    recipes = recipes_of([everything])
+    inits = parameter_inits([everything])
     for name, parameter in everything.named_parameters():
-        if id(parameter) in recipes and parameter.dim():
+        if id(parameter) in inits and parameter.dim():
             place = torch.empty(parameter.shape)
             for block in (place[1:5], place[..., 1:3], place[-1:]):
-                found = block_of(recipes[id(parameter)], block, parameter.shape)
+                found = block_of(inits[id(parameter)], block, parameter.shape)
                 expected = values[name].as_strided(block.shape, block.stride(), block.storage_offset())
                 assert torch.equal(found, expected), name
 
@@ -258,9 +256,9 @@ def test_stages_with_the_same_names_start_apart():
     with meta_init():
         stages = [nn.Sequential(nn.Linear(4, 4, bias=False)) for _ in range(2)]
         tied = nn.Sequential(stages[0][0])
-    recipes = recipes_of([*stages, tied])
-    first, second = (recipes[id(stage[0].weight)] for stage in stages)
-    assert (first.name, second.name, len(recipes)) == ("0.weight", "0.weight of stage 1", 2)
+    inits = parameter_inits([*stages, tied])
+    first, second = (inits[id(stage[0].weight)] for stage in stages)
+    assert (first.name, second.name, len(inits)) == ("0.weight", "0.weight of stage 1", 2)
 
 
 def test_a_model_may_be_cast_after_the_block():
@@ -284,15 +282,15 @@ def test_mistakes_are_named():
     with torch.device("meta"):
         elsewhere = nn.Linear(2, 2)
     with pytest.raises(PlacementError, match=r"weight is on the meta device, and nothing says .*meta_init"):
-        recipes_of([elsewhere])
+        parameter_inits([elsewhere])
     with meta_init():
         forgotten, changed = nn.Linear(2, 2), nn.Linear(2, 2)
         forgotten.extra = nn.Parameter(torch.empty(3))
     with pytest.raises(PlacementError, match=r"extra was never given values inside meta_init"):
-        recipes_of([forgotten])
+        parameter_inits([forgotten])
     nn.init.zeros_(changed.weight)
     with pytest.raises(PlacementError, match=r"weight was changed after meta_init"):
-        recipes_of([changed])
+        parameter_inits([changed])
     with meta_init():
         layer = nn.Linear(2, 2)
         with pytest.raises(PlacementError, match=r"needs the values of a parameter, .*drawn only in initialize"):
@@ -316,13 +314,13 @@ def test_what_cannot_be_done_later_is_named():
         with pytest.raises(PlacementError, match=r"needs the values of a parameter"):
             torch.allclose(bare.weight, read.weight)
     with pytest.raises(PlacementError, match=r"extra starts with random numbers that a buffer, .* has read"):
-        recipes_of([read])
+        parameter_inits([read])
     with pytest.raises(PlacementError, match=r"0\.tables holds a tensor without values.*register_buffer"):
-        recipes_of([nn.Sequential(bare)])
+        parameter_inits([nn.Sequential(bare)])
 
 
-def test_most_parameters_have_a_program_so_that_nobody_makes_the_whole(everything):
-    whole = {recipe.name for recipe in recipes_of([everything]).values() if recipe.program is None}
+def test_most_parameters_have_an_elementwise_init_so_that_nobody_makes_the_whole(everything):
+    whole = {init.name for init in parameter_inits([everything]).values() if init.elementwise is None}
     assert "orthogonal.weight" in whole
     assert {"orthogonal.weight", "drawn", "turned"} <= whole
     by_program = {"linear.weight", "linear.bias", "table.weight", "conv.weight", "truncated", "ones", "stacked"}
@@ -356,10 +354,10 @@ def test_numbers_follow_the_name_of_the_parameter_that_they_were_drawn_for():
 def test_parts_that_are_drawn_without_a_program_are_told_apart_by_their_turn():
     with meta_init():
         module = nn.ParameterList([torch.empty(4).exponential_()])
-    (recipe,) = recipes_of([module]).values()
+    (init,) = parameter_inits([module]).values()
     whole, part = torch.empty(4), torch.empty(4)
-    recipe.fill(whole, [0], (4,), [0], 5)
-    recipe.fill(part, [0], (8,), [0], 5)  # of a parameter twice as long
+    init.fill(whole, [0], (4,), [0], 5)
+    init.fill(part, [0], (8,), [0], 5)  # of a parameter twice as long
     assert not torch.equal(whole, part)
 
 
@@ -369,8 +367,8 @@ def test_values_that_are_kept_somewhere_are_read_from_there():
             target.copy_(torch.arange(10.0)[offset[0] : offset[0] + len(target)])
 
     parameter = nn.Parameter(torch.empty(4, device="meta"))
-    give_source(parameter, File())
-    (reading,) = recipes_of([nn.ParameterList([parameter])]).values()
+    set_value_source(parameter, File())
+    (reading,) = parameter_inits([nn.ParameterList([parameter])]).values()
     found = torch.empty(3)
     reading.fill(found, [1], (4,), [1], 5)
     assert found.tolist() == [1.0, 2.0, 3.0]
@@ -378,7 +376,7 @@ def test_values_that_are_kept_somewhere_are_read_from_there():
 
 def test_names_are_those_of_the_whole_model_unless_stages_are_built_apart(everything):
     contexts = [SimpleNamespace(pipeline_parallel_size=size, get_local_rank=lambda mode: 1) for size in (1, 2)]
-    whole, stage = ({recipe.name for recipe in read_recipes(everything, context).values()} for context in contexts)
+    whole, stage = ({init.name for init in read_recipes(everything, context).values()} for context in contexts)
     assert whole == {name for name, parameter in everything.named_parameters() if parameter.is_meta}
     assert stage == {f"stage 1: {name}" for name in whole}
 
@@ -387,17 +385,17 @@ def test_what_was_noted_goes_when_a_parameter_has_its_values():
     with meta_init():
         layer = nn.Linear(2, 2)
     part = nn.Parameter(torch.empty(1, 2, device="meta"))
-    assert start_of(layer.weight) is not None
-    assert start_of(part) is None
-    keep_start(part, layer.weight)
-    give_source(part, "a file")  # type: ignore[arg-type]
-    assert start_of(part)[1:] == (start_of(layer.weight).tensor, part._version)
-    assert source_of(part) == "a file"
-    forget_start(part)
-    assert (start_of(part), source_of(part)) == (None, None)
+    assert initial_value_of(layer.weight) is not None
+    assert initial_value_of(part) is None
+    keep_initial_value(part, layer.weight)
+    set_value_source(part, "a file")  # type: ignore[arg-type]
+    assert initial_value_of(part)[1:] == (initial_value_of(layer.weight).tensor, part._version)
+    assert value_source_of(part) == "a file"
+    forget_initial_value(part)
+    assert (initial_value_of(part), value_source_of(part)) == (None, None)
     assert vars(part) == {}
-    forget_start(part)
+    forget_initial_value(part)
     with torch.no_grad():
         layer.weight.zero_()  # so it does not start as it was noted
-    keep_start(part, layer.weight)
-    assert start_of(part).version == -1
+    keep_initial_value(part, layer.weight)
+    assert initial_value_of(part).version == -1

@@ -1,4 +1,4 @@
-"""Programs: what is noted of how a tensor starts, and that what they make is what torch makes."""
+"""Element-wise initialisation: the steps that are found of a tensor, and that what they make is what torch makes."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.parallel.meta import (
-    Program,
+    ElementwiseInit,
+    InitRecording,
     Strided,
-    Tape,
-    keep_start,
+    elementwise_init_of,
+    initial_value_of,
+    keep_initial_value,
     memory_of,
     meta_init,
-    program_of,
-    recipes_of,
-    start_of,
+    parameter_inits,
 )
 
 
@@ -38,7 +38,7 @@ def again(numbers: Tensor) -> Tensor:
 
 
 NORMAL = "normal(0.0, 1.0)"
-PROGRAMS: dict[str, tuple[Callable[[], Tensor], str | None]] = {
+STEPS: dict[str, tuple[Callable[[], Tensor], str | None]] = {
     "uniform": (lambda: torch.empty(3, 4).uniform_(-2, 3), "uniform(-2.0, 3.0)"),
     "uniform from": (lambda: torch.empty(3).uniform_(-2), "uniform(-2.0, 1.0)"),
     "normal": (lambda: torch.empty(4).normal_(), NORMAL),
@@ -93,15 +93,15 @@ PROGRAMS: dict[str, tuple[Callable[[], Tensor], str | None]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", STEPS)
 def test_what_is_noted(name: str) -> None:
-    build, expected = PROGRAMS[name]
-    tape = Tape()
-    with torch.device("meta"), tape:
+    build, expected = STEPS[name]
+    recording = InitRecording()
+    with torch.device("meta"), recording:
         tensor = build()
-    program = program_of(tape, tensor)
-    marks = () if program is None else ("cut",) if program.cut else ("moved",) if program.moved else ()
-    assert (None if program is None else ", ".join([str(program), *marks])) == expected
+    steps = elementwise_init_of(recording, tensor)
+    marks = () if steps is None else ("cut",) if steps.cut else ("moved",) if steps.moved else ()
+    assert (None if steps is None else ", ".join([str(steps), *marks])) == expected
 
 
 def columns() -> Tensor:
@@ -130,15 +130,15 @@ def test_what_is_made_is_what_torch_makes_and_every_part_of_it(name: str) -> Non
     with meta_init():
         module = nn.Module()
         module.value = nn.Parameter(SURE[name]())
-    (recipe,) = recipes_of([module]).values()
+    (init,) = parameter_inits([module]).values()
     expected = SURE[name]()
-    assert (recipe.program is None) == ("several" in name or "row" in name)
-    assert recipe.tensor.shape == expected.shape
+    assert (init.elementwise is None) == ("several" in name or "row" in name)
+    assert init.tensor.shape == expected.shape
     starts = [(0,) * expected.dim(), tuple(size // 2 for size in expected.shape)]
     for start, turned in product(starts, (False, True)):
         part = expected[tuple(slice(at, None) for at in start)]
         found = torch.full(part.shape[::-1], torch.nan).permute(*reversed(range(part.dim()))) if turned else part * 0
-        recipe.fill(found, start, expected.shape, start, 5)
+        init.fill(found, start, expected.shape, start, 5)
         torch.testing.assert_close(found, part)
 
 
@@ -172,27 +172,27 @@ def test_programs_are_compared_by_what_they_do() -> None:
     assert step == other
     assert step.source != other.source
     assert program_with("turned").steps == (step,)
-    assert program_with("turned") == program_with("randn") == Program((step,), moved=True)
-    assert not Program().moved
+    assert program_with("turned") == program_with("randn") == ElementwiseInit((step,), moved=True)
+    assert not ElementwiseInit().moved
 
 
-def program_with(name: str) -> Program:
-    tape = Tape()
-    with torch.device("meta"), tape:
-        tensor = PROGRAMS[name][0]()
-    program = program_of(tape, tensor)
-    assert program is not None
-    KEPT.append((tape, tensor))
-    return program
+def program_with(name: str) -> ElementwiseInit:
+    recording = InitRecording()
+    with torch.device("meta"), recording:
+        tensor = STEPS[name][0]()
+    steps = elementwise_init_of(recording, tensor)
+    assert steps is not None
+    KEPT.append((recording, tensor))
+    return steps
 
 
 KEPT: list[object] = []
 """The memory of a tensor is told from another's while both live."""
 
 
-def test_a_tape_notes_what_is_needed_and_no_more() -> None:
-    tape = Tape()
-    with torch.device("meta"), tape:
+def test_a_recording_notes_what_is_needed_and_no_more() -> None:
+    recording = InitRecording()
+    with torch.device("meta"), recording:
         first = torch.rand(3)
         second = first.clone()
         first.zero_()
@@ -200,15 +200,15 @@ def test_a_tape_notes_what_is_needed_and_no_more() -> None:
         third.add_(second)
         third[:1]
         _ = torch.ones(2, device="cpu") + 1
-    assert [(entry.name, entry.draws) for entry in tape.entries] == [
+    assert [(entry.name, entry.draws) for entry in recording.ops] == [
         ("rand", 0),
         ("clone", 1),
         ("zero_", 1),
         ("randn", 1),
         ("add_", 2),
     ]
-    assert [entry.is_random for entry in tape.entries] == [True, False, False, True, False]
-    assert [tape.needed_for(each) for each in (first, second, third)] == [[0, 2], [0, 1], [0, 1, 3, 4]]
+    assert [entry.is_random for entry in recording.ops] == [True, False, False, True, False]
+    assert [recording.needed_for(each) for each in (first, second, third)] == [[0, 2], [0, 1], [0, 1, 3, 4]]
 
 
 def test_tensors_with_values_may_be_mixed_with_others() -> None:
@@ -221,9 +221,9 @@ def test_tensors_with_values_may_be_mixed_with_others() -> None:
         assert module.same is given
         module.register_buffer("none", None)
     assert given.tolist() == [2.0, 3.0]
-    assert start_of(module.given) is None
+    assert initial_value_of(module.given) is None
     found = torch.empty(2)
-    recipes_of([module])[id(module.value)].fill(found, [0], (2,), [0], 5)
+    parameter_inits([module])[id(module.value)].fill(found, [0], (2,), [0], 5)
     assert found.tolist() == [2.0, 3.0]
 
 
@@ -233,10 +233,10 @@ def test_a_part_that_is_made_inside_the_block_starts_as_its_whole() -> None:
         for name in ("part", "changed"):
             part = nn.Parameter(torch.empty(2, 4))
             setattr(module, name, part)
-            keep_start(part, whole.weight)
+            keep_initial_value(part, whole.weight)
         nn.init.zeros_(module.changed)
-    assert memory_of(start_of(module.part).tensor) == memory_of(whole.weight)
-    assert memory_of(start_of(module.changed).tensor) == memory_of(module.changed)
+    assert memory_of(initial_value_of(module.part).tensor) == memory_of(whole.weight)
+    assert memory_of(initial_value_of(module.changed).tensor) == memory_of(module.changed)
     real = nn.Parameter(torch.zeros(2))
-    keep_start(real, torch.zeros(4))
+    keep_initial_value(real, torch.zeros(4))
     assert vars(real) == {}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from colonnade.errors import ScheduleError
 from colonnade.parallel import forward_recorder
-from colonnade.parallel.forward_recorder import WATCHER, _Caught, units_of
+from colonnade.parallel.forward_recorder import WATCHER, WatchedUnit, units_of
 from colonnade.parallel.own_forward import OwnForward, result_of
 from colonnade.parallel.split import find_ties, split
 from tests.parallel.own_forward.models import (
@@ -132,7 +132,7 @@ def test_what_a_stage_has_and_has_not() -> None:
     assert not hasattr(second, "generate")
     # what stood for results of the stage before is gone when this one computes
     seen: list[int] = []
-    watch = lambda module, args: seen.append(len(WATCHER.get()._fillers))  # type: ignore[union-attr]  # noqa: E731
+    watch = lambda module, args: seen.append(len(WATCHER.get()._zeros))  # type: ignore[union-attr]  # noqa: E731
     hook = second.blocks[2].register_forward_pre_hook(watch)
     run_all([first, second], ids())
     hook.remove()
@@ -145,7 +145,7 @@ def test_what_a_stage_has_and_has_not() -> None:
 def test_what_comes_after_all_cuts_keeps_its_class(at: str) -> None:
     model = Decoder(tied=False)
     split(model, at=at, sample=ids())
-    caught = [name for name, module in model.named_modules() if isinstance(module, _Caught)]
+    caught = [name for name, module in model.named_modules() if isinstance(module, WatchedUnit)]
     assert caught == ["words", "drop", *(f"blocks.{index}" for index in range(4))]
     assert [type(model.norm), type(model.head)] == [nn.LayerNorm, nn.Linear]
 

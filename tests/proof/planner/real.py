@@ -7,7 +7,7 @@ from typing import Any
 import colonnade
 from colonnade.core import global_context
 from colonnade.proof.planner.recorder import Observed, observe
-from colonnade.proof.scripts import call_given
+from colonnade.proof.user_functions import call_given
 from tests.proof.planner.jobs import JOBS
 
 

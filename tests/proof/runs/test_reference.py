@@ -8,10 +8,10 @@ from torch.nn import functional as F
 
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.core import global_context
-from colonnade.proof.record import Pass
 from colonnade.proof.reference import (
     Limit,
     OneProcess,
+    Pass,
     canonical_names,
     load,
     moved_by_an_ulp,

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from colonnade.proof.record import BatchAxis, Record, RecordedStep
+from colonnade.proof.record import BatchAxis, Record, RecordedStep, RunInfo
 from colonnade.proof.scripts import ScriptError, _join
 
 DATA, SEQUENCE = BatchAxis("data", 2, True), BatchAxis("sequence", 2, True, dim=1, may_repeat=True)
@@ -18,12 +17,11 @@ DATA, SEQUENCE = BatchAxis("data", 2, True), BatchAxis("sequence", 2, True, dim=
 def ranks(axis: BatchAxis, *counts: int, key: str = "call") -> list[Record]:
     """Ranks of one axis that were given so many batches each; none is no key at all, as in a run."""
     batch = (torch.ones(2, 3), torch.zeros(2))
-    about: dict[str, Any] = {"axes": [axis], "micro_batches": 1}
     return [
         Record(
             rank,
             steps=[RecordedStep(), RecordedStep()],
-            about={**about, "coordinates": {axis.name: rank}, "given": {key: [batch] * count} if count else {}},
+            run=RunInfo([axis], {axis.name: rank}, given={key: [batch] * count} if count else {}),
         )
         for rank, count in enumerate(counts)
     ]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from colonnade.proof.compare import _not_cut
-from colonnade.proof.record import BatchAxis, Piece, Record, RecordedStep, TensorNote
+from colonnade.proof.record import BatchAxis, Piece, Record, RecordedStep, RunInfo, TensorNote
 from colonnade.proof.scripts import _not_cleared, _repeated, _truth
 
 FIRST, SECOND = torch.tensor([1.0, 2.0]), torch.tensor([0.5, -3.0])
@@ -29,15 +29,16 @@ def test_a_step_that_has_the_gradient_of_the_one_before_is_warned_of() -> None:
 @pytest.mark.parametrize(("wrapped", "warned"), [(True, True), (False, False)])
 def test_ranks_of_a_data_parallel_wrapper_that_are_given_the_same_are_warned_of(wrapped: bool, warned: bool) -> None:
     axes = [BatchAxis("data", 1, True), BatchAxis("model", 2, False)]
-    about = {"given": {"batch": [FIRST]}, "axes": axes, "data_parallel": wrapped}
-    records = [Record(rank, about={**about, "coordinates": {"data": 0, "model": rank}}) for rank in range(2)]
+    given = {"batch": [FIRST]}
+    runs = [RunInfo(axes, {"data": 0, "model": rank}, data_parallel=wrapped, given=given) for rank in range(2)]
+    records = [Record(rank, run=run) for rank, run in enumerate(runs)]
     assert bool(_repeated(records)) == warned
 
 
 def test_the_norm_is_that_of_all_unless_the_script_clips_by_another() -> None:
     whole, part = 5**0.5, 1.0
     for norm in (whole, part):
-        record = Record(0, steps=[step(FIRST, FIRST, norm=norm)], about={"norm_type": 2.0})
+        record = Record(0, steps=[step(FIRST, FIRST, norm=norm)])
         assert _truth(record, 0).norm == pytest.approx(norm)
 
 
@@ -54,7 +55,7 @@ def test_stages_that_all_hold_the_same_parameters_are_warned_of(
     names: tuple[str, str], placement: str, stages: tuple[int, int], warned: bool
 ) -> None:
     records = [
-        Record(rank, {name: TensorNote((name,), (2,), None, placement)}, about={"coordinates": {"pipeline": stage}})
+        Record(rank, {name: TensorNote((name,), (2,), None, placement)}, run=RunInfo(coordinates={"pipeline": stage}))
         for rank, (name, stage) in enumerate(zip(names, stages, strict=True))
     ]
     told = _not_cut(records)

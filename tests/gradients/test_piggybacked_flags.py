@@ -13,59 +13,60 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
 from colonnade.engine.stepper import Stepper
 from colonnade.errors import GradientError
-from colonnade.gradients.uneven import SIZE, Riders
+from colonnade.gradients.uneven import FLAG_COUNT, PiggybackedFlags
 from colonnade.testing import compare, gather_weights, run_world
 from tests.gradients.scenarios import numbers
+from tests.gradients.summing import on_the_cpu
 
 CPU = torch.device("cpu")
 
 
-def _world(first: Riders, second: Riders, *says: tuple[bool, bool]) -> list[float]:
+def _world(first: PiggybackedFlags, second: PiggybackedFlags, *says: tuple[bool, bool]) -> list[float]:
     """One step of two ranks: what each says, and whether each drops the step."""
-    for riders in (first, second):
-        riders.begin()
+    for flags in (first, second):
+        flags.begin()
     summed = first.numbers(*says[0]) + second.numbers(*says[1])
-    return [riders.take(summed).item() for riders in (first, second)]
+    return [flags.take(summed).item() for flags in (first, second)]
 
 
 def test_ranks_are_quiet_two_steps_after_they_are_steady_and_never_again_after_one_deviates():
-    first, second = Riders(CPU), Riders(CPU)
-    quiet = []
+    first, second = PiggybackedFlags(CPU), PiggybackedFlags(CPU)
+    steady = []
     for says in [(False, True), (False, False), (False, False), (False, False)]:
         assert _world(first, second, says, (False, False)) == [0.0, 0.0]
-        quiet.append((first.quiet, second.quiet))
-    assert quiet == [(False, False), (False, False), (False, False), (True, True)]
+        steady.append((first.steady, second.steady))
+    assert steady == [(False, False), (False, False), (False, False), (True, True)]
     assert _world(first, second, (False, False), (True, False)) == [1.0, 1.0]
     assert _world(first, second, (False, False), (False, False)) == [0.0, 0.0]
     for _ in range(4):
         _world(first, second, (False, False), (False, False))
-        assert (first.quiet, second.quiet) == (False, False)
+        assert (first.steady, second.steady) == (False, False)
 
 
 def test_ranks_that_all_deviate_at_once_know_it():
-    first, second = Riders(CPU), Riders(CPU)
-    assert not first.quiet
+    first, second = PiggybackedFlags(CPU), PiggybackedFlags(CPU)
+    assert not first.steady
     for step in range(6):
         says = [(step in (3, 4), False), (step == 4, False)]
-        told = [riders.begin() for riders in (first, second)]
+        told = [flags.begin() for flags in (first, second)]
         assert all((text is not None) == (step == 5) for text in told)  # of step 3, where one deviated
         assert all(text is None or text.startswith("step 3 was dropped: ") for text in told)
         summed = first.numbers(*says[0]) + second.numbers(*says[1])
-        for riders in (first, second):
-            assert riders.take(summed).item() == float(step in (3, 4))
+        for flags in (first, second):
+            assert flags.take(summed).item() == float(step in (3, 4))
         if step == 3:
             assert not first.all_deviate(summed)
-            assert first._told[-1].read()[:2] == [1.0, 0.0]
+            assert first._pending[-1].read()[:2] == [1.0, 0.0]
         if step == 4:
             assert first.all_deviate(summed)
             assert second.all_deviate(summed)
-            assert [copy.read()[:2] for copy in first._told] == [[1.0, 0.0], [0.0, 1.0]]
+            assert [copy.read()[:2] for copy in first._pending] == [[1.0, 0.0], [0.0, 1.0]]
 
 
 def test_ranks_at_different_steps_drop_the_step_and_say_so():
-    first, second = Riders(CPU), Riders(CPU)
-    second.take(torch.zeros(SIZE, dtype=torch.float64))
-    second._told.clear()
+    first, second = PiggybackedFlags(CPU), PiggybackedFlags(CPU)
+    second.take(torch.zeros(FLAG_COUNT, dtype=torch.float64))
+    second._pending.clear()
     assert _world(first, second, (False, False), (False, False)) == [1.0, 1.0]
     _world(first, second, (False, False), (False, False))
     with pytest.raises(GradientError, match="not at the same step"):
@@ -89,18 +90,18 @@ def _uses(rank: int, step: int) -> bool:
 
 
 def _trains(config: dict[str, Any]) -> int:
-    Stepper._ride = lambda self: setattr(self._synchroniser, "riders", Riders(CPU))  # type: ignore[method-assign]
+    Stepper._piggybacked_flags = on_the_cpu  # type: ignore[method-assign]
     with launch({**config, "sync": {"shared_memory": False}}, context=ParallelContext(), verbose=False) as gpc:
         rank = gpc.get_global_rank()
         model, plain = Branch(), Branch()
         engine = initialize(model, lambda p: torch.optim.AdamW(p, lr=0.1), context=gpc)[0]
         reference = torch.optim.AdamW(plain.parameters(), lr=0.1)
-        quiet = []
+        steady = []
         for step in range(16):
             engine.zero_grad()
             engine.backward(engine(numbers(3, 4, seed=10 * step + rank), _uses(rank, step)).square().mean())
             engine.step()
-            quiet.append(engine._sync.synchroniser.riders.quiet)
+            steady.append(engine._stepper._flags.steady)
             reference.zero_grad()
             if step == 7:  # nobody saw it coming: dropped on both ranks
                 continue
@@ -110,7 +111,7 @@ def _trains(config: dict[str, Any]) -> int:
                 torch.nn.utils.clip_grad_norm_(plain.parameters(), config["clip_grad_norm"])
             reference.step()
         compare(dict(plain.named_parameters()), gather_weights(model, gpc), 1e-10)
-        assert quiet == [False] * 3 + [True] * 6 + [False] * 7, quiet
+        assert steady == [False] * 3 + [True] * 6 + [False] * 7, steady
         dropped = engine.skipped_steps
         engine.close()
         return dropped
@@ -124,31 +125,31 @@ def test_a_step_that_nobody_saw_coming_is_dropped_by_all_and_the_rest_is_right(c
 
 
 def _freezes() -> int:
-    """In a quiet step all ranks freeze a layer, and thaw it later: nothing is dropped."""
-    Stepper._ride = lambda self: setattr(self._synchroniser, "riders", Riders(CPU))  # type: ignore[method-assign]
+    """In a steady step all ranks freeze a layer, and thaw it later: nothing is dropped."""
+    Stepper._piggybacked_flags = on_the_cpu  # type: ignore[method-assign]
     config = {"clip_grad_norm": 0.1, "sync": {"shared_memory": False}}
     with launch(config, context=ParallelContext(), verbose=False) as gpc:
         rank = gpc.get_global_rank()
         model, plain = Branch(), Branch()
         engine = initialize(model, lambda p: torch.optim.AdamW(p, lr=0.1), context=gpc)[0]
         reference = torch.optim.AdamW(plain.parameters(), lr=0.1)
-        quiet = []
+        steady = []
         for step in range(20):
             for one in (model, plain):
                 one.branch.requires_grad_(not 6 <= step < 13)
             engine.zero_grad()
             engine.backward(engine(numbers(3, 4, seed=10 * step + rank), True).square().mean())
             engine.step()
-            quiet.append(engine._sync.synchroniser.riders.quiet)
+            steady.append(engine._stepper._flags.steady)
             reference.zero_grad()
             losses = [plain(numbers(3, 4, seed=10 * step + r), True).square().mean() for r in range(2)]
             (sum(losses) / 2).backward()
             torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
             reference.step()
             compare(dict(plain.named_parameters()), gather_weights(model, gpc), 1e-10)
-        assert quiet[6], "the step in which it froze was one without agreement"
-        assert quiet[12]
-        assert quiet[-1], "and the ranks are quiet again"
+        assert steady[6], "the step in which it froze was one without agreement"
+        assert steady[12]
+        assert steady[-1], "and the ranks are steady again"
         dropped = engine.skipped_steps
         engine.close()
         return dropped
