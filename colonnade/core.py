@@ -5,7 +5,7 @@ from __future__ import annotations
 from colonnade.context.parallel_context import ParallelContext
 
 global_context = ParallelContext()
-"""What `launch` fills unless it is given another, and what functions take whose `context=` is left out.
+"""The context that `launch` fills unless it is given another, and that functions take whose `context=` is left out.
 
 Only these, handlers that are used without an engine, the shortcuts of `colonnade.utils` and `colonnade.compat` look here;
 all other code of the library is passed a context."""

@@ -10,6 +10,7 @@ import os
 import re
 import traceback
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 
@@ -75,6 +76,17 @@ class HookError(TrainerError):
 
 class CheckpointError(ColonnadeError, RuntimeError):
     """A checkpoint that cannot be written or must not be loaded."""
+
+
+@contextmanager
+def as_checkpoint_errors(doing: str) -> Iterator[None]:
+    """Turn every error of the block into a CheckpointError that says what was being done."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{doing}: {type(error).__name__}: {error}") from error
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

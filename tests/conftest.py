@@ -76,7 +76,7 @@ LONG = (
     "nn/test_activations.py::test_the_same_steps_under_every_kind_of_parallelism[slow]",
     "optim/zero/test_scenarios.py::test_chunks_of_a_pipeline[ZBV]",
     "test_ancestor_loop.py::test_the_ancestors_trainer_flow_runs_through_the_alias",
-    "verification/scripts/test_run.py::test_a_handler_that_does_not_divide_is_named_and_fails_a_test",
+    "proof/scripts/test_run.py::test_a_handler_that_does_not_divide_is_named_and_fails_a_test",
     "cli/test_new.py::test_the_written_test_fails_when_the_parallelism_is_broken",
     "cli/launching/test_launcher.py::test_restarts_in_a_row_all_come_up[2]",
     "cli/launching/test_launcher.py::test_two_machines_make_one_world[True]",

@@ -12,8 +12,8 @@ DEFAULTS = """
 _launch.launch: verbose=True
 _launch._start: verbose=True
 checkpoint.export.import_checkpoint: step=0 trust=False
-checkpoint.tensor_files.tensors_in: trust=False
-checkpoint.save.Outline: section=0
+checkpoint.weights_folder.tensors_in: trust=False
+checkpoint.save_plan.entry_key: section=0
 checkpoint.manager.CheckpointManager: keep=3 background=False verify=True read_only=False
 checkpoint.storage.verify: content=True
 checkpoint.storage.newest_good: content=True
@@ -160,7 +160,7 @@ def test_the_default_seed_and_the_oldest_torch_are_those_of_the_docs():
 
 CONSTANTS = """
 checkpoint.manifest.FORMAT: 2
-checkpoint.export.LARGEST: 5000000000
+checkpoint.weights_folder.LARGEST: 5000000000
 comm.host_copy.STEPS_LATE: 2
 comm.torch_versions.DEFAULT_TIMEOUT: datetime.timedelta(seconds=1800)
 comm.torch_versions.START_UP_TIMEOUT: datetime.timedelta(seconds=120)

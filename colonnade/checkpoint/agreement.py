@@ -10,7 +10,7 @@ from torch import nn
 
 from colonnade.comm.messages import agree
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.errors import CheckpointError
+from colonnade.errors import as_checkpoint_errors
 
 before_save: weakref.WeakKeyDictionary[nn.Module, Callable[[], Callable[[], None] | None]] = weakref.WeakKeyDictionary()
 """By model, a (weak) reference to what is called on all ranks before it is saved: it may refuse by raising on all of them."""
@@ -24,29 +24,3 @@ def agreed(context: ParallelContext, doing: str) -> Iterator[None]:
     """
     with agree(context), as_checkpoint_errors(doing):
         yield
-
-
-@contextmanager
-def as_checkpoint_errors(doing: str) -> Iterator[None]:
-    """Turn every error of the block into a CheckpointError that says what was being done."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"{doing}: {type(error).__name__}: {error}") from error
-
-
-# --------------------------------------------------------------------------------------------------
-# Points of the save protocol at which a test can make a process fail; they do nothing otherwise.
-# --------------------------------------------------------------------------------------------------
-
-
-hook: Callable[[str], None] | None = None
-"""Called with the name of every point that is passed. Only tests set it."""
-
-
-def fault_point(name: str) -> None:
-    """Pass the point `name`."""
-    if hook is not None:
-        hook(name)

@@ -23,7 +23,7 @@ from colonnade.errors import CheckpointError, listed
 _METADATA = ".metadata"
 _MODEL, _OPTIMIZERS = "model", ("optim", "optimizer", "optimizers")
 _BESIDE = ("lr_scheduler", "dataloader", "train_state", "extra_state", "scheduler", "step", "epoch")
-"""What trainers save beside weights at the top of a folder: their own bookkeeping, which is left out."""
+"""Names of the bookkeeping that trainers save beside weights at the top of a folder; it is left out."""
 
 
 def read_dcp(path: Path, trust: bool) -> ForeignState:
@@ -80,7 +80,7 @@ def write_dcp(state: ForeignState, staged: Path, target: Path) -> None:
 
     try:
         writer = FileSystemWriter(staged, thread_count=1)
-        with _quiet():
+        with _without_warnings():
             save(content, storage_writer=writer, planner=Planner(), no_dist=True)
         place_folder(staged, target, lambda name: name.endswith(".distcp"), (_METADATA,))
     except CheckpointException as error:  # which is no Exception
@@ -138,7 +138,7 @@ class _Folder:
 
         state = {key: target}
         try:
-            with _quiet():
+            with _without_warnings():
                 load(state, storage_reader=self._reader, no_dist=True)
         except CheckpointException as error:  # which is no Exception
             raise CheckpointError(f"{key} cannot be read from {self._path}: {error}") from error
@@ -146,7 +146,7 @@ class _Folder:
 
 
 def _optimizer(folder: _Folder, weights: Iterable[str]) -> tuple[dict[str, dict[str, Any]], Any]:
-    """What is kept for each weight, and the groups; nothing where the names are not those of `get_optimizer_state_dict`."""
+    """The state of each weight, and the groups; nothing where the names are not those of `get_optimizer_state_dict`."""
     state: dict[str, dict[str, Any]] = {}
     named: dict[str, dict[str, Any]] = {}
     numbered: dict[int, dict[str, Any]] = {}
@@ -164,6 +164,7 @@ def _optimizer(folder: _Folder, weights: Iterable[str]) -> tuple[dict[str, dict[
         elif kind == "param_groups" and text.partition(".")[0].isdigit():
             index, _, option = text.partition(".")
             _set(numbered.setdefault(int(index), {}), option.split("."), _plain(folder, key))
+    # Options lie flattened under their group's number, or, as `get_optimizer_state_dict` gives them, under each weight's name.
     if numbered:
         groups = [
             (
@@ -201,8 +202,8 @@ def _listed(value: Any, key: str = "") -> Any:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Torch warns that it works in one process even where it is told to."""
+def _without_warnings() -> Iterator[None]:
+    """Torch warns that it works in one process even where `no_dist=True` asks for it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

@@ -1,21 +1,20 @@
-"""CheckpointManager: saves and loads the checkpoints of a run, on every rank of its world."""
+"""CheckpointManager: saves and loads the checkpoints of a run, on every rank of its world.
+
+A save is told in `save.save_checkpoint`, a load in `load.load_checkpoint`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from colonnade.checkpoint.agreement import agreed, before_save
+from colonnade.checkpoint.agreement import agreed
 from colonnade.checkpoint.load import LoadedInfo, load_checkpoint
-from colonnade.checkpoint.manifest import LayoutRecord
-from colonnade.checkpoint.save import LocalState, SavePlan, plan_save
-from colonnade.checkpoint.storage import BackgroundWriter, RunLock, StorageWriter, newest_good, published, staging_name
-from colonnade.checkpoint.tensors import locate_tensors
-from colonnade.comm.messages import gather_from_all
+from colonnade.checkpoint.save import BackgroundSave, save_checkpoint
+from colonnade.checkpoint.storage import RunLock, newest_good, published
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError, listed
 from colonnade.logging import get_dist_logger
@@ -52,16 +51,15 @@ class CheckpointManager:
         self.background = background
         self.verify = verify
         self.read_only = read_only
-        self._pending: BackgroundWriter | None = None
+        self._pending: BackgroundSave | None = None
         self._lock: RunLock | None = None
-        with context.waits.together("CheckpointManager()"), agreed(context, f"opening {folder}"):
+        with self.context.waits.together("CheckpointManager()"), agreed(context, f"opening {folder}"):
             self.folder = local_path(folder, "the folder of a CheckpointManager", CheckpointError)
             if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
                 raise CheckpointError(f"keep is how many checkpoints stay, a whole number from 1 on, not {keep!r}")
+            # One lock for all ranks: they are of one run.
             if not read_only and self._is_first:
                 self._lock = RunLock(self.folder)
-
-    # -- what there is ------------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
         """The steps that have a checkpoint, ascending. This rank's own look at the folder."""
@@ -72,8 +70,6 @@ class CheckpointManager:
         found, _ = newest_good(self.folder, content=False)
         return None if found is None else found.step
 
-    # -- saving -------------------------------------------------------------------------------------------
-
     def save(self, step: int, model: nn.Module, optimizer: Any = None, extra: Mapping[str, Any] | None = None) -> None:
         """Save everything under `step`. Collective over the world.
 
@@ -81,54 +77,28 @@ class CheckpointManager:
         that was saved before is replaced once the new checkpoint is in place.
         """
         with self.context.waits.together("CheckpointManager.save()"):
-            self._save(step, model, optimizer, extra)
-
-    def _save(self, step: int, model: nn.Module, optimizer: Any, extra: Mapping[str, Any] | None) -> None:
-        self.wait()
-        with self._saving(step):
-            self._check_save(step)
-        look = before_save.get(model, lambda: None)()
-        if look is not None:
-            look()
-        tensors = locate_tensors(model, self.context, f"saving step {step}")
-        with self._saving(step):
-            state = LocalState(tensors, model, optimizer, extra, self.context)
-        notes = gather_from_all(state.note(), self.context)
-        with self._saving(step):
-            plan = plan_save(state, notes, self.context.get_global_rank())
-        writer = self._stage(step, plan)
-        try:
-            if self.background:
-                with self._saving(step):
-                    plan.copy_to_host()
-                self._pending = BackgroundWriter(writer, plan)
-            else:
-                with self._saving(step):
-                    writer.write(plan)
-                with self._saving(step):
-                    if self._is_first:
-                        writer.commit()
-        except BaseException:
-            writer.drop()
-            raise
+            self.wait()
+            with agreed(self.context, f"saving step {step}"):
+                if self.read_only:
+                    raise CheckpointError(f"this manager was opened read_only; open {self.folder} without it to save")
+                if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+                    raise CheckpointError(f"a step is a whole number from 0 on, not {step!r}")
+                # Only said: a run may go back to an earlier step on purpose.
+                later = [other for other in self.steps() if other > step] if self._is_first else []
+                if later:
+                    get_dist_logger().warning(
+                        f"step {step} is saved although {self.folder} has later steps: {listed(later)}. load() takes the "
+                        f"latest step, so delete them if this run has left them behind."
+                    )
+            self._pending = save_checkpoint(
+                self.folder, self.context, step, model, optimizer, extra, self.keep, self.background
+            )
 
     def wait(self) -> None:
         """Wait for the background save, if there is one, and raise its error on every rank. Collective."""
         pending, self._pending = self._pending, None
-        if pending is None:
-            return
-        try:
-            for rank, error in enumerate(gather_from_all(pending.part_error(), self.context)):
-                if error:
-                    pending.give_up(f"on rank {rank}: {error}")
-        except BaseException:
-            pending.give_up("the other ranks are gone")
-            raise
-        pending.join()
-        with agreed(self.context, "saving in the background"):
-            if pending.error is not None:
-                pending.writer.drop()
-                raise pending.error
+        if pending is not None:
+            pending.finish(self.context)
 
     def close(self) -> None:
         """Wait for the background save and let another run have the folder. Collective."""
@@ -148,8 +118,6 @@ class CheckpointManager:
             self._release()
         else:
             self._pending.give_up_soon()
-
-    # -- loading ------------------------------------------------------------------------------------------
 
     def load(
         self,
@@ -172,45 +140,9 @@ class CheckpointManager:
             self.wait()
             return load_checkpoint(self.folder, self.context, model, optimizer, extra or {}, step, self.verify, rest)
 
-    # -- inside -------------------------------------------------------------------------------------------
-
     @property
     def _is_first(self) -> bool:
         return self.context.get_global_rank() == 0
-
-    def _check_save(self, step: int) -> None:
-        if self.read_only:
-            raise CheckpointError(f"this manager was opened read_only; open {self.folder} without it to save")
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise CheckpointError(f"a step is a whole number from 0 on, not {step!r}")
-        later = [other for other in self.steps() if other > step] if self._is_first else []
-        if later:
-            get_dist_logger().warning(
-                f"step {step} is saved although {self.folder} has later steps: {listed(later)}. load() takes the latest "
-                f"step, so delete them if this run has left them behind."
-            )
-
-    def _saving(self, step: int) -> AbstractContextManager[None]:
-        return agreed(self.context, f"saving step {step}")
-
-    def _stage(self, step: int, plan: SavePlan) -> StorageWriter:
-        """Agree on the staged folder and make it. Collective."""
-        notes = gather_from_all({"step": step, "size": plan.size, "name": staging_name(step)}, self.context)
-        steps = {note["step"] for note in notes}
-        if len(steps) > 1:
-            raise CheckpointError(
-                f"the ranks save different steps: {listed(sorted(steps))}; save() is called by all for one"
-            )
-        layout, size = LayoutRecord.of(self.context.layout), sum(note["size"] for note in notes)
-        first, *_ = notes
-        staged = self.folder / first["name"]
-        writer = StorageWriter(step, staged, self.context.get_global_rank(), layout, size, self.keep)
-        with self._saving(step):
-            if self._is_first:
-                writer.stage()
-        with self._saving(step):
-            writer.check_visible()
-        return writer
 
     def _release(self) -> None:
         if self._lock is not None:

@@ -10,13 +10,10 @@ import ctypes
 import hashlib
 import itertools
 import json
-import math
 import os
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -26,25 +23,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from colonnade.checkpoint.agreement import fault_point
-from colonnade.checkpoint.manifest import (
-    WIDTHS,
-    Box,
-    Damaged,
-    FileRecord,
-    Manifest,
-    StoredBox,
-    TensorRecord,
-    moved,
-    places_of,
-    whole_box,
-)
+from colonnade.checkpoint.manifest import WIDTHS, Damaged, FileRecord, Manifest, StoredBox, TensorRecord
+from colonnade.checkpoint.storage import fault_point, new_file, write_all
 from colonnade.errors import CheckpointError, listed
-from colonnade.parallel.placement import is_dtensor
+from colonnade.parallel.boxes import Box, moved, places_of, whole_box
+from colonnade.parallel.whole import LocalTensor
 
-# --------------------------------------------------------------------------------------------------
-# A tensor on its way into a file, its bytes, and what the format calls its type. Needs no safetensors.
-# --------------------------------------------------------------------------------------------------
+# --- Types, entries and bytes ---
 
 
 _NAMES = {
@@ -85,7 +70,7 @@ class FileEntry:
 
     @property
     def size(self) -> int:
-        """Its bytes."""
+        """The bytes of all its elements."""
         return prod(self.shape) * WIDTHS[self.dtype]
 
 
@@ -123,7 +108,7 @@ def name_of(dtype: torch.dtype, what: str = "the dtype") -> str:
 
 
 def in_file_order(entries: Iterable[FileEntry]) -> list[FileEntry]:
-    """As they lie in a file, and are read for it: the largest elements first, so that all of them are aligned."""
+    """The order in which entries lie in a file, and are read for it: the largest elements first, so that all are aligned."""
     return sorted(entries, key=lambda entry: (-WIDTHS[entry.dtype], entry.key))
 
 
@@ -138,12 +123,9 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     return memoryview(content).cast("B")
 
 
-# --------------------------------------------------------------------------------------------------
-# Files of tensors that others wrote: what is in them, and boxes of tensors read straight into the memory they are for.
-# --------------------------------------------------------------------------------------------------
+# --- Files of tensors that others wrote: what is in them, and boxes of tensors read straight into the memory they are for ---
 
 
-INDEX = "model.safetensors.index.json"
 _LONGEST_HEADER = 100_000_000
 _SCRATCH = 1 << 23
 _LONG_RUN = 1 << 16
@@ -174,6 +156,7 @@ class StoredTensor:
         """Give `target` the elements of the box. No more is held than these and, at times, 8 MiB or a tensor's bytes."""
         if not target.numel():
             return
+        # Bytes go straight into memory that is laid out as they are; all other targets get a copy.
         if target.device.type != "cpu" or target.dtype != self.dtype or not target.is_contiguous():
             with torch.no_grad():
                 target.copy_(self.read(box))
@@ -224,106 +207,8 @@ class StoredTensor:
             memory, start = memory[count:], start + count
 
 
-@dataclass(frozen=True)
-class UnpickledTensor:
-    """A tensor of a pickled file that is trusted; its bytes are read when they are asked for."""
-
-    file: Path
-    key: str
-    value: Tensor
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.value.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.value.shape)
-
-    def __str__(self) -> str:
-        return f"{self.key} in {self.file.name}"
-
-    def read(self, box: Box | None = None) -> Tensor:
-        """As `StoredTensor.read`."""
-        return self.value[(whole_box(self.shape) if box is None else box).slices_in(whole_box(self.shape))].clone()
-
-    def read_into(self, target: Tensor, box: Box) -> None:
-        """As `StoredTensor.read_into`."""
-        with torch.no_grad():
-            target.copy_(self.value[box.slices_in(whole_box(self.shape))])
-
-
-AnyTensor = StoredTensor | UnpickledTensor
-
-
-def tensors_in(path: Path, trust: bool = False) -> dict[str, AnyTensor]:
-    """All tensors of a safetensors file, or of a folder as transformers writes it, by name; nothing of them is read.
-
-    Pickled files (pytorch_model.bin) are read only where they are trusted, and then by torch's restricted unpickler.
-    """
-    if path.is_file():
-        files = [path]
-    elif path.is_dir():
-        kinds = ("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
-        found = next((path / kind for kind in kinds if (path / kind).is_file()), None)
-        if found is None:
-            others = sorted(path.glob("*.safetensors"))
-            if len(others) != 1:
-                raise CheckpointError(
-                    f"{path} has no weights: neither model.safetensors nor {INDEX} is there{_interrupted(path)}",
-                    code="C081",
-                )
-            (found,) = others
-        files = _indexed(found) if found.suffix == ".json" else [found]
-    else:
-        raise CheckpointError(
-            f"{path} is neither a folder nor a file. Weights are read from disk: download those of a hub first, with "
-            f"`hf download <name> --local-dir <folder>`",
-            code="C081",
-        )
-    tensors: dict[str, AnyTensor] = {}
-    for file in files:
-        tensors |= stored_tensors(file) if file.suffix == ".safetensors" else _unpickled(file, trust)
-    return tensors
-
-
-def _interrupted(path: Path) -> str:
-    """That a save was killed while it put new files in the place of older ones, if one was."""
-    asides = sorted(path.glob(".old-*"))
-    return (
-        f". They were being replaced when a save was killed: save again, or move back what is in {asides[0]}"
-        if asides
-        else ""
-    )
-
-
-def _indexed(index: Path) -> list[Path]:
-    """The files that an index names, which must lie beside it."""
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{index} is no index of weights: {error}", code="C081") from error
-    for name in names:
-        if Path(name).name != name or not (index.parent / name).is_file():
-            raise CheckpointError(
-                f"{index} names {name!r}, which is no file beside it; copy the whole folder again", code="C081"
-            )
-    return [index.parent / name for name in names]
-
-
-def _unpickled(file: Path, trust: bool) -> dict[str, AnyTensor]:
-    if not trust:
-        raise CheckpointError(
-            f"{file} is a pickle, which may run code when it is read. Convert it to safetensors (load and save it with "
-            f"transformers, once, where you trust it), or pass trust=True: then torch's weights_only loader reads it",
-            code="C086",
-        )
-    content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    return {key: UnpickledTensor(file, key, value) for key, value in content.items() if isinstance(value, Tensor)}
-
-
-def stored_tensors(file: Path) -> dict[str, AnyTensor]:
-    """What a safetensors file has, by name; refuses a table that does not fit the file."""
+def stored_tensors(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file, by name; refuses a table that does not fit the file."""
     try:
         with open(file, "rb") as opened:
             size = os.fstat(opened.fileno()).st_size
@@ -363,22 +248,21 @@ def write_tensors(path: Path, entries: Iterable[FileEntry], rest: Callable[[], N
     """
     ordered = in_file_order(entries)
     digest, size = hashlib.sha256(), 0
-    with open(path, "xb", buffering=0) as file:
+    with new_file(path) as file:
         for content in chain([_header(ordered)], (raw_bytes(entry.read()) for entry in ordered)):
             for start in range(0, len(content), _CHUNK):
                 chunk = content[start : start + _CHUNK]
                 digest.update(chunk)
-                while len(chunk):
-                    chunk = chunk[file.write(chunk) :]
+                write_all(file, chunk)
                 rest()
             size += len(content)
             fault_point("tensor written")
         fault_point("file written")
-        os.fsync(file.fileno())
-    with safe_open(str(path), framework="pt") as file:  # refuses a table that does not match the bytes
-        if len(file.keys()) != len(ordered):
+    # Opened by the package that everybody reads such files with: it refuses a table that does not match the bytes.
+    with safe_open(str(path), framework="pt") as opened:
+        if len(opened.keys()) != len(ordered):
             raise CheckpointError(
-                f"{path} has {len(file.keys())} tensors, not the {len(ordered)} that were written", code="C081"
+                f"{path} has {len(opened.keys())} tensors, not the {len(ordered)} that were written", code="C081"
             )
     fault_point("file synced")
     return FileRecord(path.name, size, digest.hexdigest())
@@ -388,15 +272,15 @@ class TensorReader:
     """Reads stored boxes, and parts of them, from the files of one checkpoint; their tables when they are first needed."""
 
     def __init__(self, checkpoint: Path, manifest: Manifest) -> None:
+        self.manifest = manifest
         self._checkpoint = checkpoint
-        self._manifest = manifest
-        self._tables: dict[str, dict[str, AnyTensor]] = {}
+        self._tables: dict[str, dict[str, StoredTensor]] = {}
 
     def fill(self, target: Tensor, box: Box, record: TensorRecord) -> None:
         """Copy the elements of `box` out of the stored boxes that have some of them into `target`."""
         for part in record.parts:
             wanted = box.shared_with(part.box)
-            for stored in self._manifest.stored_boxes(part, wanted) if wanted is not None else ():
+            for stored in self.manifest.stored_boxes(part, wanted) if wanted is not None else ():
                 shared = box.shared_with(stored.box)
                 if shared is not None:
                     self._read(target[shared.slices_in(box)], stored, shared, record.dtype)
@@ -406,6 +290,13 @@ class TensorReader:
         target = memory_for(box.shape, dtype_of(record))
         self.fill(target, box, record)
         return target
+
+    def local(self, tensor: LocalTensor, record: TensorRecord) -> Tensor:
+        """The elements that this rank holds of a saved tensor, as a new one."""
+        values = memory_for(tensor.local.shape, dtype_of(record))
+        for box, view in tensor.pieces(values):
+            self.fill(view, box, record)
+        return values
 
     def whole(self, record: TensorRecord) -> Tensor:
         """All elements of a saved tensor."""
@@ -420,6 +311,7 @@ class TensorReader:
         """Give `target` the elements of `box`, which is inside the stored one."""
         with _damaged_if_broken(stored.file):
             found = self._stored(stored.file, stored.key)
+            # The table of a file is not covered by the manifest's digest where hashes were not asked for.
             if (found.shape, name_of(found.dtype)) != (stored.shape, dtype):
                 raise Damaged(
                     f"{stored.file}: {stored.key} is {name_of(found.dtype)} of shape {list(found.shape)}, expected {dtype} of "
@@ -429,11 +321,12 @@ class TensorReader:
                 found.read_into(target, moved(box, stored.box, whole_box(stored.shape)))
                 return
             flat = found.read(Box((stored.first,), (stored.box.numel,)))
+        # The elements of a range lie in the order of the memory that they were saved from (channels last, say).
         ordered = flat.view([stored.box.shape[dim] for dim in stored.order])
         with torch.no_grad():
             target.copy_(ordered.permute(places_of(stored.order))[box.slices_in(stored.box)])
 
-    def _stored(self, file: str, key: str) -> AnyTensor:
+    def _stored(self, file: str, key: str) -> StoredTensor:
         if file not in self._tables:
             self._tables[file] = stored_tensors(self._checkpoint / file)
         return self._tables[file][key]
@@ -463,107 +356,3 @@ def _header(entries: list[FileEntry]) -> memoryview:
             f"the table of {len(entries)} tensors takes {len(text)} bytes; {_LONGEST_HEADER} can be read", code="C081"
         )
     return memoryview(len(text).to_bytes(8, "little") + text)
-
-
-# --------------------------------------------------------------------------------------------------
-# State as JSON: what `state_dict()` may hold, with tensors beside it. Nothing else is taken, nothing is guessed.
-#
-# Objects with text keys, lists, texts, numbers, booleans and None are themselves. The rest of what Python state is
-# made of is marked: `$tuple`, `$dict` (keys of any kind), `$counter`, `$float` (nan and infinities) and `$tensor`.
-# --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """A value as JSON, in which `{"$tensor": n}` stands for `tensors[n]`."""
-
-    value: Any
-    tensors: tuple[Tensor, ...]
-
-    def digest(self) -> str:
-        """Equal for equal values, to the bit."""
-        digest = hashlib.sha256(json.dumps(self.value).encode())
-        for tensor in self.tensors:
-            digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-            digest.update(raw_bytes(tensor))
-        return digest.hexdigest()
-
-
-def is_stateful(value: Any) -> bool:
-    """Whether it is an object that gives and takes its state, rather than a plain value."""
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-
-
-def encode(value: Any, what: str) -> Encoded:
-    """`value` as JSON and tensors; refuses anything else, by its place in `what`."""
-    tensors: list[Tensor] = []
-    return Encoded(_encode(value, what, tensors), tuple(tensors))
-
-
-def decode(value: Any, tensor: Callable[[int], Tensor]) -> Any:
-    """What was encoded; `tensor` gives the n-th tensor."""
-    if isinstance(value, list):
-        return [decode(entry, tensor) for entry in value]
-    if not isinstance(value, dict):
-        return value
-    marks = [key for key in value if key.startswith("$")]
-    if not marks:
-        return {key: decode(entry, tensor) for key, entry in value.items()}
-    (mark,) = marks
-    content = value[mark]
-    if mark == "$tensor":
-        return tensor(content)
-    if mark == "$float":
-        return float(content)
-    make: dict[str, Callable[[Sequence[Any]], Any]] = {"$tuple": tuple, "$dict": _pairs, "$counter": _counts}
-    return make[mark]([decode(entry, tensor) for entry in content])
-
-
-def _encode(value: Any, what: str, tensors: list[Tensor]) -> Any:
-    if value is None or (isinstance(value, (bool, int, str)) and not isinstance(value, Enum)):
-        return value
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else {"$float": str(float(value))}
-    if isinstance(value, Tensor):
-        return {"$tensor": _keep(value, what, tensors)}
-    if type(value) is list:
-        return _encode_all(value, what, tensors)
-    if type(value) is tuple:
-        return {"$tuple": _encode_all(value, what, tensors)}
-    if type(value) in (dict, OrderedDict, Counter):
-        return _encode_dict(value, what, tensors)
-    raise CheckpointError(
-        f"{what} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold. State is made "
-        f"of None, booleans, numbers, texts, lists, tuples, dicts and tensors; give the object a state_dict() of these.",
-        code="C085",
-    )
-
-
-def _encode_dict(value: dict[Any, Any], what: str, tensors: list[Tensor]) -> Any:
-    if type(value) is not Counter and all(type(key) is str and not key.startswith("$") for key in value):
-        return {key: _encode(entry, f"{what}[{key!r}]", tensors) for key, entry in value.items()}
-    pairs = [
-        [_encode(key, f"a key of {what}", tensors), _encode(entry, f"{what}[{key!r}]", tensors)]
-        for key, entry in value.items()
-    ]
-    return {"$counter" if type(value) is Counter else "$dict": pairs}
-
-
-def _encode_all(value: Sequence[Any], what: str, tensors: list[Tensor]) -> list[Any]:
-    return [_encode(entry, f"{what}[{at}]", tensors) for at, entry in enumerate(value)]
-
-
-def _keep(tensor: Tensor, what: str, tensors: list[Tensor]) -> int:
-    if is_dtensor(tensor):
-        raise CheckpointError(f"{what} is a DTensor; only the model and the optimizer may hold those", code="C085")
-    type_name(tensor, what)
-    tensors.append(tensor.detach())
-    return len(tensors) - 1
-
-
-def _pairs(content: Sequence[Any]) -> dict[Any, Any]:
-    return {key: entry for key, entry in content}  # noqa: C416 - dict(content) would take a list of texts too
-
-
-def _counts(content: Sequence[Any]) -> Counter[Any]:
-    return Counter(_pairs(content))

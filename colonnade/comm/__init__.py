@@ -1,1 +1,1 @@
-"""What ranks say to each other outside training: small messages, process groups, and torch's private names."""
+"""Communication outside training: small messages, process groups, and torch's private names."""

@@ -157,7 +157,7 @@ class Alike:
 
 @dataclass
 class Agreement:
-    """What this rank has in common with others, said before a block of `agreed_errors` ends.
+    """The tables that must be alike on all ranks, given before a block of `agreed_errors` ends.
 
     `parts` has an entry for each `Alike` that the block requires: into how many parts it divides the ranks. After the
     block, `sizes` tells for each how many items each part has.
@@ -232,10 +232,10 @@ def error_of(note: str, ranks: Iterable[int], here: int) -> ColonnadeError:
     ranks = tuple(ranks)
     where = f"on rank {listed(ranks)} (this rank is {here})"
     known = _class_of(kind)
-    told = f"{where}: {text}" if known is not None else f"{where}: {kind}: {text}"
+    text_here = f"{where}: {text}" if known is not None else f"{where}: {kind}: {text}"
     kind_of = known or ColonnadeError
     error = kind_of.__new__(kind_of)
-    ColonnadeError.__init__(error, told, ranks=ranks)  # some classes are made of something else than a text
+    ColonnadeError.__init__(error, text_here, ranks=ranks)  # some classes are made of something else than a text
     return error
 
 

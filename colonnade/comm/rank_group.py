@@ -59,7 +59,7 @@ def host_identity() -> str | None:
 
 
 class HostSockets:
-    """One connected socket per other rank; ranks are counted within the group.
+    """A connected socket per other rank; ranks are counted within the group.
 
     A peer that has gone raises ConnectionError(index), one that is silent TimeoutError(index, seconds).
     """
@@ -82,7 +82,7 @@ class HostSockets:
                 raise ConnectionError(index) from error
 
     def receive(self, own: bytes) -> list[bytes]:
-        """One message of the length of `own` from every peer, and `own` at this rank's place."""
+        """A message of the length of `own` from every peer, and `own` at this rank's place."""
         messages = {index: self._receive(index, len(own)) for index in self._sockets}
         messages[self.index] = own
         return [messages[index] for index in range(len(messages))]
@@ -266,7 +266,7 @@ class RankGroup:
         return start_gather(self._gather, self.size, payload)()
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """One JSON value per rank, in group order. Collective, for start-up and rare events."""
+        """Every rank's JSON value, in group order. Collective, for start-up and rare events."""
         return gather_json_by(self._gather, self.size, value)
 
     def close(self) -> None:

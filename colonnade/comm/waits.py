@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 PHASES = ("data", "forward", "backward", "communication", "clip", "optimizer", "other")
-"""What a step is made of. `communication` is what nothing else hides: waiting for sums of gradients and for messages of
+"""The phases of a step. `communication` is time that nothing else hides: waiting for sums of gradients and for messages of
 the pipeline. Collectives inside a forward or backward pass count there. `other` is hooks, checkpoints and the loop itself."""
 
 
@@ -511,23 +511,25 @@ class WaitWatch:
 
 
 def _ask_store(ask: Callable[[], Any]) -> Any:
-    """The result or the error of `ask`, in a thread that is left alone where it takes too long: TimeoutError.
+    """The result of `ask`; TimeoutError where the store gives no answer: one whose host is cut off never does."""
+    return call_within(_ANSWER_SECONDS, ask, "no answer")
 
-    A store whose host is cut off answers nothing, and asking it has no limit.
-    """
+
+def call_within(seconds: float, call: Callable[[], Any], complaint: str) -> Any:
+    """The result or the error of `call`, in a thread that is left alone where it takes too long: TimeoutError(complaint)."""
     answers: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
 
     def run() -> None:
         try:
-            answers.put((ask(), None))
+            answers.put((call(), None))
         except Exception as error:
             answers.put((None, error))
 
     threading.Thread(target=run, name="colonnade asks", daemon=True).start()
     try:
-        found, error = answers.get(timeout=_ANSWER_SECONDS)
+        found, error = answers.get(timeout=seconds)
     except queue.Empty:
-        raise TimeoutError("no answer") from None
+        raise TimeoutError(complaint) from None
     if error is not None:
         raise error
     return found

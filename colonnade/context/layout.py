@@ -1,7 +1,12 @@
 """Layout: for every mode, the rank lists of the whole world. Integers only; no torch, no processes.
 
-A layout is what the initializers return, checked. It answers for any rank of any world, so that plans and
-tests can look at a million ranks from one process.
+A layout answers for any rank of any world, so that plans and tests can look at a million ranks from one process. From below:
+
+- a rank is a number written in digits, one per axis (`Digit`, `ranks_with`, `refine`, `joined`);
+- a `Partition` is the groups of one mode: by digits, or listed one by one where an initializer of a user wrote them down;
+- a `Grid` gives ranks to named axes, and the groups of any of them;
+- a `Layout` holds the partitions of all modes, as the initializers returned them and `check_groups` found them right;
+- `world_axes` reads the axes of a world from the `parallel` section of a config.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ from colonnade.errors import ContextError, LayoutError, did_you_mean, listed
 from colonnade.texts import digest_of
 
 # --------------------------------------------------------------------------------------------------
-# A grid of ranks and the groups that its axes make: pure integer arithmetic, nothing listed until it is asked for.
+# Digits and partitions: pure integer arithmetic, nothing listed until it is asked for.
 #
 # `Grid((("data", 2), ("pipeline", 2), ("tensor", 2)))` numbers 8 ranks so that the tensor coordinate varies
 # fastest. A rank is thus a number written in digits, one per axis, and every built-in mode is "the ranks that
@@ -127,6 +132,7 @@ class _ByDigits(Partition):
 
     def cut(self, size: int) -> tuple[Partition, Partition]:
         """Cut every group into runs of `size` ranks: (the runs, the ranks at the same place in their run)."""
+        # From the fastest digit on: as much of it as still fits goes into the run, the rest of it numbers the runs.
         left = size
         coarse: list[Digit] = []
         fine: list[Digit] = []
@@ -140,8 +146,8 @@ class _ByDigits(Partition):
             fine.insert(0, (stride, run))
             coarse.insert(0, (stride * run, length // run))
             left //= run
-        runs, twins = tuple(fine), tuple(coarse)
-        return _ByDigits(self.outer + twins, runs), _ByDigits(self.outer + runs, twins)
+        runs, across_runs = tuple(fine), tuple(coarse)
+        return _ByDigits(self.outer + across_runs, runs), _ByDigits(self.outer + runs, across_runs)
 
     def __len__(self) -> int:
         return prod(size for _, size in self.outer)
@@ -155,7 +161,7 @@ class _ByDigits(Partition):
 
 
 class Listed(Partition):
-    """Groups that somebody wrote down, in the order they were given. Their checks are `layout.check_groups`."""
+    """Groups that were listed one by one, in the order they were given. Their checks are `layout.check_groups`."""
 
     def __init__(self, groups: Iterable[Iterable[int]], world_size: int) -> None:
         self._groups = [list(group) for group in groups]
@@ -164,6 +170,8 @@ class Listed(Partition):
     @cached_property
     def digits(self) -> tuple[Digit, ...] | None:  # type: ignore[override]
         """Read off the first group; None unless all groups are what these digits make."""
+        # The group of rank 0 shows its digits: the first step is the stride of the fastest, and it is as long as the steps stay
+        # equal; every size-th rank of it is the same question for the next digit. Then all groups must be what these digits make.
         first = next((group for group in self._groups if 0 in group), [])
         digits: list[Digit] = []
         left = first
@@ -257,6 +265,7 @@ class Grid:
 
 def refine(products: Iterable[Iterable[Digit]], world_size: int) -> tuple[Digit, ...] | None:
     """The coarsest digits of a rank, slowest first, of which all these are made; None if two of them cross."""
+    # A digit begins where its stride is and ends at stride * size. Sorted, all such bounds must divide each other.
     bounds = {1, world_size}
     for stride, size in chain.from_iterable(products):
         if size > 1:
@@ -280,6 +289,7 @@ def joined(digits: Iterable[Digit]) -> list[Digit]:
 
 def ranks_with(rank: int, values: Iterable[tuple[Digit, Sequence[int]]]) -> Sequence[int]:
     """The ranks that have any of these values (ascending) in these digits (slowest first), and else are as `rank`."""
+    # `base` is the first of the ranks; `steps` has, for each digit with several values, how far each is from the first.
     base = rank
     steps: list[Sequence[int]] = []
     for (stride, size), allowed in values:
@@ -319,7 +329,7 @@ def _number(rank: int, digits: tuple[Digit, ...]) -> int:
 
 @dataclass(frozen=True)
 class Axis:
-    """One factor of the world: its name in the config, its size, its mode, and what data its ranks see."""
+    """A factor of the world: its name in the config, its size, its mode, and what data its ranks see."""
 
     name: str
     size: int
@@ -355,7 +365,7 @@ class Layout:
         }
         self.places = None if places is None else tuple(places)
         self.derived: dict[Any, Any] = {}
-        """What others worked out from this layout, by a key of theirs: it lives as long as the layout."""
+        """Results that others worked out from this layout, by a key of theirs: they live as long as the layout."""
 
     @property
     def modes(self) -> tuple[ParallelMode, ...]:
@@ -610,7 +620,7 @@ def _data_size(sizes: ParallelSizes, further: tuple[Axis, ...], world_size: int)
 
 
 def _fitting(named: dict[str, int], world_size: int) -> str:
-    """One change each that would make the sizes divide the world: "tensor=2, or "."""
+    """Changes, each of which would make the sizes divide the world: "tensor=2, or "."""
     rest = prod(named.values())
     changes = []
     for name, size in named.items():

@@ -24,7 +24,7 @@ from colonnade.context.layout import Axis, Layout, world_axes
 from colonnade.context.layout_builder import Build, build_layout, layout_of, run_initializers
 from colonnade.context.parallel_mode import ParallelMode, mode_of
 from colonnade.context.random import RandomStreams, derive_seed
-from colonnade.context.rendezvous import agree_on_layout, device_for, join_world, leave_world, telling_the_others
+from colonnade.context.rendezvous import agree_on_layout, device_for, join_world, leave_world, share_start_up_errors
 from colonnade.errors import ContextError, listed
 
 # --------------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ class ParallelContext:
         timeout: float | None = None,
     ) -> None:
         """Join the world. Collective: returns when every rank is there. Checks the sizes before it joins."""
-        with telling_the_others(rank, world_size, host, port, timeout):
+        with share_start_up_errors(rank, world_size, host, port, timeout):
             if self._launched:
                 raise ContextError(
                     "this context has already joined a world; call destroy() before you launch again, "
@@ -377,7 +377,7 @@ class ParallelContext:
         return layout_of(self._axes, self._build.groups, parallel_sizes(self.config).tensor_mode)
 
     def _settings(self, seed: int | None) -> dict[str, str]:
-        """What all ranks must have launched with, by key of the config."""
+        """The settings that all ranks must have launched with, by key of the config."""
         waiting = {f"parallel, {each.source}": "creates its groups itself" for each in self._build.waiting}
         hooks = {"launch hooks": ", ".join(type(hook).__name__ for hook in launch_hooks)} if launch_hooks else {}
         seeds = {"seed": str(seed)} if seed is not None else {}

@@ -67,7 +67,7 @@ def _built_in(value: str, data: DataKind) -> Any:
 
 
 class ParallelMode(metaclass=_OpenEnum):
-    """One kind of parallelism. Members are singletons: compare them with `is` or `==`."""
+    """A kind of parallelism. Members are singletons: compare them with `is` or `==`."""
 
     __slots__ = ("data", "name", "value")
 

@@ -1,13 +1,17 @@
-"""Joining and leaving a world, and the agreements that are made when it has just come up."""
+"""Joining and leaving a world, and the agreements that are made when it has just come up.
+
+A launch, in the order of events: each rank connects to the store of rank 0 and gets the prefix of this launch there (`_store`,
+`_prefix`); ranks that fail before they have joined say so at the store (`share_start_up_errors`); all wait for each other (`_meet`),
+and go on together or raise the error of the rank that failed; torch makes its process group (`join_world`); the ranks compare
+their configs, versions and layouts (`agree_on_layout`). At the end rank 0 leaves last (`leave_world`).
+"""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import os
-import queue
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -31,7 +35,7 @@ from colonnade.comm.torch_versions import (
     join_by,
     waiting_at_most,
 )
-from colonnade.comm.waits import pauses
+from colonnade.comm.waits import call_within, pauses
 from colonnade.context.layout import Layout
 from colonnade.errors import ColonnadeError, LaunchError, LayoutError
 from colonnade.version import __version__
@@ -39,9 +43,9 @@ from colonnade.version import __version__
 _LEAVE_SECONDS = 3.0
 _LOOK_SECONDS = 0.02  # the longest between two looks of rank 0 at who has come
 _TELL_SECONDS = 10.0
-_QUIET_LOOKS = 20  # a millisecond apart: a thread that hands work to another sleeps for a moment
-_QUIET_SECONDS = 3.0
-_AGREED = (1,) * 3
+_IDLE_LOOKS = 20  # a millisecond apart: a thread that hands work to another sleeps for a moment
+_IDLE_SECONDS = 3.0
+_PARTS = (1,) * 3
 """The parts of what `agree_on_layout` compares."""
 _ARRIVALS, _ARRIVAL, _ANSWER, _ANSWERED = (
     f"colonnade/launch/{name}" for name in ("arrivals", "arrival/{}", "answer/{}", "answered")
@@ -90,7 +94,7 @@ def join_world(
 
 
 @contextlib.contextmanager
-def telling_the_others(
+def share_start_up_errors(
     rank: int,
     world_size: int,
     host: str | None,
@@ -98,20 +102,20 @@ def telling_the_others(
     timeout: float | None,
     ordinal: int | None = None,
 ) -> Iterator[None]:
-    """A rank that fails in the block, before it joins, tells the others, which would wait for it: they raise too."""
+    """Around what a rank does before it joins: where it fails, the others raise its error too, instead of waiting for it."""
     try:
         yield
     except Exception as error:
         if dist.is_initialized():
-            # They wait in `agree_on_layout`. Who does not come there is lost, and this error matters more.
-            with waiting_at_most(START_UP_TIMEOUT), agreed_errors(device_for(rank, ordinal), _AGREED):
+            # They wait in `agree_on_layout`. A rank that does not come there is lost, and this error matters more.
+            with waiting_at_most(START_UP_TIMEOUT), agreed_errors(device_for(rank, ordinal), _PARTS):
                 raise
         elif world_size > 1:
             seconds = min(timeout or _TELL_SECONDS, _TELL_SECONDS)
-            with contextlib.suppress(Exception):  # nobody is there to be told
+            with contextlib.suppress(Exception):  # no other rank is there to read it
                 store = _store(rank, world_size, host, port, timedelta(seconds=seconds))
-                _decide(store, f"{rank}\n{note_of(error)}")
-                _leave_store(store, rank, world_size, "told")
+                _set_outcome(store, f"{rank}\n{note_of(error)}")
+                _leave_store(store, rank, world_size, "refused")
         raise
 
 
@@ -121,43 +125,43 @@ def _meet(store: Any, rank: int, world_size: int, limit: timedelta) -> Colonnade
         return None
     # A rank that was killed here and started again comes twice, and counts once.
     if store.add(f"colonnade/came/{rank}", 1) == 1 and store.add("colonnade/came", 1) == world_size:
-        _decide(store, "")
+        _set_outcome(store, "")
     until = time.monotonic() + limit.total_seconds()
     try:
         answers = _Answers.of(store, rank)
         if answers is None:
-            store.wait(["colonnade/verdict"], limit)
+            store.wait(["colonnade/outcome"], limit)
         else:
             for pause in pauses(_LOOK_SECONDS):
                 answers.give()
-                if store.check(["colonnade/verdict"]):
+                if store.check(["colonnade/outcome"]):
                     break
                 if time.monotonic() > until:
-                    raise dist.DistStoreError("no verdict")
+                    raise dist.DistStoreError("no outcome")
                 time.sleep(pause)
     except dist.DistStoreError as error:
         came = store.add("colonnade/came", 0)
         raise TimeoutError(f"{came} of {world_size} ranks came within {limit.total_seconds():.0f} s") from error
-    failed, _, note = store.get("colonnade/verdict").decode().partition("\n")
+    failed, _, note = store.get("colonnade/outcome").decode().partition("\n")
     if not note:
         if answers is not None:
             answers.close()
         return None
-    _leave_store(store, rank, world_size, "told")
+    _leave_store(store, rank, world_size, "refused")
     return error_of(note, [int(failed)], rank)
 
 
-def _decide(store: Any, verdict: str) -> None:
-    """Say whether this launch goes on (nothing), or which rank fails and why; who is first decides."""
+def _set_outcome(store: Any, outcome: str) -> None:
+    """Write how this launch ends: "" where all ranks have come, else the rank that fails and its error. The first one counts."""
     if store.add("colonnade/decided", 1) == 1:
-        store.set("colonnade/verdict", verdict)
+        store.set("colonnade/outcome", outcome)
 
 
 def _leave_store(store: Any, rank: int, world_size: int, key: str) -> None:
     """Count this rank; rank 0, which may serve the store, waits a little for the others."""
     left = store.add(f"colonnade/{key}", 1)
     until = time.monotonic() + _LEAVE_SECONDS
-    answers = _Answers.of(store, rank) if key == "told" else None
+    answers = _Answers.of(store, rank) if key == "refused" else None
     while rank == 0 and left < world_size and time.monotonic() < until:
         if answers is not None:
             answers.give()
@@ -187,11 +191,11 @@ def _wait_for_threads() -> None:
     exception". This thread sleeps and leaves Python to them; a thread that sleeps then too has nothing left to do, or
     waits for another rank, which is not waited for here.
     """
-    until = time.monotonic() + _QUIET_SECONDS
-    quiet = 0
-    while quiet < _QUIET_LOOKS and time.monotonic() < until:
+    until = time.monotonic() + _IDLE_SECONDS
+    idle = 0
+    while idle < _IDLE_LOOKS and time.monotonic() < until:
         time.sleep(0.001)
-        quiet = 0 if any(_is_busy(task) for task in Path("/proc/self/task").glob("*")) else quiet + 1
+        idle = 0 if any(_is_busy(task) for task in Path("/proc/self/task").glob("*")) else idle + 1
 
 
 def _is_busy(task: Path) -> bool:
@@ -218,7 +222,7 @@ def device_for(rank: int, ordinal: int | None = None) -> torch.device:
 
 def agree_on_layout(layout: Layout, device: torch.device, settings: Mapping[str, str] | None = None) -> None:
     """Refuse, on every rank, a layout, versions or settings that are not the same everywhere. Collective over the world."""
-    with agreed_errors(device, _AGREED) as agreement:
+    with agreed_errors(device, _PARTS) as agreement:
         agreement.require(Alike("config key", settings or {}, "Launch every rank with the same config and arguments."))
         versions = {"torch": torch.__version__, "colonnade": __version__}
         agreement.require(
@@ -316,7 +320,7 @@ class _Answers:
                 self._open.append(number)
                 continue
             token, _, last = self._base.get(_ARRIVAL.format(number)).decode().partition(" ")
-            if last != self._prefix:  # else it was told that this launch fails, and comes for the next one
+            if last != self._prefix:  # else it has read that this launch fails, and comes for the next one
                 self._base.set(_ANSWER.format(token), self._prefix)
 
     def close(self) -> None:
@@ -374,7 +378,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def launchers_met(endpoint: str, limit: timedelta, connect: Callable[[], Any]) -> Any:
-    """What `connect` returns; a LaunchError where a stranger holds the port of the endpoint, or nobody answers in time."""
+    """The result of `connect`; a LaunchError where a stranger holds the port of the endpoint, or nobody answers in time."""
     try:
         return _within(limit, connect)
     except Exception as error:  # torch has classes of its own for this
@@ -386,26 +390,12 @@ def launchers_met(endpoint: str, limit: timedelta, connect: Callable[[], Any]) -
 
 
 def _within(limit: timedelta, connect: Callable[[], Any]) -> Any:
-    """Run `connect` with a deadline of our own.
+    """The result of `connect`, with a deadline of our own.
 
     A TCPStore client that reaches a stranger's open port waits for ever for the answer, whatever its timeout.
     """
-    found: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
-
-    def attempt() -> None:
-        try:
-            found.put((connect(), None))
-        except Exception as error:
-            found.put((None, error))
-
-    threading.Thread(target=attempt, daemon=True, name="colonnade-rendezvous").start()
-    try:
-        store, error = found.get(timeout=limit.total_seconds() + 1)
-    except queue.Empty:
-        raise TimeoutError(f"something listens there but gave no answer in {limit.total_seconds():.0f} s") from None
-    if error is not None:
-        raise error
-    return store
+    seconds = limit.total_seconds()
+    return call_within(seconds + 1, connect, f"something listens there but gave no answer in {seconds:.0f} s")
 
 
 def _connection_help(rank: int, host: str, port: int, error: Exception) -> str:

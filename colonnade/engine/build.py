@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from colonnade.checkpoint.manifest import Box, moved
-from colonnade.checkpoint.tensors import LocalTensor, locate_tensors, offset_in_dtensor
 from colonnade.comm import torch_versions
 from colonnade.comm.messages import Alike, agreed_errors, gather_json
 from colonnade.comm.torch_versions import dtensor_like, exchange_tensors, refresh_shards
@@ -52,11 +50,13 @@ from colonnade.nn.layer.cross_entropy import CrossEntropyLoss
 from colonnade.optim.bucket_step import can_scatter, wants_flat
 from colonnade.optim.zero.fsdp import ShardedModel, outer_members, shard_model
 from colonnade.optim.zero.zero_optimizer import ZeroOptimizer
+from colonnade.parallel.boxes import Box, moved
 from colonnade.parallel.dtensor import check_ties, local_part
 from colonnade.parallel.held import Placements, broadcast_shared, check_placements, held_tensors, refuse_marks
 from colonnade.parallel.meta import ParameterInit, ParameterLoad, forget_initial_value, parameter_inits
 from colonnade.parallel.placement import is_dtensor
 from colonnade.parallel.split import Split, Stage, build_schedule, take_stages
+from colonnade.parallel.whole import LocalTensor, locate_tensors, offset_in_dtensor
 
 # --------------------------------------------------------------------------------------------------
 # A model that was built inside meta_init(): the recipes of its parameters, and this rank's part of each made from them.

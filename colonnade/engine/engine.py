@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colonnade.checkpoint.export import WholeTensors
+from colonnade.checkpoint.full_weights import WholeTensors
 from colonnade.comm.host_copy import HostCopy
 from colonnade.comm.messages import error_of, gather_from_all, note_of
 from colonnade.context.parallel_context import ParallelContext
@@ -121,7 +121,7 @@ class WholeWeights:
         self.wait_for_weights()
         whole = WholeTensors(self.model, self.context)
         if to not in ("all", "first"):
-            from colonnade.checkpoint.export import save_full
+            from colonnade.checkpoint.full_weights import save_full
 
             save_full(whole, to, self.context, dtype)
             return {}
@@ -143,7 +143,7 @@ class WholeWeights:
         `max_shard_size` ("5GB") is the size of a file; without it there is one for each rank, of 64 MiB to 5 GB.
         Of a model with LoRA adapters it is the folder that peft loads: the adapters and their config alone.
         """
-        from colonnade.checkpoint.export import save_pretrained
+        from colonnade.checkpoint.full_weights import save_pretrained
 
         with self.context.waits.together("engine.save_pretrained()"):
             self.wait_for_weights()

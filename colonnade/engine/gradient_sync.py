@@ -51,7 +51,7 @@ class GradientSync:
         self.before_pass: Callable[[], None] | None = None
         """Called before anything else of a backward pass: gathers that run on must end."""
         self.log: CallLog | None = None
-        """Set by whoever wants to know what handlers call."""
+        """The log of the collectives that handlers make; the guard sets one."""
 
     def prepare(self, last: bool) -> None:
         """Before each backward pass."""

@@ -1,4 +1,8 @@
-"""Clip and step as one: one pass for the norm, one collective, and the scale folded into the optimizer's step."""
+"""Clip and step as one: one pass for the norm, one collective, and the scale folded into the optimizer's step.
+
+`Stepper.step` is the second half of a training step, told in one piece. `Slots` say what gets a norm of its own, `OwnNorms` are those
+of replicas that differ on purpose, and `SkipReport` counts the steps that were dropped without making the host wait.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +39,15 @@ from colonnade.parallel.demand import Holding
 from colonnade.parallel.held import Held, held_tensors
 from colonnade.parallel.placement import Shard
 
-# --------------------------------------------------------------------------------------------------
-# Slots: what gets a norm of its own. Numbered alike on every rank, also where stages hold other layers.
-# --------------------------------------------------------------------------------------------------
+# --- Slots: what gets a norm of its own ---
 
 
 @dataclass(frozen=True)
 class Slots:
-    """The names of all slots of the world, the clip group of each, and the slot of each parameter here."""
+    """The names of all slots of the world, the clip group of each, and the slot of each parameter here.
+
+    A slot is a clip group, a layer or a parameter. Numbered alike on every rank, also where stages hold other layers.
+    """
 
     names: tuple[str, ...]
     group_of: tuple[int, ...]
@@ -95,17 +100,17 @@ def _check_groups(settings: ClipSettings, used: set[int], names: Sequence[str]) 
             )
 
 
-# --------------------------------------------------------------------------------------------------
-# Norms beside waived parameters: what nobody sums over replicas has a norm of its own in each replica of the model.
-#
-# Replicas that differ on purpose (local SGD, DiLoCo) have gradients of their own. So the sums of powers of waived parameters go
-# into further slots, one set for each replica, which travel in the same collective; each rank then takes those of its own replica.
-# Where other parameters are summed over the replicas, these must stay alike: then all replicas take the largest sums of any.
-# --------------------------------------------------------------------------------------------------
+# --- Norms of replicas that differ on purpose ---
 
 
 class OwnNorms:
-    """The slots of one engine, those of waived parameters apart. Slot s of them is at slots * (1 + replica) + s."""
+    """The slots of one engine with waived parameters: what nobody sums over replicas has a norm of its own in each replica.
+
+    Replicas that differ on purpose (local SGD, DiLoCo) have gradients of their own. So the sums of powers of waived parameters go
+    into further slots, one set for each replica, which travel in the same collective; each rank then takes those of its own
+    replica. Slot s of them is at slots * (1 + replica) + s. Where other parameters are summed over the replicas, these must stay
+    alike: then all replicas take the largest sums of any.
+    """
 
     def __init__(self, waived: set[str], slots: int, context: ParallelContext) -> None:
         self._waived, self._slots = waived, slots
@@ -178,13 +183,11 @@ class OwnNorms:
         return any(not set(context.get_ranks_in_group(mode)) <= set(self._ranks) for mode in shards)
 
 
-# --------------------------------------------------------------------------------------------------
-# Steps that were dropped: counted, and kept from learning-rate schedulers. Only `SkipReport.read` makes the host wait.
-# --------------------------------------------------------------------------------------------------
+# --- Steps that were dropped ---
 
 
 class SkipReport:
-    """Takes the flag of each step as a device tensor, and reads it on the host later."""
+    """Counts dropped steps: the flag of each is a tensor on the device, read on the host later. Only `read` waits."""
 
     def __init__(self) -> None:
         self.total = 0

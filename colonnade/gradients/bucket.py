@@ -1,7 +1,8 @@
 """Buckets: gradients that are summed together, lying one after another in flat memory.
 
 `.grad` is a view of the bucket: either autograd adds into it, or a gradient is moved there once per backward.
-Nothing is copied out, and later micro-batches accumulate in place.
+Nothing is copied out, and later micro-batches accumulate in place. A `Bucket` lies in a `Buffer`, which a `BucketStorage` allocates;
+a sharded one has its result in a `GradientShard`, and its parameters in `BucketValues`.
 """
 
 from __future__ import annotations
@@ -21,9 +22,7 @@ from colonnade.parallel.dtensor import as_dtensor, local_part
 from colonnade.parallel.flat import ALIGN_BYTES, FlatLayout, flattened
 from colonnade.parallel.placement import is_dtensor
 
-# --------------------------------------------------------------------------------------------------
-# The memory that the gradients of a bucket lie in, with a view for each parameter; and that of the slice a rank owns.
-# --------------------------------------------------------------------------------------------------
+# --- Memory: of all gradients of a bucket, and of the slice that a rank owns ---
 
 
 class Buffer:
@@ -96,7 +95,7 @@ LARGE_BYTES = 256 << 10
 """A gradient below this size is offered its view on the CPU: adding to it costs less there than moving a tensor."""
 
 TAIL = 8
-"""Elements that a bucket has at least after its gradients: for numbers that ride along."""
+"""Elements that a bucket has at least after its gradients: for piggybacked numbers."""
 MISSING = 1
 """No gradient on this rank (and zeros in its place in the bucket, if it has one)."""
 OUTSIDE = 2
@@ -154,7 +153,6 @@ class Bucket:
         self.absent: frozenset[int] = frozenset()
         self.expected: Sequence[int] = range(len(self.parameters))
         self._small = len(small)
-        self._is_ready = False
         self._nothing_offered = [-1] * len(self.parameters)
         self._offered = self._nothing_offered
         self._versions: list[int] = []
@@ -167,7 +165,7 @@ class Bucket:
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether it has memory of its own; else it takes turns with others in some, once it is full."""
+        """Whether it has memory of its own; else it lies in a staging buffer, from when it is full until it is summed."""
         return self.sum.sharding is None or self.sum.sharding.keep_whole
 
     @property
@@ -177,12 +175,12 @@ class Bucket:
 
     @property
     def carries(self) -> bool:
-        """Whether numbers can ride behind its gradients."""
+        """Whether numbers can be sent behind its gradients."""
         return self.shard is None and self.transport.carries
 
     @property
     def carries_counts(self) -> bool:
-        """Whether counts of losses can: these are large."""
+        """Whether counts of losses can: these are too large for a half-precision dtype."""
         return self.carries and self.layout.dtype in (torch.float32, torch.float64)
 
     @property
@@ -211,7 +209,8 @@ class Bucket:
         if self.keeps_gradients and not self.buffer.is_whole:
             self.buffer.look(self)
             self.use(self.buffer)
-        if self._may_offer() and not (self._is_ready and self._first_attached()):
+        # Not while recording: autograd would add a sparse gradient to the dense view, and nobody would know.
+        if self._offers and self._small > 0 and not self.recording:
             self._offer()
         if self.transport.early and self.keeps_gradients:
             self._versions = [view._version for view in self.views]
@@ -230,13 +229,16 @@ class Bucket:
         if sources:
             torch._foreach_copy_(targets, sources)
 
+    def move_arrived(self) -> None:
+        """Bring in all gradients that have come, if the bucket has memory of its own for them."""
+        if self.keeps_gradients and not self._all_attached():
+            self.move(range(len(self.parameters)))
+
     def is_complete(self) -> bool:
-        """Whether every gradient that is expected has come in this pass. More may still be added to one of them: that
-        is then late, and found in `wait`."""
+        """Whether every gradient that is expected has come in this pass, and was brought in. More may still be added to one of
+        them: that is then late, and found in `wait`."""
         if not self.keeps_gradients:
             return all(self.parameters[i].grad is not None for i in self.expected)
-        if not self._all_attached():
-            self.move(range(len(self.parameters)))
         return (
             len(self._versions) > 0  # empty where `begin` was not called, or starting early is of no use
             and all(self.parameters[i].grad is self.grads[i] for i in self.expected)
@@ -278,7 +280,7 @@ class Bucket:
         self.transport.finish(factor / self.sum.divisor)
         if self.shard is not None:
             self.shard.landed = True
-        self._offered, self._is_ready = self._nothing_offered, False
+        self._offered = self._nothing_offered
         if self._released and not self.is_sharded:
             for i, parameter in enumerate(self.parameters):
                 if parameter.grad is None and self.positions[i] not in self._missing:
@@ -302,12 +304,8 @@ class Bucket:
                 spans.append(OwnedSpan(index, start - span.start, stop - span.start, start - self.own.start))
         return spans
 
-    def _may_offer(self) -> bool:
-        # Not while recording: autograd would add a sparse gradient to the dense view, and nobody would know.
-        return self._offers and self._small > 0 and not self.recording
-
     def _offer(self) -> None:
-        self._is_ready = True
+        """Make `.grad` of small parameters their views, full of zeros, where it is None."""
         absent = [i for i, parameter in enumerate(self.parameters[: self._small]) if parameter.grad is None]
         if not absent:
             return
@@ -319,10 +317,6 @@ class Bucket:
         for i in absent:
             self.parameters[i].grad = grad = self.grads[i]
             self._offered[i] = grad._version
-
-    def _first_attached(self) -> bool:
-        """A sample, to spare a look at all parameters: a wrong guess costs a move, never a wrong gradient."""
-        return next(map(is_, map(_GRAD, self.parameters), self.grads))
 
     @property
     def _flat(self) -> Tensor:
@@ -392,18 +386,16 @@ def _by_size(sum_: Sum, positions: Sequence[int]) -> tuple[list[int], list[int]]
     return small, large
 
 
-# --------------------------------------------------------------------------------------------------
-# Storage: the memory in which the buckets of one sum lie, those of one dtype on one device.
-# --------------------------------------------------------------------------------------------------
+# --- Storage: one allocation for the buckets of a sum ---
 
 
 _MB = 1 << 20
 STAGING_BUFFERS = 2
-"""In how many pieces of memory buckets take turns that have none of their own: one is summed while the next is filled."""
+"""Pieces of memory that are shared by the buckets that have none of their own: one is summed while the next is filled."""
 
 
 class BucketStorage:
-    """Owns one allocation in which all its buckets lie, or a few in which they take turns."""
+    """Memory for the buckets of one sum, dtype and device: one allocation for all, or two staging buffers that they share."""
 
     def __init__(self, sum_: Sum, group: RankGroup, dtype: torch.dtype, device: torch.device) -> None:
         self._sum, self._group = sum_, group
@@ -446,8 +438,8 @@ class BucketStorage:
             memory.own.zero_()
 
     def acquire_staging(self, bucket: Bucket) -> None:
-        """Give a bucket without memory of its own the next piece; first that must have been summed on every rank."""
-        # In shared memory a rank that is told of a full piece learns that the one before it is free.
+        """Give a bucket without memory of its own the next staging buffer; first its last bucket must be summed on every rank."""
+        # In shared memory the signal that a buffer is full says as well that the one before it is free.
         most = 1 if self._is_shared else len(self._memory)
         while len(self._under_way) >= most or bucket in self._under_way:  # of an earlier pass, in its other piece
             self._under_way.popleft().finish(1.0)
@@ -456,7 +448,7 @@ class BucketStorage:
         self._under_way.append(bucket)
 
     def finish_staged(self) -> None:
-        """End the sums of all buckets that have a turn."""
+        """End the sums of all buckets in staging buffers."""
         while self._under_way:
             self._under_way.popleft().finish(1.0)
 
@@ -509,9 +501,7 @@ def fill(sum_: Sum, order: Iterable[int], cap: float, first: float, index: int) 
     return [*buckets, Bucket(sum_, taken, index)] if taken else buckets
 
 
-# --------------------------------------------------------------------------------------------------
-# The parameters of a sharded bucket: flat on every rank, and the slice of them that this rank steps on.
-# --------------------------------------------------------------------------------------------------
+# --- Parameters of a sharded bucket ---
 
 
 class BucketValues:

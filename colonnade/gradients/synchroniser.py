@@ -1,8 +1,9 @@
 """The synchroniser: gradients are summed over groups of ranks, while backward runs where that pays.
 
-It owns flat buckets, moves gradients into them as backward makes them, starts a bucket as soon as it is full on the
-last micro-batch, and finishes the rest in `wait`. Correctness never rests on when a gradient comes: a bucket that was
-started too early leaves a late gradient beside it, which `wait` finds and adds on all ranks.
+`Synchroniser` owns flat buckets, moves gradients into them as backward makes them, and starts a bucket as soon as it is full on the
+last micro-batch. Its `wait` is the end of a step, in one piece: it starts the rest, compares the notes of the ranks, ends all sums
+and returns what the ranks agreed on, as a `StepOutcome`. Correctness never rests on when a gradient comes: a bucket that was started
+too early leaves a late gradient beside it, which `wait` finds and adds on all ranks.
 """
 
 from __future__ import annotations
@@ -27,18 +28,16 @@ from colonnade.gradients.uneven import GroupNotes, PiggybackedFlags, SumState, e
 from colonnade.parallel.dtensor import local_part
 from colonnade.texts import digest_of
 
-# --------------------------------------------------------------------------------------------------
-# Before the first step: the groups that sums go over, and a check that all their ranks have the same sums.
-# --------------------------------------------------------------------------------------------------
+# --- Before the first step: groups of ranks, and a check that all have the same sums ---
 
 
 Log = Callable[[str], None]
 
 
 def open_groups(sums: Sequence[Sum], log: Log) -> dict[tuple[int, ...], RankGroup]:
-    """One per set of ranks, connected where shared memory is wanted. Collective, in the order of ranks.
+    """One group per set of ranks, connected where shared memory is wanted. Collective, in the order of ranks.
 
-    What is wrong in one group is raised when the others were gone through, where ranks that know of no problem take part.
+    An error in one group is raised after all groups: ranks that have no error still take part in the others.
     """
     _check_parameters(sums)
     groups, problems = {}, []
@@ -90,7 +89,7 @@ def _check_parameters(sums: Sequence[Sum]) -> None:
 
 
 def _described(one: Sum) -> list[tuple[str, str]]:
-    """(name, what must be the same on all ranks) for a sum and each of its parameters."""
+    """(name, properties that must be the same on all ranks) for a sum and each of its parameters."""
     options = ", ".join(f"{field.name}={getattr(one.options, field.name)}" for field in fields(one.options))
     sharding = "" if one.sharding is None else f", {one.sharding}"
     lines = [("options", f"{options}{sharding}"), ("divisor", f"{one.divisor:g}")]
@@ -440,6 +439,7 @@ class Synchroniser:
         if bucket.left != 0 or bucket.started or not self._pass_open:
             return
         with torch.no_grad():
+            bucket.move_arrived()
             bucket.full = bucket.is_complete() and (self._last or bucket.every_pass)
             if bucket.full:
                 self._start_early(only_full=True)

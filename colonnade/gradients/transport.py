@@ -1,4 +1,8 @@
-"""The ways in which gradients travel, tried from the first to the last. A new one is a file here, and a name in the list."""
+"""Transports: how one bucket's gradients are summed over the ranks of a group.
+
+`Transport` is the contract. `TRANSPORTS`, at the end, is tried from the first to the last, and the first that `serves` a group and a
+device is used: nothing to send, shared memory, NCCL, any other process group. A new transport is a class here, and a name in the list.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +20,6 @@ from colonnade.comm.torch_versions import all_gather_flat, reduce_scatter_flat
 
 if TYPE_CHECKING:
     from colonnade.gradients.bucket import Bucket
-
-
-# --------------------------------------------------------------------------------------------------
-# What a transport is: the way in which one bucket's gradients are summed over the ranks of a group.
-# --------------------------------------------------------------------------------------------------
 
 
 class Transport(ABC):
@@ -82,14 +81,7 @@ def is_one(factor: float | Tensor) -> bool:
     return isinstance(factor, float) and factor == 1.0
 
 
-# --------------------------------------------------------------------------------------------------
-# Sums by collectives of the process group.
-#
-# A scheme is a generator: it starts a collective, yields what to wait for, and goes on when that is done. On the
-# CPU it runs up to its first wait when the bucket is full and to its end in `finish`; with NCCL all of it is queued
-# on a side stream at once. Either way every rank issues the same collectives in the same order.
-# --------------------------------------------------------------------------------------------------
-
+# --- By collectives of a process group ---
 
 _PIECE_BYTES = 4 << 20
 """Gloo runs two collectives of a group at once, so that a bucket goes out in several."""
@@ -99,7 +91,12 @@ Steps = Iterator[tuple[Any, Tensor | None]]
 
 
 class CollectiveTransport(Transport):
-    """By any backend whose collectives the host waits for."""
+    """By any backend whose collectives the host waits for.
+
+    A scheme (`_plain`, `_scattered`, `_sliced`) is a generator: it starts a collective, yields what to wait for, and goes on when
+    that is done. Here it runs up to its first wait when the bucket is full, and to its end in `finish`. Either way every rank
+    issues the same collectives in the same order.
+    """
 
     name = "process group"
     bucket_mb = 8.0
@@ -203,13 +200,9 @@ class CollectiveTransport(Transport):
         return total
 
 
-# --------------------------------------------------------------------------------------------------
-# Sums by NCCL. All of a scheme is queued on a side stream at once, and the host waits for nothing.
-# --------------------------------------------------------------------------------------------------
-
-
 class DeviceCollectiveTransport(CollectiveTransport):
-    """By any backend that queues its collectives on a device."""
+    """By a backend that queues its collectives on a device (NCCL): all of a scheme is queued on a side stream at once, and the host
+    waits for nothing."""
 
     bucket_mb = 25.0
     most_mb = 100.0
@@ -252,13 +245,11 @@ class DeviceCollectiveTransport(CollectiveTransport):
         self._ready = []
 
 
-# --------------------------------------------------------------------------------------------------
-# Buckets that no other rank shares: nothing is sent.
-# --------------------------------------------------------------------------------------------------
+# --- Of one rank: nothing is sent ---
 
 
 class LocalTransport(Transport):
-    """The factor is all there is to do."""
+    """For a group of one rank: multiplies by the factor."""
 
     name = "local"
     bucket_mb = 100.0  # nothing is won by starting early: few large moves
@@ -280,24 +271,20 @@ class LocalTransport(Transport):
             real(self._memory).mul_(factor)
 
 
-# --------------------------------------------------------------------------------------------------
-# Sums in shared memory, for ranks of one host with gradients on the CPU.
-#
-# Every rank's buckets lie in memory that all ranks map. Each rank sums its slice of a bucket over all ranks' buffers, in
-# rank order and in pieces that stay in the cache, and writes the result into every buffer: the same bits on every
-# rank, whatever the size of the buckets. Of a sharded bucket the slice is all a rank wants.
-# --------------------------------------------------------------------------------------------------
-
+# --- In shared memory, on one host ---
 
 _CACHE_BYTES = 512 << 10
-"""What the pieces of all ranks together may take of the cache."""
+"""The part of the cache that the pieces of all ranks together may take."""
 
 
 class SharedMemoryTransport(Transport):
-    """Nothing is started early: the sum is memory traffic of the same cores that run backward.
+    """Every rank's buckets lie in memory that all ranks map. Each rank sums its slice of a bucket over all ranks' buffers, in rank
+    order and in pieces that stay in the cache, and writes the result into every buffer: the same bits on every rank, whatever the
+    size of the buckets. Of a sharded bucket the slice is all a rank wants.
 
-    Before `finish`, the ranks of the group tell each other that their gradients are in place: once for all buckets, or
-    for each one where buckets take turns in the memory.
+    Nothing is started early: the sum is memory traffic of the same cores that run backward. Before `finish`, the ranks
+    of the group signal each other that their gradients are in place: once for all buckets, or for each bucket where they share
+    staging buffers.
     """
 
     name = "shared memory"
@@ -312,9 +299,9 @@ class SharedMemoryTransport(Transport):
     def __init__(self, bucket: Bucket, memory: GroupMemory, group: RankGroup) -> None:
         assert memory.every is not None
         self._group = group
-        self._tells = not bucket.keeps_gradients
+        self._signals = not bucket.keeps_gradients
         options = bucket.sum.options
-        self.early = self._tells and options.overlap is not False and not bucket.sum.between_stages
+        self.early = self._signals and options.overlap is not False and not bucket.sum.between_stages
         dtype = bucket.layout.dtype
         self._sum_dtype = options.sum_dtype(dtype)
         self._shard = bucket.shard
@@ -328,11 +315,11 @@ class SharedMemoryTransport(Transport):
         self._pieces = _pieces([real(one[group.index * width :][:length]) for one in memory.every])
 
     def start(self) -> None:
-        if self._tells:
+        if self._signals:
             self._group.signal(b"f")
 
     def finish(self, factor: float | Tensor) -> None:
-        if self._tells:
+        if self._signals:
             self._group.collect()
         at = 0
         for first, *others in self._pieces:

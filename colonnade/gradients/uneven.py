@@ -1,9 +1,10 @@
 """Gradients that did not go the usual way: missing on some rank, late, sparse, or without a bucket.
 
-Every rank writes one note per parameter. Nearly always all notes are alike, and a digest shows it; only where they
-differ are the notes themselves exchanged. Whatever happened, the result equals one process on the joined batch: a
-parameter that got a gradient on any rank has the sum, a parameter that got none anywhere has `.grad` None, so that
-the optimizer skips it.
+Every rank writes one note per parameter (`SumState`). Nearly always all notes are alike, and a digest shows it; only where they
+differ are the notes themselves exchanged (`GroupNotes`). Over NCCL, where the host must not wait, a few numbers that are sent with a
+bucket take the place of digests (`PiggybackedFlags`). Whatever happened, the result equals one process on the joined batch
+(`finish_uneven`): a parameter that got a gradient on any rank has the sum, a parameter that got none anywhere has `.grad` None, so
+that the optimizer skips it.
 """
 
 from __future__ import annotations
@@ -27,9 +28,7 @@ from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.flat import flattened
 from colonnade.texts import digest_of
 
-# --------------------------------------------------------------------------------------------------
-# One sum at run time: which of its parameters are in buckets, which are not, and the notes about them.
-# --------------------------------------------------------------------------------------------------
+# --- The state of one sum: buckets and notes ---
 
 
 Places = dict[int, tuple[Bucket, int]]
@@ -41,9 +40,9 @@ Kind = tuple[torch.dtype, torch.device]
 class SumState:
     """The buckets of one sum, and what is known of its parameters.
 
-    `buckets` are in the order in which they start, `laid_out` in that of memory. `notes` holds one byte per parameter about the step that is being
-    finished. While `recording`, the order in which gradients come is written down; buckets then start in the order in
-    which they were complete on the first rank.
+    `buckets` are in the order in which they start, `laid_out` in that of memory. `notes` has one byte per parameter about the step
+    that is being finished. While `recording`, the order in which gradients come is written down; buckets then start in the
+    order in which they were complete on the first rank.
     """
 
     def __init__(self, sum_: Sum, group: RankGroup) -> None:
@@ -248,7 +247,7 @@ class GroupNotes:
         self._reports: list[list[bytes]] | None = None
 
     def announce(self, step: int, counts: bool = False) -> None:
-        """Tell the others; does not wait. `counts`: this rank's loss of the step was given as (sum, count)."""
+        """Send a digest of this rank's notes; does not wait. `counts`: its loss of the step was given as (sum, count)."""
         self._own, self._reports = [state.close_notes() for state in self.states], None
         self._counts = bytes([counts])
         digest = digest_of(b"".join(self._own) + self._counts)
@@ -273,10 +272,10 @@ class GroupNotes:
         failed = any(notes and notes[0] & FAILED for reports in self._reports or () for notes in reports)
         if failed or len({*counts}) == 1:
             return
-        told = [[rank for rank, one in zip(self.group.ranks, counts, strict=True) if one == form] for form in (0, 1)]
+        of_form = [[rank for rank, one in zip(self.group.ranks, counts, strict=True) if one == form] for form in (0, 1)]
         raise GradientError(
-            f"the loss is not of one form on all ranks: a mean on rank {listed(told[0])}; (sum, count) on rank "
-            f"{listed(told[1])}; {USE_ONE_FORM}",
+            f"the loss is not of one form on all ranks: a mean on rank {listed(of_form[0])}; (sum, count) on rank "
+            f"{listed(of_form[1])}; {USE_ONE_FORM}",
             code="C045",
         )
 
@@ -344,7 +343,7 @@ def finish_uneven(state: SumState, reports: Sequence[bytes], factor: float | Ten
 
 
 def explain(sum_: Sum, position: int, ranks: Sequence[int], step: int) -> str:
-    """What to say of a parameter without gradient on some ranks."""
+    """The message for the log about a parameter without gradient on some ranks."""
     return (
         f"step {step}: no gradient for {sum_.names[position]!r} on ranks {listed(ranks)}, "
         f"but on others of {listed(sum_.ranks)}: counted as zero (said once)"
@@ -436,15 +435,7 @@ def _gather_padded(rows: Tensor, counts: Sequence[int], group: RankGroup) -> Ten
     return torch.cat([block[:count] for block, count in zip(blocks, counts, strict=True)])
 
 
-# --------------------------------------------------------------------------------------------------
-# What ranks tell each other about a step without waiting: a few numbers that ride on a collective that is made anyway.
-#
-# With NCCL the host runs ahead of the device, and an agreement through the host would hold it up at every step. So ranks
-# whose gradients come as they always did say nothing but that, in numbers that are summed over the world with the norm.
-# They are read on the host two steps later. Until then a step in which a rank's gradients came otherwise is dropped
-# on the device, by all ranks alike: no weight is ever wrong. From then on the ranks agree at every step.
-# --------------------------------------------------------------------------------------------------
-
+# --- Flags in place of notes, where the host must not wait ---
 
 _LAG = 2
 """After how many steps the numbers are read: the device always has a whole step of work left then."""
@@ -454,7 +445,16 @@ FLAG_COUNT = STEP + _STEP_MARKS
 
 
 class PiggybackedFlags:
-    """The numbers of this rank, and what the world's of two steps ago said. The same decisions on every rank."""
+    """Flags of a step that are summed over the world by a collective that is made anyway. The same decisions on every rank.
+
+    With NCCL the host runs ahead of the device, and an agreement through the host would hold it up at every step. So a rank whose
+    gradients come as they always did says nothing but that, in a few numbers that are summed with a bucket or with the norm. The
+    host reads them two steps later. Until then a step in which a rank's gradients came otherwise (it deviates) is dropped on the
+    device, by all ranks alike: no weight is ever wrong. From then on the ranks agree at every step.
+
+    The numbers: does this rank deviate, is it not steady (it learns an order, or notes something odd), and a one at the place of
+    the step's number modulo 4, so that ranks at different steps are noticed.
+    """
 
     def __init__(self, device: torch.device) -> None:
         # [deviates][unsteady][mark], ready on the device: nothing is copied there at any step.
@@ -466,10 +466,10 @@ class PiggybackedFlags:
         self._pending: deque[HostCopy] = deque()
         self._uneven = False
         self.steady = False
-        """Whether all ranks have gradients as they always had, so that they need not agree at this step."""
+        """Whether the gradients of all ranks come as they always did, so that they need not agree at this step."""
 
     def begin(self) -> str | None:
-        """Before the sums of a step end: decide whether it is a steady one; what there is to say, if anything."""
+        """Before the sums of a step end: decide whether it is a steady one. Returns a message for the log, if there is one."""
         self.steady, said = False, None
         if len(self._pending) < _LAG:
             return None
@@ -489,13 +489,13 @@ class PiggybackedFlags:
         return said
 
     def numbers(self, deviates: bool, unsteady: bool) -> Tensor:
-        """What this rank says of the step; to be summed (or its maximum taken) over the world."""
+        """The numbers of this rank's step; to be summed (or their maximum taken) over the world."""
         return self._all[int(deviates), int(unsteady), self._step % _STEP_MARKS]
 
     def all_deviate(self, summed: Tensor) -> bool:
-        """Asked by a rank that deviates, after `take`: whether all do, and know what to do about it. Waits for the device.
+        """After `take`, on a rank that deviates: whether all ranks do. Waits for the device.
 
-        Then the step is none to be dropped, only one that was not steady.
+        Then each rank knows that the others are here, and they can agree: the step is not dropped, it was only not steady.
         """
         numbers = summed[:FLAG_COUNT].tolist()
         if numbers[DEVIATES] != numbers[STEP + (self._step - 1) % _STEP_MARKS]:
@@ -504,7 +504,7 @@ class PiggybackedFlags:
         return True
 
     def take(self, summed: Tensor) -> Tensor:
-        """What the world says: 1.0 if the step must be dropped, on the device."""
+        """Keep the sums of all ranks' numbers, for two steps later; 1.0, on the device, if the world drops the step."""
         self._pending.append(HostCopy(summed))
         mark = STEP + self._step % _STEP_MARKS
         self._step += 1

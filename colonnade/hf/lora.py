@@ -19,8 +19,7 @@ import torch
 from torch import nn
 
 from colonnade.checkpoint.agreement import agreed
-from colonnade.checkpoint.export import WholeTensors
-from colonnade.checkpoint.tensors import PREFIX, LocalTensor
+from colonnade.checkpoint.full_weights import WholeTensors
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.context.random import derive_seed
@@ -32,6 +31,7 @@ from colonnade.nn.layer.arrangement import arrange
 from colonnade.nn.layer.dropout import Dropout
 from colonnade.nn.layer.spread import size_of
 from colonnade.parallel.placement import placement_of
+from colonnade.parallel.whole import PREFIX, LocalTensor
 from colonnade.paths import local_path
 
 _COLUMN = ("colwise", "colwise_gather_output", "colwise_rep", "packed_colwise")
@@ -132,8 +132,10 @@ class Adapters:
                 layer.lora_dropout[adapter] = dropped
 
     def _style(self, style: str, part: str) -> str | None:
-        """That of the layer for one of the two matrices. The other is whole; where activations are split by sequence, each
-        rank uses it for its tokens alone."""
+        """The style of one matrix of an adapter: that of the layer for one of the two, and the other is whole.
+
+        Where activations are split by sequence, each rank uses the whole one for its own tokens alone.
+        """
         if style in _WHOLE or (part == "lora_B") == (style in _COLUMN):
             return style
         return "replicated_with_grad_allreduce" if arrange(self._context).sequence_split else None
@@ -143,7 +145,7 @@ class Adapters:
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Each layer with adapters; of wrappers around wrappers, as peft makes for several parameters, the outer one."""
+    """The layers with adapters; of wrappers around wrappers, as peft makes for several parameters, the outer one."""
     last = None
     for name, module in model.named_modules():
         if hasattr(module, "base_layer") and hasattr(module, "lora_A") and not (last and name.startswith(f"{last}.")):
@@ -158,7 +160,7 @@ def save_adapters(
 
     The adapter "default" lies in the folder itself, others in folders of their names, as peft has it.
     """
-    from colonnade.checkpoint.export import save_full  # needs safetensors
+    from colonnade.checkpoint.full_weights import save_full  # needs safetensors
 
     home = local_path(folder, "the folder of engine.save_pretrained()", CheckpointError)
     base: Any = base_model(model[-1] if isinstance(model, nn.ModuleList) else model)
@@ -172,10 +174,12 @@ def save_adapters(
             if context.get_global_rank() == 0:
                 kind = next(kind for kind in type(base).__mro__ if not kind.__name__.startswith("FSDP"))
                 mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
-                told = copy(config)
-                told.inference_mode = True
-                told.base_model_name_or_path = told.base_model_name_or_path or getattr(base, "name_or_path", "") or None
-                told.save_pretrained(target, auto_mapping_dict=None if told.task_type else mapping)
+                written = copy(config)
+                written.inference_mode = True
+                written.base_model_name_or_path = (
+                    written.base_model_name_or_path or getattr(base, "name_or_path", "") or None
+                )
+                written.save_pretrained(target, auto_mapping_dict=None if written.task_type else mapping)
     return home
 
 

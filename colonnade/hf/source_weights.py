@@ -1,4 +1,4 @@
-"""Which tensors of a folder of weights each parameter of a model of transformers is made of, in today's form or an older one."""
+"""Sources of the parameters of a model of transformers: the tensors of a folder that each is made of, today's form or an older."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colonnade.checkpoint.manifest import Box, whole_box
-from colonnade.checkpoint.tensor_files import AnyTensor
+from colonnade.checkpoint.weights_folder import AnyTensor
 from colonnade.errors import CheckpointError, listed
+from colonnade.parallel.boxes import Box, whole_box
 
 _COMPARED = 1 << 25
 """Bytes that are compared at a time."""
@@ -114,26 +114,26 @@ def sources_for(model: Any, stored: Mapping[str, AnyTensor]) -> tuple[dict[str, 
     return found, strange
 
 
-def are_same(one: Source, other: Source, dtype: torch.dtype) -> bool:
+def are_same(left: Source, right: Source, dtype: torch.dtype) -> bool:
     """Whether two sources give a parameter of this type the same values; some rows of each are read at a time."""
-    if one.shape != other.shape:
+    if left.shape != right.shape:
         return False
-    length, *rest = one.shape or (1,)
+    length, *rest = left.shape or (1,)
     rows = max(1, _COMPARED // max(1, prod(rest) * dtype.itemsize))
-    if isinstance(one, Converted) or isinstance(other, Converted):
-        rows = length  # which makes the whole for any part
+    if isinstance(left, Converted) or isinstance(right, Converted):
+        rows = length  # a converter makes the whole for any part of it
     for first in range(0, length, rows):
-        box = Box((first, *[0] * len(rest)), (min(rows, length - first), *rest)) if one.shape else Box((), ())
+        box = Box((first, *[0] * len(rest)), (min(rows, length - first), *rest)) if left.shape else Box((), ())
         parts = [torch.empty(box.shape, dtype=dtype, device="cpu") for _ in range(2)]
-        one.read_into(parts[0], box.offset)
-        other.read_into(parts[1], box.offset)
+        left.read_into(parts[0], box.offset)
+        right.read_into(parts[1], box.offset)
         if not torch.equal(*parts):
             return False
     return True
 
 
 def _converted(name: str, converter: Any, stored: dict[str, list[AnyTensor]], model: Any) -> dict[str, Source]:
-    """What a converter makes of stored tensors: their shapes from a run on the meta device, where nothing is read."""
+    """The parameters that a converter makes of stored tensors: shapes come from a run on the meta device, which reads nothing."""
     empty = {
         pattern: [torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in tensors]
         for pattern, tensors in stored.items()
@@ -146,6 +146,7 @@ def _converted(name: str, converter: Any, stored: dict[str, list[AnyTensor]], mo
 
 
 def _convert(converter: Any, name: str, values: dict[str, list[Tensor]], model: Any) -> dict[str, Tensor]:
+    # A converter collects tensors, so each parameter needs one of its own.
     own = copy.deepcopy(converter)
     for pattern, tensors in values.items():
         for tensor in tensors:
@@ -161,7 +162,7 @@ def _convert(converter: Any, name: str, values: dict[str, list[Tensor]], model: 
 
 
 def _side_by_side(converter: Any, stored: dict[str, list[AnyTensor]]) -> StoredParts | None:
-    """The stored parts of a parameter that a converter only stacks and joins; None of others."""
+    """The stored parts of a parameter that a converter only stacks and joins; None for other converters."""
     operations = {type(operation).__name__: getattr(operation, "dim", 0) for operation in converter.operations}
     stacks, joined = operations.get("MergeModulelist"), operations.get("Concatenate")
     if (

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from colonnade.checkpoint.tensor_files import tensors_in
+from colonnade.checkpoint.weights_folder import tensors_in
 from colonnade.comm.messages import agreed_errors
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.core import given_or_global
@@ -63,6 +63,7 @@ def from_pretrained(
         raise ContextError(
             "from_pretrained() needs a launched context: call colonnade.launch(config) first", code="C013"
         )
+    # Every rank reads the folder and builds the model, without memory, and all raise if one of them cannot.
     with agreed_errors(context.device):
         path = (
             local_path(path_or_config, "the folder of from_pretrained()", CheckpointError)
@@ -76,17 +77,26 @@ def from_pretrained(
         sources: dict[str, Source] = {}
         if path is not None:
             sources = _matched(whole, path, trust, list(allow_missing), list(allow_unexpected), context)
-            _read_buffers(whole, sources)
-            _read_generation_config(whole, path)
+            # Buffers are not on the meta device, so they are read here; parameters are read by `initialize`, cut.
+            for name, value in whole.state_dict(keep_vars=True).items():
+                if name in sources and not isinstance(value, nn.Parameter):
+                    sources[name].read_into(value, [0] * value.dim())
+            if (path / "generation_config.json").is_file() and whole.can_generate():
+                from transformers import GenerationConfig
+
+                whole.generation_config = GenerationConfig.from_pretrained(path)
         names = {name: group for group in _all_names(whole).values() for name in group}
         if adapters is not None:
             from peft import get_peft_model
 
             whole = get_peft_model(whole, adapters)
     model = parallelize(whole, plan, sample=sample, context=context)
+
+    # Each parameter of this rank is told where its elements come from. The sources have the names of the model before peft put
+    # its wrappers around it, and of several names of a tied weight the folder has one.
     for stage in list(model) if isinstance(model, Split) else [model]:
         for name, parameter in stage.named_parameters(remove_duplicate=False):
-            plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")  # as it was before peft
+            plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
             source = next((sources[other] for other in names.get(plain, [plain]) if other in sources), None)
             if source is not None:
                 set_value_source(parameter, source)
@@ -155,14 +165,14 @@ def _keep_wide(model: Any, dtype: torch.dtype | None) -> None:
 
 @torch.no_grad()
 def _compute_buffers(model: Any) -> None:
-    """What is in no folder, as transformers' own from_pretrained computes it: in torch's default type, not the model's."""
+    """Compute the buffers that are in no folder, as transformers does it: in torch's default type, not the model's."""
     for module in model.modules():
         if module._non_persistent_buffers_set and not module._parameters:
             model._init_weights(module)
 
 
 def _all_names(model: nn.Module) -> dict[int, list[str]]:
-    """All names of each tensor of the model's state."""
+    """The names of each tensor of the model's state, by its id."""
     found: dict[int, list[str]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         found.setdefault(id(value), []).append(name)
@@ -172,7 +182,7 @@ def _all_names(model: nn.Module) -> dict[int, list[str]]:
 def _matched(
     model: Any, path: Path, trust: bool, missing: list[str], unexpected: list[str], context: ParallelContext
 ) -> dict[str, Source]:
-    """What each name of the model's state is read from; refuses a folder that does not fit."""
+    """The source of each name of the model's state; refuses a folder that does not fit."""
     sources, strange = sources_for(model, tensors_in(path, trust))
     state = model.state_dict(keep_vars=True)
     ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), _NEVER_STORED]
@@ -182,7 +192,8 @@ def _matched(
         for names in _all_names(model).values()
         if not any(name in sources or _fits(name, spared, missing) for name in names)
     ]
-    untied = _untied(model, sources, unexpected, compare=context.get_global_rank() == 0)  # which all hear of
+    # Values are compared by rank 0 alone: all raise its error.
+    untied = _untied(model, sources, unexpected, compare=context.get_global_rank() == 0)
     problems = {
         "missing in the folder": lost,
         "in the folder, but not in the model": [key for key in strange if not _fits(key, ignored, unexpected)],
@@ -228,16 +239,3 @@ def _untied(model: Any, sources: dict[str, Source], left_out: Sequence[str], com
 
 def _fits(name: str, expressions: Sequence[str], patterns: Sequence[str]) -> bool:
     return any(re.search(each, name) for each in expressions) or any(fnmatchcase(name, each) for each in patterns)
-
-
-def _read_buffers(model: Any, sources: dict[str, Source]) -> None:
-    for name, value in model.state_dict(keep_vars=True).items():
-        if name in sources and not isinstance(value, nn.Parameter):
-            sources[name].read_into(value, [0] * value.dim())
-
-
-def _read_generation_config(model: Any, path: Path) -> None:
-    if (path / "generation_config.json").is_file() and model.can_generate():
-        from transformers import GenerationConfig
-
-        model.generation_config = GenerationConfig.from_pretrained(path)

@@ -1,7 +1,16 @@
-"""What a placement demands: who holds the same elements, and over which ranks the raw gradient must be summed.
+"""The sums that a placement demands: which ranks hold the same elements, and over which of them the raw gradient is summed.
 
 Pure arithmetic on a layout. The divisor is the number of ranks that saw distinct data, never the size of
 the group that happens to communicate: that is what makes experts come out right.
+
+The three questions are `holding` (who holds the same elements), `owed` (one sum for each mode, with its divisor) and
+`joint_ranks` (the ranks of one sum over several modes at once). All follow from two sets of ranks around a rank:
+
+- the holders: the ranks of its stage (or of the tied stages) with the same position on every mode that cuts the parameter;
+- the ranks that its gradient reaches when it is summed over each mode that owes a sum, step after step.
+
+Experts show why both count. With data 4 and experts cut over 2 of these ranks, the data step reaches all 4 ranks, but only 2 of
+them hold the same experts: so the sum is over these 2 (EXPERT_DATA), and the divisor is still 4.
 """
 
 from __future__ import annotations
@@ -47,6 +56,8 @@ class Holding:
 def holding(layout: Layout, placement: Placement, rank: int) -> Holding:
     """The ranks that hold the same elements as `rank`: same stage (or tied), same position on every shard mode."""
 
+    # Where ranks do not stand as in the grid, the question is answered for the places of the grid, where axes are products of
+    # digits, and places are turned back into ranks. So in `owed` and `joint_ranks`.
     def find() -> Holding:
         if layout.places is not None:
             found = holding(layout.on_grid, placement, layout.places[rank])
@@ -133,7 +144,10 @@ def _back(layout: Layout, places: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted(layout.at_places[place] for place in places))
 
 
-# -- how it is worked out ---------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Holders and reach, as products of digits where all modes are such, else rank by rank.
+# --------------------------------------------------------------------------------------------------
+
 
 Region = dict[Digit, Collection[int]]
 """A set of ranks around one of them: the values that each digit may have. The other digits are as on that rank.
@@ -161,7 +175,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Reach:
-    """Who holds what a rank holds (`holders`), and which of them its sums reach, step after step (`whole`)."""
+    """The ranks that hold the same as a rank (`holders`), and those of them that its sums reach, step after step (`whole`)."""
 
     steps: list[_Step]
     atoms: tuple[Digit, ...] | None
@@ -169,12 +183,12 @@ class _Reach:
     whole: Region
 
     def parts(self, layout: Layout, rank: int) -> Iterator[tuple[_Step, Region]]:
-        """What each single step from `rank` reaches among the holders."""
+        """The holders that each single step from `rank` reaches."""
         for step in self.steps:
             if self.atoms is not None:
-                yield step, _meet(_region(self.atoms, step.digits or (), step.values), self.holders)
+                yield step, _intersection(_region(self.atoms, step.digits or (), step.values), self.holders)
             elif ranks := step.ranks(layout, rank):
-                yield step, _meet({(1, layout.world_size): ranks}, self.holders)
+                yield step, _intersection({(1, layout.world_size): ranks}, self.holders)
 
 
 def _once(layout: Layout, placement: Placement, question: Any, answer: Callable[[], Any]) -> Any:
@@ -196,13 +210,15 @@ def _find_reach(layout: Layout, placement: Placement, rank: int) -> _Reach:
     atoms = _atoms(layout, placement, steps)
     if atoms is None:
         return _walk(layout, placement, rank, steps)
+    # Holders may differ from the rank in every digit but those that cut the parameter, and the stage, which has the values of a tie.
     split = _region(atoms, [digit for mode in placement.shards for digit in layout.groups(mode).digits or ()])
     fixed = {*split, *_region(atoms, [stage])}
     holders: Region = {atom: range(atom[1]) for atom in atoms if atom not in fixed}
     if stage not in split:
         holders[stage] = stages
-    reached = _join(_region(atoms, step.digits or (), step.values) for step in steps)
-    return _Reach(steps, atoms, holders, _meet(reached, holders))
+    # Steps over products of digits do not depend on their order: together they reach every value of all their digits.
+    reached = _union(_region(atoms, step.digits or (), step.values) for step in steps)
+    return _Reach(steps, atoms, holders, _intersection(reached, holders))
 
 
 def _walk(layout: Layout, placement: Placement, rank: int, steps: list[_Step]) -> _Reach:
@@ -213,6 +229,7 @@ def _walk(layout: Layout, placement: Placement, rank: int, steps: list[_Step]) -
     for mode in placement.shards:
         at = layout.local_rank(mode, rank)
         holders &= {group[at] for group in layout.groups(mode) if at < len(group)}
+    # A sum over one mode brings in ranks whose groups of another mode are not those of this rank: so until nothing new is reached.
     reached, frontier = {rank}, [rank]
     done: list[set[int]] = [set() for _ in steps]
     while frontier:
@@ -258,14 +275,13 @@ def _joint(layout: Layout, placement: Placement, wanted: frozenset[ParallelMode]
     reach = _reach(layout, placement, rank)
     factors = _factors(layout, placement, rank)
     if reach.atoms is not None:
-        return _ranks(_join(region for factor, region in factors if factor.mode in wanted), rank)
+        return _ranks(_union(region for factor, region in factors if factor.mode in wanted), rank)
     reached, frontier = {rank}, [rank]
     while frontier:
         at = frontier.pop()
         if placement.tied is not None:
-            reach = _find_reach(
-                layout, placement, at
-            )  # stages without the parameter reach its holders, but not the other way round
+            # Stages without the parameter reach its holders, but not the other way round.
+            reach = _find_reach(layout, placement, at)
         for factor, _ in _find_factors(layout, placement, at, reach):
             if factor.mode in wanted:
                 frontier.extend(other for other in factor.ranks if other not in reached)
@@ -275,6 +291,8 @@ def _joint(layout: Layout, placement: Placement, wanted: frozenset[ParallelMode]
 
 def _steps(layout: Layout, placement: Placement) -> list[_Step]:
     """Every mode over which a sum or a mean is owed."""
+    # A mean over the axes whose ranks see distinct data: the joined batch is one batch. Sums without a divisor over modes where
+    # the placement says so, and over the stages of a tie: each has a part of the gradient of the same data.
     digits = layout.grid.digits
     found = [_Step(axis.mode, axis.size, (digits[axis.name],)) for axis in layout.axes if _is_distinct(axis, placement)]
     distinct = {axis.mode for axis in layout.axes if axis.data == "distinct"}
@@ -303,7 +321,7 @@ def _region(atoms: tuple[Digit, ...], digits: Sequence[Digit], values: Sequence[
     return {atom: values or range(atom[1]) for atom in inside}
 
 
-def _meet(one: Region, other: Region) -> Region:
+def _intersection(one: Region, other: Region) -> Region:
     return {digit: _both(one[digit], other[digit]) for digit in one if digit in other}
 
 
@@ -311,8 +329,8 @@ def _both(one: Collection[int], other: Collection[int]) -> Collection[int]:
     return one if one == other else [value for value in one if value in other]
 
 
-def _join(regions: Iterable[Region]) -> Region:
-    """All that these reach. The last says which stages: a tie is the last step, and only its stages hold the parameter."""
+def _union(regions: Iterable[Region]) -> Region:
+    """All that these reach. Of stages the last one counts: a tie is the last step, and only its stages hold the parameter."""
     return {digit: values for region in regions for digit, values in region.items()}
 
 
@@ -335,12 +353,12 @@ def _name(layout: Layout, placement: Placement, mode: ParallelMode, region: Regi
     axes = {axis.mode for axis in layout.axes}
     if mode not in axes or mode is ParallelMode.PIPELINE or _is_group(layout, mode, region, rank):
         return mode
-    twins = (
+    candidates = (
         other
         for other in layout.modes
         if other.data == "distinct" and other not in axes and other not in placement.shards
     )
-    return next((other for other in twins if _is_group(layout, other, region, rank)), mode)
+    return next((other for other in candidates if _is_group(layout, other, region, rank)), mode)
 
 
 def _is_group(layout: Layout, mode: ParallelMode, region: Region, rank: int) -> bool:

@@ -15,26 +15,25 @@ from typing import Any
 from torch import nn
 
 _OVERRIDE = "_colonnade_override"
-"""Of a class that `override_forward` made: (its mark, what gives the forward() that the instance had, or None)."""
+"""Of a class that `override_forward` made: (mark, forward, what gives back the forward() that the instance had or None)."""
 
-_made: dict[Any, Any] = {}
-"""Classes that modules share, by what they were made of."""
+_subclasses: dict[tuple[type, type], type] = {}
+"""Classes that `subclass_with` made, by base and kind."""
 
 
 def override_forward(module: nn.Module, forward: Callable[..., Any], mark: str = "", share_class: bool = False) -> None:
     """Let `forward(module, before, *args, **kwargs)` run for the module; `before(module, ...)` is its forward pass so far.
 
     `mark`: a name by which `restore_forward` finds it again. With `share_class`, modules of one class get one class again, by
-    which others recognise a list of blocks; for a `forward` that lives as long as the program.
+    which others recognise a list of blocks; for a `forward` that is the same function for all of them.
     """
     kind: Any = type(module)
     given = vars(module).pop("forward", None)
-    if given is None and share_class:
-        if (forward, kind) not in _made:
-            _made[forward, kind] = _overridden(kind, kind.forward, forward, mark, None)
-        module.__class__ = _made[forward, kind]
-    elif given is None:
-        module.__class__ = _overridden(kind, kind.forward, forward, mark, None)
+    if given is None:
+        # Looked for among the subclasses, which a class knows weakly: a table would keep classes of modules that are gone.
+        made = kind.__subclasses__() if share_class else []
+        made = [each for each in made if vars(each).get(_OVERRIDE) == (mark, forward, None)]
+        module.__class__ = made[0] if made else _overridden(kind, kind.forward, forward, mark, None)
     elif getattr(given, "__self__", None) is module:
         method = given.__func__  # the bound method would hold the module
         module.__class__ = _overridden(kind, method, forward, mark, lambda self: MethodType(method, self))
@@ -48,7 +47,9 @@ def _overridden(kind: Any, before: Callable[..., Any], forward: Callable[..., An
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         return forward(self, before, *args, **kwargs)
 
-    return type(kind.__name__, (kind,), {"__module__": kind.__module__, "forward": run, _OVERRIDE: (mark, own)})
+    return type(
+        kind.__name__, (kind,), {"__module__": kind.__module__, "forward": run, _OVERRIDE: (mark, forward, own)}
+    )
 
 
 def restore_forward(module: nn.Module, mark: str) -> None:
@@ -57,7 +58,7 @@ def restore_forward(module: nn.Module, mark: str) -> None:
     A class that FSDP2 has put around it stays, with the override inside.
     """
     kind: Any = type(module)
-    found, own = vars(kind).get(_OVERRIDE, ("", None))
+    found, _, own = vars(kind).get(_OVERRIDE, ("", None, None))
     if mark and found == mark:
         module.__class__ = kind.__mro__[1]
         if own is not None:
@@ -66,9 +67,9 @@ def restore_forward(module: nn.Module, mark: str) -> None:
 
 def subclass_with(base: type, kind: type) -> Any:
     """A class of the same name as `kind` that inherits `base` first; the same one each time."""
-    if (base, kind) not in _made:
-        _made[base, kind] = type(kind.__name__, (base, kind), {"__module__": kind.__module__})
-    return _made[base, kind]
+    if (base, kind) not in _subclasses:
+        _subclasses[base, kind] = type(kind.__name__, (base, kind), {"__module__": kind.__module__})
+    return _subclasses[base, kind]
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import MethodType
@@ -196,11 +196,11 @@ class RecordedCall:
 
 @dataclass
 class Recording:
-    """What one pass showed."""
+    """The calls and values of one pass."""
 
     calls: list[RecordedCall]
     results: list[Value]
-    """What the model returned."""
+    """The values among the result of the model."""
     uses: dict[str, set[int]]
     """Parameters and buffers that were used outside of calls, by name, and when."""
     fake_units: dict[str, nn.Module]
@@ -209,6 +209,8 @@ class Recording:
 
 def record(model: nn.Module, units: dict[str, nn.Module], run: Callable[[nn.Module], Any]) -> Recording:
     """Watch `run(copy of the model)`, a forward pass. The model is left as it is."""
+    # A copy with fake parameters, which takes no memory. Buffers outside of units keep their values, since masks and positions are
+    # made of them; inside of units that have parameters only shapes count.
     recorder = _Recorder()
     memo: dict[int, nn.Module] = {}
     for unit in units.values():
@@ -220,6 +222,7 @@ def record(model: nn.Module, units: dict[str, nn.Module], run: Callable[[nn.Modu
         watch_calls(name, unit)
     for name, tensor in [*fake.named_parameters(remove_duplicate=False), *fake.named_buffers(remove_duplicate=False)]:
         recorder.names.setdefault(id(tensor), []).append(name)
+    # The pass itself: the recorder sees each call of a unit, as their watcher, and each operation, as a mode of the dispatcher.
     token = WATCHER.set(recorder)
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad(), recorder:
@@ -236,6 +239,8 @@ def record(model: nn.Module, units: dict[str, nn.Module], run: Callable[[nn.Modu
         ) from error
     finally:
         WATCHER.reset(token)
+    # A unit all of whose calls depend on no parameter (a rotary table) is called by every stage itself: no cut at it, none of it
+    # goes along.
     results = [value for leaf in tree_leaves(result) if (value := recorder.value_of(leaf)) is not None]
     apart = {call.name for call in recorder.calls if call.form is not None}
     return Recording([call for call in recorder.calls if call.name in apart], results, recorder.uses, fake_units)
@@ -249,14 +254,17 @@ class _Recorder(TorchDispatchMode):
         self.calls: list[RecordedCall] = []
         self.uses: dict[str, set[int]] = {}
         self.names: dict[int, list[str]] = {}
+        """The names of parameters and buffers of the copy, by id."""
         self.inside = False
+        """Whether a unit is being called; calls of units inside it are its own."""
         self._fakes = fake_mode()
         self._stand_ins: dict[int, Tensor] = {}
         self._alive: list[Any] = []  # ids are only good for what lives
+        # Times: when a tensor was made (by id), the oldest value in its memory, and when that was written to last.
         self._made: dict[int, int] = {}
-        self._numbers: dict[int, int] = {}
         self._oldest: dict[int, int] = {}
         self._written: dict[int, int] = {}
+        self._numbers: dict[int, int] = {}  # of values, by id of the tensor
 
     # -- tensors of the model ------------------------------------------------------------------------------
 
@@ -286,16 +294,23 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # Of `zeros_like(x)` only the shape of x counts: the result depends on no parameter, even if x does.
         if func._overloadpacket.__name__ in _BY_SHAPE_ALONE:
             device = {**kwargs, "device": torch.device("cpu")}
             shape = torch.zeros((), dtype=args[0].dtype, device="cpu").expand(args[0].shape)
             return func(shape, *args[1:], **device)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         oldest = [time for tensor in given if (time := self._oldest_of(tensor)) is not None]
-        self._note_uses(given)
+        if not self.inside:  # parameters and buffers that the model uses itself, beside the calls of its units
+            for name in (name for tensor in given for name in self.names.get(id(tensor), ())):
+                self.uses.setdefault(name, set()).add(self._time)
+
+        # Inside of a call only the form of its result counts, so values that fake tensors do not have may be guessed.
         result = self._guessed(func, args) if self.inside and oldest else NotImplemented
         if result is NotImplemented:
             result = func(*args, **kwargs)
+
+        # The result, and a tensor that was written to, are as old as the oldest value that went in.
         if oldest:
             for argument, tensor in zip(func._schema.arguments, args, strict=False):
                 if argument.alias_info is not None and argument.alias_info.is_write and isinstance(tensor, Tensor):
@@ -322,12 +337,6 @@ class _Recorder(TorchDispatchMode):
     def _time(self) -> int:
         return self.calls[-1].time if self.calls else -1
 
-    def _note_uses(self, tensors: Iterable[Tensor]) -> None:
-        if not self.inside:
-            for tensor in tensors:
-                for name in self.names.get(id(tensor), ()):
-                    self.uses.setdefault(name, set()).add(self._time)
-
     def _oldest_of(self, tensor: Tensor) -> int | None:
         if isinstance(tensor, nn.Parameter) and id(tensor) in self.names:
             return self._time
@@ -339,7 +348,7 @@ class _Recorder(TorchDispatchMode):
         self._oldest[memory] = min(oldest, self._oldest.get(memory, oldest))
 
     def value_of(self, leaf: Any) -> Value | None:
-        """What is known of a tensor; None for what does not depend on parameters."""
+        """The value that a tensor is; None for one that does not depend on parameters."""
         oldest = self._oldest_of(leaf) if isinstance(leaf, Tensor) else None
         if oldest is None:
             return None
@@ -367,6 +376,8 @@ class _Recorder(TorchDispatchMode):
         result = own(*args, **kwargs)
         self.inside = False
         leaves, form = tree_flatten(result)
+        # New tensors in place of the result: whatever the unit returned (its own argument, say), another stage gets it as a value
+        # that was made here.
         has_weights = any(isinstance(tensor, nn.Parameter) for tensor in own.__self__.parameters())  # type: ignore[attr-defined]
         if not has_weights and all(self.value_of(leaf) is None for leaf in leaves):
             return result

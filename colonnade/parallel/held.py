@@ -1,4 +1,9 @@
-"""The tensors of a model with who holds them, and what all holders must agree on before step 1: placements and weights."""
+"""The tensors of a model with the ranks that hold them, and the agreements of all holders before step 1.
+
+`held_tensors` gives every parameter (and buffer) with its placement and its holders. At start-up `Placements` checks that all ranks
+of a stage have the same parameters and that their placements add up, and `broadcast_shared` makes weights equal on all holders.
+`checksum` and `words_of` compare tensors by their bits.
+"""
 
 from __future__ import annotations
 
@@ -21,36 +26,6 @@ from colonnade.parallel.flat import FlatLayout
 from colonnade.parallel.placement import Placement, Replicate, Shard, is_placed, logical_shape
 from colonnade.texts import digest_of
 
-# --------------------------------------------------------------------------------------------------
-# Checksums of tensors by their bits: read once, on their device, with no wait of the host.
-# --------------------------------------------------------------------------------------------------
-
-
-_AT_ONCE = 1 << 24
-"""Words that are squared at a time on an accelerator: that takes as much memory again."""
-
-
-@torch.no_grad()
-def words_of(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor as numbers of 64 bits, with zeros behind them where they do not fill the last one."""
-    raw = tensor.detach().reshape(-1).view(torch.uint8)
-    if raw.storage_offset() % 8 or raw.numel() % 8:
-        raw = torch.cat([raw, raw.new_zeros(-raw.numel() % 8)])
-    return raw.view(torch.int64)
-
-
-@torch.no_grad()
-def checksum(tensor: Tensor) -> Tensor:
-    """Two numbers that follow from all bits: the sum of the words, which one changed word always changes, and of their squares."""
-    words = words_of(tensor)
-    if words.device.type == "cpu":
-        return torch.stack([words.sum(), torch.dot(words, words)])
-    squares = [(part * part).sum() for part in words.split(_AT_ONCE)]
-    return torch.stack([words.sum(), torch.stack(squares).sum()])
-
-
-_BROADCAST_BYTES = 32 << 20
-
 
 @dataclass(frozen=True, eq=False)
 class Held:
@@ -63,7 +38,7 @@ class Held:
 
     @property
     def label(self) -> str:
-        """What all its holders call it: a tied one has another name at each stage."""
+        """Its name on all holders: a tied one has another name at each stage."""
         return self.placement.tie_key or self.name
 
 
@@ -73,6 +48,28 @@ def held_tensors(model: nn.Module, context: ParallelContext, buffers: bool = Fal
     named = [*model.named_parameters(), *(model.named_buffers() if buffers else ())]
     placed = [(name, tensor, effective_placement(tensor, layout, rank)) for name, tensor in named]
     return [Held(name, tensor, placement, holding(layout, placement, rank)) for name, tensor, placement in placed]
+
+
+def whole_parameters(model: nn.Module, context: ParallelContext, mode: ParallelMode) -> dict[int, str]:
+    """The parameters (name by id) that the ranks of `mode` do not share out: neither split nor owing them a sum."""
+    layout, rank = context.layout, context.get_global_rank()
+    ranks = set(layout.group_of(mode, rank))
+
+    @cache
+    def is_shared_out(placement: Placement) -> bool:
+        """Whether it is split, or owes a sum, over ranks of which several are in this group of `mode`."""
+        return any(
+            len(ranks.intersection(layout.group_of(other, rank))) > 1
+            for other, spec in placement.modes.items()
+            if isinstance(spec, Shard) or (isinstance(spec, Replicate) and spec.owes == "sum")
+        )
+
+    return {id(held.tensor): held.name for held in held_tensors(model, context) if not is_shared_out(held.placement)}
+
+
+# --------------------------------------------------------------------------------------------------
+# Placements that do not add up, or are missing.
+# --------------------------------------------------------------------------------------------------
 
 
 _MARKS = {
@@ -102,23 +99,6 @@ def refuse_marks(model: nn.Module, context: ParallelContext) -> None:
                 )
 
 
-def whole_parameters(model: nn.Module, context: ParallelContext, mode: ParallelMode) -> dict[int, str]:
-    """The parameters (name by id) that the ranks of `mode` do not share out: neither split nor owing them a sum."""
-    layout, rank = context.layout, context.get_global_rank()
-    ranks = set(layout.group_of(mode, rank))
-
-    @cache
-    def is_shared_out(placement: Placement) -> bool:
-        """Whether it is split, or owes a sum, over ranks of which several are in this group of `mode`."""
-        return any(
-            len(ranks.intersection(layout.group_of(other, rank))) > 1
-            for other, spec in placement.modes.items()
-            if isinstance(spec, Shard) or (isinstance(spec, Replicate) and spec.owes == "sum")
-        )
-
-    return {id(held.tensor): held.name for held in held_tensors(model, context) if not is_shared_out(held.placement)}
-
-
 def check_placements(model: nn.Module, context: ParallelContext) -> None:
     """Refuse, on every rank, ranks of a stage with other parameters, and placements that do not add up. Collective."""
     with agreed_errors(context.device, parts=[context.pipeline_parallel_size]) as agreement:
@@ -140,7 +120,7 @@ class Placements:
         self._shapes = [logical_shape(entry.tensor, entry.placement, sizes) for entry in self._held]
 
     def alike(self) -> Alike:
-        """What all ranks of a pipeline stage must have in common: each parameter's whole shape, dtype and kind."""
+        """The facts that all ranks of a pipeline stage must have in common: each parameter's whole shape, dtype and kind."""
         return Alike(
             "parameter",
             {
@@ -187,6 +167,14 @@ class Placements:
             )
 
 
+# --------------------------------------------------------------------------------------------------
+# Equal weights on all holders.
+# --------------------------------------------------------------------------------------------------
+
+
+_BROADCAST_BYTES = 32 << 20
+
+
 def broadcast_shared(model: nn.Module, context: ParallelContext, compare: bool = False) -> PlacementError | None:
     """Make weights and buffers equal on all their holders: the first holder's. Collective over the world.
 
@@ -196,12 +184,15 @@ def broadcast_shared(model: nn.Module, context: ParallelContext, compare: bool =
     """
     held = [entry for entry in held_tensors(model, context, buffers=True) if entry.holding.count > 1]
     held = [entry for entry in held if not entry.tensor.is_meta]  # drawn alike by all, when they have their parts
+    # Those of one set of holders and one dtype go together, many in one broadcast. In the order of the name that all holders
+    # know, since a tie has another name, and another place among the parameters, at each of its stages.
     batches: dict[tuple[tuple[int, ...], torch.dtype], list[Held]] = {}
     for entry in sorted(held, key=lambda entry: entry.placement.tie_key):
         batches.setdefault((entry.holding.ranks, entry.tensor.dtype), []).append(entry)
-    twins = _seeded_alike(held, context) if compare else {}
-    context.ensure_groups([*(ranks for ranks, _ in batches), *twins])
-    problems = [_compare_weights(ranks, entries, context) for ranks, entries in twins.items()]
+    seeded_alike = _seeded_alike(held, context) if compare else {}
+    context.ensure_groups([*(ranks for ranks, _ in batches), *seeded_alike])
+    # Before the broadcast, which would hide it: weights that should have been equal already, and are not.
+    problems = [_compare_weights(ranks, entries, context) for ranks, entries in seeded_alike.items()]
     with torch.no_grad():
         for (ranks, _), entries in batches.items():
             pieces = list(_batches([local_part(entry.tensor) for entry in entries]))
@@ -209,7 +200,13 @@ def broadcast_shared(model: nn.Module, context: ParallelContext, compare: bool =
             # One piece of memory for all: the backend lets go of it late.
             memory = max(layouts, key=lambda layout: layout.numel).allocate()
             for tensors, layout in zip(pieces, layouts, strict=True):
-                _broadcast(tensors, layout, memory[: layout.numel], ranks, context)
+                flat = memory[: layout.numel]
+                views = layout.views(flat)
+                for view, tensor in zip(views, tensors, strict=True):
+                    view.copy_(tensor)
+                dist.broadcast(flat, src=ranks[0], group=context.group_of_ranks(ranks))
+                for view, tensor in zip(views, tensors, strict=True):
+                    tensor.copy_(view)
     return next((problem for problem in problems if problem is not None), None)
 
 
@@ -283,13 +280,29 @@ def _batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield batch
 
 
-def _broadcast(
-    tensors: Sequence[Tensor], layout: FlatLayout, flat: Tensor, ranks: tuple[int, ...], context: ParallelContext
-) -> None:
-    """By way of `flat`."""
-    views = layout.views(flat)
-    for view, tensor in zip(views, tensors, strict=True):
-        view.copy_(tensor)
-    dist.broadcast(flat, src=ranks[0], group=context.group_of_ranks(ranks))
-    for view, tensor in zip(views, tensors, strict=True):
-        tensor.copy_(view)
+# --------------------------------------------------------------------------------------------------
+# Checksums of tensors by their bits: read once, on their device, with no wait of the host.
+# --------------------------------------------------------------------------------------------------
+
+
+_AT_ONCE = 1 << 24
+"""Words that are squared at a time on an accelerator: that takes as much memory again."""
+
+
+@torch.no_grad()
+def words_of(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor as numbers of 64 bits, with zeros behind them where they do not fill the last one."""
+    raw = tensor.detach().reshape(-1).view(torch.uint8)
+    if raw.storage_offset() % 8 or raw.numel() % 8:
+        raw = torch.cat([raw, raw.new_zeros(-raw.numel() % 8)])
+    return raw.view(torch.int64)
+
+
+@torch.no_grad()
+def checksum(tensor: Tensor) -> Tensor:
+    """Two numbers that follow from all bits: the sum of the words, which one changed word always changes, and of their squares."""
+    words = words_of(tensor)
+    if words.device.type == "cpu":
+        return torch.stack([words.sum(), torch.dot(words, words)])
+    squares = [(part * part).sum() for part in words.split(_AT_ONCE)]
+    return torch.stack([words.sum(), torch.stack(squares).sum()])

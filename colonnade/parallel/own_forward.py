@@ -352,7 +352,7 @@ class StageRun:
         self._zeros: dict[int, list[Any]] = {}
 
     def message(self, inputs: Any) -> dict[str, Any]:
-        """What the next stage is given."""
+        """The message to the next stage."""
         values = [self._values[number] for number in self._part.gives]
         return {"inputs": inputs, "values": values, "forms": self._forms, "calls": self._form_of}
 

@@ -19,7 +19,7 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import PlacementError, did_you_mean, listed
 
 Owes = Literal["auto", "sum", "nothing"]
-"""What the raw gradient still owes over a mode. "auto" is: a sum where ranks see distinct data, else nothing."""
+"""The sum that the raw gradient still owes over a mode. "auto" is: a sum where ranks see distinct data, else nothing."""
 
 _ATTRIBUTE = "_colonnade_placement"
 
@@ -47,7 +47,7 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Tied:
-    """One logical parameter that lives at several pipeline stages, under the name `key` on all of them."""
+    """A logical parameter that lives at several pipeline stages, under the name `key` on all of them."""
 
     stages: tuple[int, ...]
     key: str
@@ -59,7 +59,7 @@ Rule = str | Callable[[str, nn.Parameter], bool]
 
 @dataclass(frozen=True)
 class Placement:
-    """What a parameter is on each mode; modes that are not listed are `Replicate()`.
+    """How a parameter lies on each mode; modes that are not listed are `Replicate()`.
 
     `shape` is the whole tensor's, needed only where shards are uneven; else it follows from the local one.
     """
@@ -72,7 +72,7 @@ class Placement:
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
-        """What two equal placements have in common. Its first part says all but the shape of the tensor."""
+        """Equal for equal placements. Its first part says all but the shape of the tensor."""
         # In order: two shards of one dimension lie inside one another in the order they were given.
         return tuple(self.modes.items()), self.shape
 
@@ -90,7 +90,7 @@ class Placement:
         return Placement, (dict(self.modes), self.shape)
 
     def on(self, mode: ParallelMode) -> Spec:
-        """What the parameter is on `mode`."""
+        """How the parameter lies on `mode`."""
         return self.modes.get(mode, Replicate())
 
     @cached_property
@@ -106,7 +106,7 @@ class Placement:
 
     @property
     def tie_key(self) -> str:
-        """What all stages call a tied parameter; empty for others, so that sorting by it leaves those in the model's order."""
+        """The name of a tied parameter on all its stages; empty for others, so that sorting by it leaves those in the model's order."""
         return self.tied.key if self.tied is not None else ""
 
     def __str__(self) -> str:

@@ -33,7 +33,7 @@ Layers = Sequence[tuple[str, nn.Module]]
 """Layers in the order in which they are called, with their names in the model."""
 
 Tie = tuple[tuple[str, int], ...]
-"""One parameter that several stages hold: (its name there, the stage), in the order of stages."""
+"""A parameter that several stages hold: (its name there, the stage), in the order of stages."""
 
 
 class Stage(nn.Module):
@@ -356,7 +356,7 @@ class _Tracer(Tracer):
 
 
 def _between(model: nn.Module, layers: Layers) -> str:
-    """What forward does beside calling the layers in this order; empty if nothing."""
+    """An operation of forward() beside the calls of the layers in this order; empty if there is none."""
     try:
         graph = _Tracer(layers).trace(model)
     except Exception as error:  # a forward pass that looks at values can be traced no further
@@ -390,7 +390,7 @@ def _source(call: Node) -> Any:
 
 
 def _whole_of(value: Any, key: object) -> Any:
-    """What `value` is the item `key` of; None if it is no such item."""
+    """The value that `value` is the item `key` of; None if it is no such item."""
     is_item = isinstance(value, Node) and value.target is operator.getitem and value.args[1] == key
     return value.args[0] if is_item else None
 

@@ -36,7 +36,7 @@ class Members:
 
 @dataclass(frozen=True)
 class Call:
-    """One call that was made: what, over which mode, and the bytes that each rank received from the others."""
+    """A call that was made: its operation, its mode, and the bytes that each rank received from the others."""
 
     op: str
     mode: ParallelMode
@@ -146,7 +146,7 @@ def all_to_all(x: Tensor, members: Members, send: Sequence[int], receive: Sequen
 
 
 def ring(x: Tensor, members: Members, shift: int, shape: Sequence[int]) -> Tensor:
-    """What the rank `shift` places before this one holds, a tensor of `shape`; mine goes as far ahead."""
+    """The tensor, of `shape`, of the rank `shift` places before this one; mine goes as far ahead."""
     arrived = x.new_empty(tuple(shape))
     _note("ring", members, _bytes(arrived))
     onward = members.ranks[(members.at + shift) % members.size]
@@ -199,11 +199,10 @@ def reduce_to(x: Tensor, members: Members, target: int) -> Tensor:
 
 
 def numbers_of_all(numbers: Sequence[int], members: Members, device: torch.device) -> list[list[int]]:
-    """What every member says, as integers; the answer is waited for."""
+    """The integers of every member; the host waits for them."""
     everyone = gather_rows(torch.tensor(list(numbers), dtype=torch.int64, device=device), members.group)
-    if (
-        dist.get_backend(members.group) == "fake"
-    ):  # a plan, on tensors without values: the others are taken to say the same
+    # A plan, on tensors without values: the others are taken to say the same.
+    if dist.get_backend(members.group) == "fake":
         return [list(numbers)] * members.size
     return everyone.tolist()
 

@@ -9,7 +9,8 @@ How to add one:
 1. Choose the file in `hypotheses/` by the subject (reductions, places, norms, ...), or make a new one there: every module
    of that folder is imported, no list is to be changed.
 2. Write the function under `@hypothesis(kind)`. The kind says when it is asked, and what its case is (see `hypothesis`).
-   Read `GradientCase` in `case.py` for what is known: raw gradients of each pass and rank, what is owed, the truth.
+   Its docstring names the mistake and its signature in the numbers, its claim has the sentence. `GradientCase` in `case.py`
+   shows what is known: raw gradients of each pass and rank, what is owed, the truth.
 3. Give the claim a cause of `CAUSES`, or add one there.
 4. Plant the mistake in `tests/proof/diagnosis/test_diagnose.py` and see it named, and in `tests/corpus` if it is a known bug.
 

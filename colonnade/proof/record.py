@@ -15,19 +15,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from colonnade.checkpoint.manifest import whole_box
-from colonnade.checkpoint.tensors import LocalTensor, locate_tensors, memory_order, prefix_of
 from colonnade.config.settings import ClipSettings
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.engine import Engine, Observer
 from colonnade.engine.schedule.loss import split_loss
 from colonnade.engine.schedule.pipeline import PipelineSchedule
+from colonnade.parallel.boxes import whole_box
 from colonnade.parallel.demand import owed
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.forward import ModelHook
 from colonnade.parallel.held import checksum, held_tensors
 from colonnade.parallel.placement import is_dtensor
+from colonnade.parallel.whole import LocalTensor, locate_tensors, memory_order, prefix_of
 from colonnade.proof.dropout_masks import Dropping, Masks, Nothing, Noting, Replays
 
 Batch = tuple[Any, Any]

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colonnade.checkpoint.tensors import offset_in_dtensor
 from colonnade.comm.torch_versions import leave_out_mixed_precision
 from colonnade.errors import ParityError
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.placement import is_dtensor
+from colonnade.parallel.whole import offset_in_dtensor
 from colonnade.proof.record import BatchAxis, Record, RunInfo, StepRecorder, TensorNote, Tracked, groups_of
 from colonnade.proof.reference import all_same
 from colonnade.proof.script_job import Batches, ScriptRecorder, current_script

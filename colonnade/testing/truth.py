@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from colonnade.checkpoint.export import WholeTensors
-from colonnade.checkpoint.tensor_files import Encoded
-from colonnade.checkpoint.tensors import LocalTensor
+from colonnade.checkpoint.full_weights import WholeTensors
+from colonnade.checkpoint.values import Encoded
 from colonnade.comm.messages import gather_from_all
 from colonnade.comm.torch_versions import BACKWARD, backward_inside
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import ParityError
 from colonnade.parallel.dtensor import local_part
+from colonnade.parallel.whole import LocalTensor
 
 Tensors = dict[str, Tensor]
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import BatchSampler, Dataset, default_collate
 
-from colonnade.checkpoint.tensor_files import is_stateful
+from colonnade.checkpoint.values import is_stateful
 from colonnade.comm.messages import gather_from_all
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
 
-from colonnade.checkpoint.tensor_files import is_stateful
+from colonnade.checkpoint.values import is_stateful
 from colonnade.engine.engine import Engine
 from colonnade.engine.schedule.micro_batch import join
 from colonnade.errors import ConfigError, TrainerError

@@ -11,8 +11,8 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from colonnade.checkpoint.manager import CheckpointManager
-from colonnade.checkpoint.storage import tell_launcher
-from colonnade.checkpoint.tensor_files import is_stateful
+from colonnade.checkpoint.save import tell_launcher
+from colonnade.checkpoint.values import is_stateful
 from colonnade.comm.messages import agree, is_alone
 from colonnade.comm.waits import PhaseClock
 from colonnade.constants import STOPPED_IN_ORDER

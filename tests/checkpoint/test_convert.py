@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from colonnade.checkpoint import CheckpointManager, agreement, export_checkpoint, export_full, import_checkpoint, verify
+from colonnade.checkpoint import CheckpointManager, export_checkpoint, export_full, import_checkpoint, storage, verify
 from colonnade.checkpoint.export import ForeignState, _state_of, find_checkpoint, write_checkpoint
 from colonnade.checkpoint.manifest import MANIFEST
-from colonnade.checkpoint.tensor_files import FileEntry, encode
+from colonnade.checkpoint.tensor_files import FileEntry
+from colonnade.checkpoint.values import encode
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError
 from colonnade.parallel.flat import MASTER
@@ -43,7 +44,7 @@ def test_the_full_file_replaces_one_that_is_there_only_when_it_is_whole(four_ran
     with pytest.raises(CheckpointError, match=r"has no good checkpoint \[C080\]\Z"):
         export_full(tmp_path, file)
     with monkeypatch.context() as patched:
-        patched.setattr(agreement, "hook", _fail)
+        patched.setattr(storage, "hook", _fail)
         with pytest.raises(CheckpointError, match="no space"):
             export_full(four_ranks / "step-00000001", file)
     assert file.read_text() == "old"
@@ -150,7 +151,7 @@ def test_an_optimizers_state_goes_by_the_first_name_and_extra_values_do_not(tmp_
 def test_an_import_that_fails_leaves_nothing(tmp_path, monkeypatch):
     save_file({"a": torch.ones(2)}, tmp_path / "one.safetensors")
     with monkeypatch.context() as patched:
-        patched.setattr(agreement, "hook", _fail)
+        patched.setattr(storage, "hook", _fail)
         with pytest.raises(CheckpointError, match="No space left"):
             import_checkpoint(tmp_path / "one.safetensors", tmp_path / "run", "safetensors")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.lock"]

@@ -48,7 +48,8 @@ def move_to(name: str, folder: Path) -> dict[str, Any]:
         wrong = built.differs_from(truth_after(STEPS))
         manager.save(info.step + 1, built.model, built.optimizer, extra={"epoch": info.extra["epoch"] + 1})
         options = [(group["lr"], group["weight_decay"], group["betas"]) for group in built.optimizer.param_groups]
-        return {"wrong": wrong, "info": (info.step, info.extra["epoch"], info.random), "options": options}
+        facts = (info.step, info.extra["epoch"], info.random)
+        return {"wrong": wrong, "info": facts, "options": options, "seed": context.seed}
 
 
 @pytest.mark.parametrize(
@@ -70,6 +71,7 @@ def test_weights_and_optimizer_go_through_every_layout_with_the_same_bits(tmp_pa
             assert seen["info"] == (at + 1, at + 3, "re-derived")
             assert set(seen["options"]) <= {(0.1, 0.2, (0.8, 0.99)), (0.05, 0.0, (0.8, 0.99))}
         assert "random streams of step" in result.stderr[0]
+        assert len({seen["seed"] for seen in result.values}) == 1
 
 
 def _draw(context: ParallelContext) -> list[float]:

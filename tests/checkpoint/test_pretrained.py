@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from colonnade._launch import launch
-from colonnade.checkpoint import agreement, export
-from colonnade.checkpoint.export import (
+from colonnade.checkpoint import storage, weights_folder
+from colonnade.checkpoint.full_weights import (
     WholeTensors,
     _bytes_of,
     _file_name,
@@ -23,7 +23,8 @@ from colonnade.checkpoint.export import (
     save_full,
     save_pretrained,
 )
-from colonnade.checkpoint.tensor_files import INDEX, FileEntry
+from colonnade.checkpoint.tensor_files import FileEntry
+from colonnade.checkpoint.weights_folder import INDEX
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError
 
@@ -130,7 +131,7 @@ def test_what_is_written_appears_when_it_is_whole(tmp_path, context, monkeypatch
             raise OSError("the disk is gone")
 
     with monkeypatch.context() as patched:
-        patched.setattr(agreement, "hook", fail)
+        patched.setattr(storage, "hook", fail)
         for write in (save, lambda folder: save_pretrained(Model(), folder / "out", context)):
             with pytest.raises(CheckpointError, match="the disk is gone"):
                 write(tmp_path)
@@ -219,9 +220,9 @@ def test_a_class_of_fsdp_is_seen_through():
     ],
 )
 def test_a_new_file_begins_where_a_tensor_no_longer_fits(limit, files):
-    assert export.files_of(OrderedDict(a=3, b=2, c=1).items(), limit) == files
-    assert export.LARGEST == 5_000_000_000
-    assert export.files_of([], limit) == {"model.safetensors": []}
+    assert weights_folder.files_of(OrderedDict(a=3, b=2, c=1).items(), limit) == files
+    assert weights_folder.LARGEST == 5_000_000_000
+    assert weights_folder.files_of([], limit) == {"model.safetensors": []}
 
 
 def test_what_is_no_weight_is_taken_from_another_folder(tmp_path):
@@ -231,8 +232,8 @@ def test_what_is_no_weight_is_taken_from_another_folder(tmp_path):
     for name in (*texts, "training.bin", INDEX):
         (other / name).write_text("theirs")
     entries = [FileEntry.of("a", torch.ones(2))]
-    export.write_folder(entries, tmp_path / "staged", tmp_path / "out", other)
+    weights_folder.write_folder(entries, tmp_path / "staged", tmp_path / "out", other)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted([*texts, "model.safetensors"])
     assert (tmp_path / "out/config.json").read_text() == "theirs"
-    export.write_folder(entries, tmp_path / "staged", tmp_path / "alone", None)
+    weights_folder.write_folder(entries, tmp_path / "staged", tmp_path / "alone", None)
     assert tensors(tmp_path / "alone").keys() == {"a"}

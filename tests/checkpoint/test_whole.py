@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from colonnade.checkpoint import agreement
-from colonnade.checkpoint.export import WholeTensors, save_full, save_pretrained
-from colonnade.checkpoint.manifest import whole_box
+from colonnade.checkpoint import storage
+from colonnade.checkpoint.full_weights import WholeTensors, save_full, save_pretrained
 from colonnade.checkpoint.tensor_files import FileEntry
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
 from colonnade.errors import CheckpointError
+from colonnade.parallel.boxes import whole_box
 from colonnade.testing import run_world
 from tests.checkpoint.models import ALIAS, WAYS, Cut, Way, build, launched, whole, zero
 
@@ -126,10 +126,10 @@ def check_failure(model: torch.nn.Module, folder: Path, context: ParallelContext
         if context.get_global_rank() == 1 and point == "tensor written":
             raise OSError("the disk is gone")
 
-    agreement.hook = fail
+    storage.hook = fail
     with pytest.raises(CheckpointError, match="the disk is gone"):
         save_pretrained(model, folder / "never", context, max_shard_size=200)
-    agreement.hook = None
+    storage.hook = None
     torch.distributed.barrier()  # one rank takes it away while the others are told
     assert list(folder.glob("*never*")) == []
     torch.distributed.barrier()

@@ -10,7 +10,7 @@ import pytest
 
 from colonnade.cli import main
 
-LOOP = Path(__file__).parents[1] / "verification" / "scripts" / "of_users" / "loop.py"
+LOOP = Path(__file__).parents[1] / "proof" / "scripts" / "of_users" / "loop.py"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 

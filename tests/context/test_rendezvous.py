@@ -79,7 +79,7 @@ def test_the_wait_at_the_end_ends_when_threads_are_quiet_and_after_three_seconds
     rendezvous._wait_for_threads()
     assert next(seen, None) is None  # quiet once is not enough
     monkeypatch.setattr(rendezvous, "_is_busy", lambda task: True)
-    monkeypatch.setattr(rendezvous, "_QUIET_SECONDS", 0.05)
+    monkeypatch.setattr(rendezvous, "_IDLE_SECONDS", 0.05)
     begin = time.monotonic()
     rendezvous._wait_for_threads()
     assert 0.05 <= time.monotonic() - begin < 2.5
@@ -90,7 +90,7 @@ def test_one_busy_thread_of_several_is_waited_for(monkeypatch):
     threading.Thread(target=done.wait).start()
     try:
         monkeypatch.setattr(rendezvous, "_is_busy", lambda task: task.name == str(os.getpid()))
-        monkeypatch.setattr(rendezvous, "_QUIET_SECONDS", 0.2)
+        monkeypatch.setattr(rendezvous, "_IDLE_SECONDS", 0.2)
         begin = time.monotonic()
         rendezvous._wait_for_threads()
         assert time.monotonic() - begin >= 0.2
@@ -99,19 +99,19 @@ def test_one_busy_thread_of_several_is_waited_for(monkeypatch):
 
 
 def test_before_python_ends_threads_are_seen_at_rest_many_times_in_a_row(monkeypatch):
-    almost = [False] * (rendezvous._QUIET_LOOKS - 1)
+    almost = [False] * (rendezvous._IDLE_LOOKS - 1)
     states = iter([True, *almost, True, *almost, False])
     monkeypatch.setattr(rendezvous, "Path", lambda path: SimpleNamespace(glob=lambda pattern: [path]))
     monkeypatch.setattr(rendezvous, "_is_busy", lambda task: next(states))
     rendezvous._wait_for_threads()
     assert list(states) == []
-    states = iter([False] * rendezvous._QUIET_LOOKS)
+    states = iter([False] * rendezvous._IDLE_LOOKS)
     begin = time.monotonic()
     rendezvous._wait_for_threads()
     assert list(states) == []
-    assert time.monotonic() - begin >= 0.001 * rendezvous._QUIET_LOOKS  # they are given time
+    assert time.monotonic() - begin >= 0.001 * rendezvous._IDLE_LOOKS  # they are given time
     monkeypatch.setattr(rendezvous, "_is_busy", lambda task: True)
-    monkeypatch.setattr(rendezvous, "_QUIET_SECONDS", 0.01)
+    monkeypatch.setattr(rendezvous, "_IDLE_SECONDS", 0.01)
     rendezvous._wait_for_threads()  # not for ever
 
 
@@ -344,7 +344,7 @@ def test_a_rank_that_fails_before_it_joins_tells_the_store(monkeypatch, timeout,
     monkeypatch.setattr(rendezvous, "_store", opened)
     with (
         pytest.raises(ConfigError, match="no such key"),
-        rendezvous.telling_the_others(1, 2, "here", 7, timeout),
+        rendezvous.share_start_up_errors(1, 2, "here", 7, timeout),
     ):
         raise ConfigError("no such key")
     assert asked == [(1, 2, "here", 7, timedelta(seconds=seconds))]
@@ -352,15 +352,15 @@ def test_a_rank_that_fails_before_it_joins_tells_the_store(monkeypatch, timeout,
     assert isinstance(told, ConfigError)
     assert "rank 1" in str(told)
     assert "no such key" in str(told)
-    assert store.add("colonnade/told", 0) == 2  # who told, and who was told
+    assert store.add("colonnade/refused", 0) == 2  # who told, and who was told
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_nobody_is_told_where_nothing_failed_or_nobody_else_is(monkeypatch, world_size):
     monkeypatch.setattr(rendezvous, "_store", lambda *args: pytest.fail("it was opened"))
-    with rendezvous.telling_the_others(0, world_size, None, None, None):
+    with rendezvous.share_start_up_errors(0, world_size, None, None, None):
         pass
-    with pytest.raises(KeyError), rendezvous.telling_the_others(0, 1, None, None, None):
+    with pytest.raises(KeyError), rendezvous.share_start_up_errors(0, 1, None, None, None):
         raise KeyError
 
 
@@ -370,9 +370,9 @@ def test_ranks_meet_where_the_last_one_opens_the_door():
     with pytest.raises(TimeoutError, match=r"^1 of 2 ranks came within 0 s$"):
         rendezvous._meet(store, 0, 2, timedelta(milliseconds=20))
     assert rendezvous._meet(store, 1, 2, timedelta(seconds=1)) is None
-    assert store.get("colonnade/verdict") == b""
-    rendezvous._decide(store, "too late")  # who is first decides
-    assert store.get("colonnade/verdict") == b""
+    assert store.get("colonnade/outcome") == b""
+    rendezvous._set_outcome(store, "too late")  # who is first decides
+    assert store.get("colonnade/outcome") == b""
 
 
 @pytest.mark.parametrize(("rank", "others", "waits"), [(0, 0, True), (0, 1, False), (1, 0, False)])

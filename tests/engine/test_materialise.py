@@ -12,8 +12,6 @@ import torch.testing._internal.distributed.fake_pg  # registers the backend "fak
 from torch import Tensor, nn
 
 from colonnade._launch import launch
-from colonnade.checkpoint.manifest import whole_box
-from colonnade.checkpoint.tensors import locate_tensors
 from colonnade.config.settings import ZeroSettings
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
@@ -23,10 +21,12 @@ from colonnade.models import GPT
 from colonnade.nn.layer import Embedding, arrange
 from colonnade.optim.zero import fsdp
 from colonnade.optim.zero.formula import bytes_held
+from colonnade.parallel.boxes import whole_box
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.meta import meta_init, parameter_inits
 from colonnade.parallel.placement import Shard, place
 from colonnade.parallel.split import split
+from colonnade.parallel.whole import locate_tensors
 from colonnade.testing import compare as compare_weights
 from colonnade.testing import run_world
 from tests.models.grid import MODELS as OURS

@@ -87,6 +87,7 @@ def test_a_gradient_is_moved_once_and_autograd_then_adds_to_the_bucket():
     for parameter in bucket.parameters:
         assert not bucket.is_complete()
         parameter.grad = torch.ones_like(parameter)
+    bucket.move_arrived()
     assert bucket.is_complete()
     versions = [view._version for view in bucket.views]
     bucket.move(range(2))

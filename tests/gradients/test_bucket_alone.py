@@ -227,6 +227,8 @@ def test_large_gradients_are_not_offered_and_moved_when_the_bucket_is_full(monke
     bucket.begin()
     assert [parameter.grad for parameter in bucket.parameters] == [None, None]  # they are not offered
     come(bucket, 3, 4)
+    assert not bucket.is_complete()  # a question moves nothing
+    bucket.move_arrived()
     assert bucket.is_complete()
     assert inside(bucket) == [3, 4]
 

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import colonnade
-from colonnade.checkpoint import agreement
-from colonnade.checkpoint.tensor_files import tensors_in
+from colonnade.checkpoint import storage
+from colonnade.checkpoint.weights_folder import tensors_in
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError, ConfigError
 from colonnade.hf.source_weights import Converted, StoredParts
@@ -327,7 +327,7 @@ def test_a_save_that_fails_leaves_the_folder_as_it_was(tmp_path: Path, monkeypat
 
     with alone() as gpc:
         engine = started(build("gpt2/tied/float32"), gpc)
-        monkeypatch.setattr(agreement, "hook", passed.append)
+        monkeypatch.setattr(storage, "hook", passed.append)
         engine.save_pretrained(out, max_shard_size="20kB")
         (out / "tokenizer.json").write_text("{}")
         (out / "model-00009-of-00009.safetensors").write_text("of an earlier save")
@@ -342,11 +342,11 @@ def test_a_save_that_fails_leaves_the_folder_as_it_was(tmp_path: Path, monkeypat
                     if name == point:
                         raise OSError("the disk is gone")
 
-                monkeypatch.setattr(agreement, "hook", fail)
+                monkeypatch.setattr(storage, "hook", fail)
                 with pytest.raises(CheckpointError, match="the disk is gone"):
                     engine.save_pretrained(out)
                 assert files() == before, point
-        monkeypatch.setattr(agreement, "hook", None)
+        monkeypatch.setattr(storage, "hook", None)
         engine.save_pretrained(out, dtype=torch.float16)
         assert 'dtype": "float16' in (out / "config.json").read_text()
         assert {value.dtype for value in load_file(out / "model.safetensors").values()} == {torch.float16}

@@ -11,7 +11,10 @@ from colonnade.proof.compare import flat
 
 @hypothesis("clipped")
 def not_at_all(case: ClipCase) -> Iterator[Claim]:
-    """Left as it was."""
+    """Mistake: clipped gradients are not those that the optimizer steps on.
+
+    Signature: the norm is over the limit, and the gradient is as before.
+    """
     if case.due < 1:
         what = "is not clipped, though the norm is over the limit"
         where = "whether the optimizer steps with the gradients that were clipped"
@@ -20,7 +23,10 @@ def not_at_all(case: ClipCase) -> Iterator[Claim]:
 
 @hypothesis("clipped")
 def twice(case: ClipCase) -> Iterator[Claim]:
-    """The coefficient squared."""
+    """Mistake: two parties clip, the engine and the user's loop, say.
+
+    Signature: the coefficient squared.
+    """
     what = "is multiplied by the coefficient twice"
     residual = case.residual(lambda name, rank: case.due**2)
     yield Claim("clipped-twice", what, "who clips besides the engine", residual=residual)
@@ -28,7 +34,10 @@ def twice(case: ClipCase) -> Iterator[Claim]:
 
 @hypothesis("clipped")
 def by_the_norm_that_was_found(case: ClipCase) -> Iterator[Claim]:
-    """By the norm that each rank reports, which is not the one of the whole."""
+    """Mistake: each rank clips by the norm that it reports, which is not that of the whole.
+
+    Signature: the coefficient of that norm.
+    """
     found = case.step.found_norm
     if not any(value is not None for value in found):
         return
@@ -39,7 +48,10 @@ def by_the_norm_that_was_found(case: ClipCase) -> Iterator[Claim]:
 
 @hypothesis("clipped")
 def by_the_norm_of_some_ranks(case: ClipCase) -> Iterator[Claim]:
-    """Each rank clips by the norm of what some ranks hold."""
+    """Mistake: the norm by which ranks clip is not summed over some modes (tensor ranks, stages).
+
+    Signature: the coefficient of the norm of what these ranks hold.
+    """
     for modes in case.groups.subsets():
 
         def coefficient(name: str, rank: int, modes: tuple[str, ...] = modes) -> float:
@@ -64,7 +76,10 @@ def by_the_norm_of_some_ranks(case: ClipCase) -> Iterator[Claim]:
 
 @hypothesis("clipped")
 def by_its_own_norm(case: ClipCase) -> Iterator[Claim]:
-    """Each parameter by its own norm."""
+    """Mistake: the clip is called for one parameter after another.
+
+    Signature: each coefficient is that of the parameter's own norm.
+    """
     own = {name: case.norms.root(power) for name, power in case.norms.once.items()}
     residual = case.residual(lambda name, rank: case.by(own[name]))
     yield Claim(
@@ -77,7 +92,10 @@ def by_its_own_norm(case: ClipCase) -> Iterator[Claim]:
 
 @hypothesis("clipped")
 def by_another_factor(case: ClipCase) -> Iterator[Claim]:
-    """One and the same wrong coefficient everywhere."""
+    """Mistake: unknown, but one and the same wrong coefficient everywhere.
+
+    Signature: a constant times the gradient. Asked after all that says more.
+    """
     row = case.rows[0]
     gradient = case.step.gradients[row.name]
     before = {part.rank: part for part in gradient.total.found}

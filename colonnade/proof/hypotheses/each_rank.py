@@ -42,7 +42,10 @@ def _is_summed_wrongly(case: GradientCase) -> bool:
 
 @hypothesis("gradient")
 def another_operation(case: GradientCase) -> Iterator[Claim]:
-    """The largest, the smallest or the product of the ranks' gradients; or their signs."""
+    """Mistake: a reduction with another operation than a sum, or of signs.
+
+    Signature: the largest, smallest or product of the ranks' gradients, element by element, or the sum of their signs.
+    """
     if not _is_summed_wrongly(case):
         return
     over, where = " and ".join(case.owed), "the operation that the reduction is given"
@@ -63,7 +66,10 @@ def another_operation(case: GradientCase) -> Iterator[Claim]:
 
 @hypothesis("gradient")
 def mean_of_those_who_have_it(case: GradientCase) -> Iterator[Claim]:
-    """Each element was divided by the number of ranks whose own gradient has something there: rows of an embedding, say."""
+    """Mistake: rows of a sparse gradient (an embedding) are divided by the ranks that touched them.
+
+    Signature: element by element, the mean over the ranks with something there.
+    """
     if not _is_summed_wrongly(case):
         return
     over = " and ".join(case.owed)
@@ -85,7 +91,10 @@ def _signs(rows: Tensor, by: float) -> Tensor:
 
 @hypothesis("gradient")
 def clipped_by_value(case: GradientCase) -> Iterator[Claim]:
-    """Each rank clipped the elements of its own gradient, and the sum was taken of those."""
+    """Mistake: each rank clips the elements of its own gradient before the sum.
+
+    Signature: the sum of gradients that are cut at one limit, read off the elements that are furthest off.
+    """
     rows = case.owed_raws(case.wrong[0]) if _is_summed_wrongly(case) else None
     if rows is None:
         return
@@ -112,7 +121,10 @@ _ORDER = "the order of clipping and handlers"
 
 @hypothesis("gradient")
 def clipped_first(case: GradientCase) -> Iterator[Claim]:
-    """Each rank clipped its own gradient by its norm: that of all passes, of each, or what it had after each."""
+    """Mistake: each rank clips its own gradient by its norm before the sum.
+
+    Signature: the sum with the coefficients of the ranks' own norms: of all passes, of each pass, or of the sum after each.
+    """
     if case.evidence.max_norm is None or not _is_summed_wrongly(case):
         return
     most, passes = case.evidence.max_norm, _gradients_of_passes(case)
@@ -189,7 +201,10 @@ def _weighed(case: GradientCase, weights: dict[int, list[float]]) -> Candidate:
 
 @hypothesis("gradient")
 def whole_numbers(case: GradientCase) -> Iterator[Claim]:
-    """Each rank's gradient was sent as whole numbers of few bits, in units of its largest."""
+    """Mistake: gradients are sent as whole numbers of 8 or 4 bits, and nobody keeps the rest.
+
+    Signature: the sum of gradients in units of each rank's largest element.
+    """
     for bits in (8, 4) if _is_summed_wrongly(case) else ():
         for levels in (2 ** (bits - 1) - 1, 2 ** (bits - 1)):
             residual = case.residual(summed(case, partial(_in_levels, levels=levels)))
@@ -204,7 +219,10 @@ def _in_levels(row: Tensor, levels: int) -> Tensor:
 
 @hypothesis("gradient")
 def of_some_something_else(case: GradientCase) -> Iterator[Claim]:
-    """Some ranks sent a gradient of the step before, or another parameter's, in place of their own or on top of it."""
+    """Mistake: some ranks send a gradient of the step before, or of another parameter, instead of their own or on top of it.
+
+    Signature: the sum with these in place of theirs. Every set of ranks is tried, up to a few ranks.
+    """
     ranks = case.groups.joint(tuple(case.owed), case.wrong[0].rank) if _is_summed_wrongly(case) else ()
     if not 1 < len(ranks) <= _FEW:
         return
@@ -238,7 +256,10 @@ def _other_sources(case: GradientCase) -> Iterator[tuple[str, str, str, Gradient
 
 @hypothesis("gradient")
 def weights_inside(case: GradientCase) -> Iterator[Claim]:
-    """Some of the weight was added to the gradient."""
+    """Mistake: weight decay (or an optimizer's trick) is added to the gradient before the sum.
+
+    Signature: the truth and a constant times the weight.
+    """
     start = case.evidence.steps[case.at - 1].weights if case.at else case.evidence.weights_at_start
     if case.name not in start or not case.wrong:
         return
@@ -260,7 +281,10 @@ def weights_inside(case: GradientCase) -> Iterator[Claim]:
 
 @hypothesis("gradient")
 def thinned_out(case: GradientCase) -> Iterator[Claim]:
-    """Each element is the sum over some of the ranks, other ones for each element."""
+    """Mistake: ranks send their largest elements only.
+
+    Signature: each element is the sum over some of the ranks, over other ones than its neighbour.
+    """
     if not _is_summed_wrongly(case):
         return
 

@@ -118,7 +118,10 @@ class _Pattern:
 
 @hypothesis("gradient")
 def passes(case: GradientCase) -> Iterator[Claim]:
-    """Other weights of the passes than one each."""
+    """Mistake: a micro-batch is lost, comes twice, or is scaled.
+
+    Signature: the gradient is a sum of passes with weights, solved for, that are not all 1.
+    """
     count = len(case.gradient.truth_of_passes)
     if count < 2:
         return
@@ -166,7 +169,10 @@ _Weights = dict[tuple[int, ...], float]
 
 @hypothesis("gradient")
 def ranks(case: GradientCase) -> Iterator[Claim]:
-    """Other weights of the ranks' own gradients than one for each that is owed."""
+    """Mistake: a rank is left out of the sum, or counts more than another.
+
+    Signature: the gradient is a sum of the ranks' own with weights, solved for, that are not 1 for each that is owed.
+    """
     if not case.raws or not case.wrong or case.reduction_is_right:
         return
     weights = {part.rank: _weights(case, part) for part in case.wrong}
@@ -187,7 +193,10 @@ def ranks(case: GradientCase) -> Iterator[Claim]:
 
 @hypothesis("gradient")
 def passes_of_ranks(case: GradientCase) -> Iterator[Claim]:
-    """One rank's pass is lost, or counts twice; or some passes of the others never arrive."""
+    """Mistake: one pass of one rank is lost or counts twice; or some passes of the others never arrive.
+
+    Signature: weights of each pass of each rank, solved for, of which these are 0 or 2.
+    """
     if len(case.gradient.raw) < 2 or not case.wrong or case.reduction_is_right:
         return
     for like in similar(case):

@@ -25,7 +25,10 @@ _WEIGHTS = "which ranks' elements count in the norm, and with which weight"
 
 @hypothesis("norm")
 def summed_over_some_ranks(case: NormCase) -> Iterator[Claim]:
-    """All that a rank holds, summed over some modes: shards that are missed, or replicas that count several times."""
+    """Mistake: the norm is summed over too few modes (shards are missed) or too many (replicas count several times).
+
+    Signature: the norm of all that a rank holds, summed over some set of modes.
+    """
     if case.p == inf:
         return
     for modes in case.groups.subsets():
@@ -58,7 +61,10 @@ def _clipped_by_it(case: NormCase) -> bool:
 
 @hypothesis("norm")
 def replicas_of_a_mode(case: NormCase) -> Iterator[Claim]:
-    """What is replicated over a mode counts once for each of its ranks; what is split is right."""
+    """Mistake: elements that are replicated over a mode count once for each of its ranks.
+
+    Signature: the true norm with these parameters' powers times the size of the mode.
+    """
     if case.p == inf:
         return
     for modes in case.groups.subsets():
@@ -74,7 +80,10 @@ def replicas_of_a_mode(case: NormCase) -> Iterator[Claim]:
 
 @hypothesis("norm")
 def some_parameters(case: NormCase) -> Iterator[Claim]:
-    """Some kind of parameter is left out, or counts several times."""
+    """Mistake: one kind of parameter (by placement, by name) is left out, or counts several times or in part.
+
+    Signature: the true norm with the powers of that kind taken out or multiplied.
+    """
     if case.p == inf:
         return
     whole = sum(case.once.values())
@@ -116,7 +125,10 @@ def _own_shards(case: NormCase, label: str, names: Sequence[str]) -> Iterator[Cl
 
 @hypothesis("norm")
 def shares_of_the_norm(case: NormCase) -> Iterator[Claim]:
-    """The ranks' norms differ, and their powers add up to that of the true one, perhaps with a kind on every rank."""
+    """Mistake: each rank has its share of the norm, and nobody adds the shares up.
+
+    Signature: the ranks' norms differ, and their powers add up to the true one's, perhaps with one kind on every rank.
+    """
     if case.p == inf or len(set(case.found.values())) < 2:
         return
     on_every_rank = {"": 0.0, **{label: sum(case.once[n] for n in names) for label, names in _kinds(case).items()}}
@@ -181,7 +193,10 @@ def _kinds(case: NormCase) -> Mapping[str, list[str]]:
 
 @hypothesis("norm")
 def off_by_a_factor(case: NormCase) -> Iterator[Claim]:
-    """The root of a mode's size, the size itself, or a loss scale."""
+    """Mistake: the norm of sums instead of means, or of scaled gradients.
+
+    Signature: the true norm times the size of a mode or its root, or times a large power of two.
+    """
     if not case.truth or len(set(case.found.values())) > 1:
         return
     ratio = next(iter(case.found.values())) / case.truth
@@ -203,7 +218,10 @@ def off_by_a_factor(case: NormCase) -> Iterator[Claim]:
 
 @hypothesis("norm")
 def norms_of_norms(case: NormCase) -> Iterator[Claim]:
-    """Norms were added or averaged, not their powers."""
+    """Mistake: norms are added or averaged instead of their powers.
+
+    Signature: the sum or mean of the norms of parameters, of ranks or of groups.
+    """
     where = "whether powers are summed before the one root is taken"
     if case.p == inf:
         return
@@ -248,7 +266,10 @@ def _groups_added(case: NormCase, where: str) -> Iterator[Claim]:
 
 @hypothesis("norm")
 def another_type(case: NormCase) -> Iterator[Claim]:
-    """Another p, or one p for the powers and another for the root."""
+    """Mistake: another p-norm, or one p for the powers and another for the root.
+
+    Signature: the norm with that p.
+    """
     values = torch.cat([flat(case.step.gradients[name].total.truth) for name in case.parts]).abs()
     where = "the norm type that is passed on"
     for p in (1.0, 2.0, 3.0, inf):
@@ -266,7 +287,10 @@ def another_type(case: NormCase) -> Iterator[Claim]:
 
 @hypothesis("norm")
 def of_something_else(case: NormCase) -> Iterator[Claim]:
-    """Of this rank's own gradients, of the last micro-batch, of an earlier step, of the clipped gradient, or of nothing."""
+    """Mistake: the norm of something else: this rank's own gradients, the last micro-batch, an earlier step, the clipped gradient, nothing.
+
+    Signature: the norm of that.
+    """
     if not any(case.found.values()) and case.truth:
         what = "is zero: it is taken of gradients that are not there"
         yield Claim("norm-of-a-part", what, "where it reads gradients from, and when")

@@ -15,7 +15,10 @@ from colonnade.proof.hypotheses.mixtures import ODD, mixture, similar, solved
 
 @hypothesis("gradient")
 def mean_of_means(case: GradientCase) -> Iterator[Claim]:
-    """Each share of the batch counts the same, though some have more tokens than others."""
+    """Mistake: each share of the batch counts the same, though some have more tokens.
+
+    Signature: the plain mean of the gradients of the shares.
+    """
     truths = [flat(one) for one in case.gradient.truth_of_shards]
     if len(truths) < 2 or any(len(one) != case.compared.truth.numel() for one in truths):
         return
@@ -29,7 +32,10 @@ def mean_of_means(case: GradientCase) -> Iterator[Claim]:
 
 @hypothesis("gradient")
 def means_of_passes_and_ranks(case: GradientCase) -> Iterator[Claim]:
-    """Every rank's every pass counts the same; other weights, one for each of them, would give the truth."""
+    """Mistake: each pass of each rank counts the same, though some have more tokens.
+
+    Signature: other weights of the passes and ranks, solved for, would give the truth.
+    """
     weights = _better_weights(case)
     if weights is None:
         return
@@ -87,7 +93,10 @@ def _contributions(case: GradientCase, name: str) -> list[Tensor] | None:
 
 @hypothesis("gradient")
 def weights_of_shares(case: GradientCase) -> Iterator[Claim]:
-    """Shares of the batch have other weights than they have in the truth."""
+    """Mistake: each rank divides its loss by a number of its own.
+
+    Signature: the shares of the batch have other weights, solved for, than in the truth.
+    """
     for like in similar(case):
         shares = [flat(one) for one in like.gradient.truth_of_shards]
         if len(shares) < 2 or not like.wrong or any(len(one) != like.compared.truth.numel() for one in shares):
@@ -110,7 +119,10 @@ def weights_of_shares(case: GradientCase) -> Iterator[Claim]:
 
 @hypothesis("gradient")
 def shares_of_the_batch(case: GradientCase) -> Iterator[Claim]:
-    """One share of the batch instead of all of it, with no raw gradients to tell by."""
+    """Mistake: no reduction over the ranks that see distinct data.
+
+    Signature: the gradient of one share of the batch, or its part in the mean. For runs without raw gradients to tell by.
+    """
     truths = [flat(one) for one in case.gradient.truth_of_shards]
     if case.raws or len(truths) < 2 or not case.wrong:
         return

@@ -17,7 +17,10 @@ from colonnade.proof.compare import HeldPart, at_positions, distance, flat, in_u
 @hypothesis("gradient")
 @hypothesis("tensor")
 def swapped(case: Case) -> Iterator[Claim]:
-    """Each wrong rank holds what belongs to another rank."""
+    """Mistake: ranks of a group are in another order where a tensor is cut or gathered.
+
+    Signature: each wrong rank holds the elements that belong to another rank.
+    """
     owners = {part.rank: _owner(case, part) for part in case.wrong}
     known = {rank: owner for rank, owner in owners.items() if owner is not None}
     if not known or len(known) < len(owners):
@@ -46,7 +49,10 @@ def _owner(case: Case, part: HeldPart) -> tuple[int, float] | None:
 @hypothesis("gradient")
 @hypothesis("tensor")
 def transposed(case: Case) -> Iterator[Claim]:
-    """The rows of a part are its columns."""
+    """Mistake: rows and columns are exchanged.
+
+    Signature: the transpose of the part.
+    """
     residual = case.residual(lambda part: _transposed(case, part))
     yield Claim("shard-transposed", "is transposed", "a transpose that is made on one side only", residual=residual)
 
@@ -70,7 +76,10 @@ def _transposed(case: Case, part: HeldPart) -> Tensor | None:
 @hypothesis("gradient")
 @hypothesis("tensor")
 def interleaved(case: Case) -> Iterator[Claim]:
-    """The ranks together have the right numbers, but dealt out in another order (blocks against strides, say)."""
+    """Mistake: a tensor is cut in blocks where it is read in strides, or fused parts (q, k, v) lie in another order.
+
+    Signature: the ranks together hold the right numbers, at other places.
+    """
     parts = _one_of_each(case)
     if sum(part.value.numel() for part in parts) != case.compared.truth.numel() or case.compared.truth.numel() < 4:
         return
@@ -115,7 +124,10 @@ def _spacing(values: Tensor) -> float:
 @hypothesis("gradient")
 @hypothesis("tensor")
 def replicas_differ(case: Case) -> Iterator[Claim]:
-    """Some ranks are right and others, which hold the same elements, are not; or no two agree."""
+    """Mistake: something makes replicas unlike: data, random numbers, a reduction that some skip.
+
+    Signature: ranks that hold the same elements differ; some are right, or no two agree.
+    """
     wrong = case.wrong
     if not wrong:
         return
@@ -145,7 +157,10 @@ _SEARCHED = 20_000_000
 
 @hypothesis("gradient")
 def of_another_parameter(case: GradientCase) -> Iterator[Claim]:
-    """All gradients in a row, as in a flat buffer, have these numbers at another place."""
+    """Mistake: a flat buffer is filled in one order and emptied in another, or read at another offset.
+
+    Signature: all gradients in a row have these numbers at another place.
+    """
     wholes = {name: flat(one.total.truth) for name, one in case.step.gradients.items()}
     if case.compared.truth.numel() < 4 or sum(map(len, wholes.values())) > _SEARCHED:
         return
@@ -177,7 +192,10 @@ def _place_in(row: Tensor, value: Tensor, allowed: float) -> int | None:
 
 @hypothesis("tensor")
 def a_sum_is_missing(case: Case) -> Iterator[Claim]:
-    """The ranks of a mode hold parts of a sum."""
+    """Mistake: the ranks of a mode hold parts of a sum, and nobody adds them.
+
+    Signature: the parts add up to the truth.
+    """
     for mode in case.groups.of_mode:
         lefts = []
         for part in case.wrong:
@@ -196,7 +214,10 @@ def a_sum_is_missing(case: Case) -> Iterator[Claim]:
 
 @hypothesis("tensor")
 def times_a_number(case: Case) -> Iterator[Claim]:
-    """A constant times the truth."""
+    """Mistake: a factor too many or too few.
+
+    Signature: a constant times the truth.
+    """
     fitted = case.fit(case.truth)
     if fitted is None or case.compared.truth.numel() < 2:
         return
@@ -210,7 +231,10 @@ def times_a_number(case: Case) -> Iterator[Claim]:
 
 @hypothesis("tensor")
 def as_before(case: Case) -> Iterator[Claim]:
-    """Unchanged since the step before."""
+    """Mistake: nobody wrote to it in this step.
+
+    Signature: the value of the step before.
+    """
     before = case.before
     if before is None:
         return

@@ -23,7 +23,10 @@ from colonnade.proof.compare import HeldPart, distance, flat, in_units, length, 
 
 @hypothesis("gradient")
 def nothing_arrived(case: GradientCase) -> Iterator[Claim]:
-    """All zero, or not there at all."""
+    """Mistake: the parameter is cut off the loss, or its gradient is zeroed before the step.
+
+    Signature: all zero, or not there at all.
+    """
     if not case.compared.found:
         yield Claim(
             "missing-gradient",
@@ -60,7 +63,10 @@ def _is_zero(case: GradientCase) -> bool:
 
 @hypothesis("gradient")
 def of_the_step_before(case: GradientCase) -> Iterator[Claim]:
-    """The previous step's gradient, alone or added to this one's."""
+    """Mistake: gradients are not cleared, or a buffer is read too late.
+
+    Signature: the gradient of the step before, alone or added to this one's.
+    """
     where = "when the buffers of the sum are read, and when they are cleared"
     if _is_zero(case) and case.later is not None and case.later.found:
         late = max(distance(part, case.compared.truth) for part in case.later.found)
@@ -87,7 +93,10 @@ def of_the_step_before(case: GradientCase) -> Iterator[Claim]:
 
 @hypothesis("gradient")
 def wrong_factor(case: GradientCase) -> Iterator[Claim]:
-    """A constant times the truth."""
+    """Mistake: a divisor too many, too few or of the wrong group; a scaled loss.
+
+    Signature: a constant times the truth. The constant, and which other gradients share it, name the mistake.
+    """
     fitted = case.fit(case.truth)
     if fitted is None or case.residual(case.truth, fitted[0]) > 1:
         return
@@ -222,7 +231,10 @@ _BY_HAND = "backward passes that are written by hand, and hooks, between it and 
 
 @hypothesis("gradient")
 def over_other_ranks(case: GradientCase) -> Iterator[Claim]:
-    """The sum of raw gradients over other modes than owed: over fewer, over more, or over none."""
+    """Mistake: the sum is made over other modes than owed: fewer, more or none.
+
+    Signature: the sum of the ranks' own gradients over those modes, divided as usual.
+    """
     if not case.raws or not case.wrong or case.reduction_is_right:
         return
     fitted = case.fit(case.truth)
@@ -282,7 +294,10 @@ def _name_sum(case: GradientCase, modes: Sequence[str], missing: Sequence[str], 
 
 @hypothesis("gradient")
 def with_another_parameter(case: GradientCase) -> Iterator[Claim]:
-    """Summed by number over ranks that hold other parameters: stages of a pipeline, whose n-th gradients are of one size."""
+    """Mistake: gradients are summed by number over ranks that hold other parameters, as stages of a pipeline do.
+
+    Signature: the sum with the n-th gradient of the other ranks.
+    """
     if not case.raws or not case.wrong or case.reduction_is_right:
         return
     for modes in case.groups.subsets():
@@ -333,7 +348,10 @@ def _sum_by_number(case: GradientCase, modes: Sequence[str]) -> Candidate:
 
 @hypothesis("gradient")
 def parts_that_add_up(case: GradientCase) -> Iterator[Claim]:
-    """What different ranks hold of the same elements adds up to the truth: a sum that is due, and no placement says so."""
+    """Mistake: a sum is due that no placement tells of, or that a layer should make in its backward pass.
+
+    Signature: the parts that ranks hold of the same elements add up to the truth.
+    """
     if len(case.wrong) < 2 or len({part.value.numel() for part in case.wrong}) > 1:
         return
     for mode in [mode for mode in case.groups.of_mode if not case.raws or mode not in case.owed]:
@@ -365,7 +383,10 @@ def _sum_of_parts(case: GradientCase, part: HeldPart, mode: str) -> Tensor | Non
 
 @hypothesis("gradient")
 def lost_on_the_way_down(case: GradientCase) -> Iterator[Claim]:
-    """By elimination: forward pass and loss are right, the sums are made as owed, and still it is not the true gradient."""
+    """Mistake: a backward pass between the loss and this parameter is wrong.
+
+    Signature: by elimination. Forward pass and loss are right, sums are made as owed, and the gradient is not the true one.
+    """
     if case.backward_is_right is not False or not case.reduction_is_right or not case.forward_is_right:
         return
     fitted, others = case.fit(case.truth), [m for m in case.groups.of_mode if m != "DATA" and case.differs_over(m)]

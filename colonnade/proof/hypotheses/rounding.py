@@ -38,7 +38,10 @@ def narrower(value: Tensor, truth: Tensor, dtype: str, exactly: bool = False) ->
 @hypothesis("gradient")
 @hypothesis("tensor")
 def rounded(case: Case) -> Iterator[Claim]:
-    """As near to the truth as a narrower dtype can be."""
+    """Mistake: a cast to a narrower dtype on the way.
+
+    Signature: as near to the truth as that dtype can be, and no nearer.
+    """
     found, some_are_right = set(), len(case.wrong) < len(case.compared.found)
     exactly = some_are_right or case.row.quantity == WEIGHTS  # nothing is summed after a weight is written
     for part in case.wrong:
@@ -52,7 +55,10 @@ def rounded(case: Case) -> Iterator[Claim]:
 
 @hypothesis("activation")
 def rounded_before(case: Case) -> Iterator[Claim]:
-    """Some ranks alone are as far off, in all directions, as it makes to round to a narrower dtype somewhere before."""
+    """Mistake: a cast to a narrower dtype somewhere before, on some ranks alone (autocast, say).
+
+    Signature: these ranks are off in all directions by as much as rounding to that dtype makes.
+    """
     own = torch.finfo(getattr(torch, case.evidence.dtype)).eps
     narrow = [one for one in _NARROW if torch.finfo(one).eps > 4 * own]
     pairs = [
@@ -74,7 +80,10 @@ def rounded_before(case: Case) -> Iterator[Claim]:
 
 @hypothesis("norm")
 def rounded_norm(case: NormCase) -> Iterator[Claim]:
-    """The norm itself."""
+    """Mistake: the norm is cast to a narrower dtype.
+
+    Signature: as near to the true norm as that dtype can be.
+    """
     values = torch.tensor(list(case.found.values()), dtype=torch.float64)
     if dtype := narrower(values, torch.full_like(values, case.truth), case.evidence.dtype):
         yield Claim("rounded", f"is rounded to {dtype}", _WHERE, residual=0.2, rank=_RANK)
@@ -85,7 +94,10 @@ def rounded_norm(case: NormCase) -> Iterator[Claim]:
 
 @hypothesis("weights")
 def another_step_size(case: Case) -> Iterator[Claim]:
-    """The weight moved in the right direction by another length."""
+    """Mistake: another learning rate, or something else that scales the step.
+
+    Signature: the weight moved in the right direction by another length.
+    """
     old = case.before
     if old is None or case.compared.truth.numel() < 2:
         return

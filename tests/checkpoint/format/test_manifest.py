@@ -12,7 +12,6 @@ import pytest
 from colonnade.checkpoint.manifest import (
     FORMAT,
     WIDTHS,
-    Box,
     Cut,
     Damaged,
     FileRecord,
@@ -27,9 +26,10 @@ from colonnade.checkpoint.manifest import (
     parse,
     tensors_file,
 )
-from colonnade.checkpoint.tensor_files import decode, encode
+from colonnade.checkpoint.values import decode, encode
 from colonnade.context import build_layout
 from colonnade.errors import CheckpointError
+from colonnade.parallel.boxes import Box
 from colonnade.version import __version__
 
 FILES = tuple(FileRecord(tensors_file(rank), 100, "ab") for rank in (0, 1))

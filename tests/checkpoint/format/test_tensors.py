@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from colonnade.checkpoint import tensor_files as module
 from colonnade.checkpoint.manifest import (
     WIDTHS,
-    Box,
     Cut,
     Damaged,
     FileRecord,
@@ -27,10 +26,10 @@ from colonnade.checkpoint.manifest import (
     TensorPart,
     TensorRecord,
     check_tiled,
-    whole_box,
 )
 from colonnade.checkpoint.tensor_files import _NAMES, FileEntry, TensorReader, raw_bytes, write_tensors
 from colonnade.errors import CheckpointError
+from colonnade.parallel.boxes import Box, whole_box
 
 TYPES = list(_NAMES)
 

@@ -10,7 +10,7 @@ from enum import Enum
 import pytest
 import torch
 
-from colonnade.checkpoint.tensor_files import decode, encode, is_stateful
+from colonnade.checkpoint.values import decode, encode, is_stateful
 from colonnade.errors import CheckpointError
 
 

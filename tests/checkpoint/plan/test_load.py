@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from colonnade.checkpoint import state
+from colonnade.checkpoint import CheckpointManager
+from colonnade.checkpoint.export import ForeignState, write_checkpoint
+from colonnade.checkpoint.load import TensorMatch
 from colonnade.checkpoint.manifest import LayoutRecord, Manifest, TensorRecord
-from colonnade.checkpoint.state import LoadPlan
+from colonnade.checkpoint.tensor_files import FileEntry
+from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError
 from colonnade.parallel.flat import MASTER
 
@@ -23,8 +28,8 @@ def here(label: str, *names: str, shape: tuple[int, ...] = (2,), dtype: torch.dt
     return SimpleNamespace(label=label, names=names or (label,), shape=shape, local=torch.zeros(shape, dtype=dtype))
 
 
-def plan(tensors: list[Any], *records: TensorRecord) -> LoadPlan:
-    return LoadPlan(tensors, Manifest(1, 0.0, LayoutRecord(1, ()), (), (), records, None, ()))
+def plan(tensors: list[Any], *records: TensorRecord) -> TensorMatch:
+    return TensorMatch(tensors, Manifest(1, 0.0, LayoutRecord(1, ()), (), (), records, None, ()))
 
 
 def test_every_name_of_either_side_finds_the_other():
@@ -56,43 +61,39 @@ def test_what_does_not_fit_is_listed_from_all_ranks():
     )
 
 
-def test_a_master_is_read_in_the_place_of_its_rounded_weight(monkeypatch):
-    monkeypatch.setattr(state, "read_local", lambda reader, tensor, found: found)
-    values: Any = SimpleNamespace(own_buffer=lambda label: "own" if label == "buffer" else None)
-    rounded, master = record("a", dtype="BF16"), record("a", state=MASTER)
-    for dtype, expected in ((torch.float32, master), (torch.bfloat16, rounded)):
-        made = plan([here("a", dtype=dtype)], rounded, master)
-        assert made.note()["mismatched"] == []
-        assert made.read_tensors(None, values) == [expected]  # type: ignore[arg-type]
-    made = plan([here("a", shape=(3,))], rounded, master)
-    assert made.note()["mismatched"] == ["a: BF16 [2] in the checkpoint, F32 [3] here"]
-    assert plan([here("buffer")], record("buffer")).read_tensors(None, values) == ["own"]  # type: ignore[arg-type]
+def saved(folder: Path, weights: dict[str, torch.Tensor], **masters: torch.Tensor) -> Path:
+    entries = {name: FileEntry.of("", value) for name, value in weights.items()}
+    kept = {name: {MASTER: FileEntry.of("", value)} for name, value in masters.items()}
+    write_checkpoint(ForeignState(entries, kept, [(list(weights), {"lr": 0.1})]), folder, 1)
+    return folder
 
 
-def test_weights_that_are_tied_now_must_have_been_equal(monkeypatch):
-    stored = {"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2)}
-    monkeypatch.setattr(state, "read_local", lambda reader, tensor, found: stored[found.label])
-    values: Any = SimpleNamespace(own_buffer=lambda label: None)
-    tensor = here("a", "a", "b", "c")
-    for untied in (None, "a", "b", "c"):
-        if untied is not None:
-            stored = {name: torch.full((2,), 2.0 if name == untied else 1.0) for name in "abc"}
-        made = plan([tensor], record("a"), record("b"), record("c"))
-        assert made.note()["used"] == ["a", "b", "c"]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_master_is_read_in_the_place_of_its_rounded_weight(tmp_path, dtype):
+    exact = torch.tensor([1.0, 2.001])
+    model = nn.Module()
+    model.a = nn.Parameter(torch.zeros(2, dtype=dtype))
+    saved(tmp_path, {"a": exact.bfloat16()}, a=exact)
+    with CheckpointManager(tmp_path, ParallelContext()) as manager:
+        manager.load(model)
+    assert model.a.equal(exact.to(dtype))
+
+
+@pytest.mark.parametrize("untied", [None, "a", "b", "c"])
+def test_weights_that_are_tied_now_must_have_been_equal(tmp_path, untied):
+    model = nn.Module()
+    model.a = model.b = model.c = nn.Parameter(torch.zeros(2))
+    saved(tmp_path, {name: torch.full((2,), 2.0 if name == untied else 1.0) for name in "abc"})
+    with CheckpointManager(tmp_path, ParallelContext()) as manager:
         if untied is None:
-            assert made.read_tensors(None, values)[0] is stored["a"]  # type: ignore[arg-type]
-            continue
+            manager.load(model)
+            assert model.a.tolist() == [1, 1]
+            return
         with pytest.raises(CheckpointError) as error:
-            made.read_tensors(None, values)  # type: ignore[arg-type]
-        other = "c" if untied == "c" else "b"
-        assert str(error.value).startswith(
-            f"a, b, c are one tensor in the model, and a and {other} have different values in the checkpoint: "
-            "the model that was saved had not tied them"
-        )
-
-
-def test_what_was_found_is_set_in_place():
-    tensors = [here("a"), here("b")]
-    memory = [tensor.local for tensor in tensors]
-    plan(tensors, record("a"), record("b")).set_tensors([torch.ones(2), torch.full((2,), 2.0)])
-    assert [each.tolist() for each in memory] == [[1, 1], [2, 2]]
+            manager.load(model)
+    other = "c" if untied == "c" else "b"
+    assert (
+        f"a, b, c are one tensor in the model, and a and {other} have different values in the checkpoint: "
+        "the model that was saved had not tied them"
+    ) in str(error.value)
+    assert model.a.tolist() == [0, 0]

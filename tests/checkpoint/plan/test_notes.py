@@ -7,27 +7,29 @@ import os
 import time
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 import pytest
 
 from colonnade.checkpoint.manifest import (
-    Box,
     FileRecord,
     GroupRecord,
     ItemRecord,
     LayoutRecord,
     Manifest,
-    boxes_in_order,
+    TensorPart,
+    TensorRecord,
     tensors_file,
     to_json,
-    whole_box,
 )
-from colonnade.checkpoint.save import Outline, RankNote, merge_groups, merge_tensors
-from colonnade.checkpoint.storage import StorageWriter, read_manifest
-from colonnade.checkpoint.tensor_files import encode
+from colonnade.checkpoint.save import StorageWriter
+from colonnade.checkpoint.save_plan import RankNote, entry_key, merge_groups, merge_tensors
+from colonnade.checkpoint.storage import read_manifest
+from colonnade.checkpoint.values import encode
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.random_state import random_state
 from colonnade.errors import CheckpointError
+from colonnade.parallel.boxes import Box, boxes_in_order
 
 RANKS, LAYERS, WIDTH = 1024, 80, 8192
 STATES = (("master", "F32"), ("exp_avg", "F32"), ("exp_avg_sq", "F32"))
@@ -53,30 +55,39 @@ def slices(count: int, shift: int) -> list[int]:
     return [min(count, count * (rank + 1) // RANKS + shift % 997) for rank in range(RANKS - 1)] + [count]
 
 
+def record(label: str, state_name: str, dtype: str, names: tuple[str, ...], shape: tuple[int, ...], order: Any = None):
+    part = TensorPart((0,) * len(shape), shape, order, entry_key(label, state_name), 0)
+    return TensorRecord(label, state_name, names, shape, dtype, (part,))
+
+
+def line(*records: TensorRecord) -> str:
+    return json.dumps([to_json(each) for each in records]) + "\n"
+
+
 def write_notes(writer: StorageWriter, layers: int) -> None:
     """What every rank leaves in the staged folder under ZeRO: rank 0 has the weights, and each its slices."""
     whole, texts, ends = [], [], []
     for at, (name, shape) in enumerate(shapes(layers).items()):
-        rows = replace(Outline.of_rows(name, (name,), shape, whole_box(shape)), states=(("", "BF16"),))
-        step = Outline(name, (), (), (), (), None, (("step", "F32"),))
-        whole += [(json.dumps(to_json(rows)), shape[0]), (json.dumps(to_json(step)), 1)]
+        whole += [
+            (line(record(name, "", "BF16", (name,), shape)), shape[0]),
+            (line(record(name, "step", "F32", (), ())), 1),
+        ]
         order = tuple(range(len(shape)))
-        outline = Outline(name, (), shape, (0,) * len(shape), shape, order, STATES)
-        texts.append(json.dumps(to_json(outline)))
+        texts.append(line(*(record(name, state_name, dtype, (), shape, order) for state_name, dtype in STATES)))
         ends.append([0, *slices(prod(shape), at)])
     random = encode(random_state(ParallelContext()), "the random state")
     for rank in range(RANKS):
         file = FileRecord(tensors_file(rank), FILE_SIZE, "0" * 64)
         item = ItemRecord("random", (rank,), random.value, len(random.tensors), file.name, "random")
-        note = RankNote(
-            rank, [], "\n".join([*texts, ""]), [end for stops in ends for end in stops[rank : rank + 2]], [item], file
-        )
+        spans = [end for stops in ends for end in stops[rank : rank + 2]]
+        note = RankNote(rank, [], "".join(texts), spans, [item], file)
         if rank == 0:
             options = ItemRecord("optimizer/options/0", (0,), {"lr": 0.1}, 0, None, "optimizer/options/0")
-            note.groups = [("digest", GroupRecord(0, tuple(shapes(layers)), options, "AdamW"))]
-            for text, stop in whole:
-                note.outlines += f"{text}\n"
-                note.spans += [0, stop]
+            groups = [("digest", GroupRecord(0, tuple(shapes(layers)), options, "AdamW"))]
+            lines = "".join([*texts, *(text for text, _ in whole)])
+            note = replace(
+                note, groups=groups, tensors=lines, spans=[*spans, *(end for _, stop in whole for end in (0, stop))]
+            )
         (writer.staged / f"rank-{rank:05d}.part").write_text(note.dump())
         with open(writer.staged / file.name, "wb") as empty:
             os.truncate(empty.fileno(), file.size)
@@ -122,15 +133,14 @@ def test_1024_ranks_save_70_G_parameters_under_zero(tmp_path, layers):
     assert blocks < 12 * len(manifest.tensors)
 
 
-def note(rank: int, *pieces: tuple[Outline, int, int]) -> RankNote:
-    made = RankNote(rank, None, file=FileRecord(tensors_file(rank), 1, ""))
-    for piece in pieces:
-        made.add(*piece)
-    return made
+def note(rank: int, *pieces: tuple[list[TensorRecord], int, int]) -> RankNote:
+    lines = "".join(line(*records) for records, _, _ in pieces)
+    spans = [end for _, start, stop in pieces for end in (start, stop)]
+    return RankNote(rank, None, lines, spans, file=FileRecord(tensors_file(rank), 1, ""))
 
 
-ROWS = Outline("w", ("w",), (6, 4), (0, 0), (6, 4), None, (("", "F32"),))
-FLAT = Outline("w", (), (6, 4), (0, 0), (6, 4), (1, 0), (("exp_avg", "F32"), ("exp_avg_sq", "F32")))
+ROWS = [record("w", "", "F32", ("w",), (6, 4))]
+FLAT = [record("w", state_name, "F32", (), (6, 4), (1, 0)) for state_name in ("exp_avg", "exp_avg_sq")]
 
 
 def test_what_is_cut_alike_shares_one_cut():
@@ -146,8 +156,8 @@ def test_what_is_cut_alike_shares_one_cut():
 
 def test_rows_that_follow_each_other_are_one_part_whoever_tells_first():
     pieces = [(ROWS, 4, 6), (ROWS, 0, 1), (ROWS, 1, 4)]
-    (record,), cuts = merge_tensors([note(rank, piece) for rank, piece in enumerate(pieces)])
-    assert [(part.offset, part.shape, part.cut) for part in record.parts] == [((0, 0), (6, 4), 0)]
+    (merged,), cuts = merge_tensors([note(rank, piece) for rank, piece in enumerate(pieces)])
+    assert [(part.offset, part.shape, part.cut) for part in merged.parts] == [((0, 0), (6, 4), 0)]
     assert [(cut.stops, cut.files) for cut in cuts] == [((1, 4, 6), (1, 2, 0))]
 
 
@@ -155,19 +165,20 @@ def test_groups_of_all_ranks_are_joined_by_their_place_and_options():
     def group(index: int, *names: str) -> GroupRecord:
         return GroupRecord(index, names, ItemRecord("options", (0,), {"lr": index}, 0, None, "options"), "SGD")
 
-    none, left, right = RankNote(0, None), RankNote(1, []), RankNote(2, [])
-    left.groups = [("x", group(1, "c")), ("x", group(0, "a", "b"))]
-    right.groups = [("x", group(0, "b", "d")), ("y", group(0, "e"))]
+    none = RankNote(0, None)
+    left = RankNote(1, [("x", group(1, "c")), ("x", group(0, "a", "b"))])
+    right = RankNote(2, [("x", group(0, "b", "d")), ("y", group(0, "e"))])
     assert merge_groups([none, left, right]) == (group(0, "a", "b", "d"), group(0, "e"), group(1, "c"))
     assert merge_groups([none, RankNote(1, [])]) == ()
     assert merge_groups([none, none]) is None
 
 
 def test_rows_with_another_grid_below_are_parts_of_their_own():
-    left, right = (replace(ROWS, offset=(0, at), part=(6, 2)) for at in (0, 2))
+    (whole,) = ROWS
+    left, right = ([replace(whole, parts=(replace(whole.parts[0], offset=(0, at), shape=(6, 2)),))] for at in (0, 2))
     pieces = [(left, 0, 2), (right, 0, 2), (ROWS, 2, 6)]
-    (record,), _ = merge_tensors([note(rank, piece) for rank, piece in enumerate(pieces)])
-    assert [(part.offset, part.shape) for part in record.parts] == [
+    (merged,), _ = merge_tensors([note(rank, piece) for rank, piece in enumerate(pieces)])
+    assert [(part.offset, part.shape) for part in merged.parts] == [
         ((0, 0), (2, 2)),
         ((0, 2), (2, 2)),
         ((2, 0), (4, 4)),
@@ -185,7 +196,6 @@ def test_rows_with_another_grid_below_are_parts_of_their_own():
         [(FLAT, 0, 10), (FLAT, 11, 24)],
         [(FLAT, 0, 24), (FLAT, 0, 24)],
     ],
-    ids=str,
 )
 def test_pieces_that_overlap_or_leave_a_gap_are_refused(pieces):
     with pytest.raises(CheckpointError, match=r"do not make a whole of shape \[6, 4\]: .* \(from ranks 0"):
@@ -193,12 +203,12 @@ def test_pieces_that_overlap_or_leave_a_gap_are_refused(pieces):
 
 
 def test_only_the_pieces_and_blocks_that_are_needed_are_found():
-    (record, _), cuts = merge_tensors([note(0, (FLAT, 0, 4)), note(1, (FLAT, 4, 15)), note(2, (FLAT, 15, 24))])
+    (merged, _), cuts = merge_tensors([note(0, (FLAT, 0, 4)), note(1, (FLAT, 4, 15)), note(2, (FLAT, 15, 24))])
     assert list(cuts[0].pieces(4, 15)) == [(1, 4, 15)]
     assert list(cuts[0].pieces(3, 5)) == [(0, 0, 4), (1, 4, 15)]
     files = tuple(FileRecord(tensors_file(rank), 1, "") for rank in range(3))
-    manifest = Manifest(1, 0.0, LayoutRecord(3, ()), files, cuts, (record,), None, ())
-    (part,) = record.parts
+    manifest = Manifest(1, 0.0, LayoutRecord(3, ()), files, cuts, (merged,), None, ())
+    (part,) = merged.parts
     column = Box((1, 1), (3, 1))  # elements 7 to 10 of columns of six
     (block,) = manifest.stored_boxes(part, column)
     assert (block.file, block.first, block.shape, block.box) == (tensors_file(1), 3, (11,), column)

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from colonnade.checkpoint.manifest import whole_box
-from colonnade.checkpoint.save import LocalState, SavePlan, plan_save
-from colonnade.checkpoint.state import ParameterGroup, ParameterState
-from colonnade.checkpoint.tensor_files import encode
-from colonnade.checkpoint.tensors import LocalTensor
+from colonnade.checkpoint.optimizer_state import ParameterGroup, ParameterState
+from colonnade.checkpoint.save_plan import LocalState, SavePlan, plan_save
+from colonnade.checkpoint.values import encode
 from colonnade.context.parallel_context import ParallelContext
+from colonnade.parallel.boxes import whole_box
 from colonnade.parallel.flat import FlatShard
 from colonnade.parallel.placement import Placement
+from colonnade.parallel.whole import LocalTensor
 
 RANKS = range(4)
 
@@ -43,7 +43,7 @@ def planned(
 
 
 def told_items(plan: SavePlan) -> list[tuple[str, tuple[int, ...]]]:
-    return [(item.name, item.ranks) for item in plan.note.items]
+    return [(item.name, item.ranks) for item in plan.items]
 
 
 @pytest.mark.parametrize(
@@ -92,14 +92,14 @@ def test_what_is_kept_for_a_parameter_is_written_by_the_first_that_has_stepped(v
         first = rank == 1
         assert [entry.key for entry in plan.entries] == keys * first
         assert told_items(plan) == ([("optimizer/it/w", (1,))] if first and isinstance(value, int) else [])
-        assert (plan.note.outlines != "") == (first and not isinstance(value, int))
+        assert (plan.note(None).tensors != "") == (first and not isinstance(value, int))
 
 
 def test_the_parts_of_a_parameter_are_written_by_those_who_have_stepped_on_them():
     notes = [{"optimizer": {"w": stepped}} for stepped in (True, False, True, True)]
     for rank, holders, knows, writes in ((0, (0, 1), 1, 1), (2, (2, 3), 1, 1), (3, (2, 3), 0, 0), (3, (1, 3), 1, 1)):
         plan = planned(rank, optimizer=[ParameterState(parameter(holders), "it", torch.ones(2, 3), True)], notes=notes)
-        assert (plan.note.outlines.count("\n"), len(plan.entries)) == (knows, writes)
+        assert (plan.note(None).tensors.count("\n"), len(plan.entries)) == (knows, writes)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_of_several_teams_the_one_of_the_first_holder_writes_its_shards(holders,
     kept = ParameterState(parameter(holders), "it", torch.ones(3), True, shard)
     plan = planned(team[0], optimizer=[kept], notes=notes)
     assert len(plan.entries) == written
-    assert plan.note.spans == [1, 4] * written
+    assert plan.note(None).spans == [1, 4] * written
 
 
 def test_a_member_of_a_group_is_named_by_the_first_rank_whose_optimizer_has_it():
@@ -119,9 +119,9 @@ def test_a_member_of_a_group_is_named_by_the_first_rank_whose_optimizer_has_it()
     notes = [{"optimizer": {}}, {"optimizer": {"w": False}}, {"optimizer": {}}, {"optimizer": {"w": True}}]
     for rank in (1, 3):
         plan = planned(rank, groups=[group], notes=notes)
-        assert plan.note.groups is not None
-        assert [(record.index, record.names, record.optimizer) for _, record in plan.note.groups] == [
-            (1, ("w",), "SGD")
-        ] * (rank == 1)
+        assert plan.groups is not None
+        assert [(record.index, record.names, record.optimizer) for _, record in plan.groups] == [(1, ("w",), "SGD")] * (
+            rank == 1
+        )
         assert [entry.key for entry in plan.entries] == ["optimizer/options/1#0"] * (rank == 1)
-    assert planned(0, notes=notes).note.groups is None
+    assert planned(0, notes=notes).groups is None

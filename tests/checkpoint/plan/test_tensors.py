@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,24 +14,18 @@ from hypothesis import strategies as st
 from torch import nn
 
 from colonnade.checkpoint import CheckpointManager
-from colonnade.checkpoint.manifest import Box, FileRecord, tiles, whole_box
-from colonnade.checkpoint.save import RankNote, SavePlan, merge_tensors, plan_shard
-from colonnade.checkpoint.tensors import (
-    LocalTensor,
-    _alone,
-    _in_sections,
-    _uneven_offset,
-    _uneven_sizes,
-    boxes_in_memory,
-    extra_states,
-    locate_tensors,
-)
-from colonnade.context import build_layout
+from colonnade.checkpoint.manifest import FileRecord
+from colonnade.checkpoint.save_plan import SavePlan, _plan_shard, merge_tensors
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.errors import CheckpointError
+from colonnade.parallel.boxes import tiles, whole_box
 from colonnade.parallel.flat import FlatShard, section_runs
-from colonnade.parallel.placement import Placement, Shard, Tied, place
+from colonnade.parallel.placement import Placement
+from colonnade.parallel.whole import (
+    LocalTensor,
+    _in_sections,
+    boxes_in_memory,
+)
 from colonnade.testing import run_world
 from tests.checkpoint.models import WAYS, Way, launched
 
@@ -128,20 +121,6 @@ def test_state_is_saved_by_the_rank_that_has_it(tmp_path):
         assert seen == [average, average]
 
 
-@given(st.permutations(range(3)), st.integers(0, 24), st.integers(0, 24))
-def test_ranges_of_any_memory_order_tile_the_whole(order, first, second):
-    local = torch.arange(24).view(2, 3, 4).permute(order)
-    flat = torch.arange(24)
-    whole = Box((0, 0, 0), tuple(local.shape))
-    tensor: Any = SimpleNamespace(local=local, places=((Box((0, 5, 0), whole.shape), whole),))
-    cuts = sorted({0, first, second, 24})
-    found = [part for start, stop in pairwise(cuts) for part in boxes_in_memory(tensor, start, stop, flat[start:stop])]
-    moved = [Box((box.offset[0], box.offset[1] - 5, box.offset[2]), box.shape) for box, _ in found]
-    assert tiles(moved, tuple(local.shape))
-    for box, (_, values) in zip(moved, found, strict=True):
-        assert torch.equal(local[box.slices_in(whole)], values)
-
-
 @st.composite
 def packed(draw: Any) -> tuple[torch.Tensor, int, list[int], int]:
     """A whole of consecutive numbers, the dimension that is packed, its sections, and how many ranks cut them."""
@@ -183,9 +162,7 @@ def test_sections_cut_and_joined_are_the_whole(case, data):
     whole, dim, sections, ranks = case
     order = data.draw(st.permutations(range(whole.dim())))
     by_pieces, by_ranges = torch.full_like(whole, -1), torch.full_like(whole, -1)
-    plans = [
-        SavePlan(RankNote(rank, None, file=FileRecord(f"rank-{rank}.safetensors", 0, ""))) for rank in range(ranks)
-    ]
+    plans = [SavePlan(rank) for rank in range(ranks)]
     for at, tensor in enumerate(local_tensors(whole, dim, sections, ranks, order)):
         assert tiles([here for _, here in tensor.places], tuple(tensor.local.shape))
         for box, view in tensor.pieces(tensor.local):
@@ -195,89 +172,11 @@ def test_sections_cut_and_joined_are_the_whole(case, data):
         for start, stop in pairwise(cuts):
             for box, view in boxes_in_memory(tensor, start, stop, flat[start:stop]):
                 by_ranges[box.slices_in(whole_box(whole.shape))] = view
-            plan_shard(plans[at], tensor, FlatShard(start, stop, (0,), {}), "moment", flat[start:stop])
-        plans[at].close()
+            _plan_shard(plans[at], tensor, FlatShard(start, stop, (0,), {}), "moment", flat[start:stop])
     assert torch.equal(by_pieces, whole)
     assert torch.equal(by_ranges, whole)
-    (record,), _ = merge_tensors([plan.note for plan in plans])  # refuses what does not tile
+    (record,), _ = merge_tensors([plan.note(FileRecord("", 0, "")) for plan in plans])  # refuses what does not tile
     assert record.shape == tuple(whole.shape)
     assert all(entry.read().shape == entry.shape for plan in plans for entry in plan.entries)
     written = torch.cat([entry.read() for plan in plans for entry in plan.entries])
     assert torch.equal(written.sort().values, whole.flatten())
-
-
-@pytest.mark.parametrize(
-    ("start", "length", "places"),
-    [
-        (0, 6, [(0, 5, 3), (10, 8, 3)]),
-        (3, 2, [(10, 5, 2)]),
-        (2, 3, [(2, 5, 1), (10, 6, 2)]),
-        (0, 3, [(0, 5, 3)]),
-        (6, 0, [(6, 5, 0)]),
-    ],
-)
-def test_what_is_cut_out_of_a_packed_part_lies_in_its_sections(start, length, places):
-    """A rank has [0, 3) and [10, 13) of the whole, one after the other, and of that the elements from `start` on."""
-    place = (Box((4, start), (1, length)), Box((0, 5), (1, length)))
-    assert _in_sections(place, 1, [(0, 3), (10, 3)]) == [
-        (Box((4, there), (1, size)), Box((0, here), (1, size))) for there, here, size in places
-    ]
-
-
-def uneven(label: str, index: int, count: int) -> Any:
-    """Rank's part `index` of `count` along dimension 0, as it is known before the others have told theirs."""
-    return SimpleNamespace(label=label, names=(label,), placement="placed", by_hand={0: (index, count)})
-
-
-def test_what_a_rank_of_a_layout_sees_of_a_tensor_alone():
-    layout = build_layout({"parallel": {"pipeline": 2, "tensor": 2}}, 4)
-    context: Any = SimpleNamespace(layout=layout, get_global_rank=lambda: 1)
-    plain = place(nn.Parameter(torch.ones(2, 3)), {ParallelMode.TENSOR: Shard(0)})
-    declared = place(nn.Parameter(torch.ones(2, 3)), {ParallelMode.TENSOR: Shard(0)}, shape=(5, 3))
-    whole = place(nn.Parameter(torch.ones(2, 3)), {}, shape=(2, 3))
-    tied = place(nn.Parameter(torch.ones(2, 3)), {ParallelMode.PIPELINE: Tied((0, 1), "wte")})
-    found = [_alone((name,), one, context) for name, one in zip("abcd", (plain, declared, whole, tied), strict=True)]
-    assert [one.label for one in found] == ["a", "b", "c", "tie:wte"]
-    assert [one.holders for one in found] == [(1,), (1,), (0, 1), (0, 1, 2, 3)]
-    assert [one.sharers for one in found] == [(0, 1), (0, 1), (0, 1), (0, 1, 2, 3)]
-    assert [one.may_be_uneven for one in found] == [False, True, False, False]
-    assert _uneven_sizes(found) == {"b": {"0": [1, 2]}}
-
-
-def test_uneven_parts_begin_where_those_before_them_end():
-    told = [{"w": {"0": [0, 3]}}, {"w": {"0": [1, 4]}}, {"w": {"0": [1, 4]}}, {"w": {"0": [2, 1]}}, {}]
-    assert [_uneven_offset(uneven("w", at, 3), 0, 8, told) for at in range(3)] == [0, 3, 7]
-    with pytest.raises(CheckpointError, match="3 parts have 3, 4, 1"):
-        _uneven_offset(uneven("w", 0, 3), 0, 9, told)
-    with pytest.raises(CheckpointError, match="3 parts have 3, None, 1"):
-        _uneven_offset(uneven("w", 0, 3), 0, 8, [*told, {"w": {"0": [1, 5]}}])
-    with pytest.raises(CheckpointError, match="3 parts have 3, None, None"):
-        _uneven_offset(uneven("w", 0, 3), 0, 8, told[:1])
-
-
-def test_in_one_process_every_tensor_is_found_once_under_all_its_names():
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(3, 2), nn.Linear(3, 2, bias=False)
-            self.b.weight = self.a.weight
-            self.register_buffer("kept", torch.zeros(2, dtype=torch.int64))
-            self.register_buffer("gone", torch.zeros(2), persistent=False)
-
-        def get_extra_state(self) -> int:
-            return 5
-
-    model = Net()
-    found = locate_tensors(model, ParallelContext(), "saving")
-    assert [(one.label, one.names, one.shape) for one in found] == [
-        ("kept", ("kept",), (2,)),
-        ("a.weight", ("a.weight", "b.weight"), (2, 3)),
-        ("a.bias", ("a.bias",), (2,)),
-    ]
-    assert all(one.places[0][0].offset == (0,) * len(one.shape) and one.holders == (0,) for one in found)
-    assert found[1].local.data_ptr() == model.a.weight.data_ptr()
-    assert not any(one.may_be_uneven for one in found)
-    assert extra_states(model) == {"_extra_state": 5}
-    model.register_state_dict_post_hook(lambda module, state, *_: state.update({"a.bias": state["a.bias"].clone()}))
-    with pytest.raises(CheckpointError, match=r"does not hold the parameters a.bias"):
-        locate_tensors(model, ParallelContext(), "saving")

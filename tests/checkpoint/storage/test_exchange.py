@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from colonnade.checkpoint import CheckpointManager, agreement, export, storage
+from colonnade.checkpoint import CheckpointManager, storage, weights_folder
 from colonnade.checkpoint.export import export_checkpoint, export_full
-from colonnade.checkpoint.tensor_files import tensors_in
+from colonnade.checkpoint.weights_folder import tensors_in
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError
 from tests.checkpoint.storage.test_writer import Kill, model_at
@@ -106,7 +106,7 @@ def test_every_file_and_then_every_name_is_on_disk(
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs/config.json").write_text("{}")
     passed: list[str] = []
-    monkeypatch.setattr(agreement, "hook", passed.append)
+    monkeypatch.setattr(storage, "hook", passed.append)
     for folders_synced in ([".out.saving-*", tmp_path.name], [".saving-*", *["out"] * 4]):
         export_checkpoint(run, tmp_path / "out", "hf", 1, tmp_path / "configs")
         written, *files = names()
@@ -152,7 +152,7 @@ def test_a_failure_puts_everything_back(run: Path, tmp_path: Path, monkeypatch: 
     fill(out)
     export_checkpoint(run, out, "hf", 1)
     passed: list[str] = []
-    monkeypatch.setattr(agreement, "hook", passed.append)
+    monkeypatch.setattr(storage, "hook", passed.append)
     export_checkpoint(run, out, "hf", 1)
     assert set(POINTS) < set(passed)
     before = sorted(out.rglob("*"))
@@ -162,14 +162,14 @@ def test_a_failure_puts_everything_back(run: Path, tmp_path: Path, monkeypatch: 
             if name == point:
                 raise OSError("the disk is gone")
 
-        monkeypatch.setattr(agreement, "hook", fail)
+        monkeypatch.setattr(storage, "hook", fail)
         with pytest.raises(CheckpointError, match="the disk is gone"):
             export_checkpoint(run, out, "hf", 2)
         assert sorted(out.rglob("*")) == before, point
         assert weight_in(out) == 1
     (out / "model.safetensors").unlink()
     (out / "model.safetensors").mkdir()  # which no file can take the place of
-    monkeypatch.setattr(agreement, "hook", None)
+    monkeypatch.setattr(storage, "hook", None)
     (out / "model.safetensors/mine").write_text("")
     with pytest.raises(CheckpointError, match=r"model\.safetensors is a folder"):
         export_checkpoint(run, out, "hf", 2)
@@ -177,17 +177,17 @@ def test_a_failure_puts_everything_back(run: Path, tmp_path: Path, monkeypatch: 
 
 
 def _export_until_killed(run: Path, out: Path, point: str) -> None:
-    agreement.hook = Kill(point)
+    storage.hook = Kill(point)
     export_checkpoint(run, out, "hf", 2)
 
 
-@pytest.mark.parametrize("largest", [export.LARGEST, 100], ids=["one file", "two files"])
+@pytest.mark.parametrize("largest", [weights_folder.LARGEST, 100], ids=["one file", "two files"])
 @pytest.mark.parametrize("point", POINTS)
 def test_a_kill_loses_nothing_and_leaves_no_mixture(
     run: Path, tmp_path: Path, point: str, largest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The earlier weights, or the new ones, or none that a reader would take; and the next save cleans up."""
-    monkeypatch.setattr(export, "LARGEST", largest)
+    monkeypatch.setattr(weights_folder, "LARGEST", largest)
     out = tmp_path / "out"
     out.mkdir()
     export_checkpoint(run, out, "hf", 1)

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from colonnade.checkpoint import agreement
 from colonnade.checkpoint import storage as module
-from colonnade.checkpoint.storage import check_space, clean, make_folder, published, retire, step_of, told_of_space
+from colonnade.checkpoint.storage import check_space, clean, no_space_errors, published, retire, step_of
 from colonnade.errors import CheckpointError
 
 
@@ -34,10 +33,10 @@ def test_a_full_disk_is_told_as_such_and_other_errors_stay(tmp_path, free):
     for number in (errno.ENOSPC, errno.EDQUOT):
         with (
             pytest.raises(CheckpointError, match=r"no space .* Earlier checkpoints are untouched"),
-            told_of_space(tmp_path, 5),
+            no_space_errors(tmp_path, 5),
         ):
             raise OSError(number, "full")
-    with pytest.raises(PermissionError), told_of_space(tmp_path, 5):
+    with pytest.raises(PermissionError), no_space_errors(tmp_path, 5):
         raise PermissionError(errno.EACCES, "no")
 
 
@@ -74,39 +73,9 @@ def test_the_newest_steps_are_kept_and_the_new_one_whatever_its_step(tmp_path):
     assert steps(tmp_path) == [(1, 0), (4, 0)]
 
 
-def test_of_a_step_that_was_saved_again_the_later_one_is_kept(tmp_path):
-    for name in ("step-00000004", "step-00000004.r1", "step-00000003"):
-        (tmp_path / name).mkdir()
-    retire(tmp_path, tmp_path / "step-00000004.r1", 2)
-    assert steps(tmp_path) == [(3, 0), (4, 1)]
-
-
-def test_a_step_that_is_saved_again_gets_the_next_revision_of_its_own(tmp_path):
-    for step in (3, 4, 4, 4, 3):
-        staged = tmp_path / module.staging_name(step)
-        staged.mkdir()
-        module.publish(staged, step)
-    assert steps(tmp_path) == [(3, 0), (3, 1), (4, 0), (4, 1), (4, 2)]
-
-
-def test_a_folder_is_made_and_one_that_cannot_be_is_refused(tmp_path):
-    make_folder(tmp_path / "a" / "b")
-    make_folder(tmp_path / "a" / "b")
-    assert list((tmp_path / "a" / "b").iterdir()) == []
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="cannot be written to"):
-        make_folder(tmp_path / "file" / "x")
-
-
-def test_a_folder_is_seen_on_disk_and_let_go(tmp_path, synced, opened):
-    module.sync_folder(tmp_path)
-    assert [name for name, _ in synced] == [tmp_path.name]
-    assert opened() == []
-
-
 def test_a_checkpoint_gets_its_name_when_all_of_it_is_on_disk(tmp_path, synced, monkeypatch):
     passed: list[str] = []
-    monkeypatch.setattr(agreement, "hook", passed.append)
+    monkeypatch.setattr(module, "hook", passed.append)
     staged = tmp_path / ".tmp-3-01234567"
     staged.mkdir()
     module.write_manifest(staged, SimpleNamespace(dump=lambda: b"0123456789"))  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from colonnade.checkpoint import CheckpointManager, agreement, storage
+from colonnade.checkpoint import CheckpointManager, save, storage
 from colonnade.checkpoint import storage as verify_module
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError
@@ -62,12 +62,12 @@ def save_until_killed(folder: Path, point: str, victim: int, background: bool) -
         for step in (1, 2, 3):
             manager.wait()
             if step == 3 and context.get_global_rank() == victim:
-                agreement.hook = Kill(point)
+                storage.hook = Kill(point)
             manager.save(step, model_at(step))
         manager.close()
 
 
-SOURCE = "".join(path.read_text() for path in sorted(Path(agreement.__file__).parent.rglob("*.py")))
+SOURCE = "".join(path.read_text() for path in sorted(Path(storage.__file__).parent.rglob("*.py")))
 OF_FOLDERS = {"files written", "head aside", "old ones aside", "files placed", "heads placed"}
 """Points that only folders for others have: test_exchange.py kills there."""
 POINTS = sorted(set(re.findall(r'fault_point\("(.+?)"\)', SOURCE)) - OF_FOLDERS)
@@ -129,7 +129,7 @@ def save_and_go_on(folder: Path) -> list[Any]:
     """Change the weights right after save returned; count what the training thread could do meanwhile."""
     with launched(WAYS["data 2"]) as context, CheckpointManager(folder, context, background=True) as manager:
         go = threading.Event()
-        agreement.hook = lambda point: go.wait(20) if point == "tensor written" else None
+        storage.hook = lambda point: go.wait(20) if point == "tensor written" else None
         model = model_at(1)
         manager.save(1, model)
         before = manager.steps()
@@ -157,7 +157,7 @@ def fail_in_the_background(folder: Path, rank: int, then: str) -> list[Any]:
             if point == "tensor written" and context.get_global_rank() == rank:
                 raise OSError(errno.ENOSPC, "No space left on device")
 
-        agreement.hook = full
+        storage.hook = full
         manager.save(2, model_at(2))
         try:
             {
@@ -199,9 +199,9 @@ def fail_while_it_writes(folder: Path) -> float:
     """One rank raises inside the `with` while the other has not written its part: the save is soon given up."""
     with launched(WAYS["data 2"]) as context:
         if context.get_global_rank() == 1:
-            agreement.hook = lambda point: time.sleep(30)
+            storage.hook = lambda point: time.sleep(30)
         else:
-            storage._PATIENCE_AFTER_ERROR = 0.5
+            save._PATIENCE_AFTER_ERROR = 0.5
         began = time.monotonic()
         try:
             with CheckpointManager(folder, context, background=True) as manager:
@@ -238,7 +238,7 @@ def test_a_failed_save_harms_nothing(tmp_path, monkeypatch, point, code):
     with CheckpointManager(tmp_path, ParallelContext()) as manager:
         manager.save(1, model_at(1))
         before = {path: path.read_bytes() for path in (tmp_path / "step-00000001").iterdir()}
-        monkeypatch.setattr(agreement, "hook", raise_at(point, OSError(code, os.strerror(code))))
+        monkeypatch.setattr(storage, "hook", raise_at(point, OSError(code, os.strerror(code))))
         full = code != errno.EIO and point not in ("part written",)
         with pytest.raises(
             CheckpointError,
@@ -247,7 +247,7 @@ def test_a_failed_save_harms_nothing(tmp_path, monkeypatch, point, code):
             manager.save(2, model_at(2))
         assert {path: path.read_bytes() for path in (tmp_path / "step-00000001").iterdir()} == before
         assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".tmp")] == []
-        monkeypatch.setattr(agreement, "hook", None)
+        monkeypatch.setattr(storage, "hook", None)
         manager.save(2, model_at(2))
         assert manager.steps() == [1, 2]
 

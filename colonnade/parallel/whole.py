@@ -1,4 +1,9 @@
-"""Where each tensor of a model lies in its whole, read from its placement: the names, the box, the holders."""
+"""Where each tensor of a model lies in its whole: under which names, in which boxes, and on which other ranks.
+
+A rank's part of a parameter is placed (`place`), cut by FSDP2 (a DTensor), or both; a pipeline stage holds only some of the
+tensors. `locate_tensors` reads all of that and gives one `LocalTensor` for each tensor. Checkpoints, a start on the meta
+device, and the proof packages work with these alone, and so know nothing of modes.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colonnade.checkpoint.agreement import agreed
-from colonnade.checkpoint.manifest import Box, boxes_in_order, moved, places_of, whole_box
-from colonnade.comm.messages import gather_from_all
+from colonnade.comm.messages import agree, gather_from_all
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.errors import CheckpointError, listed
+from colonnade.errors import CheckpointError, as_checkpoint_errors, listed
+from colonnade.parallel.boxes import Box, boxes_in_order, moved, places_of, whole_box
 from colonnade.parallel.demand import holding
 from colonnade.parallel.dtensor import effective_placement, local_part
 from colonnade.parallel.flat import packed_runs, part_indices
@@ -22,18 +26,21 @@ from colonnade.parallel.placement import Placement, is_dtensor, logical_shape, p
 
 EXTRA_STATE = "_extra_state"
 PREFIX = "_colonnade_prefix"
-"""Attribute of a pipeline stage: how names begin in the whole model that the stage itself does not begin so."""
-Sizes = Mapping[str, Mapping[str, Sequence[int]]]
-"""What a rank says of its uneven tensors: label -> dimension -> (index of its part, size of its part)."""
+"""Attribute of a pipeline stage: the beginning of its names in the whole model, which its own names lack."""
+PartSizes = Mapping[str, Mapping[str, Sequence[int]]]
+"""The uneven tensors of a rank: label -> dimension -> (index of its part, size of its part)."""
 
 
 @dataclass(frozen=True, eq=False)
 class LocalTensor:
-    """One tensor of this rank's model, under all the names it has here, and where its elements lie in a whole of `shape`.
+    """A tensor of this rank's model, and where its elements lie in a whole of `shape`. Made by `locate_tensors`.
 
-    `label` is the same on all ranks that hold some of it. `holders` hold the same elements, `sharers` any of
-    the whole. `parts` says for each split dimension: (index of this part, number of parts); `by_hand` the same of what
-    was placed, without what FSDP has cut inside that. `places` are boxes of the whole, each with the box of this rank's elements that is there: one, or as many as a packed weight has sections.
+    - `label`: one name for it, the same on all ranks that hold some of it. `names`: all names that it has here.
+    - `holders`: the ranks that hold the same elements. `sharers`: the ranks that hold any of the whole.
+    - `parts`: for each dimension that is split, (index of this part, number of parts). `by_hand`: the same for the placement
+      alone, without the cuts that FSDP makes inside it.
+    - `places`: boxes of the whole, each with the box of this rank's elements that lies there: one box, or as many as a
+      packed weight has sections.
     """
 
     label: str
@@ -53,7 +60,7 @@ class LocalTensor:
         return local_part(self.tensor).detach()
 
     def pieces(self, values: Tensor) -> Iterator[tuple[Box, Tensor]]:
-        """Of a tensor that lies as the local part does: each box of the whole, and the view of what is there."""
+        """The boxes of the whole with views of `values`, which lie as the local part does."""
         everything = whole_box(values.shape)
         for box, here in self.places:
             yield box, values[here.slices_in(everything)]
@@ -64,29 +71,31 @@ class LocalTensor:
         return bool(self.by_hand) and placement_of(self.tensor).shape is not None
 
 
-def prefix_of(model: nn.Module) -> str:
-    """What the names of a rank's part lack of those in the whole model: a stage is cut out of what a wrapper of peft holds."""
-    stage = next(iter(model), model) if isinstance(model, nn.ModuleList) else model
-    return str(getattr(stage, PREFIX, ""))
-
-
 def locate_tensors(
     model: nn.Module, context: ParallelContext, doing: str, own_names: bool = False
 ) -> list[LocalTensor]:
     """Every parameter and persistent buffer of this rank's model, once. Collective over the world.
 
-    Names are those in the whole model, the same under every layout; with `own_names` those of this rank's model.
-    Sizes of uneven parts are known only to the ranks that hold them, so the ranks tell each other.
+    Names are those in the whole model, the same under every layout; with `own_names` those of this rank's model. An error on
+    one rank is a CheckpointError on all of them that says what was being done (`doing`).
     """
-    with agreed(context, doing):
+
+    with agree(context), as_checkpoint_errors(doing):
         found = _tensors_of(model, context, "" if own_names else prefix_of(model))
+    # The sizes of uneven parts are known only to the ranks that hold them, and a part begins where those before it end.
     everyone = gather_from_all(_uneven_sizes(found), context)
-    with agreed(context, doing):
+    with agree(context), as_checkpoint_errors(doing):
         return [_located(tensor, everyone, context) for tensor in found]
 
 
+def prefix_of(model: nn.Module) -> str:
+    """The beginning of names in the whole model that this rank's part lacks: a stage is cut out of a wrapper of peft."""
+    stage = next(iter(model), model) if isinstance(model, nn.ModuleList) else model
+    return str(getattr(stage, PREFIX, ""))
+
+
 def extra_states(model: nn.Module) -> dict[str, Any]:
-    """What modules add to the model's state by `get_extra_state`, by key."""
+    """The values that modules add to the model's state by `get_extra_state`, by key."""
     return {f"{prefix_of(model)}{key}": value for key, value in model.state_dict().items() if _is_extra_state(key)}
 
 
@@ -97,8 +106,9 @@ def memory_order(local: Tensor) -> tuple[int, ...]:
 
 
 def boxes_in_memory(tensor: LocalTensor, start: int, stop: int, values: Tensor) -> Iterator[tuple[Box, Tensor]]:
-    """Where elements [start, stop) of a tensor, as they lie in memory, lie in its whole, with the view of `values`
-    (1-d) of each box.
+    """The boxes of the whole that elements [start, stop) of a tensor, counted as they lie in memory, fill.
+
+    Each comes with its view of `values`, which are these elements in a row.
     """
     order, done = memory_order(tensor.local), 0
     for filled in boxes_in_order(start, stop, whole_box(tensor.local.shape), order):
@@ -111,7 +121,7 @@ def boxes_in_memory(tensor: LocalTensor, start: int, stop: int, values: Tensor) 
 
 
 def _tensors_of(model: nn.Module, context: ParallelContext, prefix: str) -> list[LocalTensor]:
-    """The tensors as this rank alone sees them: each as if its own part were the whole."""
+    """The tensors as this rank alone sees them: the shape and the place of each are those of its own part."""
     named: dict[int, tuple[Tensor, list[str]]] = {}
     for key, value in model.state_dict(keep_vars=True).items():
         if not _is_extra_state(key):
@@ -137,6 +147,7 @@ def _is_extra_state(key: str) -> bool:
 def _alone(names: tuple[str, ...], tensor: Tensor, context: ParallelContext) -> LocalTensor:
     layout, rank = context.layout, context.get_global_rank()
     placement = effective_placement(tensor, layout, rank)
+    # Tied weights have other names on other stages; the key of the tie is their common label.
     tied = placement.tied
     anywhere = Placement({ParallelMode.PIPELINE: tied} if tied is not None else {})
     box = whole_box(local_part(tensor).shape)
@@ -154,7 +165,7 @@ def _alone(names: tuple[str, ...], tensor: Tensor, context: ParallelContext) -> 
     )
 
 
-def _uneven_sizes(tensors: Iterable[LocalTensor]) -> Sizes:
+def _uneven_sizes(tensors: Iterable[LocalTensor]) -> PartSizes:
     return {
         tensor.label: {str(dim): [at, tensor.tensor.shape[dim]] for dim, (at, _) in tensor.by_hand.items()}
         for tensor in tensors
@@ -162,12 +173,13 @@ def _uneven_sizes(tensors: Iterable[LocalTensor]) -> Sizes:
     }
 
 
-def _located(found: LocalTensor, everyone: Sequence[Sizes], context: ParallelContext) -> LocalTensor:
-    """With its place in the whole. A DTensor's is from its mesh, inside the part that was cut by hand if one was."""
+def _located(found: LocalTensor, everyone: Sequence[PartSizes], context: ParallelContext) -> LocalTensor:
+    """The tensor with its place in the whole."""
     layout, rank, tensor = context.layout, context.get_global_rank(), found.tensor
     by_hand = placement_of(tensor)
     sizes = {mode: len(layout.group_of(mode, rank)) for mode in by_hand.shards}
     shape = logical_shape(tensor, by_hand, sizes)
+    # FSDP cuts inside the part that was placed: its offset in the mesh is added to that of the part.
     offset = offset_in_dtensor(tensor) if is_dtensor(tensor) else [0] * tensor.dim()
     packed = packed_runs(layout, by_hand, rank)
     for dim, (at, _) in found.by_hand.items():
@@ -182,7 +194,10 @@ def _located(found: LocalTensor, everyone: Sequence[Sizes], context: ParallelCon
 
 
 def _in_sections(place: tuple[Box, Box], dim: int, runs: Sequence[tuple[int, int]]) -> list[tuple[Box, Box]]:
-    """A place that begins so far into this rank's part of all sections along `dim`, as a place in each of them."""
+    """The places in the sections of a packed weight along `dim`.
+
+    `place` counts as if this rank's parts of all sections, `runs` of the whole, followed each other.
+    """
     box, here = place
     found, before = [], 0
     for start, length in runs:
@@ -205,14 +220,15 @@ def _along(box: Box, dim: int, start: int, length: int) -> Box:
     return Box((*box.offset[:dim], start, *box.offset[dim + 1 :]), (*box.shape[:dim], length, *box.shape[dim + 1 :]))
 
 
-def _uneven_offset(found: LocalTensor, dim: int, whole: int, everyone: Sequence[Sizes]) -> int:
+def _uneven_offset(found: LocalTensor, dim: int, whole: int, everyone: Sequence[PartSizes]) -> int:
+    """The offset of this rank's part along a dimension of `whole` elements: the parts before it, added up."""
     index, count = found.by_hand[dim]
-    told: dict[int, set[int]] = {at: set() for at in range(count)}
+    by_part: dict[int, set[int]] = {at: set() for at in range(count)}
     for sizes in everyone:
         if found.label in sizes:
             at, size = sizes[found.label][str(dim)]
-            told[at].add(size)
-    widths = [sizes.pop() if len(sizes) == 1 else None for sizes in told.values()]
+            by_part[at].add(size)
+    widths = [sizes.pop() if len(sizes) == 1 else None for sizes in by_part.values()]
     known = [width for width in widths if width is not None]
     if len(known) != count or sum(known) != whole:
         raise CheckpointError(
@@ -224,7 +240,7 @@ def _uneven_offset(found: LocalTensor, dim: int, whole: int, everyone: Sequence[
 
 
 def offset_in_dtensor(tensor: Any) -> list[int]:
-    """Where this rank's part of a DTensor begins."""
+    """The offset of this rank's part of a DTensor in its whole."""
     # Imported here: it costs those who have no DTensors two seconds.
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colonnade.checkpoint.manifest import (
+from colonnade.parallel.boxes import (
     Box,
     boxes_in_order,
     boxes_of_range,

@@ -1,0 +1,172 @@
+"""Folders of weights as transformers keeps them: which files there are, reading their tensors, writing and replacing them.
+
+A folder has `model.safetensors`, or several files and an index that says which tensor is in which. `tensors_in` gives the
+tensors without reading their elements; `write_folder` and `publish_folder` make a folder by way of a staged one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from colonnade.checkpoint.storage import fault_point, place_folder, sync
+from colonnade.checkpoint.tensor_files import FileEntry, StoredTensor, stored_tensors, write_tensors
+from colonnade.errors import CheckpointError
+from colonnade.parallel.boxes import Box, whole_box
+
+INDEX = "model.safetensors.index.json"
+LARGEST = 5 * 10**9
+"""Bytes of a file where nobody says otherwise."""
+_ONE_FILE = "model.safetensors"
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+
+
+@dataclass(frozen=True)
+class UnpickledTensor:
+    """A tensor of a pickled file that is trusted; its bytes are read when they are asked for."""
+
+    file: Path
+    key: str
+    value: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.value.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.value.shape)
+
+    def __str__(self) -> str:
+        return f"{self.key} in {self.file.name}"
+
+    def read(self, box: Box | None = None) -> Tensor:
+        """As `StoredTensor.read`."""
+        return self.value[(whole_box(self.shape) if box is None else box).slices_in(whole_box(self.shape))].clone()
+
+    def read_into(self, target: Tensor, box: Box) -> None:
+        """As `StoredTensor.read_into`."""
+        with torch.no_grad():
+            target.copy_(self.value[box.slices_in(whole_box(self.shape))])
+
+
+AnyTensor = StoredTensor | UnpickledTensor
+
+
+def tensors_in(path: Path, trust: bool = False) -> dict[str, AnyTensor]:
+    """All tensors of a safetensors file, or of a folder as transformers writes it, by name; nothing of them is read.
+
+    Pickled files (pytorch_model.bin) are read only where they are trusted, and then by torch's restricted unpickler.
+    """
+    if path.is_file():
+        files = [path]
+    elif path.is_dir():
+        # Whole safetensors first: a folder may have several kinds, and pickles are the last resort.
+        kinds = ("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
+        found = next((path / kind for kind in kinds if (path / kind).is_file()), None)
+        if found is None:
+            others = sorted(path.glob("*.safetensors"))
+            if len(others) != 1:
+                raise CheckpointError(
+                    f"{path} has no weights: neither model.safetensors nor {INDEX} is there{_interrupted(path)}",
+                    code="C081",
+                )
+            (found,) = others
+        files = _indexed(found) if found.suffix == ".json" else [found]
+    else:
+        raise CheckpointError(
+            f"{path} is neither a folder nor a file. Weights are read from disk: download those of a hub first, with "
+            f"`hf download <name> --local-dir <folder>`",
+            code="C081",
+        )
+    tensors: dict[str, AnyTensor] = {}
+    for file in files:
+        tensors |= stored_tensors(file) if file.suffix == ".safetensors" else _unpickled(file, trust)
+    return tensors
+
+
+def _interrupted(path: Path) -> str:
+    """The end of a message about missing weights: a save was killed while it replaced them, if one was."""
+    asides = sorted(path.glob(".old-*"))
+    return (
+        f". They were being replaced when a save was killed: save again, or move back what is in {asides[0]}"
+        if asides
+        else ""
+    )
+
+
+def _indexed(index: Path) -> list[Path]:
+    """The files that an index names, which must lie beside it."""
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{index} is no index of weights: {error}", code="C081") from error
+    # An index must not lead out of its folder.
+    for name in names:
+        if Path(name).name != name or not (index.parent / name).is_file():
+            raise CheckpointError(
+                f"{index} names {name!r}, which is no file beside it; copy the whole folder again", code="C081"
+            )
+    return [index.parent / name for name in names]
+
+
+def _unpickled(file: Path, trust: bool) -> dict[str, AnyTensor]:
+    if not trust:
+        raise CheckpointError(
+            f"{file} is a pickle, which may run code when it is read. Convert it to safetensors (load and save it with "
+            f"transformers, once, where you trust it), or pass trust=True: then torch's weights_only loader reads it",
+            code="C086",
+        )
+    content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    return {key: UnpickledTensor(file, key, value) for key, value in content.items() if isinstance(value, Tensor)}
+
+
+def files_of(sizes: Iterable[tuple[str, int]], limit: int) -> dict[str, list[str]]:
+    """The names of the files, and the keys of each: in order, a new file where a tensor no longer fits."""
+    keys: list[str] = []
+    files, taken = [keys], 0
+    for key, size in sizes:
+        if keys and taken + size > limit:
+            keys, taken = [], 0
+            files.append(keys)
+        keys.append(key)
+        taken += size
+    if keys is files[0]:
+        return {_ONE_FILE: keys}
+    return {f"model-{at:05d}-of-{len(files):05d}.safetensors": keys for at, keys in enumerate(files, 1)}
+
+
+def publish_folder(staged: Path, target: Path, files: Mapping[str, Sequence[str]], total: int) -> None:
+    """Write the index of the files, see all on disk, and put the folder in its place; no older weights stay in it."""
+    if len(files) > 1:
+        weight_map = {key: name for name, keys in files.items() for key in keys}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        (staged / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    for file in staged.iterdir():
+        sync(file)
+    fault_point("files written")
+    place_folder(staged, target, lambda name: _WEIGHTS.fullmatch(name) is not None, (INDEX, _ONE_FILE))
+
+
+def write_folder(entries: Sequence[FileEntry], staged: Path, target: Path, config: Path | None) -> None:
+    """Write a folder of these tensors, by way of `staged`, with the files of the folder `config` that are no weights."""
+    files = files_of(((entry.key, entry.size) for entry in entries), LARGEST)
+    by_key = {entry.key: entry for entry in entries}
+    staged.mkdir()
+    for name, keys in files.items():
+        write_tensors(staged / name, [by_key[key] for key in keys])
+    for file in sorted(config.iterdir()) if config is not None else ():
+        if (
+            file.is_file()
+            and file.suffix in (".json", ".txt", ".model", ".jinja")
+            and not _WEIGHTS.fullmatch(file.name)
+        ):
+            shutil.copy2(file, staged / file.name)
+    publish_folder(staged, target, files, sum(entry.size for entry in entries))
