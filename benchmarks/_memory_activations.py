@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from _measure import has_device, interleaved
 
+from colonnade.config.settings import ActivationSettings
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.engine.activations import ActivationSettings, release_blocks
+from colonnade.engine.activations import apply_activations, release_blocks
 from colonnade.models import GPT
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -37,7 +38,7 @@ def main() -> None:
     peaks: dict[str, int] = {}
 
     def one(name: str) -> None:
-        ActivationSettings.read(SETTINGS[name]).apply(model, [model])
+        apply_activations(model, ActivationSettings.read(SETTINGS[name]), [model])
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

@@ -15,7 +15,7 @@ from typing import Any
 
 MOVED = {
     "colonnade.context.build": "colonnade.context.layout_builder",
-    "colonnade.config.keys": "colonnade.config.schema",
+    "colonnade.config.keys": "colonnade.config.settings",
     "colonnade.optim.grad_clip": "colonnade.optim.clip",
     "colonnade.planner": "colonnade.proof.planner",
     "colonnade.planner.clock": "colonnade.proof.planner.hardware",

@@ -24,9 +24,7 @@ engine.build.initialize: verbose=True
 engine.engine.Engine.train: mode=True
 engine.engine.Engine.memory: reset=False
 gradients.ledger.LedgerRow: waived=False
-engine.precision.Float8: recipe='tensorwise' emulate=False
 engine.precision.Precision: master_weights=True
-engine.precision.LossScaler: init_scale=65536.0 growth_factor=2.0 backoff_factor=0.5 growth_interval=2000 dynamic_grad_scale=True
 engine.schedule.base.BaseSchedule.forward_back_step: forward_only=False return_loss=True return_output_label=True
 engine.schedule.pipeline.NonPipelineSchedule.forward_back_step: forward_only=False return_loss=True return_output_label=True
 engine.schedule.pipeline.PipelineSchedule.forward_back_step: forward_only=False return_loss=True return_output_label=True
@@ -36,8 +34,7 @@ engine.schedule.executor.Executor.run: forward_only=False with_loss=True keep_ou
 engine.schedule.loss.LossForm: allow_counts=True implicit=True
 engine.schedule.loss.split_loss: implicit=True
 engine.schedule.pipeline.PipelineSchedule: loss_everywhere=True
-engine.activations.ActivationSettings: mode='none' every=1 offload=False
-engine.activations.ActivationSettings.apply: complete=True
+engine.activations.apply_activations: complete=True
 nn.layer.arrangement.Arrangement: sequence_split=False
 nn.layer.modes.OneD: sequence_split=False
 nn.layer.modes.TwoD: sequence_split=False
@@ -81,7 +78,6 @@ optim.clip_history.AdaGC: factor=1.05 beta=0.98 warmup=100 max_norm=1.0
 optim.clip_history.PercentileClip: percentile=10.0 window=1000
 optim.clip_history.SkipOnSpike: sigmas=6.0 window=128 bound=inf max_norm=inf
 optim.clip_history.ZClip: z_max=2.5 alpha=0.97 warmup=25 max_norm=inf
-optim.clip.ClipGroup: max_norm=None counted=True clipped=True
 optim.clip.ClipPolicy: group_of=(0,) nonfinite='skip'
 optim.norm.Meter: p=2.0 slots=1 once=False
 optim.norm.powsums: p=2.0 slots=1
@@ -93,7 +89,6 @@ optim.zero.fsdp_checks.Event: parts=0
 optim.zero.fsdp_checks.WatchedGather.__call__: async_op=False
 optim.zero.fsdp_checks.WatchedReduce.__call__: async_op=False
 optim.zero.zero_optimizer.ZeroOptimizer.zero_grad: set_to_none=True
-optim.zero.formula.ZeroSettings: stage=0 reduce_scatter=True offload=False gather_ahead=False prefetch=0 master_weights=True reshard=True
 parallel.collectives.all_gather: dim=0
 parallel.collectives.reduce_scatter: dim=0
 parallel.collectives.gather: dim=-1
@@ -108,7 +103,6 @@ parallel.split.call_layer: one_value=False
 parallel.split.Chunks.load_state_dict: strict=True assign=False
 parallel.split.Chunks.named_modules: prefix='' remove_duplicate=True
 parallel.split.Chunks.state_dict: prefix='' keep_vars=False
-gradients.sums.SyncOptions: overlap='auto' fixed_order=False shared_memory='auto'
 gradients.sums.Sharding: keep_whole=True every_pass=False wide=False give_back=False
 gradients.sums.Sum: between_stages=False
 trainer.records.is_first_with_data: pipeline=False

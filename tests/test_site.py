@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from colonnade.cli.app import COMMANDS
-from colonnade.config.schema import all_keys
+from colonnade.config.settings import all_keys
 from colonnade.engine.schedule.orders import make_table
 from colonnade.engine.schedule.simulate import simulate
 from colonnade.proof.ratio import factors, fitting

@@ -27,7 +27,7 @@ def config(
 
 
 def _list_keys(find: str, as_json: bool) -> None:
-    from colonnade.config.schema import all_keys
+    from colonnade.config.settings import all_keys
 
     found = [key for key in all_keys() if find.lower() in " ".join((key.path, key.means, key.allows)).lower()]
     if as_json:
@@ -48,7 +48,7 @@ def _list_keys(find: str, as_json: bool) -> None:
 
 def _check(file: Path, as_json: bool) -> None:
     from colonnade.config import load_config
-    from colonnade.config.schema import KEYS
+    from colonnade.config.settings import KEYS
 
     loaded = load_config(file)
     ours, yours = [key for key in loaded if key in KEYS], [key for key in loaded if key not in KEYS]

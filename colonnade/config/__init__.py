@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from colonnade.config.config import Config, load_config
-from colonnade.config.schema import AxisSpec, ParallelSizes, least_world, parallel_sizes
+from colonnade.config.settings import AxisSpec, ParallelSizes, least_world, parallel_sizes
 
 __all__ = ["AxisSpec", "Config", "ParallelSizes", "least_world", "load_config", "parallel_sizes"]

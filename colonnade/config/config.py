@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from pprint import pformat
 from typing import Any, NoReturn, TypeVar
 
+from colonnade.config.fields import ANYTHING, Rule, keys_of
 from colonnade.config.files import read_file
 from colonnade.config.problems import ALIASES, ConfigSource, shortened
-from colonnade.config.rules import ANYTHING, Rule, differing
-from colonnade.config.schema import KEYS, require_valid
+from colonnade.config.settings import KEYS, require_valid
 from colonnade.errors import ConfigError, did_you_mean, listed
 
 Self = TypeVar("Self", bound="Config")
@@ -225,9 +226,7 @@ def _restored(kind: type[Config], values: dict[str, Any], is_frozen: bool) -> Co
     return config.freeze() if is_frozen else config
 
 
-# --------------------------------------------------------------------------------------------------
-# A config as texts by key: what must be the same on all ranks, in a form that ranks can compare.
-# --------------------------------------------------------------------------------------------------
+# --- A config as texts by key: what must be the same on all ranks, in a form that ranks can compare ---
 
 
 def compared_texts(config: Mapping[str, Any]) -> dict[str, str]:
@@ -248,8 +247,8 @@ def text_of(value: Any) -> str:
 
 def _texts(rule: Rule, path: str, value: Any) -> Iterator[tuple[str, str]]:
     if isinstance(value, dict) and rule.section is not None:
-        others = rule.section.others or (differing(ANYTHING) if rule.may_differ else ANYTHING)
+        known, others = keys_of(rule.section), rule.section.others or replace(ANYTHING, may_differ=rule.may_differ)
         for key in sorted(value, key=str):
-            yield from _texts(rule.section.keys.get(key, others), f"{path}.{key}", value[key])
+            yield from _texts(known.get(key, others), f"{path}.{key}", value[key])
     elif value is not None and not rule.may_differ:
         yield path, text_of(value)

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from colonnade.config.problems import ConfigSource, file_error
-from colonnade.config.schema import KEYS
+from colonnade.config.settings import KEYS
 from colonnade.errors import ConfigError, listed
 from colonnade.paths import local_path
 

@@ -102,13 +102,10 @@ def shortened(value: object) -> str:
     return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
 
 
-# --------------------------------------------------------------------------------------------------
-# Which key of ours was meant: names that are nearly ours, and other frameworks' words for ours, as data.
+# --- Which key of ours was meant: names that are nearly ours, and other frameworks' words for ours, as data ---
 #
 # Each is an error that names our key: a clipping value under a name that nobody reads trains without clipping
 # and says nothing.
-# --------------------------------------------------------------------------------------------------
-
 
 # Real names within one edit of a key of ours: a user who writes one of these means it.
 _ORDINARY_WORDS = (

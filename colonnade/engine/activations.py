@@ -1,4 +1,8 @@
-"""Activations by config: blocks that compute theirs again in backward, wholly or but for chosen ops, or keep them on the host."""
+"""Activations by config: blocks that compute theirs again in backward, wholly or but for chosen ops, or keep them on the host.
+
+`apply_activations` finds the blocks and gives each a `_Runs`; `torch.utils.checkpoint` does the rest. Keeping on the host is the
+last section.
+"""
 
 from __future__ import annotations
 
@@ -16,102 +20,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from colonnade.comm.torch_versions import is_traced
+from colonnade.config.settings import ActivationSettings
 from colonnade.errors import ConfigError, did_you_mean, listed
 from colonnade.logging import get_dist_logger
 from colonnade.parallel.forward import override_forward, restore_forward
-
-# --------------------------------------------------------------------------------------------------
-# What autograd keeps for backward, in the host's memory: copied out while forward goes on, back a block ahead of backward.
-# --------------------------------------------------------------------------------------------------
-
-
-_SMALLEST = 1 << 16
-"""Bytes below which a tensor stays: a copy of it would take longer than it is worth."""
-
-_streams: dict[torch.device, torch.cuda.Stream] = {}
-"""Beside the work of a device: what copies out and, after that, back."""
-_last: dict[torch.device, weakref.ref[_BlockCall]] = {}
-"""The block that ran last: backward comes to it before the next one."""
-
-
-def kept_on_host(parameters: Iterable[nn.Parameter]) -> saved_tensors_hooks:
-    """Inside, what autograd keeps on a GPU goes to pinned memory of the host, but for these parameters and small tensors."""
-    block = _BlockCall({parameter.untyped_storage().data_ptr() for parameter in parameters})
-    return saved_tensors_hooks(block.pack, _unpack)
-
-
-@dataclass
-class _Kept:
-    """One tensor on the host, and while it is on its way back, on the device."""
-
-    block: _BlockCall
-    host: Tensor
-    device: torch.device
-    back: Tensor | None = None
-
-    def fetch(self) -> Tensor:
-        with torch.cuda.stream(_stream(self.device)):
-            return self.host.to(self.device, non_blocking=True)
-
-
-class _BlockCall:
-    """What one call of a block keeps."""
-
-    def __init__(self, parameters: set[int]) -> None:
-        self._parameters = parameters
-        self._kept: list[weakref.ref[_Kept]] = []
-        self._before: weakref.ref[_BlockCall] | None = None
-        self._arrived: torch.cuda.Event | None = None
-
-    def pack(self, tensor: Tensor) -> Tensor | _Kept:
-        if not tensor.is_cuda or tensor.nbytes < _SMALLEST or tensor.untyped_storage().data_ptr() in self._parameters:
-            return tensor
-        if not self._kept:
-            self._before, _last[tensor.device] = _last.get(tensor.device), weakref.ref(self)
-        stream = _stream(tensor.device)
-        # In its own order of elements, which compiled code insists on.
-        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        stream.wait_stream(torch.cuda.current_stream(tensor.device))
-        with torch.cuda.stream(stream):
-            host.copy_(tensor.detach(), non_blocking=True)
-        tensor.record_stream(stream)
-        kept = _Kept(self, host, tensor.device)
-        self._kept.append(weakref.ref(kept))
-        return kept
-
-    def fetch(self, device: torch.device) -> torch.cuda.Event:
-        """Have everything on its way back; the event is when it has arrived."""
-        if self._arrived is None:
-            for kept in filter(None, (each() for each in self._kept)):
-                kept.back = kept.fetch()
-            self._arrived = _stream(device).record_event()
-        return self._arrived
-
-    def fetch_before(self, device: torch.device) -> None:
-        before = self._before() if self._before is not None else None
-        if before is not None:
-            before.fetch(device)
-
-
-def _unpack(kept: Tensor | _Kept) -> Tensor:
-    if isinstance(kept, Tensor):
-        return kept
-    current = torch.cuda.current_stream(kept.device)
-    current.wait_event(kept.block.fetch(kept.device))
-    tensor, kept.back = kept.back, None
-    if tensor is None:  # a second backward pass over the same graph
-        tensor = kept.fetch()
-        current.wait_stream(_stream(kept.device))
-    tensor.record_stream(current)
-    kept.block.fetch_before(kept.device)
-    return tensor
-
-
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    return _streams[device]
-
 
 _PRODUCTS = (
     "mm addmm bmm baddbmm _scaled_mm _grouped_mm _scaled_grouped_mm convolution _scaled_dot_product_flash_attention "
@@ -121,78 +33,50 @@ _PRODUCTS = (
 """What selective checkpointing keeps: matrix products and attention. The rest is cheap to compute again."""
 
 
-@dataclass(frozen=True)
-class ActivationSettings:
-    """The `activation_checkpoint` key of a config, read.
+def apply_activations(
+    model: nn.Module, settings: ActivationSettings, whole: Sequence[nn.Module], complete: bool = True
+) -> None:
+    """Have the blocks of `model` run as the settings say, in place; `release_blocks` undoes it.
 
-    `mode`: "full" keeps a block's inputs alone, "selective" the results of the ops of `keep` too, "none" everything. `every`: of the
-    blocks one after another, every n-th one. `blocks`: their names, as patterns, or their classes. `offload`: what is kept
-    lies in the host's memory until backward.
+    `whole`: the modules that `model` is a part of, itself or all pipeline stages, by which blocks are known. Unless they are
+    `complete`, a model without blocks is only warned of: another stage may have them.
     """
+    release_blocks(model)  # of an engine that was not closed
+    if settings.mode == "none" and not settings.offload:
+        return
+    ops = frozenset(_ops(settings.keep) if settings.mode == "selective" else ())
+    classes = None if settings.blocks else _repeated(whole, 2 if complete else 1)
+    known = any(True for part in whole for _ in _blocks(part, settings.blocks, classes))
+    if not known and complete:
+        raise ConfigError(_nothing_found(settings.blocks, whole), code="C003")
+    found = list(_blocks(model, settings.blocks, classes))
+    for at, block in enumerate(found):
+        runs = _Runs(settings.mode, settings.offload, ops) if at % settings.every == 0 else None
+        block._colonnade_runs = runs  # type: ignore[assignment]
+        # Blocks of one class stay of one class: others tell a list of blocks by that.
+        override_forward(block, _run_block, mark="activations", share_class=True)
+    if found:
+        where = f"{len(found[:: settings.every])} of {len(found)} blocks"
+        kinds = listed(sorted({type(block).__name__ for block in found}))
+        offloaded = ", what they keep on the host" if settings.offload else ""
+        get_dist_logger().info(f"activation_checkpoint: mode {settings.mode!r}, {where} ({kinds}){offloaded}")
+    elif not complete:
+        get_dist_logger().warning(f"{_nothing_found(settings.blocks, whole)} (in the stage of this rank)")
 
-    mode: str = "none"
-    every: int = 1
-    blocks: tuple[str, ...] = ()
-    keep: tuple[str, ...] = ()
-    offload: bool = False
 
-    @classmethod
-    def read(cls, given: Any) -> ActivationSettings:
-        """From the value of the key: nothing, a mode (True is "full"), or a dict."""
-        if not isinstance(given, dict):
-            return cls(mode={True: "full", False: "none", None: "none"}.get(given, given))
-        values = {"mode": "none" if given.get("offload") else "full"}
-        values |= {key: value for key, value in given.items() if value is not None}
-        for key in ("blocks", "keep"):
-            named: Any = values.get(key, ())
-            values[key] = (named,) if isinstance(named, str) else tuple(named)  # type: ignore[assignment]
-        settings = cls(**values)  # type: ignore[arg-type]
-        if settings.keep and settings.mode != "selective":
-            raise ConfigError(
-                f"activation_checkpoint.keep is for mode='selective', not for mode={settings.mode!r}", code="C003"
-            )
-        return settings
-
-    def apply(self, model: nn.Module, whole: Sequence[nn.Module], complete: bool = True) -> None:
-        """Have the blocks of `model` run so, in place; `release_blocks` undoes it.
-
-        `whole`: the modules that `model` is a part of, itself or all pipeline stages, by which blocks are known. Unless they are
-        `complete`, a model without blocks is only warned of: another stage may have them.
-        """
-        release_blocks(model)  # of an engine that was not closed
-        if self.mode == "none" and not self.offload:
-            return
-        ops = frozenset(_ops(self.keep) if self.mode == "selective" else ())
-        classes = None if self.blocks else _repeated(whole, 2 if complete else 1)
-        known = any(True for part in whole for _ in self._found(part, classes))
-        if not known and complete:
-            raise ConfigError(_nothing_found(self.blocks, whole), code="C003")
-        found = list(self._found(model, classes))
-        for at, block in enumerate(found):
-            runs = _Runs(self.mode, self.offload, ops) if at % self.every == 0 else None
-            block._colonnade_runs = runs  # type: ignore[assignment]
-            override_forward(block, _run_block, mark="activations", share_class=True)
-        where = f"{len(found[:: self.every])} of {len(found)} blocks"
-        if found:
-            kinds = listed(sorted({type(block).__name__ for block in found}))
-            offloaded = ", what they keep on the host" if self.offload else ""
-            get_dist_logger().info(f"activation_checkpoint: mode {self.mode!r}, {where} ({kinds}){offloaded}")
-        elif not complete:
-            get_dist_logger().warning(f"{_nothing_found(self.blocks, whole)} (in the stage of this rank)")
-
-    def _found(self, model: nn.Module, classes: set[type] | None) -> Iterator[nn.Module]:
-        """The blocks of a model, none of them inside another."""
-        inside = ""
-        for name, module in model.named_modules():
-            if inside and name.startswith(inside):
-                continue
-            if classes is not None:
-                chosen = type(module) in classes and _is_block(name, module)
-            else:
-                chosen = any(fnmatchcase(name, each) or type(module).__name__ == each for each in self.blocks)
-            if chosen and name:
-                inside = f"{name}."
-                yield module
+def _blocks(model: nn.Module, named: Sequence[str], classes: set[type] | None) -> Iterator[nn.Module]:
+    """The blocks of a model, none of them inside another: of these classes, or else those named."""
+    inside = ""
+    for name, module in model.named_modules():
+        if inside and name.startswith(inside):
+            continue
+        if classes is not None:
+            chosen = type(module) in classes and _is_block(name, module)
+        else:
+            chosen = any(fnmatchcase(name, each) or type(module).__name__ == each for each in named)
+        if chosen and name:
+            inside = f"{name}."
+            yield module
 
 
 def release_blocks(model: nn.Module) -> None:
@@ -333,3 +217,93 @@ def _ops(names: Sequence[str]) -> list[Any]:
                 code="C003",
             )
     return found
+
+
+# --- Offload: tensors that autograd keeps go to the host while forward goes on, and come back a block ahead of backward ---
+
+_SMALLEST = 1 << 16
+"""Bytes below which a tensor stays: a copy of it would take longer than it is worth."""
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+"""Beside the work of a device: what copies out and, after that, back."""
+_last: dict[torch.device, weakref.ref[_BlockCall]] = {}
+"""The block that ran last: backward comes to it before the next one."""
+
+
+def kept_on_host(parameters: Iterable[nn.Parameter]) -> saved_tensors_hooks:
+    """Inside, what autograd keeps on a GPU goes to pinned memory of the host, but for these parameters and small tensors."""
+    block = _BlockCall({parameter.untyped_storage().data_ptr() for parameter in parameters})
+    return saved_tensors_hooks(block.pack, _unpack)
+
+
+@dataclass
+class _Kept:
+    """One tensor on the host, and while it is on its way back, on the device."""
+
+    block: _BlockCall
+    host: Tensor
+    device: torch.device
+    back: Tensor | None = None
+
+    def fetch(self) -> Tensor:
+        with torch.cuda.stream(_stream(self.device)):
+            return self.host.to(self.device, non_blocking=True)
+
+
+class _BlockCall:
+    """What one call of a block keeps."""
+
+    def __init__(self, parameters: set[int]) -> None:
+        self._parameters = parameters
+        self._kept: list[weakref.ref[_Kept]] = []
+        self._before: weakref.ref[_BlockCall] | None = None
+        self._arrived: torch.cuda.Event | None = None
+
+    def pack(self, tensor: Tensor) -> Tensor | _Kept:
+        if not tensor.is_cuda or tensor.nbytes < _SMALLEST or tensor.untyped_storage().data_ptr() in self._parameters:
+            return tensor
+        if not self._kept:
+            self._before, _last[tensor.device] = _last.get(tensor.device), weakref.ref(self)
+        stream = _stream(tensor.device)
+        # In its own order of elements, which compiled code insists on.
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(stream):
+            host.copy_(tensor.detach(), non_blocking=True)
+        tensor.record_stream(stream)
+        kept = _Kept(self, host, tensor.device)
+        self._kept.append(weakref.ref(kept))
+        return kept
+
+    def fetch(self, device: torch.device) -> torch.cuda.Event:
+        """Have everything on its way back; the event is when it has arrived."""
+        if self._arrived is None:
+            for kept in filter(None, (each() for each in self._kept)):
+                kept.back = kept.fetch()
+            self._arrived = _stream(device).record_event()
+        return self._arrived
+
+    def fetch_before(self, device: torch.device) -> None:
+        before = self._before() if self._before is not None else None
+        if before is not None:
+            before.fetch(device)
+
+
+def _unpack(kept: Tensor | _Kept) -> Tensor:
+    if isinstance(kept, Tensor):
+        return kept
+    current = torch.cuda.current_stream(kept.device)
+    current.wait_event(kept.block.fetch(kept.device))
+    tensor, kept.back = kept.back, None
+    if tensor is None:  # a second backward pass over the same graph
+        tensor = kept.fetch()
+        current.wait_stream(_stream(kept.device))
+    tensor.record_stream(current)
+    kept.block.fetch_before(kept.device)
+    return tensor
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    return _streams[device]

@@ -15,6 +15,10 @@ from torch import Tensor, nn
 from colonnade.comm.messages import Alike, agreed_errors, gather_json
 from colonnade.config import Config
 from colonnade.config.config import text_of
+from colonnade.config.settings import (
+    ClipSettings,
+    ZeroSettings,
+)
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.checks import compare_stages
@@ -37,8 +41,6 @@ from colonnade.errors import ContextError, GradientError, listed
 from colonnade.gradients.ledger import is_waived
 from colonnade.gradients.sum_plan import waived_patterns
 from colonnade.logging import get_dist_logger
-from colonnade.optim.clip import ClipSettings
-from colonnade.optim.zero.formula import ZeroSettings
 from colonnade.parallel.held import Placements, broadcast_shared, check_placements, held_tensors
 from colonnade.parallel.split import Split, build_schedule
 

@@ -48,7 +48,7 @@ from colonnade.engine.activations import release_blocks
 from colonnade.engine.gradient_sync import GradientSync
 from colonnade.engine.model import families_of, is_cut_by_plan
 from colonnade.engine.schedule.base import rows_of
-from colonnade.engine.schedule.executor import FEED_ALIKE
+from colonnade.engine.schedule.micro_batch import FEED_ALIKE
 from colonnade.errors import ConfigError, GradientError, ScheduleError, listed
 from colonnade.gradients.uneven import USE_ONE_FORM
 from colonnade.logging import get_dist_logger

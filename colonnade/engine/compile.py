@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from colonnade.comm import torch_versions
+from colonnade.config.settings import CompileSettings
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError
@@ -26,21 +27,22 @@ def compile_model(model: nn.Module, criterion: Any, options: Any, context: Paral
     `blocks=False` compiles the model (each chunk of a pipeline stage) in one piece, as is done where it has no blocks.
     Of the criterion only our own cross-entropy is compiled, as what the engine reads off a loss would be lost.
     """
+    settings = CompileSettings.read(options)
+    if settings is None:
+        return
     _refuse_lost_sums(context)
-    given = dict(options) if isinstance(options, dict) else {}
-    by_block = given.pop("blocks", True)
     losses = criterion.modules() if isinstance(criterion, nn.Module) else ()
     chosen: list[nn.Module] = []
     # By the class's own entry: a loss of a user's that inherits ours may give more than a tensor.
     ours = (loss for loss in losses if vars(type(loss)).get("layer_kind") == "cross_entropy")
     chosen += (loss for loss in ours if loss.reduction != "mean")
     for chunk in model if isinstance(model, nn.ModuleList) else [model]:
-        chosen += blocks_of(chunk) if by_block else [chunk]
+        chosen += blocks_of(chunk) if settings.blocks else [chunk]
     for module in chosen:
         try:
-            module.compile(**given)
+            module.compile(**settings.options)
         except Exception as error:  # torch says in many ways that it cannot
-            raise ConfigError(f"compile: torch.compile cannot be called with {given}: {error}") from error
+            raise ConfigError(f"compile: torch.compile cannot be called with {settings.options}: {error}") from error
 
 
 def _refuse_lost_sums(context: ParallelContext) -> None:

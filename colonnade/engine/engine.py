@@ -485,8 +485,7 @@ class Engine(LastStep, WholeWeights):
         self, tensors: Sequence[Any], grads: Sequence[Tensor], *, inputs: Sequence[Tensor] | None, last: bool
     ) -> None:
         """One of the backward passes of a schedule that runs them itself; the whole schedule is one pass."""
-        ends = last and self._passes + 1 == self.accumulation and not isinstance(self._model, nn.ModuleList)
-        self._sync.prepare(ends)
+        self._sync.prepare(last and self._passes + 1 == self.accumulation)
         torch.autograd.backward(tensors, grads, retain_graph=inputs is not None, inputs=inputs)
 
     def note_loss(self, count: Count | None, here: bool = True, *, trains: bool = True) -> None:
@@ -654,6 +653,7 @@ class Engine(LastStep, WholeWeights):
                     )
                 self._count_pass()
                 if self._passes == self.accumulation:
+                    # Where no backward pass was `last` (several chunks, or none that reached a parameter), sums start here.
                     self._sync.prepare(last=True)
                 self.observers.loss(result[2])
         return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from colonnade.config.settings import SyncOptions
 from colonnade.gradients.handler import (
     BaseGradientHandler,
     DataParallelGradientHandler,
@@ -13,7 +14,7 @@ from colonnade.gradients.handler import (
     SequenceParallelGradientHandler,
     ZeROGradientHandler,
 )
-from colonnade.gradients.sums import Reduction, SyncOptions
+from colonnade.gradients.sums import Reduction
 
 __all__ = [
     "BaseGradientHandler",

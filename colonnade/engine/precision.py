@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import wraps
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from colonnade.config.settings import Bf16Settings, Float8Settings, Fp16Settings
 from colonnade.engine.model import layer_kind
 from colonnade.errors import ConfigError, listed
 from colonnade.gradients.synchroniser import Synchroniser
@@ -37,90 +38,70 @@ from colonnade.parallel.forward import override_forward, restore_forward
 _MULTIPLE = 16
 """What float8 products want of every side of a weight."""
 _CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0), "rowwise_with_gw_hp": (9, 0)}
-_SKIPPED = ("lm_head", "head", "classifier", "output", "router", "gate")
 _SHOWN = 6
 
 
-@dataclass(frozen=True)
-class Float8:
-    """The `float8` key. `skip`: names or patterns of layers that keep their dtype, instead of the usual ones.
+def convert_to_float8(model: nn.Module, settings: Float8Settings, device: torch.device) -> None:
+    """Let the linear layers of a model that suit it multiply in float8, in place; parameters stay the same objects."""
+    _require_float8(settings, device)
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    `emulate`: compute as float8 would with the operations of wider dtypes, on any device, to try it out.
-    """
+    config = Float8LinearConfig.from_recipe_name(settings.recipe)
+    config = replace(config, emulate=settings.emulate, pad_inner_dim=True)
+    tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding) or layer_kind(m) == "embedding"}
+    chosen, left = [], []
+    for root in model if isinstance(model, nn.ModuleList) else [model]:
+        for name, layer in _linears(root):
+            reason = _why_not_float8(name, layer, settings.skip, tied)
+            if reason is not None:
+                left.append(f"{name} ({reason})")
+                continue
+            chosen.append(name)
+            if layer_kind(layer) is not None:
+                layer.arrangement = copy.copy(layer.arrangement)
+                layer.arrangement.multiply = _multiplier(config)
+        convert_to_float8_training(root, module_filter_fn=lambda _, name: name in chosen, config=config)
+    rest = listed(left[:_SHOWN]) + (f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else "")
+    get_dist_logger().info(
+        f"float8 ({settings.recipe}{', emulated' if settings.emulate else ''}): {len(chosen)} linear layers; in their own dtype: "
+        f"{rest or 'none'}"
+    )
 
-    recipe: str = "tensorwise"
-    skip: tuple[str, ...] = _SKIPPED
-    emulate: bool = False
 
-    @classmethod
-    def read(cls, given: Any) -> Float8 | None:
-        """From the value of the key: nothing, True, or a dict."""
-        if not given:
-            return None
-        values = {key: value for key, value in given.items() if value is not None} if isinstance(given, Mapping) else {}
-        if "skip" in values:
-            values["skip"] = (values["skip"],) if isinstance(values["skip"], str) else tuple(values["skip"])
-        return cls(**values)
-
-    def convert(self, model: nn.Module, device: torch.device) -> None:
-        """Let the linear layers of a model that suit it multiply in float8, in place; parameters stay the same objects."""
-        self._check(device)
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-        config = Float8LinearConfig.from_recipe_name(self.recipe)
-        config = replace(config, emulate=self.emulate, pad_inner_dim=True)
-        tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding) or layer_kind(m) == "embedding"}
-        chosen, left = [], []
-        for root in model if isinstance(model, nn.ModuleList) else [model]:
-            for name, layer in _linears(root):
-                reason = self._why_not(name, layer, tied)
-                if reason is not None:
-                    left.append(f"{name} ({reason})")
-                    continue
-                chosen.append(name)
-                if layer_kind(layer) is not None:
-                    layer.arrangement = copy.copy(layer.arrangement)
-                    layer.arrangement.multiply = _multiplier(config)
-            convert_to_float8_training(root, module_filter_fn=lambda _, name: name in chosen, config=config)
-        rest = listed(left[:_SHOWN]) + (f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else "")
-        get_dist_logger().info(
-            f"float8 ({self.recipe}{', emulated' if self.emulate else ''}): {len(chosen)} linear layers; in their own dtype: "
-            f"{rest or 'none'}"
+def _require_float8(settings: Float8Settings, device: torch.device) -> None:
+    """Refuse what is not there: the package, or the hardware."""
+    if importlib.util.find_spec("torchao") is None:
+        raise ConfigError(
+            "float8 needs torchao, which is not installed: pip install torchao, or leave float8 out", code="C024"
+        )
+    if settings.emulate:
+        return
+    needed, found = _CAPABILITY[settings.recipe], (0, 0)
+    if device.type == "cuda":
+        found = torch.cuda.get_device_capability(device)
+    if found < needed:
+        here = f"{device} has {found[0]}.{found[1]}" if device.type == "cuda" else f"this rank computes on {device}"
+        raise ConfigError(
+            f"float8 with recipe={settings.recipe!r} needs a GPU of compute capability {needed[0]}.{needed[1]} or above, and "
+            f"{here}. Leave float8 out, or try it with float8=dict(emulate=True), which is slow.",
+            code="C024",
         )
 
-    def _check(self, device: torch.device) -> None:
-        """Refuse what is not there: the package, or the hardware."""
-        if importlib.util.find_spec("torchao") is None:
-            raise ConfigError(
-                "float8 needs torchao, which is not installed: pip install torchao, or leave float8 out", code="C024"
-            )
-        if self.emulate:
-            return
-        needed, found = _CAPABILITY[self.recipe], (0, 0)
-        if device.type == "cuda":
-            found = torch.cuda.get_device_capability(device)
-        if found < needed:
-            here = f"{device} has {found[0]}.{found[1]}" if device.type == "cuda" else f"this rank computes on {device}"
-            raise ConfigError(
-                f"float8 with recipe={self.recipe!r} needs a GPU of compute capability {needed[0]}.{needed[1]} or above, and "
-                f"{here}. Leave float8 out, or try it with float8=dict(emulate=True), which is slow.",
-                code="C024",
-            )
 
-    def _why_not(self, name: str, layer: Any, tied: set[int]) -> str | None:
-        """Why a layer keeps its dtype; None if it does not."""
-        if layer_kind(layer) == "classifier" or id(layer.weight) in tied:
-            return "the classifier"
-        if any(fnmatchcase(name, pattern) or name.rpartition(".")[2] == pattern for pattern in self.skip):
-            return "skipped"
-        rows, columns = layer.weight.flatten(0, -2).shape
-        if rows % _MULTIPLE or columns % _MULTIPLE:
-            return f"{rows} x {columns} is no multiple of {_MULTIPLE}"
-        if layer.weight.dtype is torch.float64:
-            return "float64"
-        if layer_kind(layer) is not None and not layer.arrangement.multiplies_blocks:
-            return f"{type(layer.arrangement).__name__} multiplies in several pieces"
-        return None
+def _why_not_float8(name: str, layer: Any, skip: Sequence[str], tied: set[int]) -> str | None:
+    """Why a layer keeps its dtype; None if it does not."""
+    if layer_kind(layer) == "classifier" or id(layer.weight) in tied:
+        return "the classifier"
+    if any(fnmatchcase(name, pattern) or name.rpartition(".")[2] == pattern for pattern in skip):
+        return "skipped"
+    rows, columns = layer.weight.flatten(0, -2).shape
+    if rows % _MULTIPLE or columns % _MULTIPLE:
+        return f"{rows} x {columns} is no multiple of {_MULTIPLE}"
+    if layer.weight.dtype is torch.float64:
+        return "float64"
+    if layer_kind(layer) is not None and not layer.arrangement.multiplies_blocks:
+        return f"{type(layer.arrangement).__name__} multiplies in several pieces"
+    return None
 
 
 def _linears(root: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -155,25 +136,15 @@ def _multiplier(config: Any) -> Callable[[Tensor, Tensor, Tensor | None], Tensor
 class LossScaler:
     """The loss scale as a device tensor; grows after `growth_interval` good steps, falls after a dropped one."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        min_scale: float | None = None,
-        max_scale: float | None = None,
-        dynamic_grad_scale: bool = True,
-    ) -> None:
-        self.scale = torch.tensor(float(init_scale), device=device)
+    def __init__(self, device: torch.device, settings: Fp16Settings) -> None:
+        self.scale = torch.tensor(float(settings.init_scale), device=device)
         self.count = torch.ones((), device=device)
         """What a loss given as (sum, count) is divided by for its backward pass, so that fp16 meets the gradients of a mean:
         about the count of the step before, as a power of two, by which dividing costs no precision."""
         self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
-        self._factors = (growth_factor, backoff_factor, growth_interval)
-        self._limits = (min_scale, max_scale)
-        self._dynamic = dynamic_grad_scale
+        self._factors = (settings.growth_factor, settings.backoff_factor, settings.growth_interval)
+        self._limits = (settings.min_scale, settings.max_scale)
+        self._dynamic = settings.dynamic_grad_scale
 
     def unscaled(self, norms: Norms) -> Norms:
         """The norms of the gradients as they would be without the scale."""
@@ -203,36 +174,22 @@ class LossScaler:
         self.count.copy_(state.get("count", torch.ones((), device="cpu")))
 
 
-def scaler_options(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a `LossScaler` among the keys of `fp16`."""
-    options = {key: value for key, value in settings.items() if key not in ("mode", "enabled")}
-    if options.pop("hysteresis", 1) != 1:
-        raise ConfigError("fp16.hysteresis: only 1 is known here: the scale falls after each dropped step", code="C003")
-    return options
-
-
-# --- What the config asks for ---
-
-
 @dataclass(frozen=True)
 class Precision:
     """What the config asks for: the autocast dtype (None: off), and the settings of a loss scaler (None: off)."""
 
     dtype: torch.dtype | None = None
-    scaler: Mapping[str, Any] | None = None
+    scaler: Fp16Settings | None = None
     master_weights: bool = True
     """Whether the optimizer steps on fp32 weights."""
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Precision:
         """From the `fp16` and `bf16` keys; `master_weights` may stand under `zero` as well."""
-        fp16, bf16, masters = config.get("fp16"), config.get("bf16"), _masters(config)
-        if isinstance(fp16, Mapping) and (not fp16.get("enabled", True) or fp16.get("mode", "any") is None):
-            fp16 = None
-        if fp16:
-            settings = dict(fp16) if isinstance(fp16, Mapping) else {}
-            return cls(torch.float16, {key: value for key, value in settings.items() if value is not None}, masters)
-        return cls(torch.bfloat16 if bf16 else None, None, masters)
+        masters = _masters(config)
+        fp16, bf16 = Fp16Settings.read(config.get("fp16")), Bf16Settings.read(config.get("bf16"))
+        dtype = torch.float16 if fp16 is not None else torch.bfloat16 if bf16 is not None else None
+        return cls(dtype, fp16, masters)
 
     def apply(self, model: nn.Module, device: torch.device, stage: int) -> None:
         """Run the model's forward passes in the chosen dtype, beside this stage of ZeRO.
@@ -268,7 +225,7 @@ class Precision:
 
     def build_scaler(self, device: torch.device) -> LossScaler | None:
         """The loss scaler of fp16; bf16 has the range of fp32 and needs none."""
-        return LossScaler(device, **scaler_options(self.scaler)) if self.scaler is not None else None
+        return LossScaler(device, self.scaler) if self.scaler is not None else None
 
 
 def _masters(config: Mapping[str, Any]) -> bool:

@@ -16,9 +16,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from colonnade.config import Config
+from colonnade.config.settings import ActivationSettings, Float8Settings, SyncSettings, ZeroSettings
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.engine.activations import ActivationSettings
+from colonnade.engine.activations import apply_activations
 from colonnade.engine.checks import (
     refuse_lazy,
     refuse_optimizer,
@@ -28,14 +29,13 @@ from colonnade.engine.checks import (
 )
 from colonnade.engine.materialise import MetaStart, read_recipes
 from colonnade.engine.model import TrainingLoss, refuse_unfit, training_loss_of
-from colonnade.engine.precision import Float8, Precision
+from colonnade.engine.precision import Precision, convert_to_float8
 from colonnade.engine.schedule.base import BaseSchedule
 from colonnade.engine.schedule.pipeline import PipelineSchedule
 from colonnade.errors import ColonnadeError, ConfigError, GradientError
 from colonnade.gradients.handler import BuiltHandler, build_handlers
-from colonnade.gradients.sums import Shards, SyncOptions
+from colonnade.gradients.sums import Shards
 from colonnade.optim.engine_optimizer import EngineOptimizer, PlainOptimizer
-from colonnade.optim.zero.formula import ZeroSettings
 from colonnade.optim.zero.zero_optimizer import ZeroOptimizer
 from colonnade.parallel.dtensor import check_ties
 from colonnade.parallel.held import refuse_marks
@@ -47,14 +47,13 @@ from colonnade.parallel.split import Split, take_stages
 def read_numerics(config: Config) -> tuple[Precision, ZeroSettings]:
     """The dtypes of the config, and its ZeRO settings with the dtypes that other sections decide."""
     precision = Precision.read(config)
-    sync = {key: value for key, value in (config.get("sync") or {}).items() if key not in ("automatic", "waive")}
-    options = SyncOptions.read(sync)
+    sync = SyncSettings.read(config.get("sync"))
     zero = replace(
         ZeroSettings.read(config.get("zero")),
         master_weights=precision.master_weights,
         gather_dtype=precision.dtype,
         # Stage 3 reduces gradients itself (FSDP2), in one dtype: that in which they are sent, if it is another.
-        reduce_dtype=options.narrow or options.reduce_dtype,
+        reduce_dtype=sync.narrow or sync.reduce_dtype,
     )
     return precision, zero
 
@@ -116,7 +115,8 @@ def prepare_model(
     model = stages.own(context, schedule)
     # Of a model that each rank builds for itself, a rank of a pipeline knows one stage: another may have the blocks.
     complete = len(stages.modules) > 1 or context.pipeline_parallel_size == 1
-    ActivationSettings.read(config.get("activation_checkpoint")).apply(model, stages.modules, complete)
+    activations = ActivationSettings.read(config.get("activation_checkpoint"))
+    apply_activations(model, activations, stages.modules, complete)
     refuse_marks(model, context)
     refuse_unfit(model)
     if device is None:
@@ -127,9 +127,9 @@ def prepare_model(
     model = (
         model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device)) if recipes else model.to(device)
     )
-    float8 = Float8.read(config.get("float8"))
+    float8 = Float8Settings.read(config.get("float8"))
     if float8 is not None:
-        float8.convert(model, device)
+        convert_to_float8(model, float8, device)
     return model, MetaStart(model, recipes, context)
 
 

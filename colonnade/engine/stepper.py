@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from colonnade.comm.host_copy import STEPS_LATE, HostCopy
 from colonnade.comm.messages import agreed_errors, gather_numbers, gather_texts, is_same_everywhere
+from colonnade.config.settings import ClipSettings, Per
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.gradient_sync import GradientSync
@@ -30,7 +31,7 @@ from colonnade.gradients.ledger import Ledger
 from colonnade.gradients.synchroniser import StepOutcome, Synchroniser
 from colonnade.gradients.uneven import PiggybackedFlags
 from colonnade.logging import get_dist_logger
-from colonnade.optim.clip import ClipPolicy, ClipSettings, Decision, Per
+from colonnade.optim.clip import ClipPolicy, Decision, build_clip_method
 from colonnade.optim.engine_optimizer import EngineOptimizer
 from colonnade.optim.flat_step import Capture
 from colonnade.optim.norm import Meter, Norms, reduce_norms
@@ -98,9 +99,9 @@ def label_of(name: str, per: Per) -> str:
 def _check_groups(settings: ClipSettings, used: set[int], names: Sequence[str]) -> None:
     for number, group in enumerate(settings.groups):
         if number not in used:
-            pattern, *_ = group.patterns
+            pattern, *_ = group.params
             raise ConfigError(
-                f"clip_grad_norm: group {group.name!r} ({', '.join(group.patterns)}) matches no parameter of any "
+                f"clip_grad_norm: group {group.name!r} ({', '.join(group.params)}) matches no parameter of any "
                 f"rank.{did_you_mean(pattern, names)}",
                 code="C003",
             )
@@ -275,7 +276,7 @@ class Stepper:
     ) -> None:
         self.scaler = scaler
         if scaler is not None and clip is None:
-            clip = ClipSettings(options={"max_norm": float("inf")})  # the norm is what tells an overflow
+            clip = ClipSettings(max_norm=float("inf"))  # the norm is what tells an overflow
         self._context = context
         held = held_tensors(model, context)
         self._slots: Slots | None = None
@@ -284,7 +285,7 @@ class Stepper:
         if clip is not None:
             self._slots = number_slots([entry.label for entry in held], clip, context)
             self.policy = ClipPolicy(
-                clip.build_method(),
+                build_clip_method(clip),
                 clip.clip_groups(),
                 self._slots.group_of,
                 names=self._slots.names,

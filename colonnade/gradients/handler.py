@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from colonnade.config.settings import SyncOptions
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ColonnadeError, ConfigError, GradientError
@@ -20,7 +21,6 @@ from colonnade.gradients.sums import (
     Choice,
     Demand,
     Reduction,
-    SyncOptions,
     choose,
     group_reductions,
     read_demands,

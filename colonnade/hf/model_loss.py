@@ -217,9 +217,7 @@ def _entry(output: Any, name: str) -> Any:
     return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
 
 
-# --------------------------------------------------------------------------------------------------
-# The auxiliary loss of routers, of the joined batch: transformers makes it of each rank's tokens, and it is not linear in them.
-# --------------------------------------------------------------------------------------------------
+# --- The auxiliary loss of routers, of the joined batch: transformers makes it of each rank's tokens, and it is not linear in them ---
 
 
 def join_router_loss(model: nn.Module, context: ParallelContext) -> None:

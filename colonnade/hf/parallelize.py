@@ -1,4 +1,9 @@
-"""parallelize: a model as it is, and a plan, to a model of which each rank holds its parts."""
+"""parallelize: a model as it is, and a plan, to a model of which each rank holds its parts.
+
+`_cut` tells the whole way. Each step of it has a file: whose plan (`model_plans.py`), which modules its patterns name (`match.py`),
+whether it can be right (`plan_checks.py`, `plan_comparison.py`), what a style does to a layer (`styles.py`, `expert_styles.py`),
+and what transformers' models need beside (`model_loss.py`, `attention_patch.py`, `lora.py`).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +22,8 @@ from colonnade.hf.lora import Adapters
 from colonnade.hf.match import Plan, PlanEntry, Target, place_of, resolve
 from colonnade.hf.model_loss import base_model, join_router_loss
 from colonnade.hf.model_plans import plan_of
-from colonnade.hf.plan_checks import check_entries, check_mode, compared, with_ties
+from colonnade.hf.plan_checks import check_entries, check_mode, with_ties
+from colonnade.hf.plan_comparison import compared
 from colonnade.hf.styles import style_of
 from colonnade.nn.layer.spread import size_of
 from colonnade.parallel.split import Split, build_schedule, split
@@ -72,13 +78,25 @@ def _cut(
     model: nn.Module, plan: Plan | None, context: ParallelContext, adapters: Adapters, sample: Any
 ) -> Split | None:
     """Cut the layers, and the adapters that sit on them; the stages, if there is a pipeline."""
-    entries = resolve(_own_plan(model, context) if plan is None else plan, model)
+    # Which modules and parameters the plan names, and what it says of each.
+    if plan is None:
+        plan = plan_of(model, context)
+        if not plan and context.tensor_parallel_size > 1:
+            raise PlacementError(
+                f"{type(model).__name__} brings no plan along; give one, as in "
+                f"parallelize(model, {{'blocks.*.fc1': 'colwise', 'blocks.*.fc2': 'rowwise'}})",
+                code="C060",
+            )
+    entries = resolve(plan, model)
     entries = with_ties(entries, model) if context.tensor_parallel_size > 1 else entries
+    # All errors are told while the model is still whole: a plan that is refused leaves it as it was.
     check_entries(entries, model, context)
     compare = compared(model, entries, sample, context)
+    # Forward passes of the whole model are replaced before its stages are made of them.
     join_router_loss(model, context)
     prepare_sequence(model, context)
     stages = _stages(model, context, sample) if context.pipeline_parallel_size > 1 else None
+    # Stages may share layers, and layers may have several names: each is cut once, and `parts` knows what became of a parameter.
     parts, done = WeakIdKeyDictionary(), set[Any]()
     note_plan(model)
     all_stages = [model] if stages is None else list(stages)
@@ -86,6 +104,7 @@ def _cut(
         note_plan(stage)
         _apply(stage, entries, context, parts, done)
     compare(all_stages)
+    # Adapters were taken off their layers, which are cut as those of any model, and get their parts now.
     for stage in all_stages:
         adapters.put_back(stage, entries, parts)
     return stages
@@ -100,17 +119,6 @@ def _stages(model: nn.Module, context: ParallelContext, sample: Any) -> Split:
             f"choose one, as in schedule=dict(type='OneFOneB', num_microbatches=8)"
         )
     return split(model, num_stages=len(schedule.stage_ranks(context.pipeline_parallel_size)), sample=sample)
-
-
-def _own_plan(model: nn.Module, context: ParallelContext) -> Plan:
-    plan = plan_of(model, context)
-    if not plan and context.tensor_parallel_size > 1:
-        raise PlacementError(
-            f"{type(model).__name__} brings no plan along; give one, as in "
-            f"parallelize(model, {{'blocks.*.fc1': 'colwise', 'blocks.*.fc2': 'rowwise'}})",
-            code="C060",
-        )
-    return plan
 
 
 def _apply(
@@ -129,10 +137,6 @@ def _apply(
             style, mode = style_of(entry.style, name)
             if size_of(mode, context) > 1:
                 style(target)
-        _divide(target, context.tensor_parallel_size)
-
-
-def _divide(target: Target, ranks: int) -> None:
-    """The module's attributes that hold sizes, as they are on one rank."""
-    for attribute in target.options.get("divide", ()):
-        setattr(target.module, attribute, getattr(target.module, attribute) // ranks)
+        # Attributes of the module that hold sizes, as they are on one rank.
+        for attribute in entry.options.get("divide", ()):
+            setattr(target.module, attribute, getattr(target.module, attribute) // context.tensor_parallel_size)

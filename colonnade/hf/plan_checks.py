@@ -1,246 +1,23 @@
-"""What is wrong with a plan, by name, before anything is cut; and the layers that it must name because of a tie."""
+"""Errors in a plan, told by name before anything is cut; and the layers that it must name because of a tie.
+
+`check_mode` and `check_entries` are asked by `parallelize`, and `with_ties` adds to the entries. Below stand the single checks:
+of one entry, and of entries beside each other. What names cannot tell, `plan_comparison.py` finds by values.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves
 
-from colonnade.comm.messages import agreed_errors
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError, PlacementError, did_you_mean, listed
 from colonnade.hf.match import PlanEntry, place_of
 from colonnade.hf.styles import OPTIONS, STYLES, style_of
-from colonnade.logging import get_dist_logger
 from colonnade.nn.layer.spread import size_of
-from colonnade.parallel.own_forward import result_of
 from colonnade.parallel.placement import placement_of
-from colonnade.parallel.split import call_layer, cloned, evaluating
-
-# --------------------------------------------------------------------------------------------------
-# One pass of the whole model beside one of the model that was cut: what names cannot tell, values do.
-#
-# An operator without weights that mixes features which are split (a softmax over them), or a layer whose sections are other ones,
-# gives no error, but other numbers.
-# --------------------------------------------------------------------------------------------------
-
-
-_PARTS = ("colwise", "packed_colwise", "moe_identity_expert")
-"""Styles of layers that give parts: what they give is not compared, but what comes of it."""
-
-Values = list[tuple[str, Tensor]]
-"""What layers gave, in the order in which they were done; the result of the model has no name."""
-
-
-def compared(
-    model: nn.Module, entries: Mapping[str, PlanEntry], sample: Any, context: ParallelContext
-) -> Callable[[Sequence[nn.Module]], None]:
-    """Run the whole model on the sample; returns a function that compares its stages, once they are cut, with that.
-
-    Collective over the world. It does nothing where nothing is cut, and where nothing can be run.
-    """
-    names = [name for name, entry in entries.items() if entry.style is not None and entry.style not in _PARTS]
-    cut = size_of(ParallelMode.TENSOR, context) > 1 or size_of(ParallelMode.EXPERT, context) > 1
-    is_meta = any(parameter.is_meta for parameter in model.parameters())
-    if sample is None or not cut or is_meta or size_of(ParallelMode.SEQUENCE, context) > 1:
-        return lambda stages: None
-    if any(parameter.device.type != context.device.type for parameter in model.parameters()):
-        get_dist_logger().warning(f"sample= is not compared: the model is not on {context.device}", ranks=[0])
-        return lambda stages: None
-    expected = _values([model], names, sample)
-
-    def compare(stages: Sequence[nn.Module]) -> None:
-        found = _values(stages, names, sample)
-        with agreed_errors(context.device):
-            _check(expected, found)
-
-    return compare
-
-
-def _values(stages: Sequence[nn.Module], names: Sequence[str], sample: Any) -> Values:
-    with torch.random.fork_rng(), torch.no_grad(), evaluating(*stages), _watched(stages, names) as values:
-        result = cloned(sample)
-        for at, stage in enumerate(stages):
-            result = call_layer(stage, result, at > 0 and getattr(stage, "takes_one_value", False))
-        logits = result_of(result)
-        logits = logits["logits"] if isinstance(logits, dict) and "logits" in logits else logits
-        values += [("", leaf) for leaf in tree_leaves(logits) if isinstance(leaf, Tensor)]
-    return values
-
-
-@contextmanager
-def _watched(stages: Sequence[nn.Module], names: Sequence[str]) -> Iterator[Values]:
-    """What the layers of these names give, as they give it."""
-    values: Values = []
-    # A module of several names, or on several stages, is watched wherever it stands.
-    modules = {module: name for stage in stages for name, module in stage.named_modules() if name in names}
-
-    def keep(name: str) -> Any:
-        return lambda module, args, output: values.extend(
-            (name, leaf.detach().clone()) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)
-        )
-
-    handles = [module.register_forward_hook(keep(name)) for module, name in modules.items()]
-    try:
-        yield values
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _check(expected: Values, found: Values) -> None:
-    """Refuse, at the first layer that gives something else. Parts of a sequence have another shape, and are passed over."""
-    right = "the beginning"
-    for (name, whole), (other, value) in zip(expected, found, strict=False):
-        if name != other or whole.shape != value.shape or not whole.is_floating_point():
-            continue
-        size = whole[whole.isfinite()].abs().max() if whole.isfinite().any() else whole.new_zeros(())
-        close = float(size * torch.finfo(whole.dtype).eps ** 0.5)
-        if not torch.allclose(value, whole, rtol=0.0, atol=close, equal_nan=True):
-            raise PlacementError(
-                f"with this plan {repr(name) if name else 'the model'} gives something else for the sample than in the whole "
-                f"model (by {float((value - whole).abs().max()):.3g}, of values up to {float(size):.3g}); up to {right} all is the "
-                f"same. What is between takes parts of features for all of them: around a softmax or a norm over features write "
-                f"'colwise_gather_output' and 'rowwise_split_input'; where a layer's output is divided (chunk, split), "
-                f"'packed_colwise' with its 'sections'",
-                code="C060",
-            )
-        right = repr(name)
-
-
-# --------------------------------------------------------------------------------------------------
-# Whether one entry of a plan can be meant as it is said, and whether the layer that it names can be cut at all.
-# --------------------------------------------------------------------------------------------------
-
-
-_MULTIPLY_ALIKE = ("FalconLinear",)
-"""Subclasses of nn.Linear with a forward pass that computes what nn.Linear's does."""
-
-
-def check_said(name: str, entry: PlanEntry) -> None:
-    """Refuse a style or an option that is not known, and values that no option has."""
-    if entry.style is not None:
-        style_of(entry.style, name)
-    known = ("divide", *OPTIONS.get(entry.style, ()))
-    for key, value in entry.options.items():
-        if key not in known:
-            raise PlacementError(
-                f"the plan gives {name!r} the option {key!r}, which is not known; "
-                f"{repr(entry.style) if entry.style else 'an entry without a style'} takes {listed(map(repr, known))}."
-                f"{did_you_mean(key, ('style', *known))}",
-                code="C060",
-            )
-        if key == "sections" and not _is_sections(value):
-            raise PlacementError(
-                f"{name!r}: sections={value!r}; give a number of equal ones, or their lengths, each 1 or more",
-                code="C060",
-            )
-        if key in ("divide", "inputs") and isinstance(value, str):
-            raise PlacementError(f"{name!r}: {key}={value!r} is one name; give a list of them: {[value]}", code="C060")
-
-
-def _is_sections(value: Any) -> bool:
-    lengths = value if isinstance(value, (tuple, list)) else [value]
-    return bool(lengths) and all(type(length) is int and length > 0 for length in lengths)
-
-
-def two_styles(entries: Mapping[str, PlanEntry], model: nn.Module) -> Iterator[str]:
-    """Modules and parameters that have several names, of which the plan says different things."""
-    first: dict[Any, str] = {}
-    for name in entries:
-        other = first.setdefault(place_of(name, model), name)
-        told = [(entries[each].style, dict(entries[each].options)) for each in (other, name)]
-        if told[0] != told[1]:
-            styles = [f"{style!r}{f' with {options}' if options else ''}" for style, options in told]
-            yield (
-                f"{other!r} and {name!r} are one module, and the plan gives the first {styles[0]} and the second {styles[1]}; "
-                f"say the same of both, or name one of them alone"
-            )
-
-
-def weights_alone(cuts: Mapping[str, str], styles: Mapping[str, int], model: nn.Module) -> Iterator[str]:
-    """Parameters that the plan cuts, where the layer, linear or by vocabulary, would go on as if it had the whole."""
-    for name in (name for name, style in cuts.items() if style in styles):
-        owner, _, last = name.rpartition(".")
-        layer = model.get_submodule(owner)
-        summed = any(each in cuts for each in [owner, *around(owner)])
-        by_words = isinstance(layer, nn.Embedding) and styles[cuts[name]] == 0
-        if (is_linear(layer) or by_words) and last in layer._parameters and not summed:
-            yield (
-                f"{name!r} is a parameter of {owner!r}, of the class {type(layer).__name__}, which would compute with its part as if it "
-                f"were the whole; name {owner!r} instead, which cuts all of its parameters"
-            )
-
-
-def undivided(entries: Mapping[str, PlanEntry], model: nn.Module, ranks: int) -> Iterator[str]:
-    """Attributes that the plan divides, and that the tensor size does not."""
-    for name, entry in entries.items():
-        for attribute in entry.options.get("divide", ()):
-            size = getattr(place_of(name, model)[0], attribute, None)
-            if not isinstance(size, int) or size % ranks:
-                yield f"{name!r}: the attribute {attribute!r} is {size!r}, which cannot be divided by the tensor size {ranks}"
-
-
-def unfit_layers(cuts: Mapping[str, str], styles: Mapping[str, int], model: nn.Module) -> Iterator[str]:
-    """Layers that cannot be cut, with the reason and what can be done."""
-    for name in (name for name, style in cuts.items() if style in styles):
-        layer, parameter = place_of(name, model)
-        if parameter is None:
-            yield from (f"{name!r} {reason}" for reason in _why_unfit(layer))
-
-
-def _why_unfit(layer: nn.Module) -> Iterator[str]:
-    """Its weight is made of others, not there yet, no number to train, cut before, or used otherwise than styles use it."""
-    if hasattr(layer, "original_module") and hasattr(layer, "adapter_layer_names"):
-        yield (
-            "is trained as a whole beside the adapters (modules_to_save or trainable_token_indices of peft), and the plan cuts "
-            "it. Name it in target_modules instead, whose adapters are cut with their layer, or train without tensor "
-            "parallelism: under data parallelism, ZeRO or a pipeline it stays whole"
-        )
-    if not is_linear(layer) and not isinstance(layer, nn.Embedding):
-        return
-    weight: Any = layer._parameters.get("weight")
-    computed = [each for each in ("weight", "bias") if each not in layer._parameters and hasattr(layer, each)]
-    if computed:
-        yield (
-            f"cannot be cut: its {computed[0]!r} is no parameter of it but computed (weight_norm, spectral_norm, pruning or "
-            f"another parametrization); remove that before parallelize, or leave the layer out of the plan"
-        )
-    elif is_lazy(weight):
-        yield "is lazy: its sizes are not known yet; run the model once before parallelize"
-    elif not weight.is_floating_point():
-        yield f"cannot be cut: its 'weight' has the type {weight.dtype}, as quantised layers have; take the original weights"
-    elif placement_of(weight).shards:
-        yield f"is cut and placed already ({placement_of(weight)}); parallelize a model once"
-    elif isinstance(layer, nn.Linear) and _has_own_forward(layer):
-        yield (
-            f"is a {type(layer).__name__}, whose forward pass is its own and would be replaced by that of nn.Linear; put what it "
-            f"does beside multiplying into a module around it, or leave it out of the plan"
-        )
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Whether the module is one that styles for linear layers take."""
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-
-
-def _has_own_forward(layer: nn.Linear) -> bool:
-    alike = type(layer).forward is nn.Linear.forward or type(layer).__name__ in _MULTIPLY_ALIKE
-    return not alike or "forward" in vars(layer)
-
-
-def around(name: str) -> Iterator[str]:
-    """The modules around a module or parameter, from the nearest to the model itself ("")."""
-    while name:
-        name = name.rpartition(".")[0]
-        yield name
-
 
 _GIVES_PARTS = ("colwise", "packed_colwise")
 _TAKES_PARTS = ("rowwise", "packed_rowwise")
@@ -253,6 +30,8 @@ _DIM_OF_WEIGHT = {
 """Which dimension of the weight of a layer, [out, in] or [words, features], each style cuts."""
 _HEAD_SIZES = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+_MULTIPLY_ALIKE = ("FalconLinear",)
+"""Subclasses of nn.Linear with a forward pass that computes what nn.Linear's does."""
 
 
 def check_mode(context: ParallelContext) -> None:
@@ -421,3 +200,125 @@ def _module_at(name: str, model: nn.Module) -> Any:
 
 def _is_inside(name: str, module: str) -> bool:
     return not module or name.startswith(f"{module}.")
+
+
+# --- One entry, and the layer that it names ---
+
+
+def check_said(name: str, entry: PlanEntry) -> None:
+    """Refuse a style or an option that is not known, and values that no option has."""
+    if entry.style is not None:
+        style_of(entry.style, name)
+    known = ("divide", *OPTIONS.get(entry.style, ()))
+    for key, value in entry.options.items():
+        if key not in known:
+            raise PlacementError(
+                f"the plan gives {name!r} the option {key!r}, which is not known; "
+                f"{repr(entry.style) if entry.style else 'an entry without a style'} takes {listed(map(repr, known))}."
+                f"{did_you_mean(key, ('style', *known))}",
+                code="C060",
+            )
+        if key == "sections" and not _is_sections(value):
+            raise PlacementError(
+                f"{name!r}: sections={value!r}; give a number of equal ones, or their lengths, each 1 or more",
+                code="C060",
+            )
+        if key in ("divide", "inputs") and isinstance(value, str):
+            raise PlacementError(f"{name!r}: {key}={value!r} is one name; give a list of them: {[value]}", code="C060")
+
+
+def _is_sections(value: Any) -> bool:
+    lengths = value if isinstance(value, (tuple, list)) else [value]
+    return bool(lengths) and all(type(length) is int and length > 0 for length in lengths)
+
+
+def two_styles(entries: Mapping[str, PlanEntry], model: nn.Module) -> Iterator[str]:
+    """Modules and parameters that have several names, of which the plan says different things."""
+    first: dict[Any, str] = {}
+    for name in entries:
+        other = first.setdefault(place_of(name, model), name)
+        told = [(entries[each].style, dict(entries[each].options)) for each in (other, name)]
+        if told[0] != told[1]:
+            styles = [f"{style!r}{f' with {options}' if options else ''}" for style, options in told]
+            yield (
+                f"{other!r} and {name!r} are one module, and the plan gives the first {styles[0]} and the second {styles[1]}; "
+                f"say the same of both, or name one of them alone"
+            )
+
+
+def weights_alone(cuts: Mapping[str, str], styles: Mapping[str, int], model: nn.Module) -> Iterator[str]:
+    """Parameters that the plan cuts, where the layer, linear or by vocabulary, would go on as if it had the whole."""
+    for name in (name for name, style in cuts.items() if style in styles):
+        owner, _, last = name.rpartition(".")
+        layer = model.get_submodule(owner)
+        summed = any(each in cuts for each in [owner, *around(owner)])
+        by_words = isinstance(layer, nn.Embedding) and styles[cuts[name]] == 0
+        if (is_linear(layer) or by_words) and last in layer._parameters and not summed:
+            yield (
+                f"{name!r} is a parameter of {owner!r}, of the class {type(layer).__name__}, which would compute with its part as if it "
+                f"were the whole; name {owner!r} instead, which cuts all of its parameters"
+            )
+
+
+def undivided(entries: Mapping[str, PlanEntry], model: nn.Module, ranks: int) -> Iterator[str]:
+    """Attributes that the plan divides, and that the tensor size does not."""
+    for name, entry in entries.items():
+        for attribute in entry.options.get("divide", ()):
+            size = getattr(place_of(name, model)[0], attribute, None)
+            if not isinstance(size, int) or size % ranks:
+                yield f"{name!r}: the attribute {attribute!r} is {size!r}, which cannot be divided by the tensor size {ranks}"
+
+
+def unfit_layers(cuts: Mapping[str, str], styles: Mapping[str, int], model: nn.Module) -> Iterator[str]:
+    """Layers that cannot be cut, with the reason and what can be done."""
+    for name in (name for name, style in cuts.items() if style in styles):
+        layer, parameter = place_of(name, model)
+        if parameter is None:
+            yield from (f"{name!r} {reason}" for reason in _why_unfit(layer))
+
+
+def _why_unfit(layer: nn.Module) -> Iterator[str]:
+    """Its weight is made of others, not there yet, no number to train, cut before, or used otherwise than styles use it."""
+    if hasattr(layer, "original_module") and hasattr(layer, "adapter_layer_names"):
+        yield (
+            "is trained as a whole beside the adapters (modules_to_save or trainable_token_indices of peft), and the plan cuts "
+            "it. Name it in target_modules instead, whose adapters are cut with their layer, or train without tensor "
+            "parallelism: under data parallelism, ZeRO or a pipeline it stays whole"
+        )
+    if not is_linear(layer) and not isinstance(layer, nn.Embedding):
+        return
+    weight: Any = layer._parameters.get("weight")
+    computed = [each for each in ("weight", "bias") if each not in layer._parameters and hasattr(layer, each)]
+    if computed:
+        yield (
+            f"cannot be cut: its {computed[0]!r} is no parameter of it but computed (weight_norm, spectral_norm, pruning or "
+            f"another parametrization); remove that before parallelize, or leave the layer out of the plan"
+        )
+    elif is_lazy(weight):
+        yield "is lazy: its sizes are not known yet; run the model once before parallelize"
+    elif not weight.is_floating_point():
+        yield f"cannot be cut: its 'weight' has the type {weight.dtype}, as quantised layers have; take the original weights"
+    elif placement_of(weight).shards:
+        yield f"is cut and placed already ({placement_of(weight)}); parallelize a model once"
+    elif isinstance(layer, nn.Linear) and _has_own_forward(layer):
+        yield (
+            f"is a {type(layer).__name__}, whose forward pass is its own and would be replaced by that of nn.Linear; put what it "
+            f"does beside multiplying into a module around it, or leave it out of the plan"
+        )
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether the module is one that styles for linear layers take."""
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def _has_own_forward(layer: nn.Linear) -> bool:
+    alike = type(layer).forward is nn.Linear.forward or type(layer).__name__ in _MULTIPLY_ALIKE
+    return not alike or "forward" in vars(layer)
+
+
+def around(name: str) -> Iterator[str]:
+    """The modules around a module or parameter, from the nearest to the model itself ("")."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name

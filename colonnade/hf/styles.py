@@ -27,9 +27,7 @@ from colonnade.parallel.forward import override_forward
 from colonnade.parallel.meta import keep_initial_value
 from colonnade.parallel.placement import Replicate, Shard, Spec, place, placement_of
 
-# --------------------------------------------------------------------------------------------------
-# What styles do to a module: a parameter becomes this rank's part of it, and a forward pass another one.
-# --------------------------------------------------------------------------------------------------
+# --- What styles do to a module: a parameter becomes this rank's part of it, and a forward pass another one ---
 
 
 def cut(

@@ -4,20 +4,18 @@ In an engine a clip is a decision and no pass of its own. `colonnade.optim.norm`
 turns them into a divisor for every slot and a flag that drops the step, and the optimizer divides as it steps. All of it
 are device tensors, the same bits on every rank: no rank asks another, and the host never waits for a value.
 
-The file has, in this order: the decision (`ClipGroup`, `Decision`, `ClipPolicy`); the `clip_grad_norm` section of a config
-(`ClipSettings`); and the functions that need no engine (`clip_grad_norm_`, `grad_norm`, `clip_values_`, `clip_units_`).
+The settings are `config.settings.ClipSettings`. The file has, in this order: the decision (`Decision`, `ClipPolicy`); the clip
+method that the settings name (`build_clip_method`); and the functions that need no engine (`clip_grad_norm_`, `grad_norm`, `clip_values_`, `clip_units_`).
 How the limit itself is found is a clip method: `colonnade.optim.clip_method`, `colonnade.optim.clip_history`.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 from zlib import crc32
 
 import torch
@@ -25,38 +23,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colonnade.comm.host_copy import STEPS_LATE, HostCopy
+from colonnade.config.settings import ClipGroup, ClipSettings, NonFinite, positive
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError, ConfigError, GradientError, did_you_mean, listed
 from colonnade.optim.bucket_step import scale_all
-from colonnade.optim.clip_method import CLIP_METHOD, ClipMethod, Measured, divisor_to, positive
+from colonnade.optim.clip_method import CLIP_METHOD, ClipMethod, Measured, divisor_to
 from colonnade.optim.norm import GradientBlock, Norms, check_order, powsums, reduce_norms, to_device
 from colonnade.parallel.demand import Holding, holding
 from colonnade.parallel.dtensor import effective_placement, local_part
 from colonnade.parallel.placement import Placement, is_dtensor
 
 # --- The decision of one step ---
-
-
-NonFinite = Literal["skip", "raise", "propagate"]
-
-
-@dataclass(frozen=True)
-class ClipGroup:
-    """A named set of slots: those of the parameters whose names fit one of `patterns`.
-
-    `counted`: its gradients are part of the total norm. `clipped`: its gradients are divided. With a
-    `max_norm` of its own it is clipped by its own norm, else by the total norm and the clip method.
-    """
-
-    name: str
-    max_norm: float | None = None
-    counted: bool = True
-    clipped: bool = True
-    patterns: tuple[str, ...] = field(default=(), compare=False)
-
-    def __post_init__(self) -> None:
-        if self.max_norm is not None:
-            positive(f"max_norm of clip group {self.name!r}", self.max_norm)
 
 
 @dataclass(frozen=True)
@@ -211,102 +188,25 @@ class _Masks:
         return self
 
 
-# --- The `clip_grad_norm` section of a config ---
+# --- The clip method of a config ---
 
 
-Per = Literal["group", "layer", "parameter"]
-
-
-@dataclass(frozen=True)
-class ClipSettings:
-    """How to clip. `per` says what is clipped by a norm of its own: the whole gradient (or a group with a limit of its own),
-    each layer, or each parameter. `report` says what gets a norm of its own to be looked at: as `per`, if it is None."""
-
-    method: str = "norm"
-    options: Mapping[str, Any] = field(default_factory=dict)
-    norm_type: float = 2.0
-    nonfinite: NonFinite = "skip"
-    per: Per = "group"
-    groups: tuple[ClipGroup, ...] = ()
-    report: Per | None = None
-
-    @classmethod
-    def read(cls, value: Any) -> ClipSettings | None:
-        """From a number, or dict(max_norm=, norm_type=, groups=, nonfinite=, method=, per=, report=).
-
-        None, 0 and dict(max_norm=0) are off; inf measures without clipping. Beside groups, no max_norm or 0 is inf: the rest
-        is measured only. (The check of a config asks for one of max_norm, groups and method.)
-        """
-        if not value:
-            return None
-        if not isinstance(value, Mapping):
-            return cls(options={"max_norm": float(value)})
-
-        # A method is a name, or dict(type=name, **options); max_norm beside it is one of its options.
-        given = value.get("method")
-        options: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {}
-        method = (options.pop("type", None) if isinstance(given, Mapping) else given) or "norm"
-        if value.get("max_norm") is not None:
-            options["max_norm"] = float(value["max_norm"])
-        if method == "norm" and options.get("max_norm") == 0 and not value.get("groups"):
-            return None
-        if method == "norm" and not options.get("max_norm"):
-            options["max_norm"] = math.inf  # only groups with a limit of their own are clipped
-
-        per: Per = value.get("per") or ("parameter" if method == "adagc" else "group")
-        report: Per | None = value.get("report")
-        if report not in (None, per) and per != "group":
-            raise ConfigError(
-                f"clip_grad_norm: report={report!r} beside per={per!r}: what is clipped by a norm of its own is what norms are "
-                f"reported of. Leave report out",
-                code="C003",
-            )
-        return cls(
-            method=method,
-            options=options,
-            norm_type=float(value.get("norm_type") or 2.0),
-            nonfinite=value.get("nonfinite") or "skip",
-            per=per,
-            groups=tuple(
-                ClipGroup(
-                    name,
-                    None if entry.get("max_norm") is None else float(entry["max_norm"]),
-                    entry.get("counted", True),
-                    entry.get("clipped", True),
-                    (entry["params"],) if isinstance(entry["params"], str) else tuple(entry["params"]),
-                )
-                for name, entry in (value.get("groups") or {}).items()
-            ),
-            report=report,
+def build_clip_method(settings: ClipSettings) -> ClipMethod:
+    """The clip method of a config, by its registered name."""
+    method = CLIP_METHOD.get_module(settings.method)
+    if settings.per != "group" and not getattr(method, "by_slot", False):
+        raise ConfigError(
+            f"clip_grad_norm: method {settings.method!r} finds one limit for the total norm, so nothing is clipped per "
+            f"{settings.per}. Write report={settings.per!r} for the norm of each {settings.per}, and leave per out; or take the "
+            f"method 'norm', or 'adagc', which limit each by its own norm",
+            code="C003",
         )
-
-    def build_method(self) -> ClipMethod:
-        """The clip method, by its registered name."""
-        method = CLIP_METHOD.get_module(self.method)
-        if self.per != "group" and not getattr(method, "by_slot", False):
-            raise ConfigError(
-                f"clip_grad_norm: method {self.method!r} finds one limit for the total norm, so nothing is clipped per "
-                f"{self.per}. Write report={self.per!r} for the norm of each {self.per}, and leave per out; or take the method "
-                f"'norm', or 'adagc', which limit each by its own norm",
-                code="C003",
-            )
-        try:
-            return method(**self.options)
-        except (TypeError, OverflowError) as error:
-            raise ConfigError(
-                f"clip_grad_norm: method {self.method!r} takes no such options: {error}", code="C003"
-            ) from error
-
-    def group_of(self, name: str) -> int:
-        """The number of the group that a parameter is in; the last is "rest"."""
-        for number, group in enumerate(self.groups):
-            if any(fnmatchcase(name, pattern) for pattern in group.patterns):
-                return number
-        return len(self.groups)
-
-    def clip_groups(self) -> list[ClipGroup]:
-        """The named groups, and last the rest."""
-        return [*self.groups, ClipGroup("rest" if self.groups else "all")]
+    try:
+        return method(**settings.method_options)
+    except (TypeError, OverflowError) as error:
+        raise ConfigError(
+            f"clip_grad_norm: method {settings.method!r} takes no such options: {error}", code="C003"
+        ) from error
 
 
 # --- Functions that need no engine and no config ---

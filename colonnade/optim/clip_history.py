@@ -7,8 +7,9 @@ import math
 import torch
 from torch import Tensor
 
+from colonnade.config.settings import positive
 from colonnade.errors import ConfigError
-from colonnade.optim.clip_method import CLIP_METHOD, EPSILON, ClipMethod, Measured, Verdict, divisor_to, positive
+from colonnade.optim.clip_method import CLIP_METHOD, EPSILON, ClipMethod, Measured, Verdict, divisor_to
 
 _MOST_STEPS = 1_000_000  # a window is sorted at every step
 

@@ -18,7 +18,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from colonnade.errors import CheckpointError, ConfigError
+from colonnade.config.settings import positive
+from colonnade.errors import CheckpointError
 from colonnade.optim.norm import Norms
 from colonnade.registry import Registry
 
@@ -127,18 +128,6 @@ class ClipMethod(ABC):
                 code="C083",
             )
         self.state = {name: tensor.detach().clone() for name, tensor in state.items()}
-
-
-def positive(name: str, value: float) -> float:
-    """A setting that must be above 0 (inf allowed)."""
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not value > 0
-        or (isinstance(value, int) and value >= 2**63)
-    ):
-        raise ConfigError(f"{name} is a number above 0 (inf measures only), not {value!r}", code="C003")
-    return float(value)
 
 
 @CLIP_METHOD.register_module("norm")

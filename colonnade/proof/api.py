@@ -24,13 +24,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from colonnade.comm.messages import gather_from_all
+from colonnade.config.settings import ClipSettings
 from colonnade.engine.engine import Engine
-from colonnade.engine.schedule.executor import cut_batch
-from colonnade.engine.schedule.pipeline import PipelineSchedule, call_criterion
+from colonnade.engine.schedule.criterion import call_criterion
+from colonnade.engine.schedule.micro_batch import cut_batch
+from colonnade.engine.schedule.pipeline import PipelineSchedule
 from colonnade.engine.stepper import label_of
 from colonnade.errors import ParityError
 from colonnade.hf.model_loss import criterion_of
-from colonnade.optim.clip import ClipSettings
 from colonnade.parallel.placement import is_dtensor
 from colonnade.parallel.split import Split, call_layer
 from colonnade.proof.compare import Evidence, Report, assemble, dropped_by, whole_shapes, whole_tensors
@@ -358,12 +359,12 @@ def _limit_of(engine: Engine, records: Sequence[Record], names: Mapping[str, str
     own = {name: (group.name, group.max_norm) for name, group in of.items() if group.max_norm is not None}
     if settings.per != "group":
         each = {
-            name: (f"{group.name} {label_of(name, settings.per)}", settings.options["max_norm"])
+            name: (f"{group.name} {label_of(name, settings.per)}", settings.method_options["max_norm"])
             for name, group in of.items()
         }
         own = {**each, **own}
     return Limit(
-        settings.options["max_norm"],
+        settings.method_options["max_norm"],
         settings.norm_type,
         own,
         frozenset(name for name, group in of.items() if not group.counted),

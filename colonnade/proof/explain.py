@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from colonnade.config import Config
+from colonnade.config.settings import ZeroSettings
 from colonnade.context.layout import Layout
 from colonnade.context.layout_builder import build_layout
 from colonnade.context.parallel_context import ParallelContext
@@ -24,7 +25,7 @@ from colonnade.gradients.handler import AUTOMATIC, ZeROGradientHandler
 from colonnade.gradients.ledger import Ledger, LedgerRow, match
 from colonnade.gradients.sum_plan import plan_sums
 from colonnade.gradients.sums import read_demands
-from colonnade.optim.zero.formula import ZeroSettings, shard_dim
+from colonnade.optim.zero.formula import shard_dim
 from colonnade.optim.zero.fsdp import left_whole, replica_mode, shard_modes_of
 from colonnade.parallel.demand import check_same_data, holding, owed
 from colonnade.parallel.placement import Placement, Replicate, Shard, Spec, Tied, place, placement_of

@@ -18,11 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colonnade.comm.messages import message_device
+from colonnade.config.settings import ClipSettings
 from colonnade.engine.engine import ON_ENGINE, Engine
 from colonnade.errors import ParityError, did_you_mean, listed
 from colonnade.gradients.sums import Demand, read_demands
 from colonnade.gradients.synchroniser import StepOutcome
-from colonnade.optim.clip import ClipSettings, Decision
+from colonnade.optim.clip import Decision
 from colonnade.optim.norm import Norms
 from colonnade.parallel.placement import is_dtensor
 from colonnade.proof.record import micro_batches
@@ -145,7 +146,7 @@ def limit_of(engine: Engine) -> float | None:
     settings = ClipSettings.read(engine.context.config.get("clip_grad_norm"))
     if settings is None or settings.method != "norm" or engine._stepper.policy is None or settings.clip_groups()[1:]:
         return None
-    return float(settings.options["max_norm"])
+    return float(settings.method_options["max_norm"])
 
 
 def clip_by(engine: Engine, norm: Callable[[Tensor], Tensor], power: float = 1.0) -> bool:

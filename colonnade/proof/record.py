@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from colonnade.config.settings import ClipSettings
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.engine import Engine, Observer
 from colonnade.engine.schedule.loss import split_loss
 from colonnade.engine.schedule.pipeline import PipelineSchedule
-from colonnade.optim.clip import ClipSettings
 from colonnade.parallel.boxes import whole_box
 from colonnade.parallel.demand import owed
 from colonnade.parallel.dtensor import local_part

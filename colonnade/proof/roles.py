@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from colonnade.config import Config
+from colonnade.config.settings import ZeroSettings
 from colonnade.context.layout import Layout
 from colonnade.context.layout_builder import build_layout
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.prepare import prepare_model, read_stages
 from colonnade.errors import ColonnadeError, ConfigError
-from colonnade.optim.zero.formula import ZeroSettings
 from colonnade.parallel.meta import meta_init, shapes_only
 from colonnade.parallel.placement import Replicate, Shard, Tied, place
 from colonnade.parallel.split import Split, build_schedule

@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from colonnade.checkpoint.values import is_stateful
 from colonnade.engine.engine import Engine
-from colonnade.engine.schedule.executor import join
+from colonnade.engine.schedule.micro_batch import join
 from colonnade.errors import ConfigError, TrainerError
 from colonnade.hf.model_loss import IGNORED
 from colonnade.trainer.data import NO_BATCH, Lengths, moves_together, read_lengths

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from colonnade.config.schema import REFUSED, Key, all_keys
+from colonnade.config.settings import REFUSED, Key, all_keys
 
 
 def markdown() -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from colonnade.cli import main
-from colonnade.config.schema import all_keys
+from colonnade.config.settings import all_keys
 
 
 def run(capsys: Any, *words: str) -> tuple[str, str, object]:

@@ -40,7 +40,10 @@ def test_nothing_asked_means_size_one_and_data_takes_the_rest(config: dict[str, 
         ({"expert": None, "sequence": None}, ParallelSizes()),
         (
             {"mine": {"size": 3, "mode": "new_mode", "arg1": "a"}, "sequence": 2},
-            ParallelSizes(axes=(AxisSpec("mine", 3, "new_mode", {"arg1": "a"}), AxisSpec("sequence", 2))),
+            ParallelSizes(
+                sequence=AxisSpec("sequence", 2),
+                axes=(AxisSpec("mine", 3, "new_mode", {"arg1": "a"}), AxisSpec("sequence", 2)),
+            ),
         ),
     ],
 )

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colonnade.config import load_config
+from colonnade.config.fields import AnySection, keys_of
 from colonnade.config.problems import near
-from colonnade.config.rules import Section
-from colonnade.config.schema import KEYS
+from colonnade.config.settings import KEYS, Settings
 from colonnade.errors import ConfigError
 
 
@@ -106,14 +106,14 @@ def edits(name: str) -> Iterator[str]:
 def places() -> Iterator[tuple[tuple[str, ...], str]]:
     """Every key of ours, with the keys of the dicts around it, where a wrong name is never somebody's own."""
 
-    def walk(outer: tuple[str, ...], section: Section) -> Iterator[tuple[tuple[str, ...], str]]:
-        for name, key in section.keys.items():
-            if not section.is_open:
+    def walk(outer: tuple[str, ...], section: type[AnySection]) -> Iterator[tuple[tuple[str, ...], str]]:
+        for name, key in keys_of(section).items():
+            if section.further is None:
                 yield outer, name
             if key.section is not None:
                 yield from walk((*outer, name), key.section)
 
-    yield from walk((), Section(KEYS))
+    yield from walk((), Settings)
 
 
 def told(outer: tuple[str, ...], name: str) -> str:

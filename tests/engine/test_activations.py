@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from colonnade._launch import launch
+from colonnade.config.settings import ActivationSettings
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine import activations
-from colonnade.engine.activations import ActivationSettings, recomputes, release_blocks
+from colonnade.engine.activations import apply_activations, recomputes, release_blocks
 from colonnade.engine.build import initialize
 from colonnade.errors import ConfigError
 from colonnade.models import GPT, MoEGPT
@@ -66,7 +67,7 @@ def _passed(given: Any) -> tuple[dict[str, Tensor], dict[str, int], int]:
     """Gradients, the ops of a forward and backward pass, and the elements that forward keeps outside of blocks' recomputing."""
     torch.manual_seed(0)
     model = Model()
-    ActivationSettings.read(given).apply(model, [model])
+    apply_activations(model, ActivationSettings.read(given), [model])
     kept: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -149,7 +150,7 @@ def test_who_computes_again():
         ({"offload": True}, False),
     ):
         model = Model()
-        ActivationSettings.read(given).apply(model, [model])
+        apply_activations(model, ActivationSettings.read(given), [model])
         assert recomputes(model) is again, given
 
 
@@ -169,7 +170,7 @@ def test_a_class_of_blocks_comes_twice_or_elsewhere_in_the_model(monkeypatch):
     monkeypatch.setattr(activations, "get_dist_logger", lambda: logger)
 
     def found(model: nn.Module, given: Any = "full", **more: Any) -> list[str]:
-        ActivationSettings.read(given).apply(model, [model], **more)
+        apply_activations(model, ActivationSettings.read(given), [model], **more)
         return [name for name, module in model.named_modules() if vars(module).get("_colonnade_runs")]
 
     assert found(Lists(2)) == ["blocks.0", "blocks.1"]
@@ -180,7 +181,7 @@ def test_a_class_of_blocks_comes_twice_or_elsewhere_in_the_model(monkeypatch):
     assert found(Lists(2), {"blocks": ["extra", "blocks.1"], "offload": True}) == ["blocks.1", "extra"]
     assert found(nn.Linear(2, 2), complete=False) == []
     without = nn.Sequential(nn.Linear(2, 2))
-    ActivationSettings.read("full").apply(without, [without, Lists(2)])
+    apply_activations(without, ActivationSettings.read("full"), [without, Lists(2)])
     *of_blocks, warning = said
     assert of_blocks == [
         "activation_checkpoint: mode 'full', 2 of 2 blocks (Block)",
@@ -193,7 +194,7 @@ def test_a_class_of_blocks_comes_twice_or_elsewhere_in_the_model(monkeypatch):
 
 def test_what_is_a_block():
     def found(model: nn.Module, **given: Any) -> list[str]:
-        ActivationSettings.read({"mode": "full", **given}).apply(model, [model])
+        apply_activations(model, ActivationSettings.read({"mode": "full", **given}), [model])
         return [name for name, module in model.named_modules() if vars(module).get("_colonnade_runs")]
 
     gpt = GPT(16, 8, 16, 4, 3, context=ParallelContext())
@@ -212,24 +213,24 @@ def test_what_is_a_block():
 def test_applied_again_and_copied_a_block_is_computed_again_once():
     model = Model()
     for _ in range(2):
-        ActivationSettings.read("selective").apply(model, [model])
+        apply_activations(model, ActivationSettings.read("selective"), [model])
     ran: list[int] = []
     for block in (twin := copy.deepcopy(model)).blocks:
         block.inner.register_forward_pre_hook(lambda *_: ran.append(1))
     twin(torch.ones(2, 8)).backward()
     assert len(ran) == 10
-    ActivationSettings.read(None).apply(model, [model])
+    apply_activations(model, ActivationSettings.read(None), [model])
     assert all(type(block) is Block for block in model.blocks)
 
 
 def test_bad_settings_are_refused_by_name():
     plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with pytest.raises(ConfigError, match=r"finds no blocks in the model.*classes are Linear, Sequential"):
-        ActivationSettings.read("full").apply(plain, [plain])
+        apply_activations(plain, ActivationSettings.read("full"), [plain])
     with pytest.raises(ConfigError, match=r"blocks=\['Linar'\] names no module.*Did you mean.*Linear"):
-        ActivationSettings.read({"blocks": ["Linar"]}).apply(plain, [plain])
+        apply_activations(plain, ActivationSettings.read({"blocks": ["Linar"]}), [plain])
     with pytest.raises(ConfigError, match=r"no op 'aten\.matmull'"):
-        ActivationSettings.read({"mode": "selective", "keep": ["aten.matmull"]}).apply(plain, [plain])
+        apply_activations(plain, ActivationSettings.read({"mode": "selective", "keep": ["aten.matmull"]}), [plain])
     with pytest.raises(ConfigError, match="keep is for mode='selective'"):
         ActivationSettings.read({"mode": "full", "keep": ["aten.mm"]})
     with pytest.raises(ConfigError, match="activation_checkpoint"):

@@ -17,6 +17,7 @@ from colonnade._launch import launch
 from colonnade.comm import messages
 from colonnade.comm.waits import OUTSIDE
 from colonnade.config import load_config
+from colonnade.config.settings import ZeroSettings
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine import build, compile, prepare
 from colonnade.engine import engine as engine_module
@@ -28,7 +29,6 @@ from colonnade.errors import ConfigError
 from colonnade.gradients import synchroniser
 from colonnade.optim import engine_optimizer
 from colonnade.optim.zero import fsdp
-from colonnade.optim.zero.formula import ZeroSettings
 from colonnade.parallel.meta import meta_init
 from colonnade.parallel.split import split
 from colonnade.testing import run_world
@@ -102,7 +102,7 @@ def test_the_start_takes_little_memory_beside_parameters_and_gradients():
 CHECKS = [
     *("Precision.build_scaler", "Precision.apply", "Precision.around", "ClipSettings.read", "Agreement.require"),
     *("refuse_meta_state", "Placements.check", "MetaStart.alike", "MetaStart.locate", "MetaStart.materialise"),
-    *("ActivationSettings.read", "ActivationSettings.apply", "Float8.read", "SyncOptions.read", "ZeroSettings.read"),
+    *("ActivationSettings.read", "apply_activations", "Float8Settings.read", "SyncSettings.read", "ZeroSettings.read"),
     *("_apply_backend_flags", "check_ties", "read_recipes", "refuse_marks", "refuse_lazy", "refuse_unfit"),
     *("warn_of_batch_norm", "warn_of_repeated_work", "training_loss_of", "numeric_settings", "broadcast_shared"),
     *("compare_stages", "alike_optimizer", "refuse_optimizer", "refuse_parts", "build_handlers", "check_tied"),
@@ -113,7 +113,7 @@ ASKED_FOR: list[tuple[str, dict[str, Any]]] = [
     ("ShardedModel.guard", {"zero": 3}),
     ("ZeroOptimizer", {"zero": 1}),
     ("ZeroOptimizer", {"zero": 2}),
-    ("Float8.convert", {"float8": {"emulate": True}}),
+    ("convert_to_float8", {"float8": {"emulate": True}}),
     ("compile_model", {"compile": True}),
 ]
 
@@ -149,11 +149,11 @@ def test_initialize_makes_every_check(check, config, monkeypatch):
 def test_a_name_that_no_layer_has_is_a_slip_where_the_whole_model_is_known(monkeypatch, stages, given, complete):
     told: list[Any] = []
 
-    def reached(self: object, *args: object) -> None:
-        told.extend(args)
+    def reached(model: object, settings: object, *args: object) -> None:
+        told.extend([model, *args])
         raise ReachedError
 
-    monkeypatch.setattr(prepare.ActivationSettings, "apply", reached)
+    monkeypatch.setattr(prepare, "apply_activations", reached)
     monkeypatch.setattr(prepare, "take_stages", lambda split, *_: next(iter(split)))
     layers = [nn.Linear(2, 2) for _ in range(given)]
     model = split(layers) if given > 1 else layers[0]

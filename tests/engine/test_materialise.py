@@ -12,6 +12,7 @@ import torch.testing._internal.distributed.fake_pg  # registers the backend "fak
 from torch import Tensor, nn
 
 from colonnade._launch import launch
+from colonnade.config.settings import ZeroSettings
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
@@ -19,7 +20,7 @@ from colonnade.errors import GradientError, PlacementError
 from colonnade.models import GPT
 from colonnade.nn.layer import Embedding, arrange
 from colonnade.optim.zero import fsdp
-from colonnade.optim.zero.formula import ZeroSettings, bytes_held
+from colonnade.optim.zero.formula import bytes_held
 from colonnade.parallel.boxes import whole_box
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.meta import meta_init, parameter_inits

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from colonnade._launch import launch
+from colonnade.config.settings import ClipSettings
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
 from colonnade.engine.stepper import Slots, number_slots
 from colonnade.errors import ConfigError
-from colonnade.optim.clip import ClipSettings
 from colonnade.parallel.placement import Tied, place
 from colonnade.testing import run_world
 
@@ -37,7 +37,7 @@ def test_a_norm_of_zero_is_off_in_every_form(value: Any) -> None:
 def test_without_a_norm_only_groups_are_clipped() -> None:
     settings = ClipSettings.read({"max_norm": 0, "groups": {"head": {"params": "head.*", "max_norm": 1.0}}})
     assert settings is not None
-    assert settings.options == {"max_norm": math.inf}
+    assert settings.method_options == {"max_norm": math.inf}
 
 
 def test_one_slot_for_all_by_default() -> None:

@@ -12,8 +12,7 @@ import colonnade
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ColonnadeError, ConfigError, LayoutError
-from colonnade.hf.attention_patch import SplitSequence, _documents, _padding
-from colonnade.hf.model_plans import check_model, label_kind
+from colonnade.hf.attention_patch import SplitSequence, _documents, _padding, check_model, label_kind
 from colonnade.nn.sequence import Parts, gather_sequence
 from colonnade.testing import run_world
 from tests.hf.runs import TENSOR, Layout, run_all, truth_file

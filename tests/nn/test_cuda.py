@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from colonnade.config.settings import ActivationSettings
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.engine.activations import ActivationSettings, kept_on_host, release_blocks
+from colonnade.engine.activations import apply_activations, kept_on_host, release_blocks
 from colonnade.models import GPT
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -21,7 +22,7 @@ def _passed(given: Any, compiled: bool = False) -> tuple[list[torch.Tensor], int
     dropout = 0.0 if compiled else 0.1  # compiled code draws other numbers
     model = GPT(1000, 256, 256, 4, 6, dropout=dropout, context=ParallelContext()).cuda()
     settings = ActivationSettings.read(given)
-    settings.apply(model, [model])
+    apply_activations(model, settings, [model])
     if compiled:
         for block in model.blocks:
             block.compile(backend="aot_eager")

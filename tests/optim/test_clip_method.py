@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
+from colonnade.config.settings import positive
 from colonnade.errors import CheckpointError, ConfigError, RegistryError
-from colonnade.optim.clip_method import CLIP_METHOD, Measured, NormClip, divisor_to, positive
+from colonnade.optim.clip_method import CLIP_METHOD, Measured, NormClip, divisor_to
 from colonnade.optim.norm import Norms
 
 

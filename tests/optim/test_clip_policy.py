@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from colonnade.config.settings import ClipGroup
 from colonnade.errors import CheckpointError, ConfigError, GradientError
-from colonnade.optim.clip import ClipGroup, ClipPolicy, _Masks
+from colonnade.optim.clip import ClipPolicy, _Masks
 from colonnade.optim.clip_history import SkipOnSpike, ZClip
 from colonnade.optim.clip_method import NormClip
 from colonnade.optim.norm import Norms
@@ -102,12 +103,12 @@ def test_a_group_that_is_alone_has_its_own_limit_too() -> None:
 
 
 def test_groups_are_alike_whatever_names_they_fit() -> None:
-    assert ClipGroup("a", patterns=("x.*",)) == ClipGroup("a")
+    assert ClipGroup("a", params=("x.*",)) == ClipGroup("a")
     assert ClipGroup("a", clipped=False) != ClipGroup("a")
 
 
 def test_masks_move_to_another_device_and_stay_where_they_are_otherwise() -> None:
-    masks = _Masks([ClipGroup("a"), ClipGroup("b", 0.5)], [0, 1])
+    masks = _Masks([ClipGroup("a"), ClipGroup("b", max_norm=0.5)], [0, 1])
     own = masks.own
     assert masks.to(torch.device("cpu")).own is own
     moved = masks.to(torch.device("meta"))

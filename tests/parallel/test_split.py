@@ -15,7 +15,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from colonnade.engine.schedule.executor import Executor, cut_batch
+from colonnade.engine.schedule.executor import Executor
+from colonnade.engine.schedule.micro_batch import cut_batch
 from colonnade.engine.schedule.orders import make_table
 from colonnade.errors import ScheduleError
 from colonnade.parallel.split import Stage, _measured, _now, balanced, find_ties, split
@@ -118,7 +119,7 @@ def layer_names(stages: Sequence[nn.Module]) -> list[tuple[str, ...]]:
 
 def run_all(stages: Sequence[nn.Module], value: Any) -> Any:
     """The stages one after another, as the executor calls them."""
-    from colonnade.engine.schedule.executor import MicroBatch, call_module
+    from colonnade.engine.schedule.micro_batch import MicroBatch, call_module
 
     for index, stage in enumerate(stages):
         value = call_module(index, stage, value, MicroBatch(0))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
 
-from colonnade.engine.schedule.executor import join
+from colonnade.engine.schedule.micro_batch import join
 from colonnade.errors import ConfigError
 from colonnade.trainer import evaluation
 from colonnade.trainer.evaluation import (

@@ -1,17 +1,23 @@
-"""The contract of a schedule: how one step's forward and backward passes run."""
+"""The contract of a schedule: how one step's forward and backward passes run.
+
+What a user writes is a subclass of `BaseSchedule`, registered in `SCHEDULE` and named in the config. The engine calls
+`pre_processing` once and `forward_back_step` for each batch. A schedule that runs its backward passes itself sets
+`runs_backward`, and calls `engine.backward_micro_batch` for each of them and `engine.note_loss` once; any other calls
+`engine.backward(loss)` once. `load_batch` takes a batch of the loader apart and moves it to the device.
+"""
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from colonnade.engine.schedule.executor import format_value
+from colonnade.engine.schedule.criterion import required_arguments
+from colonnade.engine.schedule.micro_batch import format_value
 from colonnade.errors import ScheduleError
 
 StepResult = tuple[Any, Any, Tensor | None]
@@ -126,31 +132,6 @@ def checked_result(schedule: BaseSchedule, result: Any) -> StepResult:
         )
     output, label, loss = result
     return output, label, loss
-
-
-def required_arguments(function: Any) -> list[str]:
-    """The names of what a function or a module cannot be called without by position; none where that is not known."""
-    try:
-        signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
-    except (TypeError, ValueError):
-        return []
-    return [
-        parameter.name
-        for parameter in signature.parameters.values()
-        if parameter.default is parameter.empty and parameter.kind <= parameter.POSITIONAL_OR_KEYWORD
-    ]
-
-
-def most_arguments(function: Any) -> int | None:
-    """How many arguments a function or a module takes by position; None where that is not known, or as many as there are."""
-    try:
-        signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
-    except (TypeError, ValueError):
-        return None
-    kinds = [parameter.kind for parameter in signature.parameters.values()]
-    if inspect.Parameter.VAR_POSITIONAL in kinds:
-        return None
-    return sum(kind <= inspect.Parameter.POSITIONAL_OR_KEYWORD for kind in kinds)
 
 
 def move(value: Any, device: torch.device) -> Any:

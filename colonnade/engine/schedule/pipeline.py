@@ -1,4 +1,9 @@
-"""Pipeline schedules on an engine: which order, which micro-batches; the executor does the rest."""
+"""The schedules that a config can name: the whole model on each batch, and pipelines in any order.
+
+`NonPipelineSchedule` is the one without a pipeline. `PipelineSchedule` says which order and which micro-batches; the executor
+does the rest. `TableSchedule` takes an order of the user's as a table, and the classes at the end are the named orders.
+A schedule of the user's is a `BaseSchedule` (`base.py`); an order of the user's is a function in `ORDERS` (`orders.py`).
+"""
 
 from __future__ import annotations
 
@@ -9,33 +14,23 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from colonnade.context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.schedule.actions import Row, Table, parse_table, read_csv
-from colonnade.engine.schedule.base import BaseSchedule, StepResult, most_arguments, required_arguments
+from colonnade.engine.schedule.base import BaseSchedule, StepResult
 from colonnade.engine.schedule.check import check
-from colonnade.engine.schedule.executor import (
-    Executor,
-    MicroBatch,
-    StageInput,
-    call_module,
-    cut_batch,
-    format_value,
-    join,
-)
-from colonnade.engine.schedule.loss import DivisionWatch, LossForm, own_loss, split_loss
+from colonnade.engine.schedule.criterion import call_criterion, required_arguments
+from colonnade.engine.schedule.executor import Executor
+from colonnade.engine.schedule.loss import DivisionWatch, LossForm, split_loss
+from colonnade.engine.schedule.micro_batch import MicroBatch, call_module, cut_batch, join
 from colonnade.engine.schedule.orders import check_chunks, loop_stages, make_table
 from colonnade.engine.schedule.transfer import with_cpu
 from colonnade.errors import ScheduleError
 from colonnade.parallel.split import call_layer
 from colonnade.parallel.wire import backends_of
 from colonnade.registry import ORDERS, SCHEDULE
-
-# --------------------------------------------------------------------------------------------------
-# The schedule without a pipeline: one batch forward, and backward.
-# --------------------------------------------------------------------------------------------------
 
 
 @SCHEDULE.register_module
@@ -64,93 +59,6 @@ class NonPipelineSchedule(BaseSchedule):
         if loss is not None and return_loss:
             mean = (loss[0] / loss[1] if isinstance(loss, (tuple, list)) else loss).detach()
         return (output, label, mean) if return_output_label else (None, None, mean)
-
-
-def call_criterion(criterion: Any, output: Any, label: Any) -> Any:
-    """The loss: of the output and the label, or of the output alone where there is no label.
-
-    Without a criterion it is the loss that the model has put into its output.
-    """
-    if criterion is None:
-        loss = own_loss(output)
-        if loss is None:
-            raise ScheduleError(
-                f"a loss is asked for, but the engine has no criterion, and the model returned {format_value(output)}; pass "
-                f"criterion= to initialize, or let the model return its loss: a scalar, dict(loss=...) or (loss, ...). A model of "
-                f"transformers makes it where the batch is a dict with 'labels'",
-                code="C045",
-            )
-        return loss
-    if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-        return _loss_of(criterion, output, label)
-    with torch.enable_grad():  # of an evaluation too, the graph of the loss says what it is a mean over
-        return _loss_of(criterion, tree_map_only(Tensor, _with_graph, output), label)
-
-
-def _loss_of(criterion: Any, output: Any, label: Any) -> Any:
-    outputs = list(output) if isinstance(output, (list, tuple)) else [output]
-    if label is None:
-        try:
-            return _called(criterion, outputs, [])
-        except TypeError as error:
-            if len(outputs) >= (needed := len(required_arguments(criterion))):
-                raise
-            name = getattr(criterion, "__name__", type(criterion).__name__)
-            raise ScheduleError(
-                f"{name} takes {needed} arguments, and there is no label: a batch is (data, label), or a dict with "
-                f"'labels'; for others pass data_process_func=lambda batch: (data, label) to the schedule",
-                code="C045",
-            ) from error
-    if isinstance(label, dict):
-        return criterion(**output, **label) if isinstance(output, dict) else _called(criterion, outputs, [], label)
-    labels = list(label) if isinstance(label, (list, tuple)) and not isinstance(output, dict) else [label]
-    return _called(criterion, outputs, labels)
-
-
-def _called(
-    criterion: Any, outputs: Sequence[Any], labels: Sequence[Any], named: Mapping[str, Any] | None = None
-) -> Any:
-    """The criterion of these; where it fails on more values than it needs, the error says where they are from."""
-    named = named or {}
-    try:
-        return criterion(*outputs, *labels, **named)
-    except (TypeError, ValueError, RuntimeError) as error:
-        given, takes = len(outputs) + len(labels) + len(named), most_arguments(criterion)
-        several = max(len(outputs), len(labels))
-        if takes is None or several == 1 or given <= len(required_arguments(criterion)):  # an error inside
-            raise
-        told = (
-            f"{'the model returned' if len(outputs) > 1 else 'the label is'} {several} values, which go into the criterion one "
-            f"by one (outputs first, then labels). Give a criterion that takes them, such as lambda "
-            f"{', '.join([*_names(len(outputs), len(labels)), *named])}: ..., or let the model return one value"
-        )
-        name = getattr(criterion, "__name__", type(criterion).__name__)
-        if isinstance(error, TypeError) and given > takes:
-            raise ScheduleError(
-                f"{name} takes at most {takes} arguments, and was given {given}: {told}", code="C045"
-            ) from error
-        if not isinstance(
-            error, torch.OutOfMemoryError
-        ):  # one of them is taken for an option, as the weight of F.cross_entropy
-            error.add_note(f"{name} was given {given} arguments: {told}")
-        raise
-
-
-def _with_graph(tensor: Tensor) -> Tensor:
-    if not tensor.is_floating_point() or tensor.requires_grad:
-        return tensor
-    tensor = tensor.detach()
-    StageInput(tensor)
-    return tensor
-
-
-def _names(outputs: int, labels: int) -> list[str]:
-    """Names for so many arguments: output, or output_0 and output_1; then labels."""
-    return [
-        kind if count == 1 else f"{kind}_{at}"
-        for kind, count in (("output", outputs), ("label", labels))
-        for at in range(count)
-    ]
 
 
 TableSource = str | Path | Mapping[int, Row] | Sequence[Row]

@@ -1,5 +1,12 @@
 """Transfers between the ranks of a pipeline: values of any form and shape, in order, with errors passed on.
 
+A message goes through three layers, each with a section here:
+
+1. A value is described (`describe`): JSON that says what comes, and its tensors apart.
+2. A `Wire` is one process group as a way for one kind of memory to one other rank.
+3. A `Link` is the channel to one other rank: `send` on one side, `expect` and `take` on the other, in the order of one program
+   (`programs.py`); and `fail` to `end_failure`, by which both sides stop with nothing under way.
+
 Every message is a description (what comes) and then the bytes of its tensors. A description that was sent before
 on the same link is sent again as a number, in a header of two integers. Over gloo a steady pipeline sends one frame
 per message, header and tensors together, for which the receiver has memory ready: as much as the largest message of
@@ -7,8 +14,8 @@ the last step took. What is larger follows its header tensor by tensor.
 
 Over another backend (NCCL) headers travel on the CPU, so that no GPU is waited for to read one, and tensors beside them,
 those of a message in one piece, by a group for each direction, so that both directions move at once. Where a message
-had tensors of the same dtypes and shapes in the last two steps, the receiver counts on a third: it begins to receive
-them before their header is there. A sender knows what the receiver counts on. If its tensors are others after all, it
+had tensors of the same dtypes and shapes in the last two steps, the receiver predicts a third: it begins to receive
+them before their header is there. A sender knows what the receiver predicts. If its tensors are others after all, it
 fills what the receiver has begun with anything, and sends them by the CPU. So both sides begin the same in the same
 order, whatever the forms are.
 """
@@ -29,114 +36,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colonnade.engine.schedule.actions import COMPUTE, GIVES_INPUT_GRADIENT, Action, Kind, Table
-from colonnade.engine.schedule.replay import num_stages, replay
+from colonnade.engine.schedule.actions import Action
 from colonnade.errors import ScheduleError, listed
 from colonnade.parallel.wire import backends_of
 
-# --------------------------------------------------------------------------------------------------
-# Programs: a table of compute actions with the transfers that it needs, added here.
-#
-# All ranks work out the same total order of everything, compute and transfers, from the same replay, and each
-# runs its own part of it in that order. A transfer has one place in the total order, on both sides. So the
-# earliest thing that is not done can always be done, even where a send blocks until its receive is there and
-# where a pair of ranks has one channel for both directions (NCCL): no valid table can lock up.
-# --------------------------------------------------------------------------------------------------
-
-
-CONFIRMS = -1
-"""In place of the number of a micro-batch."""
-_FORWARD = (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD, Kind.SENT_FORWARD)
-_BACKWARD = (Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD, Kind.SENT_BACKWARD)
-
-
-def add_transfers(table: Table) -> Table:
-    """The table with every send, receive and end of a send in its place; the table must have been checked.
-
-    Neighbouring stages on one rank hand tensors over without a transfer. The same table gives the same
-    program on every rank.
-    """
-    home = {action.stage: rank for rank, actions in table.items() for action in actions}
-    last_stage = num_stages(table) - 1
-    program: Table = {rank: [] for rank in table}
-    for rank, action in _total_order(table):
-        program[rank].append(action)
-        for transfer in _transfers_after(action, last_stage):
-            if home[transfer.stage] != home[peer_stage(transfer)]:
-                program[home[transfer.stage]].append(transfer)
-    return program
-
-
-def confirmation(table: Table) -> Table:
-    """What may follow an evaluation: empty messages from the last stage to the first.
-
-    So a rank that only sends hears in the same step whether one after it has failed.
-    """
-    home = {action.stage: rank for rank, actions in table.items() for action in actions}
-    program: Table = {rank: [] for rank in table}
-    for stage in reversed(range(1, num_stages(table))):
-        if home[stage] != home[stage - 1]:
-            program[home[stage]].append(Action(stage, Kind.SEND_BACKWARD, CONFIRMS))
-            program[home[stage - 1]].append(Action(stage - 1, Kind.RECEIVE_BACKWARD, CONFIRMS))
-    return program
-
-
-def receive_early(actions: Sequence[Action]) -> list[Action]:
-    """The program of one rank with every receive begun one compute action sooner.
-
-    So its memory is ready before it is sent, and it comes while this rank computes. Only for backends on which a
-    receive that waits holds up nothing else (gloo): elsewhere both sides must keep the one order.
-    """
-    ahead: list[Action] = []
-    after: list[Action] = []  # the last compute action and what follows it
-    for action in actions:
-        if action.kind in (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD):
-            ahead.append(action)
-            continue
-        if action.kind in COMPUTE:
-            ahead += after
-            after = []
-        after.append(action)
-    return ahead + after
-
-
-def peer_stage(transfer: Action) -> int:
-    """The stage at the other end of a transfer."""
-    to_next = (Kind.SEND_FORWARD, Kind.SENT_FORWARD, Kind.RECEIVE_BACKWARD)
-    return transfer.stage + (1 if transfer.kind in to_next else -1)
-
-
-def _total_order(table: Table) -> list[tuple[int, Action]]:
-    rows = replay(table, cost=lambda action: 2.0 if action.kind is Kind.BACKWARD else 1.0).rows
-    events = [(timed.end, rank, timed.action) for rank, row in rows.items() for timed in row]
-    return [(rank, action) for _, rank, action in sorted(events)]
-
-
-def _transfers_after(action: Action, last_stage: int) -> Iterator[Action]:
-    """What happens when `action` is done: the send that it used is over, and what it gives is sent and received."""
-    stage, kind, micro_batch = action
-    if kind is Kind.FORWARD:
-        send, receive, sent, before, after = *_FORWARD, stage - 1, stage + 1
-    elif kind in GIVES_INPUT_GRADIENT:
-        send, receive, sent, before, after = *_BACKWARD, stage + 1, stage - 1
-    else:
-        return
-    if 0 <= before <= last_stage:
-        yield Action(before, sent, micro_batch)
-    if 0 <= after <= last_stage:
-        yield Action(stage, send, micro_batch)
-        yield Action(after, receive, micro_batch)
-
-
-# --------------------------------------------------------------------------------------------------
-# Values between stages: nested containers of tensors and plain values, as a description and a frame.
+# --- Values between stages, as a description and a frame ---
 #
 # A description is JSON: it can be read by anyone, compared, cached and sent, and reading it runs no code.
 # Tensors are named in it by dtype, shape and whether they need a gradient; their bytes travel apart, or in a frame:
 # one piece of memory with a header of two integers and then the tensors, each on a multiple of 64 bytes, so that it
 # can be used where it lies.
-# --------------------------------------------------------------------------------------------------
-
 
 _CPU = torch.device("cpu")
 _PLAIN = (type(None), bool, int, float, str)
@@ -252,8 +161,6 @@ def _check_tensor(tensor: Tensor, name: str) -> None:
         )
 
 
-# -- frames -----------------------------------------------------------------------------------------------
-
 HEADER_BYTES = 64
 
 
@@ -302,10 +209,7 @@ def _padded(size: int) -> int:
     return -(-size // 64) * 64
 
 
-# --------------------------------------------------------------------------------------------------
-# Wires: one process group as a way for one kind of memory to one other rank.
-# --------------------------------------------------------------------------------------------------
-
+# --- Wires ---
 
 Pending: TypeAlias = "list[tuple[dist.Work, Tensor]]"
 """Work that is under way, each with the memory that it needs."""
@@ -378,6 +282,8 @@ def _started(work: dist.Work | None) -> dist.Work:
     return work
 
 
+# --- Links ---
+
 _SKIPPED, _NO_BATCH, _FAILED, _NEW = range(-4, 0)
 """What the first number of a header says besides "description n": after a failure, nothing comes; the sender has no batch,
 or failed; a new one follows."""
@@ -393,7 +299,7 @@ _FAILURE_TIMEOUT = timedelta(seconds=10)
 _TEXT_SENT = 2000
 """How many bytes of its reason a failing rank tells."""
 _ANY = Action.parse("0SENT_F0")
-"""What is expected where a rank only listens whether the other one has failed."""
+"""The key of a message that is expected only because the other rank says in it that it has failed."""
 
 
 class PeerFailed(ScheduleError):
@@ -417,31 +323,33 @@ class Incoming:
 
 @dataclass
 class _Arriving:
+    """A message whose description was read and whose tensors are being received."""
+
     description: str
     tensors: list[Tensor]
     pending: Pending
 
 
 class _Layouts:
-    """The dtypes and shapes of the last messages of one direction. Both ends count alike."""
+    """The dtypes and shapes of the last messages of one direction. Both ends count alike, and so predict alike."""
 
     def __init__(self) -> None:
         self._last: dict[Action, tuple[Meta, ...]] = {}
-        self._sure: dict[Action, tuple[Meta, ...]] = {}
+        self._predicted: dict[Action, tuple[Meta, ...]] = {}
 
-    def sure(self, key: Action) -> tuple[Meta, ...]:
-        """What the message has if it is as its last two; empty where they differed."""
-        return self._sure.get(key, ())
+    def predicted(self, key: Action) -> tuple[Meta, ...]:
+        """The layout of the message if it is that of its last two; empty where they differed."""
+        return self._predicted.get(key, ())
 
     def note(self, key: Action, layout: tuple[Meta, ...]) -> None:
-        """This is what the message had."""
-        self._sure[key] = layout if self._last.get(key) == layout else ()
+        """Record the layout that the message had."""
+        self._predicted[key] = layout if self._last.get(key) == layout else ()
         self._last[key] = layout
 
 
 @dataclass
 class _Expected:
-    """A message that is to come: memory for its header, and its tensors if they are counted on."""
+    """A message that is to come: memory for its header, and its tensors if they are predicted."""
 
     key: Action
     frame: Tensor
@@ -458,8 +366,8 @@ class _FrameSize:
         self.bytes = 0
         self._largest = 0
 
-    def fits(self, payload: int) -> bool:
-        """Count a message; whether it fits into a frame."""
+    def count(self, payload: int) -> bool:
+        """Count a message of the step; returns whether it fits into a frame."""
         self._largest = max(self._largest, payload)
         return payload <= self.bytes
 
@@ -493,9 +401,11 @@ class Link:
         self._expected: deque[_Expected] = deque()
         self._arriving: dict[Action, _Arriving] = {}
         self._sends: dict[Action, Pending] = {}
-        self._over: deque[Action] = deque()
+        self._sends_to_end: deque[Action] = deque()
+        # After a failure: what tells the peer of it, whether the peer has told of one, and whether messages were skipped, in
+        # place of which the peer is told; and how long each message is waited for.
         self._failure: Pending = []
-        self._heard = self._skips = False  # that the peer has failed; whether it is told in place of a message
+        self._peer_failed = self._skipped = False
         self._patience: timedelta | None = None
 
     @property
@@ -503,12 +413,18 @@ class Link:
         """Whether tensors wait in queues, one for a direction, so that both sides must keep one order."""
         return self._wire.one_queue
 
+    # --- Sending ---
+
     def send(self, key: Action, description: str, tensors: list[Tensor]) -> None:
         """Start to send a value, given by its description and its tensors; does not wait for the receiver."""
-        fits = self._sent_frames.fits(payload_bytes(tensors)) and not self.one_queue
+        fits = self._sent_frames.count(payload_bytes(tensors)) and not self.one_queue
         number = self._sent_numbers.get(description)
         if number is None:
-            self._sends[key] = self._send_description(description)
+            # Both sides number descriptions in the order in which they come, and forget all of them at the same one.
+            if len(self._sent_numbers) == _DESCRIPTIONS_KEPT:
+                self._sent_numbers.clear()
+            self._sent_numbers[description] = len(self._sent_numbers)
+            self._sends[key] = self._send_bytes(_NEW, description.encode())
         else:
             header = (number, _INSIDE if fits else _APART)
             self._sends[key] = self._cpu_wire.send(pack(header, tensors if fits else ()), _FRAME)
@@ -516,12 +432,13 @@ class Link:
             self._sends[key] += self._send_tensors(key, tensors)
 
     def _send_tensors(self, key: Action, tensors: list[Tensor]) -> Pending:
-        counted_on = self._counted_on(self._sent_layouts, key)
+        predicted = self._predicted(self._sent_layouts, key)
         layout = layout_of(tensors)
         self._sent_layouts.note(key, layout)
-        if counted_on in ((), layout):
+        if predicted in ((), layout):
             return self._send_apart(tensors)
-        filled = self._send_apart([self._wire.empty(meta) for meta in counted_on])
+        # The receiver has begun to receive other tensors: they are filled with anything, and those meant go by the CPU.
+        filled = self._send_apart([self._wire.empty(meta) for meta in predicted])
         return filled + [each for tensor in tensors for each in self._cpu_wire.send(tensor, _BY_CPU)]
 
     def _send_apart(self, tensors: list[Tensor]) -> Pending:
@@ -529,17 +446,21 @@ class Link:
             tensors = [pack(None, tensors, self._wire.device)]
         return [each for tensor in tensors for each in self._wire.send(tensor, _TENSOR)]
 
-    def _receive_apart(self, layout: tuple[Meta, ...]) -> tuple[list[Tensor], Pending]:
-        if len(layout) > 1 and self.one_queue:
-            frame = empty_frame(payload_bytes(layout), self._wire_back.device)
-            return unpack(frame, layout), self._wire_back.fill(frame, _TENSOR)
-        return _receive(self._wire_back, layout, _TENSOR)
+    def _send_bytes(self, number: int, data: bytes) -> Pending:
+        header = self._cpu_wire.send(pack((number, len(data))), _FRAME)
+        return header + self._cpu_wire.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), _TEXT)
 
     def sent(self, key: Action) -> None:
         """The receiver has used what was sent as `key`, if ranks keep to the plan: let go of it, or soon."""
-        self._over.append(key)
-        while len(self._over) > SENDS_KEPT:
-            self._wait_sent(self._over.popleft())
+        self._sends_to_end.append(key)
+        while len(self._sends_to_end) > SENDS_KEPT:
+            self._wait_sent(self._sends_to_end.popleft())
+
+    def _wait_sent(self, key: Action) -> None:
+        with self._named_in_errors(key):
+            wait(self._sends.pop(key, []))
+
+    # --- Receiving ---
 
     def expect(self, key: Action) -> None:
         """The next thing to come from the peer, after those expected before, is `key`."""
@@ -555,106 +476,23 @@ class Link:
             return
         # Begun at this place of the program, before anything else: what a rank does on the device may wait for all that
         # it has sent, and so for the peer, which may wait for a third rank. Around a ring that would never end.
-        expected.layout = self._counted_on(self._received_layouts, key)
+        expected.layout = self._predicted(self._received_layouts, key)
         if expected.layout:
             expected.tensors, expected.pending = self._receive_apart(expected.layout)
         else:
-            self._start_expected(key)
-
-    def _counted_on(self, layouts: _Layouts, key: Action) -> tuple[Meta, ...]:
-        return layouts.sure(key) if self.one_queue else ()
+            self._read_messages(key)
 
     def take(self, key: Action) -> Incoming:
         """Wait for `key`, which was expected, and return it."""
         with self._named_in_errors(key):
-            self._start_expected(key)
+            self._read_messages(key)
             arriving = self._arriving.pop(key)
             wait(arriving.pending)
         tensors = [tensor.to(self._device) for tensor in arriving.tensors]
         return Incoming(*rebuild(arriving.description, tensors))
 
-    def finish(self) -> None:
-        """The end of a step: wait until everything sent has been received."""
-        for key in list(self._sends):
-            self._wait_sent(key)
-        self._over.clear()
-        self._sent_frames.next_step()
-        self._received_frames.next_step()
-
-    def fail(self, text: str, no_batch: bool, rank: int | None = None) -> None:
-        """Start to tell the peer, in place of the next message, that this rank has failed, or has heard that `rank` has.
-
-        Then this rank goes through the rest of its program with `skip_send` and `skip_receive`, and so does the peer once it
-        has heard; `hear_out` takes the message that is one too many.
-        """
-        self._patience = None if no_batch else _FAILURE_TIMEOUT  # every rank comes to a step, sooner or later
-        with contextlib.suppress(RuntimeError):
-            told = f"{'' if rank is None else rank}\n{text}".encode()[:_TEXT_SENT]
-            self._failure = self._send_bytes(_NO_BATCH if no_batch else _FAILED, told)
-
-    def skip_send(self, key: Action) -> None:
-        """Send nothing as `key`, and anything where the peer has begun to receive tensors."""
-        self._skips = True
-        self._failure += self._cpu_wire.send(pack((_SKIPPED, _APART)), _FRAME)
-        self._send_apart([self._wire.empty(meta) for meta in self._counted_on(self._sent_layouts, key)])
-
-    def skip_receive(self, key: Action) -> None:
-        """Receive what the peer still sends as `key`, for nobody."""
-        with contextlib.suppress(PeerFailed):
-            self._expect(key)
-        self._read_all()
-
-    def hear_out(self) -> bool:
-        """Whether the peer hears of the failure in this step; then wait until it has said so, and nothing comes any more."""
-        self._read_all()
-        if self._skips or self._heard:
-            self.skip_receive(_ANY)
-        return self._skips or self._heard
-
-    def end_failure(self) -> None:
-        """After `hear_out` on all links: wait until the peer has heard this rank too."""
-        wait(self._failure, self._patience)
-        self._failure, self._heard, self._skips, self._patience = [], False, False, None
-
-    def _read_all(self) -> None:
-        for expected in tuple(self._expected):
-            with contextlib.suppress(PeerFailed):
-                self._start_expected(expected.key)
-        self._discard()
-
-    def _discard(self) -> None:
-        """Let go of what came and is not used; torch keeps memory that NCCL still fills."""
-        for arriving in self._arriving.values():
-            wait(arriving.pending if not self.one_queue else [], self._patience)
-        self._arriving.clear()
-
-    def _send_description(self, description: str) -> Pending:
-        if len(self._sent_numbers) == _DESCRIPTIONS_KEPT:
-            self._sent_numbers.clear()
-        self._sent_numbers[description] = len(self._sent_numbers)
-        return self._send_bytes(_NEW, description.encode())
-
-    def _send_bytes(self, number: int, data: bytes) -> Pending:
-        header = self._cpu_wire.send(pack((number, len(data))), _FRAME)
-        return header + self._cpu_wire.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), _TEXT)
-
-    def _read_description(self, number: int, size: int) -> str:
-        if number >= 0:
-            return self._received_descriptions[number]
-        data = torch.empty(size, dtype=torch.uint8, device="cpu")
-        wait(self._cpu_wire.fill(data, _TEXT), self._patience)
-        text = bytes(data.tolist()).decode(errors="replace")
-        if number in (_FAILED, _NO_BATCH):
-            self._heard = True
-            rank, _, reason = text.partition("\n")
-            raise PeerFailed(int(rank) if rank else self._peer, reason, number == _NO_BATCH)
-        if len(self._received_descriptions) == _DESCRIPTIONS_KEPT:
-            self._received_descriptions.clear()
-        self._received_descriptions.append(text)
-        return text
-
-    def _start_expected(self, until: Action) -> None:
-        """Read the descriptions of what is expected, in order up to `until`, and start to receive the tensors."""
+    def _read_messages(self, until: Action) -> None:
+        """Read the headers of what is expected, in order up to `until`, and start to receive the tensors."""
         while until not in self._arriving:
             expected = self._expected.popleft()
             wait(expected.header, self._patience)
@@ -662,9 +500,9 @@ class Link:
             if number == _SKIPPED:
                 self._arriving[expected.key] = _Arriving("null", [], [])
                 continue
-            description = self._read_description(number, second)
+            description = self._received_descriptions[number] if number >= 0 else self._read_text(number, second)
             found = metas(description)
-            self._received_frames.fits(payload_bytes(found))
+            self._received_frames.count(payload_bytes(found))
             if number >= 0 and second == _INSIDE:
                 self._arriving[expected.key] = _Arriving(description, unpack(expected.frame, found), [])
                 continue
@@ -672,14 +510,42 @@ class Link:
             self._received_layouts.note(expected.key, layout)
             tensors, pending = expected.tensors, expected.pending
             if layout != expected.layout:
+                # Not what was predicted: what was begun is over as well before its memory is let go.
                 apart = _receive(self._cpu_wire, layout, _BY_CPU) if expected.layout else self._receive_apart(layout)
                 tensors, others = apart
                 pending = pending + others
             self._arriving[expected.key] = _Arriving(description, tensors, pending)
 
-    def _wait_sent(self, key: Action) -> None:
-        with self._named_in_errors(key):
-            wait(self._sends.pop(key, []))
+    def _read_text(self, number: int, size: int) -> str:
+        """The text that follows a header: a description that is new, or the reason of a failure, which is raised."""
+        data = torch.empty(size, dtype=torch.uint8, device="cpu")
+        wait(self._cpu_wire.fill(data, _TEXT), self._patience)
+        text = bytes(data.tolist()).decode(errors="replace")
+        if number in (_FAILED, _NO_BATCH):
+            self._peer_failed = True
+            rank, _, reason = text.partition("\n")
+            raise PeerFailed(int(rank) if rank else self._peer, reason, number == _NO_BATCH)
+        if len(self._received_descriptions) == _DESCRIPTIONS_KEPT:
+            self._received_descriptions.clear()
+        self._received_descriptions.append(text)
+        return text
+
+    def _receive_apart(self, layout: tuple[Meta, ...]) -> tuple[list[Tensor], Pending]:
+        if len(layout) > 1 and self.one_queue:
+            frame = empty_frame(payload_bytes(layout), self._wire_back.device)
+            return unpack(frame, layout), self._wire_back.fill(frame, _TENSOR)
+        return _receive(self._wire_back, layout, _TENSOR)
+
+    def _predicted(self, layouts: _Layouts, key: Action) -> tuple[Meta, ...]:
+        return layouts.predicted(key) if self.one_queue else ()
+
+    def finish(self) -> None:
+        """The end of a step: wait until everything sent has been received."""
+        for key in list(self._sends):
+            self._wait_sent(key)
+        self._sends_to_end.clear()
+        self._sent_frames.next_step()
+        self._received_frames.next_step()
 
     @contextlib.contextmanager
     def _named_in_errors(self, key: Action) -> Iterator[None]:
@@ -690,6 +556,56 @@ class Link:
             raise ScheduleError(
                 f"the transfer {key} with rank {self._peer} did not end: {error}", code="C043"
             ) from error
+
+    # --- After a failure: `fail`, the rest of the program by `skip_send` and `skip_receive`, `wait_for_peer`, `end_failure` ---
+
+    def fail(self, text: str, no_batch: bool, rank: int | None = None) -> None:
+        """Start to tell the peer, in place of the next message, that this rank has failed, or that `rank` has.
+
+        Then this rank goes through the rest of its program with `skip_send` and `skip_receive`, and so does the peer once it
+        knows. The peer has one message more from this rank than its program has; `wait_for_peer` takes the one that is too many.
+        """
+        self._patience = None if no_batch else _FAILURE_TIMEOUT  # every rank comes to a step, sooner or later
+        with contextlib.suppress(RuntimeError):
+            data = f"{'' if rank is None else rank}\n{text}".encode()[:_TEXT_SENT]
+            self._failure = self._send_bytes(_NO_BATCH if no_batch else _FAILED, data)
+
+    def skip_send(self, key: Action) -> None:
+        """Send nothing as `key`, and anything where the peer has begun to receive tensors."""
+        self._skipped = True
+        self._failure += self._cpu_wire.send(pack((_SKIPPED, _APART)), _FRAME)
+        self._send_apart([self._wire.empty(meta) for meta in self._predicted(self._sent_layouts, key)])
+
+    def skip_receive(self, key: Action) -> None:
+        """Receive what the peer still sends as `key`, and drop it."""
+        with contextlib.suppress(PeerFailed):
+            self._expect(key)
+        self._drop_expected()
+
+    def wait_for_peer(self) -> bool:
+        """Receive all that the peer still sends; returns whether both sides know of the failure, so that nothing is under way.
+
+        The peer learns of it in this step if this rank had a message to send in place of which it was told, or if the peer has
+        failed as well. Then the peer says so in one message more than its program has.
+        """
+        self._drop_expected()
+        if self._skipped or self._peer_failed:
+            self.skip_receive(_ANY)
+        return self._skipped or self._peer_failed
+
+    def end_failure(self) -> None:
+        """After `wait_for_peer` on all links: wait until the peer has received the reason of this rank too."""
+        wait(self._failure, self._patience)
+        self._failure, self._peer_failed, self._skipped, self._patience = [], False, False, None
+
+    def _drop_expected(self) -> None:
+        for expected in tuple(self._expected):
+            with contextlib.suppress(PeerFailed):
+                self._read_messages(expected.key)
+        # Gloo fills the memory until the work is over; torch itself keeps memory that NCCL still fills.
+        for arriving in self._arriving.values():
+            wait(arriving.pending if not self.one_queue else [], self._patience)
+        self._arriving.clear()
 
 
 def _receive(wire: Wire, layout: tuple[Meta, ...], tag: int) -> tuple[list[Tensor], Pending]:

@@ -19,10 +19,7 @@ from colonnade.nn.sequence import SharedLengths, ring_attention, ulysses_attenti
 from colonnade.nn.sequence.parts import parts_of, sequence_place
 from colonnade.parallel.placement import Replicate
 
-# --------------------------------------------------------------------------------------------------
-# Rotary positions: queries and keys turned by angles that grow with the position, so that scores depend on distances.
-# --------------------------------------------------------------------------------------------------
-
+# --- Rotary positions: queries and keys turned by angles that grow with the position, so that scores depend on distances ---
 
 _SCALING = {
     "linear": ("factor",),

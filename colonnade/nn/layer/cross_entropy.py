@@ -148,10 +148,7 @@ def _picked(values: Tensor, index: Tensor) -> Tensor:
     return values.gather(-1, index.unsqueeze(-1)).squeeze(-1) if values.shape[-1] else values.sum(-1)
 
 
-# --------------------------------------------------------------------------------------------------
-# Cross entropy fused with the classifier: logits exist for a chunk of tokens at a time, and never in fp32 as a whole.
-# --------------------------------------------------------------------------------------------------
-
+# --- Cross entropy fused with the classifier: logits exist for a chunk of tokens at a time, and never in fp32 as a whole ---
 
 CHUNK = 2048
 """Tokens whose logits exist at a time, unless told otherwise."""

@@ -1,4 +1,4 @@
-"""Linear, Classifier and MLP: affine maps whose weight is split as the context's tensor mode has it."""
+"""Linear, Classifier, MLP and embeddings: layers whose weight is split as the context's tensor mode has it."""
 
 from __future__ import annotations
 
@@ -208,9 +208,7 @@ def _check(split: str, gather_output: bool, input_is_parallel: bool, parts: int)
         raise ConfigError(f"Linear(parts={parts}): several weights in one are for split='column', gather_output=False")
 
 
-# --------------------------------------------------------------------------------------------------
-# Embeddings: of tokens, with the vocabulary split; of positions; and any parameter that lies along the hidden dimension.
-# --------------------------------------------------------------------------------------------------
+# --- Embeddings: of tokens, with the vocabulary split; of positions; and any parameter that lies along the hidden dimension ---
 
 
 class Embedding(nn.Module):

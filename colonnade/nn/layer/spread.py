@@ -1,7 +1,8 @@
-"""Spread: how an activation lies on the modes, and the way from one spread to another.
+"""Spread: how an activation lies on the modes, the way from one spread to another, and the check that layers fit.
 
 A placement is of a parameter; a spread is of the tensors between layers, [batch, sequence, hidden]: which mode
-splits which of the three.
+splits which of the three. Every layer says with `takes` and `gives` how its input and its output lie; until the first step is
+over that is compared (second section).
 """
 
 from __future__ import annotations
@@ -132,14 +133,11 @@ def _each(spread: Spread) -> tuple[ParallelMode | None, ParallelMode | None, Par
     return spread.batch, spread.sequence, spread.hidden
 
 
-# --------------------------------------------------------------------------------------------------
-# The passes before the first step, watched: an activation that lies otherwise than a layer takes it is an error by name.
+# --- The passes before the first step, watched: an activation that lies otherwise than a layer takes it is an error by name ---
 #
 # A plain layer inside the split part of a model takes a part for the whole, and so does a layer of ours that expects
 # another spread: shapes may fit all the same. What each of our layers gives is marked in the autograd graph, and each
 # looks from what it gets back to the marks before it. After the first step nobody marks or looks any more.
-# --------------------------------------------------------------------------------------------------
-
 
 _MARK = "colonnade_spread"
 _SIDES = ("outer", "inner")

@@ -218,9 +218,7 @@ def _triton_kernels() -> Any:
     return import_module("colonnade.nn.moe.moe_kernels")
 
 
-# --------------------------------------------------------------------------------------------------
-# Whom a mixture of experts talks to: who holds which experts, who splits them, and whose tokens make one batch.
-# --------------------------------------------------------------------------------------------------
+# --- Whom a mixture of experts talks to: who holds which experts, who splits them, and whose tokens make one batch ---
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,7 @@ from colonnade.nn.moe.dispatch import Scope
 from colonnade.parallel.collectives import linear_map, split_sizes
 from colonnade.parallel.placement import Replicate, Shard, Spec, place
 
-# --------------------------------------------------------------------------------------------------
-# Products of rows that are sorted by expert with the experts' weights: one grouped GEMM, whose sizes stay on the device.
-# --------------------------------------------------------------------------------------------------
-
+# --- Products of rows that are sorted by expert with the experts' weights: one grouped GEMM, whose sizes stay on the device ---
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGNMENT = 16

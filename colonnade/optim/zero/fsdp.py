@@ -27,13 +27,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from colonnade.comm.messages import agreed_errors, gather_json
+from colonnade.config.settings import ZeroSettings
 from colonnade.context.layout import Layout
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError, PlacementError, did_you_mean, listed
 from colonnade.gradients.sums import HALVES
 from colonnade.logging import get_dist_logger
-from colonnade.optim.zero.formula import ZeroSettings, make_fp32, shard_dim
+from colonnade.optim.zero.formula import make_fp32, shard_dim
 from colonnade.optim.zero.fsdp_checks import (
     ForwardGuard,
     Member,

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from colonnade.comm.waits import WaitWatch
+from colonnade.config.settings import ZeroSettings
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError, GradientError
 from colonnade.gradients.bucket import BucketValues
@@ -42,7 +43,6 @@ from colonnade.logging import get_dist_logger
 from colonnade.optim.bucket_step import BucketStep, OwnedBucket, ShardedBucket, wants_flat
 from colonnade.optim.engine_optimizer import EngineOptimizer, GradientSlice
 from colonnade.optim.optimizer_trial import kinds_of_groups, twin_of, two_steps
-from colonnade.optim.zero.formula import ZeroSettings
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.flat import MASTER, FlatShard, flattened, view_like
 from colonnade.parallel.held import Held

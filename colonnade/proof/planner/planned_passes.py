@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from colonnade.comm.torch_versions import start_fsdp
-from colonnade.engine.schedule.executor import MicroBatch, StageInput, backward_input, call_module, run_backward
+from colonnade.engine.schedule.criterion import call_criterion
 from colonnade.engine.schedule.loss import split_loss
-from colonnade.engine.schedule.pipeline import call_criterion
+from colonnade.engine.schedule.micro_batch import MicroBatch, call_module
+from colonnade.engine.schedule.split_backward import StageInput, backward_input, run_backward
 from colonnade.engine.schedule.transfer import HEADER_BYTES, payload_bytes
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.placement import is_dtensor, placement_of

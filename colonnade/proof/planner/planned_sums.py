@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from colonnade.comm.rank_group import GroupMemory, RankGroup
+from colonnade.config.settings import ZeroSettings
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.prepare import prepare_optimizer, prepare_sums
@@ -27,7 +28,6 @@ from colonnade.gradients.transport import CollectiveTransport, DeviceCollectiveT
 from colonnade.gradients.uneven import by_kind
 from colonnade.optim.engine_optimizer import PlainOptimizer
 from colonnade.optim.optimizer_trial import state_dtypes
-from colonnade.optim.zero.formula import ZeroSettings
 from colonnade.parallel.dtensor import local_part
 from colonnade.proof.planner.recorder import OperatorRecorder, PlannedCall
 

@@ -24,7 +24,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.checks import forms_of, same_stages
 from colonnade.engine.prepare import prepare_model, read_losses, read_numerics, read_stages
 from colonnade.engine.schedule.actions import Kind, Table
-from colonnade.engine.schedule.executor import cut_batch
+from colonnade.engine.schedule.micro_batch import cut_batch
 from colonnade.engine.schedule.pipeline import NonPipelineSchedule, PipelineSchedule
 from colonnade.errors import ColonnadeError, ConfigError
 from colonnade.gradients.ledger import Ledger

@@ -10,15 +10,16 @@ from functools import cached_property
 import torch
 
 from colonnade.config import Config
+from colonnade.config.settings import ClipSettings
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.precision import Precision
 from colonnade.engine.schedule.actions import GIVES_INPUT_GRADIENT, Action, Kind, Table
+from colonnade.engine.schedule.programs import add_transfers, peer_stage, receive_early
 from colonnade.engine.schedule.replay import TimedAction, live_counts, replay
 from colonnade.engine.schedule.simulate import bubble_of, simulate
-from colonnade.engine.schedule.transfer import HEADER_BYTES, SENDS_KEPT, add_transfers, peer_stage, receive_early
+from colonnade.engine.schedule.transfer import HEADER_BYTES, SENDS_KEPT
 from colonnade.engine.stepper import count_slots
 from colonnade.gradients.bucket import STAGING_BUFFERS
-from colonnade.optim.clip import ClipSettings
 from colonnade.proof.planner.hardware import Clock
 from colonnade.proof.planner.plan_records import (
     Interval,

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from colonnade._launch import launch
+from colonnade.config.settings import Float8Settings
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
-from colonnade.engine.precision import Float8
+from colonnade.engine.precision import _require_float8, _why_not_float8, convert_to_float8
 from colonnade.errors import ConfigError
 from colonnade.models import GPT
 from colonnade.nn.layer import Classifier, Linear
@@ -30,25 +31,27 @@ CPU = torch.device("cpu")
 
 
 def test_forms():
-    assert Float8.read(None) is None
-    assert Float8.read(False) is None
-    assert Float8.read(True) == Float8()
-    assert Float8.read({"recipe": "rowwise", "skip": "first", "emulate": True}) == Float8("rowwise", ("first",), True)
-    assert Float8.read({"recipe": None, "skip": ["first", "last"]}) == Float8(skip=("first", "last"))
-    assert Float8.read({"skip": None}) == Float8()
+    assert Float8Settings.read(None) is None
+    assert Float8Settings.read(False) is None
+    assert Float8Settings.read(True) == Float8Settings()
+    assert Float8Settings.read({"recipe": "rowwise", "skip": "first", "emulate": True}) == Float8Settings(
+        "rowwise", ("first",), True
+    )
+    assert Float8Settings.read({"recipe": None, "skip": ["first", "last"]}) == Float8Settings(skip=("first", "last"))
+    assert Float8Settings.read({"skip": None}) == Float8Settings()
 
 
 def test_what_is_not_there_is_refused_by_name(monkeypatch):
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"float8 needs torchao, which is not installed: pip install torchao"):
-        Float8(emulate=True).convert(model, CPU)
+        convert_to_float8(model, Float8Settings(emulate=True), CPU)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     with pytest.raises(ConfigError, match=r"needs a GPU of compute capability 8\.9 .* on cpu\. .*emulate=True"):
-        Float8().convert(model, CPU)
+        convert_to_float8(model, Float8Settings(), CPU)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     with pytest.raises(ConfigError, match=r"recipe='rowwise' needs .* 9\.0 or above, and cuda:0 has 8\.9"):
-        Float8("rowwise").convert(model, torch.device("cuda:0"))
+        convert_to_float8(model, Float8Settings("rowwise"), torch.device("cuda:0"))
     least = {"tensorwise": (8, 9), "rowwise": (9, 0), "rowwise_with_gw_hp": (9, 0)}  # as torchao says
     for recipe, needed in least.items():
         for found in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0)):
@@ -58,7 +61,7 @@ def test_what_is_not_there_is_refused_by_name(monkeypatch):
                 if found >= needed
                 else pytest.raises(ConfigError, match=rf"{recipe}'.* {needed[0]}\.{needed[1]} or above")
             ):
-                Float8(recipe)._check(torch.device("cuda:0"))
+                _require_float8(Float8Settings(recipe), torch.device("cuda:0"))
 
 
 def test_which_layers_are_taken():
@@ -80,12 +83,12 @@ def test_which_layers_are_taken():
         cut.arrangement = type("Cut", (), {"multiplies_blocks": False})()
         layers["blocks.0.cut"] = cut, "Cut multiplies in several pieces"
         for name, (layer, reason) in layers.items():
-            assert Float8()._why_not(name, layer, {id(tied)}) == reason, name
+            assert _why_not_float8(name, layer, Float8Settings().skip, {id(tied)}) == reason, name
     layer = nn.Linear(32, 32)
     layer.weight = tied
-    assert Float8()._why_not("last", layer, {id(tied)}) == "the classifier"
-    assert Float8(skip=("blocks.0.*",))._why_not("blocks.0.up", nn.Linear(32, 32), set()) == "skipped"
-    assert Float8(skip=())._why_not("lm_head", nn.Linear(32, 32), set()) is None
+    assert _why_not_float8("last", layer, Float8Settings().skip, {id(tied)}) == "the classifier"
+    assert _why_not_float8("blocks.0.up", nn.Linear(32, 32), ("blocks.0.*",), set()) == "skipped"
+    assert _why_not_float8("lm_head", nn.Linear(32, 32), (), set()) is None
 
 
 class StandIn:
@@ -143,7 +146,7 @@ def test_chosen_layers_are_handed_to_torchao_and_ours_multiply_by_it(stand_in, c
         model["tied"] = nn.Linear(32, 32)
         model["tied"].weight, model["table"] = table.weight, table
         shared = parts["own"].arrangement
-        Float8(emulate=True).convert(nn.ModuleList([model]) if chunks else model, CPU)
+        convert_to_float8(nn.ModuleList([model]) if chunks else model, Float8Settings(emulate=True), CPU)
         assert stand_in.converted == ["plain", "own"]
         assert (stand_in.config.recipe, stand_in.config.emulate, stand_in.config.pad_inner_dim) == (
             "tensorwise",
@@ -161,7 +164,7 @@ def test_chosen_layers_are_handed_to_torchao_and_ours_multiply_by_it(stand_in, c
 
 
 def test_a_linear_layer_that_is_the_model_itself_is_let_alone(stand_in):
-    Float8(emulate=True).convert(nn.Linear(32, 32), CPU)
+    convert_to_float8(nn.Linear(32, 32), Float8Settings(emulate=True), CPU)
     assert stand_in.converted == []
 
 

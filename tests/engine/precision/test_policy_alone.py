@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from colonnade.config.settings import Fp16Settings
 from colonnade.engine.precision import LossScaler, Precision
 from colonnade.errors import ConfigError
 from colonnade.optim.norm import Norms
 
 CPU = torch.device("cpu")
 GOOD, BAD = torch.tensor(0.0), torch.tensor(1.0)
+
+
+def loss_scaler(**options: Any) -> LossScaler:
+    return LossScaler(CPU, Fp16Settings(**options))
 
 
 def scales(scaler: LossScaler, steps: list[torch.Tensor]) -> list[float]:
@@ -25,13 +31,13 @@ def scales(scaler: LossScaler, steps: list[torch.Tensor]) -> list[float]:
 
 
 def test_the_scale_grows_after_good_steps_and_falls_after_a_bad_one():
-    scaler = LossScaler(CPU, 8.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=2)
+    scaler = loss_scaler(init_scale=8.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=2)
     assert scales(scaler, [GOOD, GOOD, GOOD, BAD, GOOD, GOOD]) == [8, 32, 32, 8, 8, 32]
 
 
 def test_a_resumed_scaler_has_counted_the_good_steps_before():
     options = {"init_scale": 8.0, "growth_interval": 3}
-    whole, first, second = (LossScaler(CPU, **options) for _ in range(3))
+    whole, first, second = (loss_scaler(**options) for _ in range(3))
     expected = scales(whole, [GOOD] * 5)
     before = scales(first, [GOOD] * 2)
     second.load_state_dict({key: value.clone() for key, value in first.state_dict().items()})
@@ -42,24 +48,26 @@ def test_a_resumed_scaler_has_counted_the_good_steps_before():
 
 
 def test_limits_and_a_scale_that_stays():
-    assert scales(LossScaler(CPU, 8.0, growth_interval=1, max_scale=20.0), [GOOD] * 3) == [16, 20, 20]
-    assert scales(LossScaler(CPU, 8.0, min_scale=3.0), [BAD] * 3) == [4, 3, 3]
-    assert scales(LossScaler(CPU, 8.0, growth_interval=1, dynamic_grad_scale=False), [GOOD, BAD]) == [8, 8]
+    assert scales(loss_scaler(init_scale=8.0, growth_interval=1, max_scale=20.0), [GOOD] * 3) == [16, 20, 20]
+    assert scales(loss_scaler(init_scale=8.0, min_scale=3.0), [BAD] * 3) == [4, 3, 3]
+    assert scales(loss_scaler(init_scale=8.0, growth_interval=1, dynamic_grad_scale=False), [GOOD, BAD]) == [8, 8]
 
 
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, math.inf])
 def test_norms_are_those_of_the_unscaled_gradient(p):
     gradient = torch.tensor([3.0, -4.0], dtype=torch.float64) * 8
     sums = gradient.abs().amax().view(1) if math.isinf(p) else gradient.abs().pow(p).sum().view(1)
-    norms = LossScaler(CPU, 8.0).unscaled(Norms(p, sums, torch.zeros(1)))
+    norms = loss_scaler(init_scale=8.0).unscaled(Norms(p, sums, torch.zeros(1)))
     torch.testing.assert_close(norms.total(), torch.linalg.vector_norm(gradient / 8, p))
 
 
 def test_what_the_config_means():
     assert Precision.read({}) == Precision()
     assert Precision.read({"fp16": {"enabled": False}, "bf16": True}) == Precision(torch.bfloat16)
-    assert Precision.read({"fp16": True}) == Precision(torch.float16, {})
-    assert Precision.read({"fp16": {"init_scale": 4, "min_scale": None}}) == Precision(torch.float16, {"init_scale": 4})
+    assert Precision.read({"fp16": True}) == Precision(torch.float16, Fp16Settings())
+    assert Precision.read({"fp16": {"init_scale": 4, "min_scale": None}}) == Precision(
+        torch.float16, Fp16Settings(init_scale=4)
+    )
     assert Precision.read({"bf16": {"master_weights": False}}) == Precision(torch.bfloat16, None, False)
     assert Precision.read({"bf16": True, "zero": {"stage": 1, "master_weights": False}}) == Precision.read(
         {"bf16": {"master_weights": False}, "zero": 1}
@@ -67,11 +75,11 @@ def test_what_the_config_means():
     with pytest.raises(ConfigError, match=r"bf16.master_weights=True and zero.master_weights=False: both"):
         Precision.read({"bf16": {"master_weights": True}, "zero": {"stage": 1, "master_weights": False}})
     assert Precision.read({"bf16": True}).build_scaler(CPU) is None
-    scaler = Precision(torch.float16, {"init_scale": 4.0, "enabled": True}).build_scaler(CPU)
+    scaler = Precision(torch.float16, Fp16Settings(init_scale=4.0)).build_scaler(CPU)
     assert scaler is not None
     assert scaler.scale.item() == 4.0
     with pytest.raises(ConfigError, match="hysteresis"):
-        Precision(torch.float16, {"hysteresis": 2}).build_scaler(CPU)
+        Precision.read({"fp16": {"hysteresis": 2}})
 
 
 def test_forward_passes_run_in_the_chosen_dtype_until_it_is_undone():
@@ -95,13 +103,13 @@ def test_forward_passes_run_in_the_chosen_dtype_until_it_is_undone():
 
 
 def test_the_expected_count_is_a_power_of_two_from_one_on():
-    scaler = LossScaler(CPU)
+    scaler = loss_scaler()
     for count, expected in ((0, 1), (0.5, 1), (1, 1), (1.9, 1), (2, 2), (3, 2), (9, 8), (math.nan, 1), (math.inf, 1)):
         scaler.expect(torch.tensor(float(count)))
         assert scaler.count == expected, count
-    scaler.load_state_dict({**LossScaler(CPU).state_dict(), "count": torch.tensor(16.0)})
+    scaler.load_state_dict({**loss_scaler().state_dict(), "count": torch.tensor(16.0)})
     assert scaler.count == 16
-    old = LossScaler(CPU).state_dict()
+    old = loss_scaler().state_dict()
     del old["count"]
     scaler.load_state_dict(old)
     assert scaler.count == 1

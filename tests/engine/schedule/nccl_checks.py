@@ -13,7 +13,8 @@ from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.schedule.check import check
-from colonnade.engine.schedule.executor import Executor, cut_batch
+from colonnade.engine.schedule.executor import Executor
+from colonnade.engine.schedule.micro_batch import cut_batch
 from colonnade.engine.schedule.orders import chunks_of, make_table
 from colonnade.engine.schedule.pipeline import _transfer_groups
 from tests.device.check import Check

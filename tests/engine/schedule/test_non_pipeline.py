@@ -12,8 +12,9 @@ from torch.nn import functional as F
 
 from colonnade.engine.build import initialize
 from colonnade.engine.schedule.base import BaseSchedule
+from colonnade.engine.schedule.criterion import _loss_of, call_criterion
 from colonnade.engine.schedule.loss import split_loss
-from colonnade.engine.schedule.pipeline import NonPipelineSchedule, _loss_of, call_criterion
+from colonnade.engine.schedule.pipeline import NonPipelineSchedule
 from colonnade.errors import ScheduleError
 from tests.engine.test_engine import world_of_one
 

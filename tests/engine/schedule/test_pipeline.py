@@ -16,9 +16,9 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.schedule import pipeline
 from colonnade.engine.schedule.actions import format_rows
 from colonnade.engine.schedule.check import check
-from colonnade.engine.schedule.executor import run_backward
 from colonnade.engine.schedule.orders import make_table
 from colonnade.engine.schedule.pipeline import GPipe, PipelineSchedule, TableSchedule
+from colonnade.engine.schedule.split_backward import run_backward
 from colonnade.errors import ScheduleError
 from colonnade.registry import SCHEDULE
 from colonnade.testing import run_world

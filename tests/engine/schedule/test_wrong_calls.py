@@ -13,8 +13,8 @@ import colonnade
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
-from colonnade.engine.schedule.executor import cut_batch
-from colonnade.engine.schedule.pipeline import call_criterion
+from colonnade.engine.schedule.criterion import call_criterion
+from colonnade.engine.schedule.micro_batch import cut_batch
 from colonnade.errors import ScheduleError
 from colonnade.testing import run_world
 

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from colonnade._launch import launch
+from colonnade.config.settings import ZeroSettings
 from colonnade.context import ParallelMode, build_layout
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import ConfigError, PlacementError
 from colonnade.optim.zero import fsdp
-from colonnade.optim.zero.formula import ZeroSettings, dtypes_of, make_fp32
+from colonnade.optim.zero.formula import dtypes_of, make_fp32
 from colonnade.optim.zero.fsdp import (
     ShardedModel,
     ShardModes,

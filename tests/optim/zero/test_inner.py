@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from colonnade.config.settings import ZeroSettings
 from colonnade.errors import GradientError
 from colonnade.optim.optimizer_trial import _sample, _trial_of, kinds_of_groups, state_dtypes, two_steps
 from colonnade.optim.zero import ZeroOptimizer
-from colonnade.optim.zero.formula import ZeroSettings
 from colonnade.optim.zero.zero_optimizer import (
     OwnedPart,
     check_elementwise,

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from colonnade.config import load_config
+from colonnade.config.settings import ZeroSettings
 from colonnade.errors import ConfigError
 from colonnade.optim.zero import fsdp
-from colonnade.optim.zero.formula import ZeroSettings
 from colonnade.optim.zero.fsdp import ShardedModel, _prefetch
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from colonnade.engine.activations import ActivationSettings
-from colonnade.engine.schedule.executor import cut_batch
+from colonnade.config.settings import ActivationSettings
+from colonnade.engine.activations import apply_activations
+from colonnade.engine.schedule.micro_batch import cut_batch
 from colonnade.models import GPT
 from colonnade.proof.planner.hardware import Clock, load_hardware
 from colonnade.proof.planner.planned_passes import StagePass, fake_module, run_stage
@@ -47,7 +48,7 @@ def _run(fake: bool, half: bool, recomputed: str) -> StagePass:
     torch.manual_seed(0)
     recorder = OperatorRecorder(Clock(load_hardware("h200")).operator, memory=True)
     model: Any = GPT(512, 64, 64, 4, 2)
-    ActivationSettings.read(recomputed).apply(model, [model], True)
+    apply_activations(model, ActivationSettings.read(recomputed), [model], True)
     with FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext():
         if fake:
             fake_module(model)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from colonnade.engine.schedule.executor import StageInput, backward_input, run_backward
+from colonnade.engine.schedule.split_backward import StageInput, backward_input, run_backward
 
 
 class Plain(nn.Module):

@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from colonnade.engine.schedule.executor import MicroBatch, call_module, format_signature, format_value, stage_mismatch
+from colonnade.engine.schedule.micro_batch import (
+    MicroBatch,
+    call_module,
+    format_signature,
+    format_value,
+    stage_mismatch,
+)
 from colonnade.errors import ScheduleError
 from colonnade.parallel.split import Stage
 

@@ -17,10 +17,12 @@ from torch import Tensor, nn
 
 from colonnade.engine.schedule.actions import Kind, Table, parse_table
 from colonnade.engine.schedule.check import check
-from colonnade.engine.schedule.executor import ExecutedStep, Executor, MicroBatch, Root, cut_batch, join, run_backward
+from colonnade.engine.schedule.criterion import call_criterion
+from colonnade.engine.schedule.executor import ExecutedStep, Executor
+from colonnade.engine.schedule.micro_batch import MicroBatch, cut_batch, join
 from colonnade.engine.schedule.orders import chunks_of, make_table
-from colonnade.engine.schedule.pipeline import call_criterion
 from colonnade.engine.schedule.simulate import simulate
+from colonnade.engine.schedule.split_backward import Root, run_backward
 from colonnade.errors import GradientError, ScheduleError
 from colonnade.registry import ORDERS
 from colonnade.testing import run_world
@@ -223,26 +225,14 @@ def run_recorded() -> dict[tuple[str, str], tuple[list[set[str]], list[bool]]]:
     return found
 
 
-def test_last_is_said_once_for_every_chunk_and_nothing_comes_after() -> None:
+def test_last_is_said_with_the_last_pass_of_a_rank_with_one_chunk_and_never_with_several() -> None:
     for rank in run_world(2, run_recorded).values:
         for run, (touched, last) in rank.items():
             names = set[str]().union(*touched)
-            for chunk in {name.partition(".")[0] for name in names}:
-                calls = [i for i, touch in enumerate(touched) if any(name.startswith(f"{chunk}.") for name in touch)]
-                assert [last[index] for index in calls] == [False] * (len(calls) - 1) + [True], (run, chunk)
+            chunks = {name.partition(".")[0] for name in names}
+            assert last == [False] * (len(last) - 1) + [len(chunks) == 1], run
             for name in names:
                 assert sum(name in touch for touch in touched) == 4, "one hook call per micro-batch"
-
-
-def test_chunks_that_share_a_parameter_are_told_last_together() -> None:
-    first, second = models.build(models.Simple, 2)
-    second.linear = first.linear
-    recorder = Recorder()
-    executor = Executor(
-        [first, second], parse_table(["0F0 1F0 1B0 0F1 0B0 1F1 1B1 0B1"]), loss_fn=loss_of, backward=recorder
-    )
-    executor.run(cut_batch(*models.batch_for(models.Simple, 4), 2))
-    assert recorder.last == [False, False, False, True]
 
 
 # -- what goes wrong --------------------------------------------------------------------------------------

@@ -13,11 +13,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from colonnade.comm.waits import WaitWatch
 from colonnade.engine.schedule import executor as module
 from colonnade.engine.schedule.actions import Action, only_forward, parse_table
-from colonnade.engine.schedule.executor import Executor, _first_sharing, cut_batch
+from colonnade.engine.schedule.executor import Executor
+from colonnade.engine.schedule.micro_batch import cut_batch
 from colonnade.engine.schedule.orders import make_table
-from colonnade.engine.schedule.transfer import PeerFailed, add_transfers, confirmation, receive_early
+from colonnade.engine.schedule.programs import add_transfers, confirmation, receive_early
+from colonnade.engine.schedule.transfer import PeerFailed
 from colonnade.errors import GradientError, ScheduleError
 
 X = torch.randn(7, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -105,19 +108,6 @@ def test_a_loss_is_shared_where_the_backend_can_take_it(monkeypatch, backend, de
     assert lay == [device]
 
 
-def test_each_chunk_is_told_once_that_its_gradients_are_complete():
-    told = []
-
-    def backward(tensors, grads, *, inputs, last):
-        told.append(last)
-        torch.autograd.backward(list(tensors), list(grads))
-
-    executor(stages(), backward=backward).run(cut_batch(X, Y, 3))
-    assert told.count(True) == 2
-    assert len(told) == 6
-    assert told[-1]
-
-
 def test_what_cannot_run_is_refused():
     parts = stages()
     made = executor(parts)
@@ -130,14 +120,6 @@ def test_what_cannot_run_is_refused():
         Executor(parts, make_table("gpipe", 2, 2))
     with pytest.raises(ScheduleError, match="gives pipeline rank 0 the stages 0, but 2 stage module"):
         Executor(parts, make_table("gpipe", 1, 2))
-
-
-def test_stages_that_share_a_parameter_are_known_by_the_first_of_them():
-    a, b, c, d = (nn.Linear(2, 2, bias=False) for _ in range(4))
-    c.weight = a.weight
-    both = nn.ModuleList([b, c])
-    assert _first_sharing({0: a, 2: b, 4: c, 6: d}) == {0: 0, 2: 2, 4: 0, 6: 6}
-    assert _first_sharing({1: b, 3: a, 5: both, 7: d}) == {1: 1, 3: 1, 5: 1, 7: 7}
 
 
 def test_the_loss_of_the_last_stage_keeps_its_form_on_ranks_without_it():
@@ -190,8 +172,8 @@ class Written:
     def skip_receive(self, action: Action) -> None:
         self.told.append(("skip_receive", str(action)))
 
-    def hear_out(self) -> bool:
-        self.told.append(("hear_out", self.peer))
+    def wait_for_peer(self) -> bool:
+        self.told.append(("wait_for_peer", self.peer))
         return self.hears
 
     def end_failure(self) -> None:
@@ -203,7 +185,7 @@ def middle(**options: Any) -> tuple[Any, list[Any]]:
     told: list[Any] = []
     made: Any = object.__new__(Executor)
     made.ranks, made.rank, made._peers, made._failure = (4, 5, 6), 1, [0, 2], ""
-    made._number, made._refusals = 7, itertools.count()
+    made._number, made._refusals, made.waits = 7, itertools.count(), WaitWatch()
     made.facts = SimpleNamespace(stage_ranks=(0, 1, 2), num_microbatches=1)
     made._links = {peer: Written(told, peer, **options) for peer in made._peers}
     return made, told
@@ -223,7 +205,7 @@ def test_a_rank_that_fails_tells_both_sides_and_goes_through_the_rest(no_batch):
     made, told = middle()
     assert made._stop(ValueError("a bug"), REST, True, no_batch) is True
     begun = [("fail", peer, "ValueError: a bug", no_batch) for peer in (0, 2)]
-    heard = [("hear_out", 0), ("hear_out", 2), ("end_failure", 0), ("end_failure", 2)]
+    heard = [("wait_for_peer", 0), ("wait_for_peer", 2), ("end_failure", 0), ("end_failure", 2)]
     assert told == [*begun, *SKIPPED, *heard]
     assert made._failure == "ValueError: a bug"
     made, told = middle()
@@ -231,7 +213,7 @@ def test_a_rank_that_fails_tells_both_sides_and_goes_through_the_rest(no_batch):
     assert told == [*begun, *SKIPPED]
     made, told = middle(hears=False)
     assert made._stop(ValueError("a bug"), REST, True, no_batch) is False
-    assert told == [*begun, *SKIPPED, ("hear_out", 0), ("hear_out", 2)]
+    assert told == [*begun, *SKIPPED, ("wait_for_peer", 0), ("wait_for_peer", 2)]
     made, told = middle(is_gone=True)
     assert made._stop(ValueError("a bug"), REST, True, no_batch) is False
     assert told == begun
@@ -332,14 +314,12 @@ def test_a_failing_step_goes_on_at_the_action_after_it_or_at_the_send_itself(mon
     made._program, made._forms, made.loss_fn = REST, {True: None}, None
     stopped: list[Any] = []
 
-    class Failing:
-        def __init__(self, *args: Any) -> None:
-            self.at = at
-
-        def run(self, program: Any) -> None:
+    def act(*given: Any) -> None:
+        if given[-1] == REST[at]:
             raise error
 
-    monkeypatch.setattr(module, "PipelineStep", Failing)
+    for name in ("_forward", "_backward", "_send", "_receive", "_finish_send"):
+        monkeypatch.setattr(made, name, act)
     monkeypatch.setattr(made, "_stop", lambda *args: stopped.append(args))
     agreed = ScheduleError("agreed")
     monkeypatch.setattr(made, "_agree_on_batch", lambda mine, error, clean: agreed)
@@ -423,41 +403,23 @@ def test_ranks_agree_on_their_table_before_the_first_step(monkeypatch, others, r
 )
 def test_a_step_runs_its_program_and_ends_on_all_links(monkeypatch, forward_only, confirm, program, confirms):
     made, _ = middle()
-    steps: list[Any] = []
-
-    class Ran:
-        losses, outputs, executed, at = {1: "b", 0: "a"}, {1: "d", 0: "c"}, ["order"], 0
-
-        def __init__(self, *given: Any) -> None:
-            steps.append(given)
-
-        def run(self, program: Any) -> None:
-            steps.append(program)
-
-        def batch_loss(self) -> Any:
-            return "loss", "count"
-
-    monkeypatch.setattr(module, "PipelineStep", Ran)
-    made._program, made._forward_program, made._confirmation = ["train"], ["evaluate"], ["confirm"]
+    ran: list[str] = []
+    names = {"train": "1RECV_F0", "evaluate": "1RECV_F1", "confirm": "1RECV_B0"}
+    actions = {name: Action.parse(text) for name, text in names.items()}
+    monkeypatch.setattr(made, "_receive", lambda action: ran.append(action))
+    made._program, made._forward_program, made._confirmation = ([actions[name]] for name in names)
     made._forms, made.loss_fn = {True: "of training", False: "of evaluation"}, None
     ended: list[int] = []
     for peer, link in made._links.items():
         link.finish = lambda peer=peer: ended.append(peer)
-    ran = made.run([None], forward_only=forward_only, with_loss=False, confirm=confirm)
-    assert steps == [(made, [None], not forward_only, not forward_only, False, 1.0, 1.0), program]
+    made.run([None], forward_only=forward_only, with_loss=False, confirm=confirm)
+    assert ran == [actions[name] for name in program]
     assert ended == [0, 2]
     assert made.form == ("of evaluation" if forward_only else "of training")
-    assert (ran.losses, ran.outputs, ran.loss, ran.count, ran.order) == (
-        ["a", "b"],
-        ["c", "d"],
-        "loss",
-        "count",
-        ["order"],
-    )
     stopped: list[Any] = []
     made._program = made._forward_program = [Action.parse("1F0")]
     made._confirmation = []
-    monkeypatch.setattr(Ran, "run", lambda self, program: 1 / 0)
+    monkeypatch.setattr(made, "_forward", lambda step, action: 1 / 0)
     monkeypatch.setattr(made, "_stop", lambda *given: stopped.append(given[1:]))
     with pytest.raises(ZeroDivisionError):
         made.run([None], forward_only=forward_only, confirm=confirm)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colonnade.engine.schedule.executor import cut_batch, join
+from colonnade.engine.schedule.micro_batch import cut_batch, join
 from colonnade.errors import ScheduleError
 
 Pair = namedtuple("Pair", "left right")

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from colonnade.engine.schedule import executor as step_module
-from colonnade.engine.schedule.actions import Action, Kind, parse_table
-from colonnade.engine.schedule.executor import Executor, MicroBatch, PipelineStep, cut_batch
+from colonnade.engine.schedule.actions import Action, parse_table
+from colonnade.engine.schedule.executor import Executor, StepState
+from colonnade.engine.schedule.micro_batch import MicroBatch, cut_batch
 from colonnade.errors import ScheduleError
 from tests.engine.schedule import models
 from tests.engine.schedule.executor.test_executor import loss_of
@@ -28,9 +29,10 @@ class Clock:
         return self.told[-2]
 
 
-def step(executor: Any = None, **options: Any) -> PipelineStep:
-    given = {"micro_batches": [], "train": True, "with_loss": True, "keep_outputs": False, "mean_scale": 1.0}
-    return PipelineStep(executor, **{**given, "sum_scale": 1.0, **options})
+def executor_of_one() -> tuple[Any, StepState]:
+    """An executor without transfers, and the state of a step."""
+    made = Executor([nn.Identity()], parse_table(["0F0 0B0"]), loss_fn=loss_of)
+    return made, StepState([], True, True, False, 1.0, 1.0)
 
 
 def test_the_time_of_an_action_counts_in_its_phase():
@@ -43,56 +45,27 @@ def test_the_time_of_an_action_counts_in_its_phase():
 
 
 def test_waiting_for_another_rank_is_communication_and_then_the_phase_goes_on():
-    clock = Clock()
-    link = SimpleNamespace(take=lambda key: f"taken {key}")
-    executor = SimpleNamespace(waits=clock, link_over=lambda key: link)
-    assert step(executor)._take(Action.parse("1F0"), Kind.RECEIVE_FORWARD) == "taken 1RECV_F0"  # type: ignore[comparison-overlap]
-    assert clock.told == ["before", "communication", "before"]
-
-
-def test_transfers_go_over_their_links_and_a_confirmation_is_taken_at_once():
-    told: list[Any] = []
-    link = SimpleNamespace(
-        send=lambda *given: told.append(("send", *given)),
-        expect=lambda key: told.append(("expect", key)),
-        take=lambda key: told.append(("take", key)),
-        sent=lambda key: told.append(("sent", key)),
-    )
-    one = step(SimpleNamespace(link_over=lambda key: link))
-    forward, confirms = Action.parse("0SEND_F0"), Action(1, Kind.SEND_BACKWARD, -1)
-    one._outbox[forward] = ("text", [])
-    one._send(forward)
-    one._send(confirms)
-    received = [Action.parse("1RECV_F0"), Action(0, Kind.RECEIVE_BACKWARD, -1)]
-    for action in received:
-        one._receive(action)
-    for text in ("0SENT_F2", "1SENT_B3"):
-        one._sent(Action.parse(text))
-    assert told == [
-        ("send", forward, "text", []),
-        ("send", confirms, "null", []),
-        ("expect", received[0]),
-        ("expect", received[1]),
-        ("take", received[1]),
-        ("sent", Action.parse("0SEND_F2")),
-        ("sent", Action.parse("1SEND_B3")),
-    ]
-    assert one._outbox == {}
+    made, state = executor_of_one()
+    made.waits = Clock()
+    made.link_over = lambda key: SimpleNamespace(take=lambda key: f"taken {key}")
+    assert made._take(state, Action.parse("1RECV_F0")) == "taken 1RECV_F0"
+    assert made.waits.told == ["before", "communication", "before"]
 
 
 @pytest.mark.parametrize(
     ("fed", "here", "is_refused"), [(3, 3, False), (3, 2, True), (None, 2, False), (3, None, False)]
 )
 def test_labels_belong_to_the_rows_that_the_first_stage_was_given(fed, here, is_refused):
-    one = step()
-    one._rows[4] = fed
+    made, state = executor_of_one()
+    state.rows[4] = fed
+    batch = MicroBatch(4, rows=here, counts=False)
     if is_refused:
         with pytest.raises(
             ScheduleError, match=r"^micro-batch 4 has 3 rows on the first stage of the pipeline and 2 on"
         ):
-            one._check_rows(MicroBatch(4, rows=here))
+            made._finish_forward(state, None, batch)
     else:
-        one._check_rows(MicroBatch(4, rows=here))
+        assert made._finish_forward(state, None, batch) == []
 
 
 @pytest.mark.parametrize(
@@ -106,12 +79,14 @@ def test_labels_belong_to_the_rows_that_the_first_stage_was_given(fed, here, is_
     ],
 )
 def test_a_promised_shape_is_held(promised, output, gave):
-    one = step(SimpleNamespace(tensor_shape=promised))
+    made, state = executor_of_one()
+    made.tensor_shape, made.facts, state.rows[0] = promised, SimpleNamespace(stage_ranks=(0, 1)), None
     if gave is None:
-        one._check_shape(0, output)
+        made._pass_output_on(state, Action.parse("0F0"), output)
+        assert list(state.outbox) == [Action.parse("0SEND_F0")]
     else:
         with pytest.raises(ScheduleError, match=gave):
-            one._check_shape(0, output)
+            made._pass_output_on(state, Action.parse("0F0"), output)
 
 
 def test_a_stage_that_cannot_be_split_is_tried_once(monkeypatch):

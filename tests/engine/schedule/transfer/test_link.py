@@ -13,7 +13,7 @@ from torch import Tensor
 
 from colonnade.engine.schedule import transfer as link_module
 from colonnade.engine.schedule.actions import Action
-from colonnade.engine.schedule.executor import cut_batch
+from colonnade.engine.schedule.micro_batch import cut_batch
 from colonnade.engine.schedule.orders import chunks_of, make_table
 from colonnade.engine.schedule.transfer import Link, PeerFailed, Wire, _FrameSize, backends_of, describe, wait, with_cpu
 from colonnade.errors import ScheduleError
@@ -156,7 +156,7 @@ def begin_counted_on(steps: list[list[int]]) -> list[list[str]]:
         else:
             begun = []
             for index in range(len(sizes)):
-                begun.append(bool(link._counted_on(link._received_layouts, key(index))))
+                begun.append(bool(link._predicted(link._received_layouts, key(index))))
                 link.expect(key(index))
             result.append([])
             for early, (index, size) in zip(begun, enumerate(sizes), strict=True):
@@ -222,7 +222,7 @@ def fail_or_take() -> str:
             link.take(key(1))
         link.fail("heard", no_batch=False)
         heard = str(caught.value)
-    assert link.hear_out()
+    assert link.wait_for_peer()
     link.end_failure()
     if rank == 0:
         link.send(key(3), *describe(torch.ones(3), "value"))
@@ -360,16 +360,16 @@ def test_torch_says_nothing_when_the_group_of_transfers_is_destroyed() -> None:
 
 def test_a_frame_holds_the_largest_message_of_the_step_before():
     size = _FrameSize()
-    assert not size.fits(8)
-    assert not size.fits(5)
+    assert not size.count(8)
+    assert not size.count(5)
     size.next_step()
-    assert (size.fits(8), size.fits(9), size.bytes) == (True, False, 8)
+    assert (size.count(8), size.count(9), size.bytes) == (True, False, 8)
     size.next_step()
-    assert size.fits(9)
+    assert size.count(9)
     size.next_step()
     size.next_step()  # one without a message says nothing
-    assert (size.fits(9), size.fits(10)) == (True, False)
+    assert (size.count(9), size.count(10)) == (True, False)
     size.next_step()
-    size.fits(0)
+    size.count(0)
     size.next_step()
     assert size.bytes == 10

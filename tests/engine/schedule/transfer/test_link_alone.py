@@ -136,7 +136,7 @@ def test_values_of_any_form_arrive_in_both_directions(mail, monkeypatch, kind):
         sends = sum(map(len, mail.sent.values()))
         for link in both:
             link.finish()
-            assert (link._sends, [*link._over], [*link._expected], link._arriving) == ({}, [], [], {})
+            assert (link._sends, [*link._sends_to_end], [*link._expected], link._arriving) == ({}, [], [], {})
         assert sum(what == "send" for what, _, _ in mail.waits) == sends
     mail.assert_empty()
 
@@ -156,15 +156,15 @@ def test_what_came_twice_alike_is_counted_on():
     told = []
     for layout in (one, one, one, other, one, one, (), ()):
         layouts.note(key(0), layout)  # type: ignore[arg-type]
-        told.append(layouts.sure(key(0)))
+        told.append(layouts.predicted(key(0)))
     assert told == [(), one, one, (), (), one, (), ()]
-    assert layouts.sure(key(1)) == ()
+    assert layouts.predicted(key(1)) == ()
 
 
 def test_a_frame_begins_without_room_and_stays_so_without_a_message():
     size = _FrameSize()
-    assert (size.bytes, size.fits(0)) == (0, True)
-    assert not size.fits(1)
+    assert (size.bytes, size.count(0)) == (0, True)
+    assert not size.count(1)
     other = _FrameSize()
     other.next_step()
     assert other.bytes == 0
@@ -197,7 +197,7 @@ def test_sends_are_let_go_when_enough_others_are_over(mail, monkeypatch):
         one.sent(key(index))
         assert len(one._sends) == min(index + 1, SENDS_KEPT)
     assert [*one._sends] == [key(index) for index in range(2, SENDS_KEPT + 2)]
-    assert [*one._over] == [*one._sends]
+    assert [*one._sends_to_end] == [*one._sends]
     waited = [tag for what, tag, _ in mail.waits if what == "send"]
     assert waited == [link_module._FRAME, link_module._TEXT, link_module._FRAME]  # of the first two
 
@@ -262,10 +262,10 @@ def test_a_failure_is_heard_and_leaves_nothing_under_way(mail, monkeypatch, is_q
     mail.waits.clear()
     for index in (2, 3) if is_queued and not steps else ():  # those it had not come to
         other.skip_receive(key(index))
-    assert [link.hear_out() for link in (other, one)] == [True, True]
+    assert [link.wait_for_peer() for link in (other, one)] == [True, True]
     for link in both:
         link.end_failure()
-        assert (link._failure, link._heard, link._skips, link._patience) == ([], False, False, None)
+        assert (link._failure, link._peer_failed, link._skipped, link._patience) == ([], False, False, None)
         assert ([*link._expected], link._arriving) == ([], {})
     assert sum(what == "send" for what, _, _ in mail.waits) == 2 + 3 + 2  # of both reasons, and what is skipped
     limits = {limit for _, _, limit in mail.waits}
@@ -284,8 +284,8 @@ def test_a_rank_that_failed_itself_hears_of_the_other_in_what_it_expected(mail, 
     other.skip_send(key(1))
     one.expect(key(1))
     one.fail("mine", no_batch=False)
-    assert one.hear_out()
-    assert other.hear_out()
+    assert one.wait_for_peer()
+    assert other.wait_for_peer()
     mail.assert_empty()
 
 
@@ -300,7 +300,7 @@ def test_what_came_and_is_not_used_is_waited_for_where_its_memory_is_still_fille
     other.take(key(1))
     assert [*other._arriving] == [key(0)]
     mail.waits.clear()
-    assert not other.hear_out()
+    assert not other.wait_for_peer()
     assert mail.waits == ([] if is_queued else [("receive", link_module._TENSOR, ())])
     assert other._arriving == {}
 
@@ -309,10 +309,10 @@ def test_nobody_hears_of_a_failure_where_nothing_is_left_to_send(mail, monkeypat
     one, other = ends(monkeypatch)
     sent(one, 0, numbers(2))
     one.fail("late", no_batch=False)
-    assert not one.hear_out()
+    assert not one.wait_for_peer()
     other.expect(key(0))
     other.take(key(0))
-    assert not other.hear_out()
+    assert not other.wait_for_peer()
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
 import pytest
 import torch
 
-from colonnade.config.problems import dotted
-from colonnade.config.rules import (
+from colonnade.config.fields import (
     COUNT,
     DTYPE,
     FRACTION,
@@ -20,19 +20,45 @@ from colonnade.config.rules import (
     TEXTS,
     Rule,
     Section,
+    SwitchedSection,
     any_of,
     check_value,
     choice,
+    key,
+    keys_of,
     number_above,
     number_from,
     only_dict,
 )
+from colonnade.config.problems import dotted
 
-KEYS = {"depth": COUNT, "width": COUNT}
-STRICT = only_dict(Section(KEYS, required=("depth",), renamed={"deep": "depth"}, refused={"old": "is old"}))
-OPEN = only_dict(Section(KEYS, required=("depth",), is_open=True))
+
+@dataclass(frozen=True)
+class Sizes(Section):
+    """Sections with the same keys."""
+
+    depth: int = key(1, COUNT, "")
+    width: int = key(1, COUNT, "")
+
+
+@dataclass(frozen=True)
+class Strict(Sizes, required=("depth",), renamed={"depth": "deep"}, refused={"old": "is old"}): ...
+
+
+@dataclass(frozen=True)
+class Open(Sizes, required=("depth",), further="more"):
+    more: dict[str, int] = field(default_factory=dict)
+
+
+STRICT, OPEN = only_dict(Strict), only_dict(Open)
+
+
+@dataclass(frozen=True)
+class Further(Sizes, others=STRICT): ...
+
+
+FURTHER = only_dict(Further)
 COUNTED = "must be an int >= 1"
-FURTHER = only_dict(Section(KEYS, others=STRICT))
 
 
 def told(rule: Rule, value: Any) -> dict[str, str]:
@@ -94,3 +120,32 @@ def test_how_rules_tell_what_they_take() -> None:
     assert choice(0, 1, 2).allows == "0, 1 or 2"
     assert any_of(COUNT, choice("auto"), NONE).allows == "an int >= 1, 'auto' or None"
     assert number_above(0.5).allows == "a number > 0.5"
+
+
+@dataclass(frozen=True)
+class Switched(SwitchedSection, short="size"):
+    size: int = key(3, COUNT, "", read=int)
+    names: list[str] = key(list, TEXTS, "", read=sorted)
+
+    @classmethod
+    def completed(cls, values: dict[str, Any]) -> dict[str, Any]:
+        return {"names": ["all"], **values}
+
+    def refuse(self, given: Any) -> None:
+        assert "names" not in given or self.size > 1
+
+
+def test_a_section_is_read_from_nothing_a_plain_value_or_a_dict() -> None:
+    assert Open.read(None) == Open()
+    assert Open.read({"width": 2, "depth": None, "mine": None}) == Open(width=2, more={"mine": None})  # type: ignore[dict-item]
+    assert [Switched.read(off) for off in (None, False, 0, {})] == [None] * 4
+    assert Switched.read(True) == Switched(3, ["all"])
+    assert Switched.read(numpy.int64(2)) == Switched(2, ["all"])
+    assert Switched.read({"names": ("b", "a")}) == Switched(3, ["a", "b"])
+    with pytest.raises(AssertionError):
+        Switched.read({"names": ["a"], "size": 1})
+
+
+def test_the_keys_of_a_section_are_the_fields_that_say_what_they_may_be() -> None:
+    assert list(keys_of(Open)) == ["depth", "width"]
+    assert keys_of(Open) is keys_of(Open)

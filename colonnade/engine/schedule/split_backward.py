@@ -1,0 +1,194 @@
+"""The backward pass of a stage, in one part or in two: gradients of its inputs first (I), of its parameters later (W).
+
+The split finds, in the autograd graph, the nodes on the way from the outputs to the stage's inputs. The
+input part runs these alone, and keeps the gradient that arrives at every node from which a parameter hangs.
+The weight part starts from those gradients. Parameters get their gradient as in a plain backward pass, so
+that hooks on them (post-accumulate hooks too) fire.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+Root: TypeAlias = "Tensor | GradientEdge"
+
+
+class RunBackward(Protocol):
+    """How gradients are accumulated: `torch.autograd.backward`, and whether more is to come.
+
+    `last`: the gradients of all parameters of this rank are complete after this call, and gradients of other
+    calls are in place. True at most once in a step, and never on a rank with several chunks (see `Executor`).
+    """
+
+    def __call__(
+        self, tensors: Sequence[Root], grads: Sequence[Tensor], *, inputs: Sequence[Tensor] | None, last: bool
+    ) -> None: ...
+
+
+def run_backward(
+    tensors: Sequence[Root], grads: Sequence[Tensor], *, inputs: Sequence[Tensor] | None, last: bool
+) -> None:
+    """Accumulate gradients: into all leaves and free the graph, or into the leaves `inputs` and keep it."""
+    torch.autograd.backward(
+        list(tensors),  # type: ignore[arg-type]  # it takes a mixture, whatever its annotation says
+        list(grads),
+        inputs=None if inputs is None else list(inputs),
+        retain_graph=inputs is not None,
+    )
+
+
+class _Enter(torch.autograd.Function):
+    """Make a tensor without a graph the start of one, in place, and catch the gradient that comes back.
+
+    Not a leaf, unlike `requires_grad_()`: a stage may begin with an in-place layer, as it may in one process.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, caught: list[Tensor], tensor: Tensor) -> Tensor:
+        ctx.caught = caught
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        ctx.caught.append(grad)
+        return None, None, None
+
+
+class StageInput:
+    """A tensor from another stage, made the start of this stage's graph; the tensor itself is changed."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._caught: list[Tensor] = []
+        with torch.enable_grad():
+            _Enter.apply(torch.zeros((), requires_grad=True, device="cpu"), self._caught, tensor)
+        self.edge = get_gradient_edge(tensor)
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient that came out here in a full backward; None where the stage did not use the tensor."""
+        return next(iter(self._caught), None)
+
+
+@dataclass
+class _Group:
+    """Parameters that hang together, and the nodes that their gradients come from."""
+
+    sources: list[tuple[GradientEdge, Tensor]] = field(default_factory=list)
+    """Where to start, with the gradient there; outputs that no input leads to are such starts."""
+    crossings: list[Node] = field(default_factory=list)
+    """Nodes on the way to the inputs from which parameters of this group hang."""
+    leaves: list[Tensor] = field(default_factory=list)
+
+
+class WeightWork:
+    """The weight part of a split backward, ready to run."""
+
+    def __init__(self, groups: list[_Group], arrived: dict[Node, tuple[Tensor | None, ...]]) -> None:
+        self._groups = groups
+        self._arrived = arrived
+
+    def run(self, backward: RunBackward, last: bool) -> None:
+        """Accumulate the gradients of the parameters; to be called once. Only the last group's call is told `last`."""
+        started = [(group, starts) for group in self._groups if (starts := self._starts(group))]
+        for index, (group, starts) in enumerate(started, 1):
+            edges, grads = zip(*starts, strict=True)
+            # A crossing above another one would pass it what has already arrived there, and hooks on tensors
+            # would work a second time: each crossing takes exactly what the input part saw, and nothing else.
+            handles = [node.register_prehook(lambda _, node=node: self._arrived.get(node)) for node in group.crossings]
+            try:
+                backward(edges, grads, inputs=group.leaves, last=last and index == len(started))
+            finally:
+                for handle in handles:
+                    handle.remove()
+        self._groups, self._arrived = [], {}
+
+    def _starts(self, group: _Group) -> list[tuple[GradientEdge, Tensor]]:
+        """Where the gradients of a group come in; empty where none has come."""
+        arrived = [
+            (GradientEdge(node, index), grad)
+            for node in group.crossings
+            for index, grad in enumerate(self._arrived.get(node, ()))
+            if grad is not None
+        ]
+        return group.sources + arrived
+
+
+def backward_input(
+    outputs: Sequence[Tensor], grads: Sequence[Tensor], inputs: Sequence[StageInput]
+) -> tuple[list[Tensor | None], WeightWork]:
+    """The input part: gradients of the inputs, and the weight part for later. No parameter is touched.
+
+    Raises RuntimeError, with nothing changed, if the graph holds something that cannot be run in part.
+    """
+    roots = [get_gradient_edge(output) for output in outputs]
+    ends = {each.edge.node for each in inputs}
+    on_way = _nodes_on_way(roots, ends)
+    groups = _groups(on_way, ends, list(zip(roots, grads, strict=True)))
+    arrived: dict[Node, tuple[Tensor | None, ...]] = {}
+    handles = [
+        node.register_prehook(partial(arrived.__setitem__, node)) for group in groups for node in group.crossings
+    ]
+    try:
+        edges = [each.edge for each in inputs]
+        found = torch.autograd.grad(list(outputs), edges, list(grads), retain_graph=True, allow_unused=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return list(found), WeightWork(groups, arrived)
+
+
+def _below(node: Node) -> Iterator[Node]:
+    return (child for child, _ in node.next_functions if child is not None)
+
+
+def _nodes_on_way(roots: Iterable[GradientEdge], ends: set[Node]) -> dict[Node, bool]:
+    """Every node below the roots, down to `ends`, with whether one of the ends lies below it."""
+    on_way: dict[Node, bool] = {}
+    stack = [(edge.node, False) for edge in roots]
+    while stack:
+        node, children_done = stack.pop()
+        if children_done:
+            on_way[node] = any(on_way[child] for child in _below(node))
+        elif node not in on_way:
+            on_way[node] = node in ends
+            if node not in ends:
+                stack.append((node, True))
+                stack.extend((child, False) for child in _below(node) if child not in on_way)
+    return on_way
+
+
+def _groups(on_way: dict[Node, bool], ends: set[Node], roots: list[tuple[GradientEdge, Tensor]]) -> list[_Group]:
+    """The parameters below the roots, in groups that share no node off the way to the inputs."""
+    neighbours: dict[Node, list[Node]] = defaultdict(list)
+    for node in on_way:
+        for child in _below(node) if node not in ends else ():
+            if not on_way[child]:
+                neighbours[node].append(child)
+                neighbours[child].append(node)
+    sources: dict[Node, list[tuple[GradientEdge, Tensor]]] = defaultdict(list)
+    for edge, grad in roots:
+        if not on_way[edge.node]:
+            sources[edge.node].append((edge, grad))
+    groups, seen = [], set[Node]()
+    for start in on_way:
+        group, stack = _Group(), [start]
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            stack.extend(neighbours[node])
+            group.sources += sources[node]
+            group.crossings += [node] if on_way[node] else []
+            group.leaves += [node.variable] if hasattr(node, "variable") else []
+        groups += [group] if group.leaves else []
+    return groups
