@@ -303,15 +303,14 @@ def test_a_step_that_is_given_up_takes_part_in_what_the_others_do(failed_ranks, 
 
 
 @pytest.mark.parametrize(
-    ("last", "passes", "chunks", "ends"),
-    [(True, 1, False, True), (True, 0, False, False), (False, 1, False, False), (True, 1, True, False)],
+    ("last", "passes", "ends"),
+    [(True, 1, True), (True, 0, False), (False, 1, False)],
 )
-def test_sums_begin_in_the_last_micro_batch_of_the_last_pass_of_one_chunk(last, passes, chunks, ends):
+def test_sums_begin_in_the_last_micro_batch_of_the_last_pass(last, passes, ends):
     with world_of_one(gradient_accumulation=2) as gpc:
         engine, told = start(gpc), list[bool]()
         engine._sync.prepare = told.append
         engine._passes = passes
-        engine._model = nn.ModuleList([engine.model]) if chunks else engine.model
         out = numbers(1, seed=0).requires_grad_()
         engine.backward_micro_batch([out.sum()], [torch.ones(()).double()], inputs=None, last=last)
         assert told == [ends]

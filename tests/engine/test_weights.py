@@ -37,7 +37,7 @@ def test_weights_that_are_on_their_way_are_waited_for(tmp_path):
     with world_of_one() as gpc:
         engine, waited = start(gpc), list[str]()
         engine.wait_for_weights()  # there is nothing to wait for
-        engine.optimizer.wait = lambda: waited.append("waited")
+        engine.engine_optimizer.wait = lambda: waited.append("waited")
         engine.full_state_dict()
         assert len(waited) == 1
         with pytest.raises(CheckpointError):  # a model without a config of transformers

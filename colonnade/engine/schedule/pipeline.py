@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +22,16 @@ from colonnade.engine.schedule.actions import Row, Table, parse_table, read_csv
 from colonnade.engine.schedule.base import BaseSchedule, StepResult
 from colonnade.engine.schedule.check import check
 from colonnade.engine.schedule.criterion import call_criterion, required_arguments
-from colonnade.engine.schedule.executor import Executor
 from colonnade.engine.schedule.loss import DivisionWatch, LossForm, split_loss
 from colonnade.engine.schedule.micro_batch import MicroBatch, call_module, cut_batch, join
 from colonnade.engine.schedule.orders import check_chunks, loop_stages, make_table
-from colonnade.engine.schedule.transfer import with_cpu
 from colonnade.errors import ScheduleError
 from colonnade.parallel.split import call_layer
 from colonnade.parallel.wire import backends_of
 from colonnade.registry import ORDERS, SCHEDULE
+
+if TYPE_CHECKING:
+    from colonnade.engine.schedule.executor import Executor
 
 
 @SCHEDULE.register_module
@@ -146,6 +147,9 @@ class PipelineSchedule(BaseSchedule):
         several = len(ranks) > 1
         transfer_group, down_group = _transfer_groups(context) if several else (None, None)
         model = engine.model
+        # A run without a pipeline does not import the executor and its links.
+        from colonnade.engine.schedule.executor import Executor
+
         self._executor = Executor(
             list(model) if isinstance(model, nn.ModuleList) else [model],
             self.table(len(ranks)),
@@ -259,6 +263,8 @@ def _transfer_groups(context: ParallelContext) -> tuple[Any, Any]:
     Apart from the pipeline's own group, so that collectives there are counted alike on all ranks, and so that
     descriptions can travel on the CPU beside NCCL.
     """
+    from colonnade.engine.schedule.transfer import with_cpu
+
     own = context.get_group(ParallelMode.PIPELINE)
     queued = ",".join(f"{kind}:{backend}" for kind, backend in backends_of(own).items() if backend != "gloo")
     both = context.get_second_group(ParallelMode.PIPELINE, with_cpu(own))
