@@ -56,7 +56,6 @@ from colonnade.optim.optimizer_trial import kinds_of_groups, two_steps
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.forward import ModelHook
 from colonnade.parallel.held import Held, checksum, held_tensors, whole_parameters, words_of
-from colonnade.parallel.own_forward import ModelStage
 from colonnade.parallel.placement import Shard, is_dtensor, placement_of
 from colonnade.parallel.split import Chunks, Stage
 from colonnade.texts import digest_of
@@ -392,6 +391,8 @@ _OF_A_MESSAGE = {"inputs", "values", "forms", "calls"}
 
 def refuse_batch(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise where stages that `colonnade.split` has made are called with a batch. Stages of one's own take what they take."""
+    from colonnade.parallel.own_forward import ModelStage
+
     if not isinstance(model, (Chunks, ModelStage, Stage)):
         return
     is_message = kwargs.keys() >= _OF_A_MESSAGE

@@ -21,7 +21,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,7 @@ from colonnade.parallel.forward_recorder import (
     units_of,
     watch_calls,
 )
+from colonnade.parallel.split import no_generate
 
 Call = Callable[[Callable[..., Any]], Any]
 """Calls a function with the data of a batch, as the model would be called."""
@@ -482,15 +483,6 @@ def stage_class(kind: type) -> Any:
         if hasattr(kind, "generate"):
             made.generate = no_generate
     return made
-
-
-def no_generate(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
-    """Stands in the place of transformers' `generate`, which would call the whole model."""
-    raise ScheduleError(
-        "generate() needs all stages of the model, and a pipeline has them on several ranks: call engine.save_pretrained(folder) "
-        "on every rank, and generate with transformers' from_pretrained(folder) in one process",
-        code="C050",
-    )
 
 
 def result_of(output: Any) -> Any:

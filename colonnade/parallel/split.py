@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate, pairwise
 from math import inf
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError, ScheduleError, did_you_mean, listed
 from colonnade.parallel.forward import has_hooks
-from colonnade.parallel.own_forward import OwnForward, no_generate, result_of
 from colonnade.parallel.placement import Tied, place, placement_of
 from colonnade.registry import ORDERS, SCHEDULE
 
@@ -34,6 +33,15 @@ Layers = Sequence[tuple[str, nn.Module]]
 
 Tie = tuple[tuple[str, int], ...]
 """A parameter that several stages hold: (its name there, the stage), in the order of stages."""
+
+
+def no_generate(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    """Stands in the place of transformers' `generate`, which would call the whole model."""
+    raise ScheduleError(
+        "generate() needs all stages of the model, and a pipeline has them on several ranks: call engine.save_pretrained(folder) "
+        "on every rank, and generate with transformers' from_pretrained(folder) in one process",
+        code="C050",
+    )
 
 
 class Stage(nn.Module):
@@ -150,6 +158,9 @@ def _split_by_forward(
             f"by its own forward pass, with balance='parameters' or at= the layers that you name",
             code="C050",
         )
+    # A run whose model is not cut by its own forward pass does not import the recorder of one.
+    from colonnade.parallel.own_forward import OwnForward, result_of
+
     own = OwnForward(model, None if sample is None else lambda function: call_layer(function, sample))
     names, weights = zip(*own.layers, strict=True)
     if at is not None:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from colonnade.engine.schedule import pipeline
+from colonnade.engine.schedule import executor as executor_module
+from colonnade.engine.schedule import pipeline, transfer
 from colonnade.engine.schedule.pipeline import PipelineSchedule, TableSchedule, _virtual_rank_switch
 from colonnade.errors import ScheduleError
 from colonnade.registry import SCHEDULE
@@ -202,7 +203,7 @@ def test_what_an_executor_is_made_of(monkeypatch, ranks, first, last, by_stage, 
         facts = SimpleNamespace(stage_ranks=tuple(range(len(ranks or [5]))))
         return SimpleNamespace(has_first_stage=first, has_last_stage=last, facts=facts)
 
-    monkeypatch.setattr(pipeline, "Executor", executor)
+    monkeypatch.setattr(executor_module, "Executor", executor)
     monkeypatch.setattr(pipeline, "_transfer_groups", lambda context: ("both", "down"))
     context = SimpleNamespace(
         device=torch.device("cpu"),
@@ -247,7 +248,7 @@ def test_groups_for_transfers_are_opened_where_there_is_a_pipeline(monkeypatch):
 )
 def test_a_group_for_each_direction_is_opened_over_backends_with_a_queue(monkeypatch, backends, groups):
     monkeypatch.setattr(pipeline, "backends_of", lambda group: backends)
-    monkeypatch.setattr(pipeline, "with_cpu", lambda group: "both")
+    monkeypatch.setattr(transfer, "with_cpu", lambda group: "both")
     context: Any = SimpleNamespace(get_group=lambda mode: "own", get_second_group=lambda mode, backend: backend)
     assert pipeline._transfer_groups(context) == groups
 
