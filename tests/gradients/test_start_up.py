@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch import nn
 from colonnade.errors import GradientError
 from colonnade.gradients import synchroniser
 from colonnade.gradients.sums import Sharding, Sum, SyncOptions
-from colonnade.gradients.synchroniser import _described, check_alike, open_groups
+from colonnade.gradients.synchroniser import check_alike, open_groups
 
 
 class Group:
@@ -99,21 +101,36 @@ def test_one_dtype_to_send_in_is_named_though_others_have_none():
     assert [text.split(" is not")[0] for text in said] == ["torch.float16"]
 
 
-class Heard:
-    """A group in which the other rank has those sums."""
+class PairOfThreads:
+    """One rank of the group of ranks 4 and 6, which are two threads; `given` and `both` are what they share."""
 
-    def __init__(self, others: list[Sum]) -> None:
-        self.ranks, self.others = (4, 6), others
+    ranks = (4, 6)
 
-    def gather_bytes(self, own: bytes) -> list[bytes]:
-        other = Heard([])
-        other.gather_bytes = lambda digest: [digest] if self.heard.append(digest) is None else []  # type: ignore[method-assign]
-        self.heard: list[bytes] = []
-        check_alike(self.others, {(4, 6): other})  # type: ignore[dict-item]
-        return [own, *self.heard]
+    def __init__(self, index: int, given: list[Any], both: Barrier) -> None:
+        self.index, self.given, self.both = index, given, both
 
-    def gather_objects(self, own: list[Any]) -> list[Any]:
-        return json.loads(json.dumps([own, [line for one in self.others for line in _described(one)]]))
+    def gather_objects(self, own: Any) -> list[Any]:
+        self.given[self.index] = json.loads(json.dumps(own))  # as it arrives
+        self.both.wait(10)
+        gathered = list(self.given)
+        self.both.wait(10)
+        return gathered
+
+
+def refusals(sums_of_ranks: list[list[Sum]]) -> list[str | None]:
+    """The message of the error on each of two ranks that compare their sums, or None."""
+    given, both = [None, None], Barrier(2)
+
+    def compare(index: int) -> str | None:
+        group: Any = PairOfThreads(index, given, both)
+        try:
+            check_alike(sums_of_ranks[index], {(4, 6): group})
+        except GradientError as error:
+            return str(error)
+        return None
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(compare, range(2)))
 
 
 @pytest.mark.parametrize(
@@ -133,13 +150,9 @@ class Heard:
 def test_ranks_that_would_sum_other_things_are_told_what_differs(changes, message):
     pair = tuple(nn.Parameter(torch.zeros(1)) for _ in range(2))
     mine = Sum(("a", "b"), pair, (4, 6), None, 2.0, labels=("x", "y"))
-    group: Any = Heard([replace(mine, **changes)])
-    if message is None:
-        check_alike([mine], {(4, 6): group})
-    else:
-        with pytest.raises(GradientError) as error:
-            check_alike([mine], {(4, 6): group})
-        assert message in str(error.value)
+    one, other = refusals([[mine], [replace(mine, **changes)]])
+    assert one == other  # both ranks are told, and the same
+    assert one is None if message is None else one is not None and message in one
 
 
 def test_a_group_that_must_share_and_cannot_is_an_error_after_the_others_were_opened(monkeypatch):

@@ -47,6 +47,8 @@ class StagePass:
     """The rank that ran it, among those that are alike: its calls are to that rank's groups."""
     result: int = 0
     """Bytes that the last stage gives back to the caller, and so keeps to the end of the step."""
+    pending: int = 0
+    """Bytes of large gradients that wait beside their bucket until it is full, where `extra` does not have them."""
 
 
 def fake_module(module: nn.Module, device: str = "cpu") -> None:
@@ -69,13 +71,15 @@ def run_stage(
     recorder: OperatorRecorder,
     apart: bool,
     fresh: Collection[int] = (),
+    pending: Sequence[tuple[Collection[int], Collection[int]]] = (),
 ) -> StagePass:
     """Run a stage as the executor does. `criterion`: at the last stage. `apart`: the table has I and W. `fresh`: the ids of
     parameters that have no gradient before it: theirs come one after another, as a part of what the pass takes. The gradients of
-    all others lie in buckets, or are there from the pass before, and are counted elsewhere."""
+    all others lie in buckets, or are there from the pass before, and are counted elsewhere. `pending`: for each bucket that moves
+    large gradients only when it is full, the ids of its large parameters and of all that it has."""
     for parameter in module.parameters():
         parameter.grad = None
-    with _elsewhere([p for p in module.parameters() if p.requires_grad and id(p) not in fresh], recorder):
+    with _elsewhere([p for p in module.parameters() if p.requires_grad and id(p) not in fresh], recorder, pending):
         return _run_stage(stage, module, micro_batch, inputs, criterion, recorder, apart)
 
 
@@ -115,8 +119,16 @@ def _run_stage(
 
 
 @contextmanager
-def _elsewhere(parameters: Sequence[nn.Parameter], recorder: OperatorRecorder) -> Iterator[None]:
-    """The gradients of these go, as they come, to memory that is counted elsewhere: what autograd has made is held for a moment."""
+def _elsewhere(
+    parameters: Sequence[nn.Parameter],
+    recorder: OperatorRecorder,
+    pending: Sequence[tuple[Collection[int], Collection[int]]] = (),
+) -> Iterator[None]:
+    """The gradients of these go to memory that is counted elsewhere: what autograd has made is held for a moment, and of the large
+    parameters of a bucket in `pending` until all its gradients have come."""
+    plain = [parameter for parameter in parameters if not is_dtensor(parameter)]
+    buckets = [_FillingBucket([p for p in plain if id(p) in members], large) for large, members in pending]
+    bucket_of = {id(parameter): bucket for bucket in buckets for parameter in bucket.parameters}
     hooks = []
     for parameter in parameters:
         if is_dtensor(parameter):  # FSDP2 adds to it, as it does in a run
@@ -126,9 +138,13 @@ def _elsewhere(parameters: Sequence[nn.Parameter], recorder: OperatorRecorder) -
         kept = torch.empty_like(parameter)
 
         def move(came: Tensor, kept: Tensor = kept) -> None:
-            if came.grad is not None:
-                torch._foreach_copy_([kept], [came.grad])
-            came.grad = None
+            bucket = bucket_of.get(id(came))
+            if bucket is None or id(came) not in bucket.large:
+                if came.grad is not None:
+                    torch._foreach_copy_([kept], [came.grad])
+                came.grad = None
+            if bucket is not None:
+                bucket.note_arrival(came)
 
         hooks.append(parameter.register_post_accumulate_grad_hook(move))
     try:
@@ -138,6 +154,21 @@ def _elsewhere(parameters: Sequence[nn.Parameter], recorder: OperatorRecorder) -
             hook.remove()
         for parameter in parameters:
             parameter.grad = None
+
+
+class _FillingBucket:
+    """The parameters of one bucket that are in a pass: its large gradients go when all gradients have come."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], large: Collection[int]) -> None:
+        self.parameters, self.large = parameters, large
+        self._arrived: set[int] = set()
+
+    def note_arrival(self, parameter: Tensor) -> None:
+        self._arrived.add(id(parameter))
+        if len(self._arrived) == len(self.parameters):
+            self._arrived.clear()
+            for each in self.parameters:
+                each.grad = None
 
 
 @dataclass

@@ -18,7 +18,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.prepare import prepare_optimizer, prepare_sums
 from colonnade.errors import ColonnadeError
-from colonnade.gradients.bucket import Bucket, BucketStorage, in_starting_order, last_over_ranks
+from colonnade.gradients.bucket import LARGE_BYTES, Bucket, BucketStorage, in_starting_order, last_over_ranks
 from colonnade.gradients.gather import send_slice
 from colonnade.gradients.handler import PlannedGradientHandler
 from colonnade.gradients.ledger import Ledger, match
@@ -47,6 +47,16 @@ class BucketCalls:
     """Bytes that are held as long as they are under way, beside the bucket."""
 
 
+@dataclass(frozen=True)
+class PendingGradients:
+    """The large gradients of one bucket, which on the CPU are beside it from backward until it is full. `large` and `members`
+    (all parameters of the bucket) are places among the module's parameters; `nbytes` is the size of the large gradients."""
+
+    large: frozenset[int]
+    members: frozenset[int]
+    nbytes: int
+
+
 @dataclass
 class GradientPlan:
     """What one rank sums and holds; `rank` is the one that it was planned for, among those that are alike. `buckets` in the
@@ -73,6 +83,8 @@ class GradientPlan:
     """Places, among the module's parameters, of those whose gradients autograd makes anew in each step: they lie in no bucket."""
     loose_bytes: int = 0
     """Of `gradients`, what these take."""
+    pending: tuple[PendingGradients, ...] = ()
+    """By bucket, on the CPU; a device moves all gradients of a bucket when it is full, and `largest` stands for them."""
     carries_counts: bool = False
     """Whether counts of losses ride with a bucket."""
 
@@ -149,7 +161,21 @@ def plan_gradients(
     flat = PlainOptimizer(optimizer, model, config.get("flat_step")).is_flat
     plan.stepping = _stepping(optimizer, flat, zero, context, device, notes)
     plan.loose = frozenset(at for at, parameter in rest.items() if parameter.requires_grad)
+    if device == "cpu":
+        places = {id(parameter): at for at, parameter in enumerate(model.parameters())}
+        filled = [_pending(bucket, places) for bucket in laid_out if bucket.keeps_gradients]
+        plan.pending = tuple(each for each in filled if each.large)
     return plan
+
+
+def _pending(bucket: Bucket, places: dict[int, int]) -> PendingGradients:
+    """Not asked of the bucket, whose parameters are on the meta device here."""
+    large = [parameter for parameter in bucket.parameters if parameter.nbytes >= LARGE_BYTES]
+    return PendingGradients(
+        frozenset(places[id(parameter)] for parameter in large),
+        frozenset(places[id(parameter)] for parameter in bucket.parameters),
+        sum(local_part(parameter).nbytes for parameter in large),
+    )
 
 
 def _lay_out(sums: Sequence[Sum], plan: GradientPlan, device: str) -> list[Bucket]:

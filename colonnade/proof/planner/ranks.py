@@ -34,7 +34,15 @@ from colonnade.parallel.placement import Placement, logical_shape, placement_of
 from colonnade.parallel.split import Split, build_schedule
 from colonnade.proof.planner.hardware import Clock
 from colonnade.proof.planner.job import ASSUMED_LOSS, Job, no_loss
-from colonnade.proof.planner.planned_passes import StagePass, extended, fake_module, run_repeated, run_stage, signature
+from colonnade.proof.planner.planned_passes import (
+    StagePass,
+    extended,
+    fake_module,
+    find_repeat,
+    run_repeated,
+    run_stage,
+    signature,
+)
 from colonnade.proof.planner.planned_sums import GradientPlan, plan_gradients
 from colonnade.proof.planner.recorder import OperatorRecorder
 from colonnade.proof.roles import built, first_ranks, stage_of
@@ -233,7 +241,9 @@ class _Planning:
         value, last = self.first.data, len(kinds.stage_ranks) - 1
         for stage, (rank, module) in enumerate(self._modules(kinds)):
             loose = kinds.gradients[rank].loose if kinds.one_pass and self.zero.stage != 3 else frozenset()
-            how = (self.zero.stage == 3, kinds.one_pass, loose, apart, stage == 0, stage == last)
+            pending = kinds.gradients[rank].pending if self.zero.stage != 3 else ()
+            piped = kinds.table is not None
+            how = (self.zero.stage == 3, kinds.one_pass, piped, loose, pending, apart, stage == 0, stage == last)
             key = (signature(module), self._inside(rank), *how)
             known = self.passes.setdefault(key, [])
             found = self._known(known, value)
@@ -291,13 +301,22 @@ class _Planning:
                 shard_model(module, self.context, self.zero)
                 summed = self._gradients(module, kinds)
             # Without a pipeline a stage is all that the rank has, so places among its parameters are those in the plan.
-            loose = (summed or kinds.gradients[rank]).loose if kinds.one_pass else frozenset()
+            gradients = summed or kinds.gradients[rank]
+            loose = gradients.loose if kinds.one_pass else frozenset()
+            # In a pipeline a bucket is full with the last micro-batch of a step: `Steps` adds what is pending until then. Of equal
+            # blocks only two are run, which tells nothing of where each of several buckets is full: the largest is added whole.
+            in_pass = kinds.table is None and (len(gradients.pending) <= 1 or find_repeat(module) is None)
             with self.fake:
                 fake_module(module)
-                fresh = {id(parameter) for at, parameter in enumerate(module.parameters()) if at in loose}
+                ids = [id(parameter) for parameter in module.parameters()]
+                fresh = {ids[at] for at in loose}
+                pending = [
+                    ({ids[at] for at in each.large}, {ids[at] for at in each.members})
+                    for each in (gradients.pending if in_pass else ())
+                ]
 
                 def run() -> StagePass:
-                    return run_stage(stage, module, self.first, value, criterion, recorder, apart, fresh)
+                    return run_stage(stage, module, self.first, value, criterion, recorder, apart, fresh, pending)
 
                 try:
                     found = run_repeated(module, run, sharded=sharded)
@@ -313,7 +332,8 @@ class _Planning:
                         f"stage {stage} fails on tensors of the batch's shapes ({_form(value)}), which have no values in a plan: "
                         f"{type(error).__name__}: {error}. Does `batch` give what the model takes, and the model ask for no values?"
                     ) from error
-        return replace(found, rank=rank), summed
+        largest = 0 if in_pass else max((each.nbytes for each in gradients.pending), default=0)
+        return replace(found, rank=rank, pending=largest), summed
 
     def _inside(self, rank: int) -> tuple[Any, ...]:
         """The modes that a rank is in, and the links of their groups: what else tells two kinds of ranks apart."""
