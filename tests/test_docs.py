@@ -5,6 +5,7 @@ A block that begins with ```py, not ```python, is code of another framework, sho
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
@@ -46,9 +47,40 @@ def test_the_readme_is_among_them():
     assert "README.md" in PAGES
 
 
+def test_paths_that_pages_name_exist():
+    """Decisions of the past name the files of their time."""
+    pages = [
+        "CONTRIBUTING.md",
+        *(page for page in DOCUMENTS if not page.startswith(("docs/design/decisions/", "docs/evidence/"))),
+    ]
+    wrong = [
+        f"{page}: {path}"
+        for page in pages
+        for path in re.findall(r"(?<![\w/.{])(?:colonnade|tests|benchmarks|docs)/[\w/]*\w(?:\.\w+)?", _prose(page))
+        if not (ROOT / path).exists()
+    ]
+    assert wrong == []
+
+
+def test_functions_that_the_tour_and_the_page_of_the_step_name_are_in_these_files():
+    tour = re.findall(r"`([\w/]+)\.py`, `([A-Z_a-z.]+)`", (ROOT / "docs/design/tour.md").read_text(encoding="utf-8"))
+    step = (ROOT / "docs/understand/step.md").read_text(encoding="utf-8")
+    rows = [(path, name) for name, path in re.findall(r" ([\w.]+) +(\w+/\w+)\.py  ", step)]
+    assert len(tour) >= 15
+    assert len(rows) >= 15
+    for path, name in [*tour, *rows]:
+        found = importlib.import_module("colonnade." + path.replace("/", "."))
+        for part in name.split("."):
+            assert hasattr(found, part), f"{path}.py has no {name}"
+            found = getattr(found, part)
+
+
+def _prose(page: str) -> str:
+    return re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
 def test_links_lead_somewhere():
     for page in ["CONTRIBUTING.md", *DOCUMENTS]:
-        text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-        for target in re.findall(r"\]\(([^)#\s]+?)(?:#[^)]*)?\)", text):
+        for target in re.findall(r"\]\(([^)#\s]+?)(?:#[^)]*)?\)", _prose(page)):
             if "://" not in target:
                 assert ((ROOT / page).parent / target).exists(), f"{page}: {target}"
