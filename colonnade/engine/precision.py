@@ -1,7 +1,7 @@
 """Dtypes of a run: float8 products, the loss scale of fp16, autocast and master weights, and the table of what lies in which dtype.
 
 `Precision` is what the keys `fp16` and `bf16` ask for: the dtype of the forward pass, and whether the optimizer steps on fp32
-weights. `LossScaler` keeps fp16 gradients from vanishing. `Float8` converts linear layers. `precision_table` reads the dtypes and
+weights. `LossScaler` keeps fp16 gradients from vanishing. `convert_to_float8` replaces linear layers. `precision_table` reads the dtypes and
 bytes of the tensors that there are.
 """
 

@@ -104,7 +104,7 @@ def read_stages(model: nn.Module | Split | Callable[[], nn.Module | Split]) -> S
 def prepare_model(
     stages: Stages, context: ParallelContext, schedule: BaseSchedule | None, device: torch.device | None
 ) -> tuple[nn.Module, MetaStart]:
-    """What this rank trains of a model, and how its parameters start. `prepare_dtypes` follows, when the loss is known.
+    """What this rank trains of a model, and how its parameters start. `Precision.apply` sets its dtypes later.
 
     `device=None` is for plans and explanations: the model stays without memory, and nobody is warned of how it will train.
     `schedule=None`: the config's cannot be built, which is an error for stages that `colonnade.split` made.

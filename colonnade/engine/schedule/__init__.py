@@ -1,7 +1,9 @@
 """Schedules: how one step's forward and backward passes run.
 
-`base`, `non_pipeline`, `pipeline`: what a config names. `actions`, `orders`, `check`, `replay`, `simulate`: the order
-of passes in a pipeline as a table, without torch. `executor`: runs a table. `transfer`: what goes between stages.
+`base` has the base class, `pipeline` the schedules that a config names. A pipeline's order of passes is a table, handled without
+torch: `actions` defines it, `orders` makes it, `check`, `replay` and `simulate` walk over it, `programs` adds the transfers.
+`executor` runs the result, `split_backward` runs its split backward passes, and `transfer` sends values between stages. `loss`,
+`criterion` and `micro_batch` are for every schedule: counts of losses, calls of a criterion, cuts of a batch.
 """
 
 from colonnade.engine.schedule.base import BaseSchedule

@@ -95,7 +95,7 @@ class Clock:
         return self._link(tuple(ranks))[0]
 
     def collective(self, op: str, nbytes: int, ranks: Sequence[int]) -> float:
-        """Seconds of one call over these ranks; `nbytes` as of `records.Collective`."""
+        """Seconds of one call over these ranks; `nbytes` as of `plan_records.PlannedCollective`."""
         key = tuple(ranks)
         size = len(key)
         if size < 2:
