@@ -1,7 +1,8 @@
 """Schedules: how one step's forward and backward passes run.
 
-`base`, `non_pipeline`, `pipeline`: what a config names. `actions`, `orders`, `check`, `replay`, `simulate`: the order
-of passes in a pipeline as a table, without torch. `executor`: runs a table. `transfer`: what goes between stages.
+A schedule is the class that a config names (`base`, `pipeline`): it cuts a batch and runs the passes of a step. An order is a
+function in `orders` that makes the table of a pipeline: which rank runs which pass when, without torch (`actions`, `check`,
+`replay`, `simulate`). `executor` runs a table, `programs` adds the transfers to it, `transfer` carries what goes between stages.
 """
 
 from colonnade.engine.schedule.base import BaseSchedule
