@@ -5,13 +5,14 @@ On disk, a save of step 100 goes in this order:
 1. Rank 0 deletes the staged folders of interrupted saves, sees that there is room, and makes `.tmp-100-<nonce>`.
 2. Each rank writes its tensors there, to `rank-<n>.safetensors`, syncs the file, and sees that it can be opened.
 3. Each rank writes its note, `rank-<n>.part`: which piece of which tensor is where in its file.
-4. Rank 0, when all notes are there, merges them into `manifest.json`, which has the size and hash of every file and a digest of
-   itself, deletes the notes and syncs the manifest. It reads what was written as a load would.
+4. Rank 0, when all notes are there, reads and deletes them and writes `manifest.json`, which has the size and hash of every
+   file and a digest of itself, and syncs it. Then it reads what was written as a load would.
 5. Rank 0 syncs the folder, renames it `step-00000100`, and syncs the run's folder.
 6. Rank 0 deletes all but the newest checkpoints: each is renamed `.tmp-...` first, so that none is there in part.
 
 A kill before the rename of step 5 leaves a `.tmp-` folder, which no load looks at and the next save deletes. A kill after it
-leaves a checkpoint of which every byte is on disk. Nothing that was there before is touched until then.
+leaves a checkpoint of which every byte is on disk. Nothing that was there before is touched until then. The run's lock
+(`run.lock`) is taken when the manager is opened, not here.
 """
 
 from __future__ import annotations

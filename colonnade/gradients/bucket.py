@@ -501,7 +501,7 @@ def fill(sum_: Sum, order: Iterable[int], cap: float, first: float, index: int) 
     return [*buckets, Bucket(sum_, taken, index)] if taken else buckets
 
 
-# --- Parameters of a sharded bucket ---
+# --- Orders that all ranks agree on ---
 
 
 def in_starting_order(sums: Iterable[Sequence[Bucket]]) -> list[Bucket]:
@@ -526,6 +526,9 @@ def last_over_ranks(buckets: Iterable[Bucket]) -> list[Bucket]:
     be noticed.
     """
     return list({bucket.sum.ranks: bucket for bucket in buckets}.values())
+
+
+# --- Parameters of a sharded bucket ---
 
 
 class BucketValues:

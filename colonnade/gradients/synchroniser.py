@@ -3,7 +3,9 @@
 `Synchroniser` owns flat buckets, moves gradients into them as backward makes them, and starts a bucket as soon as it is full on the
 last micro-batch. Its `wait` is the end of a step, in one piece: it starts the rest, compares the notes of the ranks, ends all sums
 and returns what the ranks agreed on, as a `StepOutcome`. Correctness never rests on when a gradient comes: a bucket that was started
-too early leaves a late gradient beside it, which `wait` finds and adds on all ranks.
+too early leaves a late gradient beside it, which `wait` finds and adds on all ranks (`uneven.finish_uneven`). Over NCCL, in steady
+state, the ranks exchange flags instead of notes, so that the host does not wait: a step with a late gradient is then dropped on
+all ranks, and the following steps compare notes again (`uneven.PiggybackedFlags`).
 """
 
 from __future__ import annotations

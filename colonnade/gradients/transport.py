@@ -1,7 +1,9 @@
 """Transports: how one bucket's gradients are summed over the ranks of a group.
 
 `Transport` is the contract. `TRANSPORTS`, at the end, is tried from the first to the last, and the first that `serves` a group and a
-device is used: nothing to send, shared memory, NCCL, any other process group. A new transport is a class here, and a name in the list.
+device is used: nothing to send, shared memory, NCCL, any other process group. A new transport is a class here, and a name in the list
+before `CollectiveTransport`, which serves every group. Two places choose a transport without the list: `uneven.finish_uneven`, for the
+gradients of some ranks only, and the planner (`proof/planner/planned_sums.py`), which has no processes to ask.
 """
 
 from __future__ import annotations

@@ -528,7 +528,7 @@ def info_of(engine: Engine) -> RunInfo:
         dtype=str(engine._precision.dtype or (floating or [torch.get_default_dtype()])[0]).removeprefix("torch."),
         micro_batches=micro_batches(engine),
         accumulation=engine.accumulation * micro_batches(engine),
-        max_norm=None if clip is None else clip.options.get("max_norm"),
+        max_norm=None if clip is None else clip.method_options.get("max_norm"),
         norm_type=2.0 if clip is None else clip.norm_type,
     )
 

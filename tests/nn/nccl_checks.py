@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 
 from tests.device.check import Check
+from tests.engine import test_activations
 from tests.models import test_fused_loss
-from tests.nn import test_activations
 from tests.nn.layer import test_linear_loss
 
 

@@ -1,9 +1,8 @@
 """Schedules: how one step's forward and backward passes run.
 
-`base` has the base class, `pipeline` the schedules that a config names. A pipeline's order of passes is a table, handled without
-torch: `actions` defines it, `orders` makes it, `check`, `replay` and `simulate` walk over it, `programs` adds the transfers.
-`executor` runs the result, `split_backward` runs its split backward passes, and `transfer` sends values between stages. `loss`,
-`criterion` and `micro_batch` are for every schedule: counts of losses, calls of a criterion, cuts of a batch.
+A schedule is the class that a config names (`base`, `pipeline`): it cuts a batch and runs the passes of a step. An order is a
+function in `orders` that makes the table of a pipeline: which rank runs which pass when, without torch (`actions`, `check`,
+`replay`, `simulate`). `executor` runs a table, `programs` adds the transfers to it, `transfer` carries what goes between stages.
 """
 
 from colonnade.engine.schedule.base import BaseSchedule

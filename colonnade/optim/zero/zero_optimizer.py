@@ -5,8 +5,9 @@ What differs from plain data parallelism, along a step:
 - A bucket is cut into one slice for each rank that shares its sum. Its parameters are views of flat memory on every rank, and a
   rank owns its slice of them (`BucketValues`).
 - Gradients are reduced and scattered instead of all-reduced: a rank gets the final gradient of its slice, and `.grad` is None.
-  Stage 1 keeps memory for whole gradients and sums once a step. Stage 2 keeps slices, sums at every backward pass, and buckets
-  share a little memory for what is on its way.
+  Stage 1 keeps memory for whole gradients and sums once a step. Stage 2 keeps slices, sums at every backward pass
+  (in a pipeline once a step), and buckets share a little memory for what is on its way. `plan_shards` decides it; the class
+  `Sharding` in gradients/sums.py carries it to the buckets.
 - Each rank measures its slices, which are nobody else's, so the norm is joined by the one collective as ever.
 - A twin of the user's optimizer (`_inner`) steps on the slices, and has their state. A slice that is stepped on in another dtype
   or on the host is a master copy.

@@ -242,8 +242,8 @@ class _Planning:
         for stage, (rank, module) in enumerate(self._modules(kinds)):
             loose = kinds.gradients[rank].loose if kinds.one_pass and self.zero.stage != 3 else frozenset()
             pending = kinds.gradients[rank].pending if self.zero.stage != 3 else ()
-            piped = kinds.table is not None
-            how = (self.zero.stage == 3, kinds.one_pass, piped, loose, pending, apart, stage == 0, stage == last)
+            whole = module is kinds.models[rank]
+            how = (self.zero.stage == 3, kinds.one_pass, whole, loose, pending, apart, stage == 0, stage == last)
             key = (signature(module), self._inside(rank), *how)
             known = self.passes.setdefault(key, [])
             found = self._known(known, value)
@@ -300,12 +300,13 @@ class _Planning:
             if sharded:
                 shard_model(module, self.context, self.zero)
                 summed = self._gradients(module, kinds)
-            # Without a pipeline a stage is all that the rank has, so places among its parameters are those in the plan.
+            # Where a stage is all that the rank has, places among its parameters are those in the plan.
             gradients = summed or kinds.gradients[rank]
             loose = gradients.loose if kinds.one_pass else frozenset()
-            # In a pipeline a bucket is full with the last micro-batch of a step: `Steps` adds what is pending until then. Of equal
-            # blocks only two are run, which tells nothing of where each of several buckets is full: the largest is added whole.
-            in_pass = kinds.table is None and (len(gradients.pending) <= 1 or find_repeat(module) is None)
+            # Of equal blocks only two are run, which tells nothing of where each of several buckets is full, and a chunk is not all
+            # that its rank has: then `Steps` adds the largest bucket whole.
+            whole = module is kinds.models[rank]
+            in_pass = whole and (len(gradients.pending) <= 1 or find_repeat(module) is None)
             with self.fake:
                 fake_module(module)
                 ids = [id(parameter) for parameter in module.parameters()]

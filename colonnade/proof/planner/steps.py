@@ -225,14 +225,9 @@ class Steps:
         )
 
     def _memory(self, gradients: GradientPlan, rank: int, at: int) -> MemoryPlan:
-        # On a device a full bucket is filled at once, from gradients that autograd has made; on the CPU so are the large ones. In a
-        # pipeline no bucket is full before the last micro-batch.
-        if not self._on_cpu:
-            moved = gradients.largest
-        elif self.kinds.table is not None:
-            moved = sum(each.nbytes for each in gradients.pending)
-        else:
-            moved = sum(one.pending for one in self.kinds.passes.values())
+        # On a device a full bucket is filled at once, from gradients that autograd has made; on the CPU so are the large ones.
+        mine = [self.kinds.passes[stage] for stage, home in enumerate(self.kinds.stage_ranks) if home == at]
+        moved = max(one.pending for one in mine) if self._on_cpu else gradients.largest
         activations, frames, left = self._fullest(at)
         if self.kinds.one_pass:  # the pass has taken gradients that lie in no bucket, as far as they were there
             activations = max(0, activations - gradients.loose_bytes)
