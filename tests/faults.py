@@ -99,7 +99,7 @@ FAULTS = (
     Fault(
         "one rank's weights change in the middle of a run",
         "the guard names the parameter and the rank",
-        "tests/engine/test_guard.py",
+        "tests/engine/checks/test_guard.py",
         "test",
     ),
     Fault(
