@@ -244,7 +244,8 @@ def test_a_wait_costs_the_store_as_many_keys_as_there_are_ranks(monkeypatch):
         keys, said = _wait_together(monkeypatch, ranks, 1.2)
         counts[ranks] = sum(keys.values())
         assert len(said) >= 1, keys
-        assert f"rank {ranks - 1}: outside the engine" in said[0]
+        # On a busy machine the note of a rank may come after the first look.
+        assert any(f"rank {ranks - 1}: outside the engine" in text for text in said), said
     print(counts)
     # A note, a sign of life and a look of each rank, and what one rank reads of all two or three times: not a key for each pair.
     assert all(count <= 22 * ranks for ranks, count in counts.items()), counts
