@@ -258,8 +258,8 @@ class ClipSettings(
     """How to clip. `optim.clip.ClipPolicy` carries it out in a run, and `engine.stepper.Stepper` makes that policy.
 
     A key that changes which divisor a step has must also be known to `verify`, which computes the divisor of one process from
-    the same settings: `proof.api`, `proof.reference.Limit`, `proof.case.ClipCase`; and to the planted mistakes
-    (`proof.mutation`).
+    the same settings: `proof.api`, `proof.record.info_of`, `proof.reference.Limit`, `proof.case.ClipCase`; and to the planted
+    mistakes (`proof.mutation`).
 
     `max_norm` and `options` are the arguments of the clip method: inf measures without clipping, None is the method's own
     default. `per` says what is clipped by a norm of its own: the whole gradient (or a group with a limit of its own), each

@@ -1,6 +1,7 @@
 """verify: an engine's first steps beside one process on the same weights and the joined batches.
 
-`gather_evidence` is the whole of it, in this order:
+`gather_evidence` is the whole of `colonnade.verify(engine)`, in this order. (The command `colonnade verify train.py` goes another way:
+`scripts.py` starts the script on the ranks and alone, and `script_job.py` records it where a batch meets the model.)
 
 1. On the ranks, before anything is recorded: `_dropout_that_cannot_be_repeated` runs forward passes that change nothing.
    There a batch meets the model first, if dropout is on.
