@@ -115,7 +115,7 @@ def _start(
 ) -> ParallelContext:
     refuse_in_a_config()
     context = global_context if context is None else context
-    # A config that this rank refuses ends the launch of all ranks: the others are told at the store, where they would wait.
+    # A config that this rank refuses ends the launch on all ranks: the error goes to the store, where the other ranks wait.
     where = (address.rank, address.world_size, address.host, address.port, timeout)
     with share_start_up_errors(*where, address.local_rank):
         check_torch(torch.__version__)
@@ -230,7 +230,7 @@ def override(
     host: str | None = None,
     port: int | None = None,
 ) -> WorldAddress:
-    """`address` with the arguments that were given in place of what was detected."""
+    """`address`, in which the arguments of the user replace detected values."""
     given = {"rank": rank, "world_size": world_size, "local_rank": local_rank, "host": host, "port": port}
     changed = {name: value for name, value in given.items() if value is not None}
     if (rank is None) != (world_size is None) and address.world_size == 1:

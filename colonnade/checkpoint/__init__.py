@@ -1,8 +1,8 @@
 """Checkpoints that survive a kill at any moment and resume on another layout: written from placements, verified on load.
 
-`manager` is the entrance: `save` tells a save from top to bottom (`save_plan`: who writes what), `load` a load. `manifest` is the
-format, `tensor_files` and `values` what its files hold, `storage` the folder of a run with its renames, syncs and lock, and
-`optimizer_state` an optimizer's state by names of parameters. `full_weights` gathers whole tensors while training; `export`,
+Begin with `manager`. `save` is the whole save (`save_plan` decides which rank writes which tensors), `load` the whole load.
+`manifest` has the format, `tensor_files` and `values` write and read the files, `storage` has the folder of a run with its
+renames, syncs and lock, and `optimizer_state` has the state of an optimizer by parameter names. `full_weights` gathers whole tensors while training; `export`,
 `weights_folder` and `dcp` know other formats. Decision 0008 says why the format is our own.
 
 Names are looked up on first use, so that checkpoints can be listed and verified without importing torch.

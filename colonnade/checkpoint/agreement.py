@@ -13,7 +13,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import as_checkpoint_errors
 
 before_save: weakref.WeakKeyDictionary[nn.Module, Callable[[], Callable[[], None] | None]] = weakref.WeakKeyDictionary()
-"""By model, a (weak) reference to what is called on all ranks before it is saved: it may refuse by raising on all of them."""
+"""By model: a weak reference to a function that all ranks call before a save. The function raises on all ranks to refuse the save."""
 
 
 @contextmanager

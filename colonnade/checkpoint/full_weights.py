@@ -84,7 +84,7 @@ class WholeTensors:
     def gather_all(self) -> Iterator[tuple[TensorRecord, Tensor]]:
         """Every whole tensor, on the CPU of every rank, by one message of each rank. Collective over the world.
 
-        Faster than one after the other where they are small; a rank holds all of them and what one rank sends.
+        Faster than one message for each tensor where tensors are small. A rank holds all of them, and the message of one rank.
         """
         wholes = [memory_for(record.shape, dtype_of(record)) for record in self.records]
         pieces: dict[int, list[tuple[str, Tensor]]] = {}
@@ -268,7 +268,7 @@ def _file_name(record: TensorRecord, model: Any) -> str:
 
 
 def _limit(total: int, ranks: int) -> int:
-    """Bytes of a file where nobody says: so many that every rank has one to write, unless they are small or very large."""
+    """The default size of a file in bytes: every rank writes one file, unless the files would be too small or too large."""
     return min(LARGEST, max(_SMALLEST, ceil(total / ranks)))
 
 

@@ -4,9 +4,9 @@
 2. Rank 0 lists the folder. All ranks examine one checkpoint after the other, newest first: each reads the manifest, and the
    hashes of every n-th file. One that is damaged is passed over.
 3. Each rank matches its tensors with the records of the manifest by any of their names (`TensorMatch`). All ranks refuse
-   together what is missing, left over, or of another shape or type.
+   together if a tensor is missing, left over, or of another shape or type.
 4. Each rank reads, of the files that have some of it, just the bytes of its own boxes, into new memory; and every value.
-5. Objects of the user take their states; if one on some rank cannot, all get back what they had.
+5. The user's own objects load their states. If an object fails on any rank, all objects get their old states back.
 6. The tensors, the optimizer and the random streams are set.
 """
 

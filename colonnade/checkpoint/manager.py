@@ -1,6 +1,6 @@
 """CheckpointManager: saves and loads the checkpoints of a run, on every rank of its world.
 
-A save is told in `save.save_checkpoint`, a load in `load.load_checkpoint`.
+`save.save_checkpoint` is the whole save, `load.load_checkpoint` the whole load.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ file. A thousand ranks may write a piece of each tensor, so a piece has no recor
 files of all pieces of a part, and parts that are cut alike share one. `Manifest.stored_boxes` finds the pieces of a box again.
 
 Plain data without torch. `Manifest.dump` writes one text that ends with a digest of itself; `parse` takes nothing else, so that a
-changed byte anywhere is found, and takes no number or name on trust: somebody may have made a digest of a text of their own.
+changed byte anywhere is found. It also checks every number and name: a text that was changed on purpose may have a right digest.
 """
 
 from __future__ import annotations

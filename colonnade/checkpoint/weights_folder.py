@@ -23,7 +23,7 @@ from colonnade.parallel.boxes import Box, whole_box
 
 INDEX = "model.safetensors.index.json"
 LARGEST = 5 * 10**9
-"""Bytes of a file where nobody says otherwise."""
+"""The default size of a file in bytes."""
 _ONE_FILE = "model.safetensors"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
