@@ -1,23 +1,30 @@
-"""Transfers between the ranks of a pipeline: values of any form and shape, in order, with errors passed on.
+"""Sends and receives between pipeline ranks: nested values of any shape, in order, with errors relayed to the peer.
 
-A message goes through three layers, each with a section here:
+Three layers, each with a section here:
 
-1. A value is described (`describe`): JSON that says what comes, and its tensors apart.
-2. A `Wire` is one process group as a way for one kind of memory to one other rank.
-3. A `Link` is the channel to one other rank: `send` on one side, `expect` and `take` on the other, in the order of one program
-   (`programs.py`); and `fail` to `end_failure`, by which both sides stop with nothing under way.
+1. `describe` turns a value into a description (JSON: structure, dtypes, shapes) and its list of tensors.
+2. A `Wire` sends and receives the memory of one kind of device to one peer, in one process group.
+3. A `Link` is the channel to one peer: `send` on one side, `expect` and `take` on the other, both in the order of one program
+   (`programs.py`). From `fail` to `end_failure` it ends a step on both sides with no message in flight.
 
-Every message is a description (what comes) and then the bytes of its tensors. A description that was sent before
-on the same link is sent again as a number, in a header of two integers. Over gloo a steady pipeline sends one frame
-per message, header and tensors together, for which the receiver has memory ready: as much as the largest message of
-the last step took. What is larger follows its header tensor by tensor.
+A message is a header of two integers, then whatever the header announces. The integers are:
 
-Over another backend (NCCL) headers travel on the CPU, so that no GPU is waited for to read one, and tensors beside them,
-those of a message in one piece, by a group for each direction, so that both directions move at once. Where a message
-had tensors of the same dtypes and shapes in the last two steps, the receiver predicts a third: it begins to receive
-them before their header is there. A sender knows what the receiver predicts. If its tensors are others after all, it
-fills what the receiver has begun with anything, and sends them by the CPU. So both sides begin the same in the same
-order, whatever the forms are.
+    number >= 0, APART     a known description; its tensors follow, one send each
+    number >= 0, INSIDE    a known description; its tensors are in the same frame as the header
+    NEW, bytes             a new description: its text follows, then its tensors. Both sides number descriptions alike
+    FAILED, bytes          the sender has failed: the reason follows
+    NO_BATCH, bytes        the sender has no batch for this step: the reason follows
+    SKIPPED                nothing: the sender has failed earlier in this step
+
+Over gloo a steady pipeline sends one frame per message, header and tensors together. The receiver has memory for it posted in
+advance: enough for the largest message of the previous step. A larger message follows its header, tensor by tensor.
+
+Over a backend with a queue (NCCL) headers travel on the CPU, because reading one from the GPU would make the host wait. The
+tensors of a message travel on the device in one piece, in one group per direction, so that both directions move at once. If a
+message had tensors of the same dtypes and shapes in the last two steps, the receiver predicts a third and posts the receive
+before the header is there. The sender makes the same prediction. If its tensors turn out to be different ones, it sends
+arbitrary data into the posted receive, and the actual tensors over the CPU. So both sides start the same NCCL operations in the
+same order, whatever is sent.
 """
 
 from __future__ import annotations
@@ -42,10 +49,9 @@ from colonnade.parallel.wire import backends_of
 
 # --- Values between stages, as a description and a frame ---
 #
-# A description is JSON: it can be read by anyone, compared, cached and sent, and reading it runs no code.
-# Tensors are named in it by dtype, shape and whether they need a gradient; their bytes travel apart, or in a frame:
-# one piece of memory with a header of two integers and then the tensors, each on a multiple of 64 bytes, so that it
-# can be used where it lies.
+# A description is JSON: it can be compared, cached and sent, and reading it runs no code. It gives dtype, shape and
+# requires_grad of each tensor. A frame is one piece of memory with a header of two integers and then the tensors, each
+# aligned to 64 bytes, so that the receiver can use them in place.
 
 _CPU = torch.device("cpu")
 _PLAIN = (type(None), bool, int, float, str)
@@ -54,7 +60,7 @@ _TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 
 @dataclass(frozen=True)
 class Meta:
-    """What must be known of a tensor before its bytes come."""
+    """The description of one tensor: enough to allocate it before its bytes arrive."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -62,24 +68,27 @@ class Meta:
 
 
 def layout_of(tensors: Iterable[Tensor | Meta]) -> tuple[Meta, ...]:
-    """What memory tensors take, whether they need a gradient or not."""
+    """Dtypes and shapes alone; whether a gradient is needed makes no difference to the bytes."""
     return tuple(Meta(item.dtype, tuple(item.shape), False) for item in tensors)
 
 
 def describe(value: Any, name: str) -> tuple[str, list[Tensor]]:
     """The description of a nested value, and its tensors in the order of the description.
 
-    Takes tensors, None, bool, int, float, str, and tuples, lists and dicts of them. `name` is what the
-    value is called in the error for anything else.
+    Args:
+        value: Tensors, None, bool, int, float, str, and tuples, lists and dicts of them.
+        name: The name of the value in an error message.
+
+    Raises:
+        ScheduleError: If the value contains anything else.
     """
     tensors: list[Tensor] = []
-    tree = _encode(value, name, tensors)
-    return json.dumps(tree, separators=(",", ":")), tensors
+    return json.dumps(_encode(value, name, tensors), separators=(",", ":")), tensors
 
 
 def build(description: str, make: Callable[[Meta], Any]) -> Any:
-    """The value of a description; `make` gives each tensor, in order."""
-    return _decode(_tree(description), make)
+    """The value of a description; `make` is called for each tensor, in order."""
+    return _decode(_parsed(description), make)
 
 
 @lru_cache
@@ -91,20 +100,20 @@ def metas(description: str) -> tuple[Meta, ...]:
 
 
 def rebuild(description: str, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
-    """The value of a description with these tensors in it, and those of them that need a gradient."""
+    """The value of a description with these tensors, and the list of those that need a gradient."""
     source = iter(tensors)
     value = build(description, lambda _: next(source))
     return value, [tensor for tensor, meta in zip(tensors, metas(description), strict=True) if meta.requires_grad]
 
 
 def differentiable(tensors: list[Tensor]) -> list[Tensor]:
-    """Those that need a gradient, in order: the ones a gradient is sent back for."""
+    """The tensors that need a gradient, in order: the next stage sends back one gradient for each of them."""
     return [tensor for tensor in tensors if tensor.requires_grad]
 
 
 @lru_cache
-def _tree(description: str) -> Any:
-    """The description as read; only looked at, so that it can be kept for the next time."""
+def _parsed(description: str) -> Any:
+    """The description as Python objects. They are cached: do not change them."""
     return json.loads(description)
 
 
@@ -112,7 +121,12 @@ def _encode(value: Any, name: str, tensors: list[Tensor]) -> Any:
     if type(value) in _PLAIN:
         return value
     if isinstance(value, Tensor):
-        _check_tensor(value, name)
+        if type(value) not in _TENSORS or value.layout != torch.strided or value.is_quantized:
+            raise ScheduleError(
+                f"{name} is a {type(value).__name__} of layout {value.layout}; only plain dense tensors can be sent to another "
+                "stage. Convert it in the stage (a DTensor: to_local()).",
+                code="C053",
+            )
         tensors.append(value)
         return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), value.requires_grad]}
     if type(value) is list:
@@ -120,9 +134,17 @@ def _encode(value: Any, name: str, tensors: list[Tensor]) -> Any:
     if type(value) in (tuple, torch.Size):
         return {"tuple": [_encode(item, f"{name}[{index}]", tensors) for index, item in enumerate(value)]}
     if type(value) in (dict, OrderedDict):
-        return {"dict": [[_key(key, name), _encode(item, f"{name}[{key!r}]", tensors)] for key, item in value.items()]}
+        for key in value:
+            if type(key) not in _PLAIN:
+                raise ScheduleError(
+                    f"{name} has the key {key!r}, a {type(key).__name__}; dicts that are sent to another stage need strings or "
+                    "numbers as keys",
+                    code="C053",
+                )
+        # Pairs, not a JSON object, whose keys could only be strings.
+        return {"dict": [[key, _encode(item, f"{name}[{key!r}]", tensors)] for key, item in value.items()]}
     raise ScheduleError(
-        f"{name} is a {type(value).__name__}, which cannot go from stage to stage. Use tensors, numbers, "
+        f"{name} is a {type(value).__name__}, which cannot be sent to another stage. Use tensors, numbers, "
         "strings, None, and plain tuples, lists and dicts of them.",
         code="C053",
     )
@@ -142,40 +164,21 @@ def _decode(tree: Any, make: Callable[[Meta], Any]) -> Any:
     return {key: _decode(item, make) for key, item in content}
 
 
-def _key(key: Any, name: str) -> Any:
-    if type(key) not in _PLAIN:
-        raise ScheduleError(
-            f"{name} has the key {key!r}, a {type(key).__name__}; use strings or numbers as keys of what "
-            "goes from stage to stage",
-            code="C053",
-        )
-    return key
-
-
-def _check_tensor(tensor: Tensor, name: str) -> None:
-    if type(tensor) not in _TENSORS or tensor.layout != torch.strided or tensor.is_quantized:
-        raise ScheduleError(
-            f"{name} is a {type(tensor).__name__} of layout {tensor.layout}; only plain dense tensors go "
-            "from stage to stage. Convert it in the stage (a DTensor: to_local()).",
-            code="C053",
-        )
-
-
 HEADER_BYTES = 64
 
 
 def payload_bytes(tensors: Iterable[Tensor | Meta]) -> int:
-    """The bytes that these tensors take in a frame; both ends count alike."""
+    """The bytes of these tensors in a frame; the same on both sides."""
     return sum(_padded(math.prod(item.shape) * item.dtype.itemsize) for item in tensors)
 
 
 def empty_frame(payload: int, device: torch.device = _CPU) -> Tensor:
-    """Memory for a frame with at most so many bytes of tensors."""
+    """Memory for a frame with up to `payload` bytes of tensors."""
     return torch.empty(HEADER_BYTES + payload, dtype=torch.uint8, device=device)
 
 
 def pack(header: tuple[int, int] | None, tensors: Sequence[Tensor] = (), device: torch.device = _CPU) -> Tensor:
-    """A frame with a copy of the tensors, from wherever they are; without a header where that travels alone."""
+    """A frame with a copy of the tensors, from any device. `header`: None if it is sent separately."""
     frame = empty_frame(payload_bytes(tensors), device)
     if header is not None:
         frame[:16].view(torch.int64).copy_(torch.tensor(header, device="cpu"))
@@ -185,18 +188,19 @@ def pack(header: tuple[int, int] | None, tensors: Sequence[Tensor] = (), device:
 
 
 def header_of(frame: Tensor) -> tuple[int, int]:
-    """The two integers of a frame that has come."""
+    """The two integers of a received frame."""
     first, second = frame[:16].view(torch.int64).tolist()
     return first, second
 
 
 def unpack(frame: Tensor, metas: Sequence[Meta]) -> list[Tensor]:
-    """The tensors in a frame, in its memory."""
-    # .data: each counts its own changes, or one changed in place would spoil the backward pass of the others.
+    """The tensors of a frame; they share its memory."""
+    # .data: each gets its own version counter. Sharing one, an in-place change of one tensor would make autograd reject the others.
     return [place.data for place in _places(frame, metas)]
 
 
 def _places(frame: Tensor, tensors: Sequence[Tensor | Meta]) -> list[Tensor]:
+    """Views into the frame, one for each tensor."""
     places, start = [], HEADER_BYTES
     for item in tensors:
         size = math.prod(item.shape) * item.dtype.itemsize
@@ -212,55 +216,55 @@ def _padded(size: int) -> int:
 # --- Wires ---
 
 Pending: TypeAlias = "list[tuple[dist.Work, Tensor]]"
-"""Work that is under way, each with the memory that it needs."""
+"""Sends or receives that have started, each with its memory, which must stay alive until they end."""
 
 
 class Wire:
-    """One process group as a way for one kind of memory to one peer: of each tag, first sent, first received."""
+    """Sends and receives memory of one device type to and from one peer. Messages of one tag arrive in order."""
 
     def __init__(self, group: dist.ProcessGroup | None, peer: int, device: torch.device) -> None:
         backends = backends_of(group)
-        # Gloo moves CPU memory only; what else there is (NCCL) moves the device's.
+        # Gloo moves CPU memory only; any other backend (NCCL) moves the device's.
         self.device = device if backends.get(device.type, "gloo") != "gloo" else torch.device("cpu")
         if self.device.type not in backends:
             raise ScheduleError(
-                f"the process group for transfers moves {listed(backends)} memory, but {self.device.type} must "
-                f"be moved too. Create it with backend='{with_cpu(group)}'.",
+                f"the process group for transfers moves {listed(backends)} memory, but it must move {self.device.type} memory, "
+                f"too. Create it with backend='{with_cpu(group)}'.",
                 code="C051",
             )
         self.one_queue = backends[self.device.type] != "gloo"
-        """Whether what is sent and received, of every tag, shares one queue."""
+        """Whether all sends and receives share one queue, in which each waits for those before it (NCCL)."""
         self._group = group
         self._peer = peer
 
     def send(self, tensor: Tensor, tag: int) -> Pending:
-        """Start to send; the result is to be kept until its work is over."""
+        """Start to send; keep the result until its work has ended."""
         if tensor.numel() == 0:
             return []
         plain = tensor.detach().resolve_conj().resolve_neg().to(self.device).contiguous()
-        # Not by view(-1): a tensor of one element is contiguous whatever its strides, and keeps them.
+        # view(-1) would keep the strides of a one-element tensor, which counts as contiguous with any, and view(uint8) then fails.
         data = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
         return [(_started(dist.isend(data, dst=self._peer, group=self._group, tag=tag)), data)]
 
     def empty(self, meta: Meta) -> Tensor:
-        """Memory of this kind."""
+        """Uninitialized memory for a tensor, on the device of the wire."""
         return torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
 
     def receive(self, meta: Meta, tag: int) -> tuple[Tensor, Pending]:
-        """Start to receive; the tensor may be used once the work is over."""
+        """Start to receive; the tensor is valid once the work has ended."""
         tensor = self.empty(meta)
         return tensor, self.fill(tensor.view(-1).view(torch.uint8), tag) if tensor.numel() else []
 
     def fill(self, memory: Tensor, tag: int) -> Pending:
-        """Start to receive bytes into `memory`; gloo may fill only a part of it."""
+        """Start to receive into `memory`; over gloo the message may be shorter than it."""
         return [(_started(dist.irecv(memory, src=self._peer, group=self._group, tag=tag)), memory)]
 
 
 def with_cpu(group: dist.ProcessGroup | None) -> str:
-    """The backends of the group and, if it has none for CPU memory, gloo: what transfers need.
+    """The backends of the group, with gloo added if it has none for CPU memory: the backend string of a transfer group.
 
-    One that does for all devices goes by its plain name: of "cpu:gloo,cuda:gloo" torch makes a group without a default
-    where a plugin is registered (its own fake one is), which warns when it is destroyed.
+    A backend used for all devices is returned by its plain name: from "cpu:gloo,cuda:gloo" torch makes a group without a
+    default backend if a plugin is registered (its own fake one is), and that group warns when it is destroyed.
     """
     backends = {"cpu": "gloo"} | backends_of(group)
     if len(set(backends.values())) == 1:
@@ -269,7 +273,7 @@ def with_cpu(group: dist.ProcessGroup | None) -> str:
 
 
 def wait(pending: Pending, at_most: timedelta | None = None) -> None:
-    """Wait until all of it is over; over NCCL the device does, and the host goes on. `at_most`: for CPU memory."""
+    """Wait for all of it; over NCCL only the device waits, the host goes on. `at_most` applies to CPU memory."""
     for work, _ in pending:
         work.wait(*filter(None, [at_most]))
 
@@ -284,26 +288,23 @@ def _started(work: dist.Work | None) -> dist.Work:
 
 # --- Links ---
 
+# The header of a message (see the table at the top) and the tags of its parts.
 _SKIPPED, _NO_BATCH, _FAILED, _NEW = range(-4, 0)
-"""What the first number of a header says besides "description n": after a failure, nothing comes; the sender has no batch,
-or failed; a new one follows."""
 _APART, _INSIDE = range(2)
-"""What the second number says beside a known description: where the tensors are, after the frame or in it."""
 _TENSOR, _FRAME, _TEXT, _BY_CPU = range(4)
-"""The tags of what a message is made of."""
 _DESCRIPTIONS_KEPT = 4096
 SENDS_KEPT = 4
-"""How many sends that must be over by now are still not waited for: slack for ranks slower than planned."""
+"""Sends that should have ended by now and are still not waited for: slack for ranks slower than planned."""
 _FAILURE_TIMEOUT = timedelta(seconds=10)
-"""How long a failing rank waits for each sign of another one."""
+"""How long a failing rank waits for each message of a peer."""
 _TEXT_SENT = 2000
-"""How many bytes of its reason a failing rank tells."""
+"""Bytes of its reason that a failing rank sends."""
 _ANY = Action.parse("0SENT_F0")
-"""The key of a message that is expected only because the other rank says in it that it has failed."""
+"""The key of the extra message by which a peer acknowledges a failure; no transfer has this key."""
 
 
 class PeerFailed(ScheduleError):
-    """Another rank of the pipeline failed, and this one cannot go on; `no_batch` where it had none for the step."""
+    """Another rank of the pipeline failed in this step; `no_batch` if it only had no batch for it."""
 
     no_batch = False
 
@@ -315,7 +316,7 @@ class PeerFailed(ScheduleError):
 
 @dataclass
 class Incoming:
-    """A value from another stage in memory of its own, with those of its tensors that need a gradient."""
+    """A value from another stage, in its own memory, and the list of its tensors that need a gradient."""
 
     value: Any
     need_grad: list[Tensor]
@@ -323,7 +324,7 @@ class Incoming:
 
 @dataclass
 class _Arriving:
-    """A message whose description was read and whose tensors are being received."""
+    """A message whose header was read and whose tensors are being received."""
 
     description: str
     tensors: list[Tensor]
@@ -331,14 +332,14 @@ class _Arriving:
 
 
 class _Layouts:
-    """The dtypes and shapes of the last messages of one direction. Both ends count alike, and so predict alike."""
+    """Dtypes and shapes of the last messages in one direction. Both sides record the same, and so predict the same."""
 
     def __init__(self) -> None:
         self._last: dict[Action, tuple[Meta, ...]] = {}
         self._predicted: dict[Action, tuple[Meta, ...]] = {}
 
     def predicted(self, key: Action) -> tuple[Meta, ...]:
-        """The layout of the message if it is that of its last two; empty where they differed."""
+        """The expected layout of the message: that of the last two with its key, empty if these differed."""
         return self._predicted.get(key, ())
 
     def note(self, key: Action, layout: tuple[Meta, ...]) -> None:
@@ -349,7 +350,7 @@ class _Layouts:
 
 @dataclass
 class _Expected:
-    """A message that is to come: memory for its header, and its tensors if they are predicted."""
+    """A message to be received: memory for its header or frame, and its tensors if they were predicted."""
 
     key: Action
     frame: Tensor
@@ -360,27 +361,31 @@ class _Expected:
 
 
 class _FrameSize:
-    """How many bytes of tensors a frame of one direction may hold in this step. Both ends count alike."""
+    """The room for tensors in a frame of one direction, in this step. Both sides count the same messages."""
 
     def __init__(self) -> None:
         self.bytes = 0
         self._largest = 0
 
     def count(self, payload: int) -> bool:
-        """Count a message of the step; returns whether it fits into a frame."""
+        """Count a message; returns whether its tensors fit into a frame."""
         self._largest = max(self._largest, payload)
         return payload <= self.bytes
 
     def next_step(self) -> None:
-        """From now on a frame holds the largest message of the step that ends."""
-        # A step without a message in this direction (an evaluation) says nothing about the next.
+        """From the next step on, a frame has room for the largest message of this one."""
+        # An evaluation may send nothing in this direction; the room then stays as it is.
         self.bytes, self._largest = self._largest or self.bytes, 0
 
 
 class Link:
-    """The channel to one other rank. Both sides must send and expect in the order of one program.
+    """The channel to one peer. Both sides must call `send` and `expect` in the order of one program.
 
-    `down`: a group for the tensors that go to the lower of the two ranks; without it, `group`.
+    Args:
+        group: The process group of headers, and of tensors unless `down` is given.
+        peer: The global rank of the peer.
+        device: Where received tensors are put.
+        down: A group for tensors that go to the lower of the two ranks.
     """
 
     def __init__(
@@ -402,25 +407,26 @@ class Link:
         self._arriving: dict[Action, _Arriving] = {}
         self._sends: dict[Action, Pending] = {}
         self._sends_to_end: deque[Action] = deque()
-        # After a failure: what tells the peer of it, whether the peer has told of one, and whether messages were skipped, in
-        # place of which the peer is told; and how long each message is waited for.
+        # Of the failure protocol: the sends of this rank's reason, whether the peer has sent one, whether this rank has
+        # skipped a send since its reason (so that the peer must read it), and the limit of each wait.
         self._failure: Pending = []
         self._peer_failed = self._skipped = False
         self._patience: timedelta | None = None
 
     @property
     def one_queue(self) -> bool:
-        """Whether tensors wait in queues, one for a direction, so that both sides must keep one order."""
+        """Whether tensors wait in a queue per direction (NCCL), so that both sides must start them in one order."""
         return self._wire.one_queue
 
     # --- Sending ---
 
     def send(self, key: Action, description: str, tensors: list[Tensor]) -> None:
-        """Start to send a value, given by its description and its tensors; does not wait for the receiver."""
+        """Start to send a value (see `describe`); does not wait for the receiver."""
+        # The header: the description's number, or its text if the peer does not know it yet.
         fits = self._sent_frames.count(payload_bytes(tensors)) and not self.one_queue
         number = self._sent_numbers.get(description)
         if number is None:
-            # Both sides number descriptions in the order in which they come, and forget all of them at the same one.
+            # The peer numbers descriptions in the order of their arrival, and forgets all of them at the same one.
             if len(self._sent_numbers) == _DESCRIPTIONS_KEPT:
                 self._sent_numbers.clear()
             self._sent_numbers[description] = len(self._sent_numbers)
@@ -428,30 +434,29 @@ class Link:
         else:
             header = (number, _INSIDE if fits else _APART)
             self._sends[key] = self._cpu_wire.send(pack(header, tensors if fits else ()), _FRAME)
-        if number is None or not fits:
-            self._sends[key] += self._send_tensors(key, tensors)
-
-    def _send_tensors(self, key: Action, tensors: list[Tensor]) -> Pending:
-        predicted = self._predicted(self._sent_layouts, key)
-        layout = layout_of(tensors)
+            if fits:
+                return
+        # The tensors, unless they were in the frame.
+        predicted, layout = self._predicted(self._sent_layouts, key), layout_of(tensors)
         self._sent_layouts.note(key, layout)
         if predicted in ((), layout):
-            return self._send_apart(tensors)
-        # The receiver has begun to receive other tensors: they are filled with anything, and those meant go by the CPU.
-        filled = self._send_apart([self._wire.empty(meta) for meta in predicted])
-        return filled + [each for tensor in tensors for each in self._cpu_wire.send(tensor, _BY_CPU)]
+            self._sends[key] += self._send_apart(tensors)
+            return
+        # The peer has posted a receive for other tensors: it gets arbitrary data, and the actual tensors over the CPU.
+        self._sends[key] += self._send_apart([self._wire.empty(meta) for meta in predicted])
+        self._sends[key] += [work for tensor in tensors for work in self._cpu_wire.send(tensor, _BY_CPU)]
 
     def _send_apart(self, tensors: list[Tensor]) -> Pending:
-        if len(tensors) > 1 and self.one_queue:  # in one piece, since each send is a kernel
+        if len(tensors) > 1 and self.one_queue:  # in one piece: over NCCL each send is a kernel
             tensors = [pack(None, tensors, self._wire.device)]
-        return [each for tensor in tensors for each in self._wire.send(tensor, _TENSOR)]
+        return [work for tensor in tensors for work in self._wire.send(tensor, _TENSOR)]
 
     def _send_bytes(self, number: int, data: bytes) -> Pending:
         header = self._cpu_wire.send(pack((number, len(data))), _FRAME)
         return header + self._cpu_wire.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), _TEXT)
 
     def sent(self, key: Action) -> None:
-        """The receiver has used what was sent as `key`, if ranks keep to the plan: let go of it, or soon."""
+        """By the program, the peer has used the value sent as `key`: release its memory, now or a few sends later."""
         self._sends_to_end.append(key)
         while len(self._sends_to_end) > SENDS_KEPT:
             self._wait_sent(self._sends_to_end.popleft())
@@ -460,22 +465,31 @@ class Link:
         with self._named_in_errors(key):
             wait(self._sends.pop(key, []))
 
+    def finish(self) -> None:
+        """End a step: wait until the peer has received everything."""
+        for key in list(self._sends):
+            self._wait_sent(key)
+        self._sends_to_end.clear()
+        self._sent_frames.next_step()
+        self._received_frames.next_step()
+
     # --- Receiving ---
 
     def expect(self, key: Action) -> None:
-        """The next thing to come from the peer, after those expected before, is `key`."""
+        """Announce that `key` is the next message of the peer, after those already expected."""
         with self._named_in_errors(key):
             self._expect(key)
 
     def _expect(self, key: Action) -> None:
-        # It may come while this rank still computes; only tensors that are apart wait until its description is read.
+        # The header, and over gloo a frame, can arrive while this rank computes.
         frame = empty_frame(0 if self.one_queue else self._received_frames.bytes)
         expected = _Expected(key, frame, self._cpu_wire.fill(frame, _FRAME))
         self._expected.append(expected)
         if not self.one_queue:
             return
-        # Begun at this place of the program, before anything else: what a rank does on the device may wait for all that
-        # it has sent, and so for the peer, which may wait for a third rank. Around a ring that would never end.
+        # Over a queue the tensors must be posted here, at this place of the program, before anything else. Later device
+        # work of this rank may wait for everything it has sent, and so for the peer, which may wait for a third rank;
+        # around a ring that is a deadlock.
         expected.layout = self._predicted(self._received_layouts, key)
         if expected.layout:
             expected.tensors, expected.pending = self._receive_apart(expected.layout)
@@ -483,7 +497,7 @@ class Link:
             self._read_messages(key)
 
     def take(self, key: Action) -> Incoming:
-        """Wait for `key`, which was expected, and return it."""
+        """Wait for the expected message `key` and return its value."""
         with self._named_in_errors(key):
             self._read_messages(key)
             arriving = self._arriving.pop(key)
@@ -492,7 +506,7 @@ class Link:
         return Incoming(*rebuild(arriving.description, tensors))
 
     def _read_messages(self, until: Action) -> None:
-        """Read the headers of what is expected, in order up to `until`, and start to receive the tensors."""
+        """Read the headers of expected messages, in order up to `until`, and start to receive their tensors."""
         while until not in self._arriving:
             expected = self._expected.popleft()
             wait(expected.header, self._patience)
@@ -510,14 +524,14 @@ class Link:
             self._received_layouts.note(expected.key, layout)
             tensors, pending = expected.tensors, expected.pending
             if layout != expected.layout:
-                # Not what was predicted: what was begun is over as well before its memory is let go.
+                # Wrong prediction: the posted receive gets arbitrary data, and its memory must live until that has arrived.
                 apart = _receive(self._cpu_wire, layout, _BY_CPU) if expected.layout else self._receive_apart(layout)
                 tensors, others = apart
                 pending = pending + others
             self._arriving[expected.key] = _Arriving(description, tensors, pending)
 
     def _read_text(self, number: int, size: int) -> str:
-        """The text that follows a header: a description that is new, or the reason of a failure, which is raised."""
+        """The text after a header: a new description, or the reason of a failure, which is raised."""
         data = torch.empty(size, dtype=torch.uint8, device="cpu")
         wait(self._cpu_wire.fill(data, _TEXT), self._patience)
         text = bytes(data.tolist()).decode(errors="replace")
@@ -539,54 +553,48 @@ class Link:
     def _predicted(self, layouts: _Layouts, key: Action) -> tuple[Meta, ...]:
         return layouts.predicted(key) if self.one_queue else ()
 
-    def finish(self) -> None:
-        """The end of a step: wait until everything sent has been received."""
-        for key in list(self._sends):
-            self._wait_sent(key)
-        self._sends_to_end.clear()
-        self._sent_frames.next_step()
-        self._received_frames.next_step()
-
     @contextlib.contextmanager
     def _named_in_errors(self, key: Action) -> Iterator[None]:
-        """Name the transfer in the error, where the backend only says that something went wrong."""
+        """Add transfer and peer to an error of the backend, which names neither."""
         try:
             yield
         except RuntimeError as error:
             raise ScheduleError(
-                f"the transfer {key} with rank {self._peer} did not end: {error}", code="C043"
+                f"the transfer {key} with rank {self._peer} did not complete: {error}", code="C043"
             ) from error
 
-    # --- After a failure: `fail`, the rest of the program by `skip_send` and `skip_receive`, `wait_for_peer`, `end_failure` ---
+    # --- The failure protocol ---
+    #
+    # A failing rank calls `fail`, which sends its reason in place of its next message; then `skip_send` and `skip_receive`
+    # for the rest of its program, `wait_for_peer`, and `end_failure`. The peer raises PeerFailed where it reads the reason,
+    # and does the same. Since the reason is one message more than the program has, each side must read one more, too:
+    # `wait_for_peer` does.
 
     def fail(self, text: str, no_batch: bool, rank: int | None = None) -> None:
-        """Start to tell the peer, in place of the next message, that this rank has failed, or that `rank` has.
-
-        Then this rank goes through the rest of its program with `skip_send` and `skip_receive`, and so does the peer once it
-        knows. The peer has one message more from this rank than its program has; `wait_for_peer` takes the one that is too many.
-        """
-        self._patience = None if no_batch else _FAILURE_TIMEOUT  # every rank comes to a step, sooner or later
+        """Start to send the reason of a failure. `rank`: the rank that failed first; None for this one."""
+        # Without a batch there is no limit: the peers may still be busy before this step, but all of them will come to it.
+        self._patience = None if no_batch else _FAILURE_TIMEOUT
         with contextlib.suppress(RuntimeError):
             data = f"{'' if rank is None else rank}\n{text}".encode()[:_TEXT_SENT]
             self._failure = self._send_bytes(_NO_BATCH if no_batch else _FAILED, data)
 
     def skip_send(self, key: Action) -> None:
-        """Send nothing as `key`, and anything where the peer has begun to receive tensors."""
+        """Send an empty message as `key`, and arbitrary data if the peer has posted a receive for its tensors."""
         self._skipped = True
         self._failure += self._cpu_wire.send(pack((_SKIPPED, _APART)), _FRAME)
         self._send_apart([self._wire.empty(meta) for meta in self._predicted(self._sent_layouts, key)])
 
     def skip_receive(self, key: Action) -> None:
-        """Receive what the peer still sends as `key`, and drop it."""
+        """Receive the peer's message `key` and drop it."""
         with contextlib.suppress(PeerFailed):
             self._expect(key)
         self._drop_expected()
 
     def wait_for_peer(self) -> bool:
-        """Receive all that the peer still sends; returns whether both sides know of the failure, so that nothing is under way.
+        """Receive everything that the peer still sends; returns whether both sides know of the failure.
 
-        The peer learns of it in this step if this rank had a message to send in place of which it was told, or if the peer has
-        failed as well. Then the peer says so in one message more than its program has.
+        Then nothing is in flight. The peer learns of it in this step if this rank had a message left to replace by its
+        reason, or if the peer has failed as well; in both cases the peer sends a reason, too.
         """
         self._drop_expected()
         if self._skipped or self._peer_failed:
@@ -594,7 +602,7 @@ class Link:
         return self._skipped or self._peer_failed
 
     def end_failure(self) -> None:
-        """After `wait_for_peer` on all links: wait until the peer has received the reason of this rank too."""
+        """Wait until the peer has received this rank's reason; called after `wait_for_peer` on all links."""
         wait(self._failure, self._patience)
         self._failure, self._peer_failed, self._skipped, self._patience = [], False, False, None
 
@@ -602,7 +610,7 @@ class Link:
         for expected in tuple(self._expected):
             with contextlib.suppress(PeerFailed):
                 self._read_messages(expected.key)
-        # Gloo fills the memory until the work is over; torch itself keeps memory that NCCL still fills.
+        # Gloo writes into the memory until the work has ended; memory of an unfinished NCCL receive is kept by torch.
         for arriving in self._arriving.values():
             wait(arriving.pending if not self.one_queue else [], self._patience)
         self._arriving.clear()
@@ -610,4 +618,4 @@ class Link:
 
 def _receive(wire: Wire, layout: tuple[Meta, ...], tag: int) -> tuple[list[Tensor], Pending]:
     received = [wire.receive(meta, tag) for meta in layout]
-    return [tensor for tensor, _ in received], [each for _, pending in received for each in pending]
+    return [tensor for tensor, _ in received], [work for _, pending in received for work in pending]

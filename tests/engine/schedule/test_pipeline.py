@@ -206,7 +206,7 @@ def run_without_batches() -> tuple[list[str], dict[str, Tensor | None], list[lis
 def test_a_batch_that_one_rank_lacks_is_an_error_on_all_by_name_and_one_that_all_lack_harms_nothing() -> None:
     world = run_world(3, run_without_batches, backend=None, timeout=60).values
     few = "a batch of 2 rows cannot be cut into 6 micro-batches"
-    ended = "the data iterator has ended here, and not on all ranks of the pipeline"
+    ended = "the data iterator has ended on this rank but not on all ranks of the pipeline"
     _, _, expected = models.truth(models.Simple, 3, 9)
     torch.testing.assert_close(
         {key: grad for _, grads, _ in world for key, grad in grads.items()}, expected, rtol=0, atol=1e-10
@@ -374,7 +374,7 @@ def test_a_schedule_that_does_not_fit_is_refused_before_the_first_step() -> None
         one_rank_engine(TableSchedule(["0F0 0B0", "1F0 1B0"]), models.criterion)
     with pytest.raises(ScheduleError, match="0F1 is missing"):
         one_rank_engine(TableSchedule(["0F0 0B0"], num_microbatches=2), models.criterion)
-    with pytest.raises(ScheduleError, match=r"the stages 0, 1, but 1 stage module"):
+    with pytest.raises(ScheduleError, match=r"the stages 0, 1, but it has 1 stage module"):
         one_rank_engine(PipelineSchedule(4, "zb_v", num_chunks=2), models.criterion)
 
 

@@ -290,7 +290,7 @@ def test_a_fault_of_one_rank_is_an_error_on_all_before_the_first_step() -> None:
     assert all("have different tables of actions" in message for message in differing)
     wrong_chunks = run_world(2, run_with_tables, [good, good], [1, 2]).values
     assert "rank 1 cannot run this table: this table gives pipeline rank 1 the stages 1" in wrong_chunks[0]
-    assert wrong_chunks[1].startswith("this table gives pipeline rank 1 the stages 1, but 2 stage module(s) are here")
+    assert wrong_chunks[1].startswith("this table gives pipeline rank 1 the stages 1, but it has 2 stage module(s)")
     small = run_world(2, run_with_tables, [["0F0 0B0"]] * 2, [1, 1]).values
     assert all("for 1 ranks cannot run on a pipeline of 2" in message for message in small)
     stuck = ["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"]
@@ -314,7 +314,7 @@ def test_a_step_that_cannot_run_says_what_to_do() -> None:
         GradientError, match=r"one number, not a tensor of shape \(2,\): return its mean, or \(sum, count"
     ):
         run_small(small_executor(loss_fn=lambda output, label: output.sum(1)))
-    with pytest.raises(ScheduleError, match=r"tensor_shape=\(1, 6\) was promised.*stage 0 gave \(2, 6\)"):
+    with pytest.raises(ScheduleError, match=r"tensor_shape=\(1, 6\) is set.*stage 0 returned \(2, 6\)"):
         run_small(small_executor(loss_fn=loss_of, tensor_shape=[1, 6]))
     with pytest.raises(ScheduleError, match="the output of stage 0 is a set"):
         run_small(small_executor(loss_fn=loss_of, forward=lambda stage, module, inputs, micro_batch: {1}))
@@ -338,4 +338,4 @@ def silent_peer() -> str:
 
 
 def test_a_rank_that_does_not_come_is_named_with_the_transfer() -> None:
-    assert "the transfer 1RECV_F0 with rank 0 did not end: " in run_world(2, silent_peer).values[1]
+    assert "the transfer 1RECV_F0 with rank 0 did not complete: " in run_world(2, silent_peer).values[1]

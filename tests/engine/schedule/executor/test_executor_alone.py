@@ -118,7 +118,7 @@ def test_what_cannot_run_is_refused():
     executor(parts, loss_fn=None).run(cut_batch(X, None, 3), forward_only=True, with_loss=False)
     with pytest.raises(ScheduleError, match="a table for 2 ranks cannot run on a pipeline of 1"):
         Executor(parts, make_table("gpipe", 2, 2))
-    with pytest.raises(ScheduleError, match="gives pipeline rank 0 the stages 0, but 2 stage module"):
+    with pytest.raises(ScheduleError, match="gives pipeline rank 0 the stages 0, but it has 2 stage module"):
         Executor(parts, make_table("gpipe", 1, 2))
 
 
@@ -257,7 +257,7 @@ def test_a_rank_without_a_batch_stops_in_place_of_the_step_and_agrees_where_all_
     assert len(stopped) == 1
 
 
-ENDED = "the data iterator has ended here, and not on all ranks of the pipeline"
+ENDED = "the data iterator has ended on this rank but not on all ranks of the pipeline"
 
 
 @pytest.mark.parametrize(
@@ -314,12 +314,18 @@ def test_a_failing_step_goes_on_at_the_action_after_it_or_at_the_send_itself(mon
     made._program, made._forms, made.loss_fn = REST, {True: None}, None
     stopped: list[Any] = []
 
-    def act(*given: Any) -> None:
-        if given[-1] == REST[at]:
+    def act(action: Action, *value: Any) -> None:
+        if action == REST[at]:
             raise error
 
-    for name in ("_forward", "_backward", "_send", "_receive", "_finish_send"):
-        monkeypatch.setattr(made, name, act)
+    def compute(step: Any, action: Action) -> None:
+        step.outbox.update((send, ("null", [])) for send in REST if "SEND" in send.kind)
+        act(action)
+
+    for name in ("_forward", "_backward"):
+        monkeypatch.setattr(made, name, compute)
+    for link in made._links.values():
+        link.send, link.expect, link.sent = act, act, lambda action: None
     monkeypatch.setattr(made, "_stop", lambda *args: stopped.append(args))
     agreed = ScheduleError("agreed")
     monkeypatch.setattr(made, "_agree_on_batch", lambda mine, error, clean: agreed)
@@ -406,7 +412,8 @@ def test_a_step_runs_its_program_and_ends_on_all_links(monkeypatch, forward_only
     ran: list[str] = []
     names = {"train": "1RECV_F0", "evaluate": "1RECV_F1", "confirm": "1RECV_B0"}
     actions = {name: Action.parse(text) for name, text in names.items()}
-    monkeypatch.setattr(made, "_receive", lambda action: ran.append(action))
+    for link in made._links.values():
+        link.expect = ran.append
     made._program, made._forward_program, made._confirmation = ([actions[name]] for name in names)
     made._forms, made.loss_fn = {True: "of training", False: "of evaluation"}, None
     ended: list[int] = []
@@ -432,11 +439,13 @@ def test_a_step_runs_its_program_and_ends_on_all_links(monkeypatch, forward_only
 def test_training_needs_a_loss_where_the_last_stage_is(last, has_loss, forward_only):
     made, _ = middle()
     made.rank, made.loss_fn = 2 if last else 1, F.mse_loss if has_loss else None
+    made._program = made._forward_program = made._confirmation = []
+    made._forms, made._links = {True: None, False: None}, {}
     if last and not has_loss and not forward_only:
         with pytest.raises(ScheduleError, match="training needs a loss function on the rank of the last stage"):
-            made._check_run([None], forward_only)
+            made.run([None], forward_only=forward_only)
     else:
-        made._check_run([None], forward_only)
+        made.run([None], forward_only=forward_only)
     made._failure = "an earlier one"
     with pytest.raises(ScheduleError, match="this pipeline stopped in an earlier step"):
-        made._check_run([None], forward_only)
+        made.run([None], forward_only=forward_only)

@@ -63,30 +63,31 @@ def test_labels_belong_to_the_rows_that_the_first_stage_was_given(fed, here, is_
         with pytest.raises(
             ScheduleError, match=r"^micro-batch 4 has 3 rows on the first stage of the pipeline and 2 on"
         ):
-            made._finish_forward(state, None, batch)
+            made._compute_loss(state, None, batch)
     else:
-        assert made._finish_forward(state, None, batch) == []
+        assert made._compute_loss(state, None, batch) == []
 
 
 @pytest.mark.parametrize(
-    ("promised", "output", "gave"),
+    ("promised", "output", "returned"),
     [
         (None, torch.ones(2, 3), None),
         (None, "text", None),
         ([2, 3], torch.ones(2, 3), None),
-        ([2, 4], torch.ones(2, 3), r"gave \(2, 3\)"),
-        ([2, 3], (torch.ones(2, 3),), "gave tuple"),
+        ([2, 4], torch.ones(2, 3), r"returned \(2, 3\)"),
+        ([2, 3], (torch.ones(2, 3),), "returned tuple"),
     ],
 )
-def test_a_promised_shape_is_held(promised, output, gave):
+def test_a_promised_shape_is_held(promised, output, returned):
     made, state = executor_of_one()
-    made.tensor_shape, made.facts, state.rows[0] = promised, SimpleNamespace(stage_ranks=(0, 1)), None
-    if gave is None:
-        made._pass_output_on(state, Action.parse("0F0"), output)
+    made.tensor_shape, made.facts = promised, SimpleNamespace(stage_ranks=(0, 1), num_stages=2)
+    made.forward, state.micro_batches = lambda *given: output, [MicroBatch(0)]
+    if returned is None:
+        made._forward(state, Action.parse("0F0"))
         assert list(state.outbox) == [Action.parse("0SEND_F0")]
     else:
-        with pytest.raises(ScheduleError, match=gave):
-            made._pass_output_on(state, Action.parse("0F0"), output)
+        with pytest.raises(ScheduleError, match=returned):
+            made._forward(state, Action.parse("0F0"))
 
 
 def test_a_stage_that_cannot_be_split_is_tried_once(monkeypatch):

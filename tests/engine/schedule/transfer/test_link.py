@@ -343,7 +343,7 @@ def test_a_group_that_cannot_move_cpu_memory_is_refused_with_the_right_backend()
     found, wanted, message = run_world(1, backends).values[0]
     assert found["cpu"] == "gloo"
     assert wanted == "gloo"
-    assert "moves cuda memory, but cpu must be moved too" in message
+    assert "moves cuda memory, but it must move cpu memory, too" in message
     assert "backend='gloo'" in message
 
 

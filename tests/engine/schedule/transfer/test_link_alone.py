@@ -218,7 +218,7 @@ def test_forms_are_forgotten_on_both_sides_at_once(mail, monkeypatch):
 def test_what_does_not_come_is_named(mail, monkeypatch):
     _, other = ends(monkeypatch)
     other.expect(key(3))
-    with pytest.raises(ScheduleError, match=r"^the transfer 0SEND_F3 with rank 0 did not end: nothing has come"):
+    with pytest.raises(ScheduleError, match=r"^the transfer 0SEND_F3 with rank 0 did not complete: nothing has come"):
         other.take(key(3))
 
 
@@ -345,7 +345,9 @@ def test_a_group_for_transfers_has_a_backend_for_the_host(monkeypatch, backends,
 def test_a_wire_moves_the_memory_that_its_backend_can(monkeypatch, backends, device, moved, one_queue):
     monkeypatch.setattr(transfer, "backends_of", lambda group: backends)
     if moved is None:
-        with pytest.raises(ScheduleError, match=r"moves cuda memory, but cpu must be moved too.*cpu:gloo,cuda:nccl"):
+        with pytest.raises(
+            ScheduleError, match=r"moves cuda memory, but it must move cpu memory, too.*cpu:gloo,cuda:nccl"
+        ):
             transfer.Wire(None, 1, torch.device(device))
     else:
         made = transfer.Wire(None, 1, torch.device(device))
