@@ -1,8 +1,8 @@
-"""The one way to change what a module does when it is called: a class of its own, which inherits the class it had.
+"""Changing the forward pass of one module, by a class of its own that inherits the class it had.
 
-Not a method on the instance: that would belong to this module in a copy of it too, and would be a cycle that keeps the
-weights in memory until Python looks for cycles. `override_forward` replaces a forward pass, and `restore_forward` takes that
-back. `subclass_with` makes a class for what is more than a forward pass: calls that are watched, lists with absent members.
+A method set on the instance would stay bound to this module in a copy of it, and would be a reference cycle that keeps the
+weights in memory until the garbage collector runs. `override_forward` replaces a forward pass, and `restore_forward` undoes
+that. `subclass_with` makes a class for changes of more than forward(): watched calls, lists with absent members.
 """
 
 from __future__ import annotations
@@ -15,27 +15,31 @@ from typing import Any
 from torch import nn
 
 _OVERRIDE = "_colonnade_override"
-"""Of a class that `override_forward` made: (mark, forward, what gives back the forward() that the instance had or None)."""
+"""Attribute of a class made by `override_forward`: (mark, forward, function that restores the instance's forward() or None)."""
 
 _subclasses: dict[tuple[type, type], type] = {}
-"""Classes that `subclass_with` made, by base and kind."""
+"""The classes of `subclass_with`, by base and kind."""
 
 
 def override_forward(module: nn.Module, forward: Callable[..., Any], mark: str = "", share_class: bool = False) -> None:
-    """Let `forward(module, before, *args, **kwargs)` run for the module; `before(module, ...)` is its forward pass so far.
+    """Run `forward(module, before, *args, **kwargs)` as the module's forward pass; `before(module, ...)` is the present one.
 
-    `mark`: a name by which `restore_forward` finds it again. With `share_class`, modules of one class get one class again, by
-    which others recognise a list of blocks; for a `forward` that is the same function for all of them.
+    Args:
+        module: The module; its class changes.
+        forward: The new forward pass.
+        mark: The name by which `restore_forward` finds this override.
+        share_class: Give modules of one class one new class, by which a list of blocks is recognized. `forward` must be
+            the same function for all of them.
     """
     kind: Any = type(module)
     given = vars(module).pop("forward", None)
     if given is None:
-        # Looked for among the subclasses, which a class knows weakly: a table would keep classes of modules that are gone.
+        # Subclasses are weakly referenced by their class; a table would keep the classes of deleted modules alive.
         made = kind.__subclasses__() if share_class else []
-        made = [each for each in made if vars(each).get(_OVERRIDE) == (mark, forward, None)]
+        made = [subclass for subclass in made if vars(subclass).get(_OVERRIDE) == (mark, forward, None)]
         module.__class__ = made[0] if made else _overridden(kind, kind.forward, forward, mark, None)
     elif getattr(given, "__self__", None) is module:
-        method = given.__func__  # the bound method would hold the module
+        method = given.__func__  # the bound method would keep the module alive
         module.__class__ = _overridden(kind, method, forward, mark, lambda self: MethodType(method, self))
     else:
         before = lambda self, *args, **kwargs: given(*args, **kwargs)  # noqa: E731
@@ -53,9 +57,9 @@ def _overridden(kind: Any, before: Callable[..., Any], forward: Callable[..., An
 
 
 def restore_forward(module: nn.Module, mark: str) -> None:
-    """Take back `override_forward` with this mark, where the class of the module has not been changed since.
+    """Undo `override_forward` with this mark, unless the class of the module was changed again since.
 
-    A class that FSDP2 has put around it stays, with the override inside.
+    A class that FSDP2 has derived from it stays, with the override inside.
     """
     kind: Any = type(module)
     found, _, own = vars(kind).get(_OVERRIDE, ("", None, None))
@@ -66,19 +70,19 @@ def restore_forward(module: nn.Module, mark: str) -> None:
 
 
 def subclass_with(base: type, kind: type) -> Any:
-    """A class of the same name as `kind` that inherits `base` first; the same one each time."""
+    """The class, of the name of `kind`, that inherits from `base` and `kind`; the same one for every call."""
     if (base, kind) not in _subclasses:
         _subclasses[base, kind] = type(kind.__name__, (base, kind), {"__module__": kind.__module__})
     return _subclasses[base, kind]
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether anything watches or changes its calls, or their backward passes."""
+    """Whether the module has forward or backward hooks."""
     return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
 
 
 class ModelHook:
-    """A hook that belongs to one model alone: a copy of the model, or one that was pickled, does without it."""
+    """A hook of one model; copies and pickles of the model do not have it."""
 
     def __init__(self, act: Callable[..., None] | None = None) -> None:
         self._act = act

@@ -1,10 +1,11 @@
-"""Recording a forward pass without memory or arithmetic of the weights: its calls of units, and the tensors they hand on.
+"""Records a forward pass without memory or arithmetic for the weights: the calls of its units, and the tensors between them.
 
-`units_of` says which modules of a model are units: blocks in lists, and what stands beside the lists. `record` runs the forward
-pass of a copy whose parameters are fake tensors; what is computed from inputs alone (masks, positions) is computed for real. Every
-tensor that comes from a parameter, or from the result of a call, is known by two times: when it was made, and when the oldest of
-the results that went into it was. A time is the number of calls that had begun. `own_forward` finds in these times where the
-pass can be cut.
+`units_of` finds the units of a model: its blocks, and the layers next to the lists of blocks. `record` runs the forward pass of a
+copy with fake parameters; anything computed from inputs alone (masks, positions) is computed with real values.
+
+Time is the number of calls that have begun. A tensor that depends on a parameter or on the result of a call is a `Value` with two
+times: when it was made, and when the oldest result that it depends on was. `own_forward` derives from these times where the pass
+can be split.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from colonnade.errors import ScheduleError
 from colonnade.parallel.forward import subclass_with
 
 # --------------------------------------------------------------------------------------------------
-# The tree of a model's modules: which of its calls can lie in a stage each, and copies of the tree.
+# The tree of a model's modules: its units, and copies of the tree.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -35,13 +36,22 @@ Tensors = Callable[[Tensor], Tensor]
 
 
 def units_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules whose calls a forward pass is made of, by name: blocks, and what stands beside the lists of them.
+    """The modules whose calls a forward pass is split into, by name: blocks, and the layers outside of lists of blocks.
 
-    Blocks are members of the outermost nn.ModuleLists, and of nn.Sequentials of like members, that have layers inside. Where
-    the model has no such block, plain layers in an nn.ModuleList count as blocks. What has blocks inside (the model itself,
-    its decoder) is none, nor is a list or a dict of modules. Empty if there are no blocks.
+    Blocks are modules with layers inside, in an outermost nn.ModuleList, or in an nn.Sequential that has two or more of one
+    class. If there are none, plain layers in an nn.ModuleList count as blocks. Modules with blocks inside (the model itself,
+    its decoder) are no units, nor are lists and dicts of modules. Empty if there are no blocks.
     """
-    for is_block_list in (_is_list_of_blocks, _is_list_of_layers):
+
+    def is_list_of_blocks(module: nn.Module) -> bool:
+        kinds = Counter(type(member) for member in module.children() if _is_block(member))
+        least = 1 if isinstance(module, nn.ModuleList) else 2
+        return _is_list(module) and any(count >= least for count in kinds.values())
+
+    def is_list_of_layers(module: nn.Module) -> bool:
+        return isinstance(module, nn.ModuleList) and any(has_parameters(member) for member in module)
+
+    for is_block_list in (is_list_of_blocks, is_list_of_layers):
         tree = _Tree(is_block_list)
         if tree.has_blocks(model):
             found: dict[str, nn.Module] = {}
@@ -55,7 +65,7 @@ def units_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class _Tree:
-    """The tree of a model, where `is_block_list` says which modules are lists of blocks."""
+    """The tree of a model. `is_block_list`: whether a module is a list of blocks."""
 
     def __init__(self, is_block_list: Callable[[nn.Module], bool]) -> None:
         self._is_block_list = is_block_list
@@ -69,18 +79,8 @@ class _Tree:
                 yield prefix + name, child
 
     def has_blocks(self, module: nn.Module) -> bool:
-        """Whether it is a list of blocks, or has one inside that is not itself inside a block."""
+        """Whether it is a list of blocks, or has one inside, outside of blocks."""
         return self._is_block_list(module) or any(self.has_blocks(child) for child in module.children())
-
-
-def _is_list_of_blocks(module: nn.Module) -> bool:
-    kinds = Counter(type(member) for member in module.children() if _is_block(member))
-    least = 1 if isinstance(module, nn.ModuleList) else 2
-    return _is_list(module) and any(count >= least for count in kinds.values())
-
-
-def _is_list_of_layers(module: nn.Module) -> bool:
-    return isinstance(module, nn.ModuleList) and any(has_parameters(member) for member in module)
 
 
 def _is_list(module: nn.Module) -> bool:
@@ -92,12 +92,12 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def has_parameters(module: nn.Module) -> bool:
-    """Whether there is anything to train in it."""
+    """Whether the module has parameters."""
     return next(module.parameters(), None) is not None
 
 
 def outside(module: nn.Module, units: Container[int], name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The modules that have units inside, with their names. `units`: their ids."""
+    """The modules outside of units, with their names. `units`: ids of the units."""
     yield name, module
     for key, child in module.named_children():
         if id(child) not in units:
@@ -105,15 +105,19 @@ def outside(module: nn.Module, units: Container[int], name: str = "") -> Iterato
 
 
 def copy_tree(module: nn.Module, memo: dict[int, nn.Module], tensors: Tensors) -> nn.Module:
-    """A copy of a module and of those inside it, with `tensors` of its parameters, buffers and others; the rest it shares.
+    """A copy of a module and of those inside it; all that is neither a module nor a tensor is shared.
 
-    `memo`, by id, has what stands for a module and is not copied, and gets the copies.
+    Args:
+        module: The module.
+        memo: By id: modules to use in place of others, without copying them. The copies are added.
+        tensors: Called for each parameter, buffer and other tensor; returns the one to use in the copy.
     """
     if id(module) in memo:
         return memo[id(module)]
     copied: Any = object.__new__(type(module))
     memo[id(module)] = copied
     own = vars(copied)
+    # Not by deepcopy: that would copy the weights, and everything that attributes refer to.
     own.update((key, tensors(value) if isinstance(value, Tensor) else value) for key, value in vars(module).items())
     for key, value in vars(nn.Module()).items():
         if isinstance(value, (dict, set)):  # parameters, modules, hooks
@@ -124,28 +128,28 @@ def copy_tree(module: nn.Module, memo: dict[int, nn.Module], tensors: Tensors) -
         copied._modules[name] = None if child is None else copy_tree(child, memo, tensors)
     forward = own.get("forward")
     if getattr(forward, "__self__", None) is module:
-        own["forward"] = MethodType(forward.__func__, copied)
+        own["forward"] = MethodType(forward.__func__, copied)  # bound to the copy
     return copied
 
 
 # --------------------------------------------------------------------------------------------------
-# Calls of units, watched: while a forward pass is recorded, and while a stage runs its part of it.
+# Watched calls of units: while a forward pass is recorded, and while a stage runs its part of it.
 # --------------------------------------------------------------------------------------------------
 
 
 class Watcher(Protocol):
-    """Decides what a call of a unit does."""
+    """Decides what the calls of units do."""
 
     def call(self, name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of calling the unit `name`; `own` calls it."""
+        """The result of a call of the unit `name`; `own` makes the call."""
 
 
 WATCHER: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
-"""The watcher of the calls of this thread; none while a block computes its activations again."""
+"""The watcher of this thread. None while activation checkpointing recomputes a block, which is no new call."""
 
 
 def watch_calls(name: str, unit: nn.Module) -> None:
-    """Have calls of the unit go through the watcher, where there is one. Its class changes; else nothing does."""
+    """Route calls of the unit through the watcher, if there is one. The class of the unit changes, and nothing else."""
     vars(unit)["_colonnade_unit"] = name
     if not isinstance(unit, WatchedUnit):
         unit.__class__ = subclass_with(WatchedUnit, type(unit))
@@ -154,8 +158,8 @@ def watch_calls(name: str, unit: nn.Module) -> None:
 class WatchedUnit:
     """A unit whose calls go through the watcher.
 
-    By __call__: not by a hook, since a layer of transformers that computes its activations again runs its hooks again, and not by
-    `override_forward`, since the model's hooks on the unit belong to the call.
+    By __call__, not by a hook: a transformers layer with activation checkpointing runs its hooks again when it recomputes. And not
+    by `override_forward`: hooks that the model has on the unit are part of the call.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -172,26 +176,26 @@ _BY_SHAPE_ALONE |= {"new_ones", "new_full", "new_empty", "new_empty_strided"}
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor of the pass that depends on parameters."""
+    """A tensor of the pass that depends on parameters, with its times (see the module)."""
 
     number: int
-    """The same for the same tensor, wherever it is met."""
+    """The same for every occurrence of one tensor."""
     made: int
     oldest: int
 
 
 @dataclass
 class RecordedCall:
-    """A call of a unit."""
+    """One call of a unit."""
 
     name: str
     time: int
     inputs: dict[str, Value] = field(default_factory=dict)
-    """By place in (args, kwargs): what it is given that depends on parameters."""
+    """By place in (args, kwargs): the arguments that depend on parameters."""
     outputs: list[Value | None] = field(default_factory=list)
-    """Those of the tensors among the leaves of its result; None for a leaf that is none."""
+    """For each leaf of its result; None for a leaf that is no tensor."""
     form: TreeSpec | None = None
-    """The form of its result; None where that depends on no parameter, so that every stage can call the unit itself."""
+    """The pytree of its result; None if that depends on no parameter, so that every stage can make the call."""
 
 
 @dataclass
@@ -200,17 +204,21 @@ class Recording:
 
     calls: list[RecordedCall]
     results: list[Value]
-    """The values among the result of the model."""
+    """The values in the result of the model."""
     uses: dict[str, set[int]]
-    """Parameters and buffers that were used outside of calls, by name, and when."""
+    """By name of a parameter or buffer: the times at which forward() used it outside of calls."""
     fake_units: dict[str, nn.Module]
-    """The units, with the parameters that they had in the pass: they have shapes and no memory."""
+    """The units of the recorded copy; their parameters have shapes but no memory."""
 
 
 def record(model: nn.Module, units: dict[str, nn.Module], run: Callable[[nn.Module], Any]) -> Recording:
-    """Watch `run(copy of the model)`, a forward pass. The model is left as it is."""
-    # A copy with fake parameters, which takes no memory. Buffers outside of units keep their values, since masks and positions are
-    # made of them; inside of units that have parameters only shapes count.
+    """Record `run(copy of the model)`, a forward pass. The model does not change.
+
+    Raises:
+        ScheduleError: If the pass fails, for example because it depends on values of weights.
+    """
+    # A copy with fake parameters, which take no memory. Buffers outside of units keep their values, because masks and positions
+    # are made of them; inside units that have parameters only shapes count.
     recorder = _Recorder()
     memo: dict[int, nn.Module] = {}
     for unit in units.values():
@@ -222,7 +230,7 @@ def record(model: nn.Module, units: dict[str, nn.Module], run: Callable[[nn.Modu
         watch_calls(name, unit)
     for name, tensor in [*fake.named_parameters(remove_duplicate=False), *fake.named_buffers(remove_duplicate=False)]:
         recorder.names.setdefault(id(tensor), []).append(name)
-    # The pass itself: the recorder sees each call of a unit, as their watcher, and each operation, as a mode of the dispatcher.
+    # The recorder sees each call of a unit, as the watcher, and each operation, as a mode of the dispatcher.
     token = WATCHER.set(recorder)
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad(), recorder:
@@ -233,34 +241,34 @@ def record(model: nn.Module, units: dict[str, nn.Module], run: Callable[[nn.Modu
         last = recorder.calls[-1].name if recorder.calls else None
         where = f"{'in' if recorder.inside else 'after'} {last!r}" if last else "before its first layer"
         raise ScheduleError(
-            f"the forward pass of {type(model).__name__} cannot be followed without its weights, so it cannot be cut into "
-            f"pipeline stages: {where} came {type(error).__name__}: {error}",
+            f"the forward pass of {type(model).__name__} cannot be recorded without its weights, so the model cannot be split "
+            f"into pipeline stages: {where} it raised {type(error).__name__}: {error}",
             code="C050",
         ) from error
     finally:
         WATCHER.reset(token)
-    # A unit all of whose calls depend on no parameter (a rotary table) is called by every stage itself: no cut at it, none of it
-    # goes along.
+    # A unit that never depends on a parameter (a rotary table) is called by every stage: no stage begins with it, and its
+    # results are not sent. So it does not count as a call.
     results = [value for leaf in tree_leaves(result) if (value := recorder.value_of(leaf)) is not None]
-    apart = {call.name for call in recorder.calls if call.form is not None}
-    return Recording([call for call in recorder.calls if call.name in apart], results, recorder.uses, fake_units)
+    dependent = {call.name for call in recorder.calls if call.form is not None}
+    return Recording([call for call in recorder.calls if call.name in dependent], results, recorder.uses, fake_units)
 
 
 class _Recorder(TorchDispatchMode):
-    """Sees every operation of the pass, and every call of a unit."""
+    """Sees every operation of the pass and every call of a unit."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[RecordedCall] = []
         self.uses: dict[str, set[int]] = {}
         self.names: dict[int, list[str]] = {}
-        """The names of parameters and buffers of the copy, by id."""
+        """Names of the parameters and buffers of the copy, by id."""
         self.inside = False
-        """Whether a unit is being called; calls of units inside it are its own."""
+        """Whether a unit is being called; calls of units inside it are part of that call."""
         self._fakes = fake_mode()
         self._stand_ins: dict[int, Tensor] = {}
-        self._alive: list[Any] = []  # ids are only good for what lives
-        # Times: when a tensor was made (by id), the oldest value in its memory, and when that was written to last.
+        self._alive: list[Any] = []  # tensors known by id; an id is reused once its object is gone
+        # Times: when a tensor was made (by id), and, by memory, of its oldest value and of the last write into it.
         self._made: dict[int, int] = {}
         self._oldest: dict[int, int] = {}
         self._written: dict[int, int] = {}
@@ -269,7 +277,7 @@ class _Recorder(TorchDispatchMode):
     # -- tensors of the model ------------------------------------------------------------------------------
 
     def fake(self, tensor: Tensor) -> Tensor:
-        """A tensor of this shape without memory."""
+        """A tensor of the same shape without memory, the same one for every call."""
         if id(tensor) not in self._stand_ins:
             with self._fakes:
                 made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
@@ -278,7 +286,7 @@ class _Recorder(TorchDispatchMode):
         return self._stand_ins[id(tensor)]
 
     def stand_in(self, tensor: Tensor) -> Tensor:
-        """A parameter's fake; a buffer has its values, which masks and positions come from."""
+        """A parameter's fake; a CPU copy of a buffer, because masks and positions are made of buffers."""
         if isinstance(tensor, nn.Parameter):
             return self.fake(tensor)
         if id(tensor) not in self._stand_ins:
@@ -294,23 +302,23 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # Of `zeros_like(x)` only the shape of x counts: the result depends on no parameter, even if x does.
+        # Of zeros_like(x) only the shape of x counts: the result depends on no parameter, even if x does.
         if func._overloadpacket.__name__ in _BY_SHAPE_ALONE:
             device = {**kwargs, "device": torch.device("cpu")}
             shape = torch.zeros((), dtype=args[0].dtype, device="cpu").expand(args[0].shape)
             return func(shape, *args[1:], **device)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         oldest = [time for tensor in given if (time := self._oldest_of(tensor)) is not None]
-        if not self.inside:  # parameters and buffers that the model uses itself, beside the calls of its units
+        if not self.inside:  # parameters and buffers that forward() uses outside of calls
             for name in (name for tensor in given for name in self.names.get(id(tensor), ())):
                 self.uses.setdefault(name, set()).add(self._time)
 
-        # Inside of a call only the form of its result counts, so values that fake tensors do not have may be guessed.
+        # Inside a call only shapes count, so a result that depends on values, which fake tensors do not have, may be guessed.
         result = self._guessed(func, args) if self.inside and oldest else NotImplemented
         if result is NotImplemented:
             result = func(*args, **kwargs)
 
-        # The result, and a tensor that was written to, are as old as the oldest value that went in.
+        # The result, and a tensor that the operation writes to, depend on the oldest value among its arguments.
         if oldest:
             for argument, tensor in zip(func._schema.arguments, args, strict=False):
                 if argument.alias_info is not None and argument.alias_info.is_write and isinstance(tensor, Tensor):
@@ -323,11 +331,11 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _guessed(self, func: Any, args: Any) -> Any:
-        """For what depends on values, inside a call: only the form of its result counts. No token goes to any expert."""
+        """A result of the right shape for an operation that depends on values, with no token for any expert; else NotImplemented."""
         name = func._overloadpacket.__name__
         if name == "nonzero":
             return torch.zeros(0, args[0].dim(), dtype=torch.int64, device="cpu")
-        if name == "_grouped_mm":  # torch's fake one knows bf16 alone
+        if name == "_grouped_mm":  # torch's fake kernel takes bf16 only
             rows, weights, *_ = args
             if (rows.dim(), weights.dim()) == (2, 3):
                 return rows.new_empty(*rows.shape[:-1], weights.shape[-1])
@@ -348,36 +356,42 @@ class _Recorder(TorchDispatchMode):
         self._oldest[memory] = min(oldest, self._oldest.get(memory, oldest))
 
     def value_of(self, leaf: Any) -> Value | None:
-        """The value that a tensor is; None for one that does not depend on parameters."""
+        """The `Value` of a tensor; None if it does not depend on parameters, and for any other leaf."""
         oldest = self._oldest_of(leaf) if isinstance(leaf, Tensor) else None
         if oldest is None:
             return None
         self._alive.append(leaf)
         made = self._made.get(id(leaf), self._time)
+        # Written to in place since then: a copy sent earlier would lack that.
         made = max(made, self._written.get(_memory(leaf), made))
         return Value(self._numbers.setdefault(id(leaf), len(self._numbers)), made, oldest)
 
     # -- calls ---------------------------------------------------------------------------------------------
 
     def call(self, name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the unit; its result is new, whatever it did to what it was given."""
+        """Make a call and record it; its results count as made by it, even if they are its own arguments."""
         if self.inside:
             return own(*args, **kwargs)
         call = RecordedCall(name, self._time + 1)
         for path, leaf in tree_flatten_with_path((args, kwargs))[0]:
             if (value := self.value_of(leaf)) is not None:
                 call.inputs[keystr(path)] = value
-            elif not isinstance(leaf, (*_PLAIN, Tensor)) and self._hides_value(leaf):
-                raise ScheduleError(
-                    f"{name!r} is given a {type(leaf).__name__}, which cannot go from stage to stage", code="C050"
-                )
+            elif not isinstance(leaf, (*_PLAIN, Tensor)):
+                # An object that no stage could send: a problem only if it carries values.
+                inside = tree_leaves(dict(getattr(leaf, "__dict__", {})))
+                if any(self.value_of(item) is not None for item in inside):
+                    raise ScheduleError(
+                        f"{name!r} is given a {type(leaf).__name__} with tensors inside, which cannot be sent to another stage; "
+                        f"pass the tensors as arguments",
+                        code="C050",
+                    )
         self.calls.append(call)
         self.inside = True
         result = own(*args, **kwargs)
         self.inside = False
         leaves, form = tree_flatten(result)
-        # New tensors in place of the result: whatever the unit returned (its own argument, say), another stage gets it as a value
-        # that was made here.
+        # New tensors in place of the result: even if the unit returns its own argument, the next stage receives it as a value made
+        # by this call.
         has_weights = any(isinstance(tensor, nn.Parameter) for tensor in own.__self__.parameters())  # type: ignore[attr-defined]
         if not has_weights and all(self.value_of(leaf) is None for leaf in leaves):
             return result
@@ -390,8 +404,8 @@ class _Recorder(TorchDispatchMode):
         if not isinstance(leaf, Tensor):
             if not isinstance(leaf, _PLAIN):
                 raise ScheduleError(
-                    f"{name!r} returns a {type(leaf).__name__}, which cannot go from stage to stage: tensors, numbers, strings "
-                    f"and None can",
+                    f"{name!r} returns a {type(leaf).__name__}, which cannot be sent to another stage. Return tensors, numbers, "
+                    f"strings, None, or tuples, lists and dicts of them",
                     code="C050",
                 )
             return leaf
@@ -400,9 +414,6 @@ class _Recorder(TorchDispatchMode):
         self._made[id(made)] = self._time
         self._mark(made, self._time)
         return made
-
-    def _hides_value(self, leaf: Any) -> bool:
-        return any(self.value_of(item) is not None for item in tree_leaves(dict(getattr(leaf, "__dict__", {}))))
 
 
 def _memory(tensor: Tensor) -> int:

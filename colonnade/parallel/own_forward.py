@@ -1,18 +1,18 @@
-"""Cutting a model into pipeline stages by its own forward pass, for models that keep their blocks in lists.
+"""Splitting a model into pipeline stages by its own forward pass, for models that keep their blocks in lists.
 
 A model like those of transformers does more in forward() than call its blocks one after another: it makes masks, positions and
-rotary tables, and hands some of them to every block. So each stage *is* the model, without the blocks of other stages, and runs
-the whole forward pass:
+rotary tables, and passes some of them to every block. So each stage *is* the model, without the blocks of other stages, and runs
+the whole forward():
 
-1. `OwnForward` runs the forward pass once, without memory for the weights (`forward_recorder`). That shows the calls of the
-   model's units (blocks, embedding, head) in order, and which tensors they hand on.
-2. A stage can begin with a call where all that later calls need from before is at hand: given to a call or returned by one
-   (`possible_cuts`). `stage_parts` says for each stage which values come from the stage before and which go to the next.
-3. `OwnForward.stages` copies the tree of modules for each stage and leaves the units of other stages out (`Absent`). Parameters
-   are shared with the model, not copied.
-4. In a run, `ModelStage.forward` runs the model's forward pass with a `StageRun` that decides about each call of a unit: calls of
-   earlier stages return zeros of the right form, its own are made with the values that were received, and the first call of the
-   next stage ends the pass; what that one needs is the message.
+1. `ForwardSplitter` runs the forward pass once, without memory for the weights (`forward_recorder`). The recording has the calls
+   of the model's units (blocks, embedding, head) in order, and the tensors that they pass on.
+2. A stage can begin with a call if every value from before it that it or a later call needs has been an argument or a result of
+   some call (`possible_cuts`). `stage_specs` lists for each stage the values to receive and to send.
+3. `ForwardSplitter.stages` copies the tree of modules for each stage and replaces the units of other stages by `Absent`.
+   Parameters are shared with the model, not copied.
+4. At run time `ModelStage.forward` runs the model's forward() under a `StageRun`, which decides about each call of a unit. Calls
+   of earlier stages return zeros of the right shape. The stage's own calls are made, with the received values. The first call of
+   the next stage ends the pass; the values that it needs are the message.
 """
 
 from __future__ import annotations
@@ -54,192 +54,178 @@ Call = Callable[[Callable[..., Any]], Any]
 """Calls a function with the data of a batch, as the model would be called."""
 
 
-_OF_OTHER_KINDS = ("pixel_values", "input_features", "input_values", "audio_values", "images", "videos")
-"""How the names of inputs begin that a model of transformers takes beside tokens, for an encoder of its own."""
+_OTHER_MODALITIES = ("pixel_values", "input_features", "input_values", "audio_values", "images", "videos")
+"""Prefixes of the inputs that a transformers model takes in addition to tokens, for a separate encoder."""
 
 
-class OwnForward:
-    """A model with blocks in lists, cut by its own forward pass, which is run once without weights to see its layers.
+class ForwardSplitter:
+    """Splits a model with blocks in lists by its own forward pass, which is recorded once without weights.
 
-    `call` gives a module the data of a batch; models of transformers need none.
+    Args:
+        model: The model; it is not changed until `stages`.
+        call: Calls a module with the data of a batch. Hugging Face models need none.
+
+    Raises:
+        ScheduleError: If the forward pass cannot be recorded or split at all.
     """
 
     def __init__(self, model: nn.Module, call: Call | None = None) -> None:
         self._model, self._units, self._settings = model, units_of(model), _settings(model)
         _check(model, self._units)
         call = call or _call_with_small_inputs(model)
-        with torch.device("cpu"):  # inside meta_init() too: masks and positions need their values
-            self._recording = record(model, self._units, lambda fake: result_of(call(self._with_settings(fake))))
+
+        def run(fake: nn.Module) -> Any:
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                args, kwargs = tree_map_only(Tensor, _with_values, (args, kwargs))
+                return fake(*args, **{**kwargs, **self._settings})
+
+            return result_of(call(forward))
+
+        with torch.device("cpu"):  # under meta_init(), too: masks and positions need their values
+            self._recording = record(model, self._units, run)
         self._cuts = possible_cuts(self._recording)
-        self._check_buffers()
-
-    def _with_settings(self, fake: nn.Module) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = tree_map_only(Tensor, _with_values, (args, kwargs))
-            return fake(*args, **{**kwargs, **self._settings})
-
-        return run
-
-    def _check_buffers(self) -> None:
-        """Refuse a forward pass that looks into a layer which most stages will not have."""
+        # A buffer of a unit is on the stage of that unit only, so the model's own forward() must not read it.
         for name, unit in self._units.items():
-            if has_parameters(unit):
-                for key, _ in unit.named_buffers():
-                    if f"{name}.{key}" in self._recording.uses:
-                        raise ScheduleError(
-                            f"the forward pass of {type(self._model).__name__} uses {key!r}, a buffer of {name!r}, which only one "
-                            f"pipeline stage has; let that layer use it, or give the model a buffer of its own",
-                            code="C050",
-                        )
+            for key, _ in unit.named_buffers() if has_parameters(unit) else ():
+                if f"{name}.{key}" in self._recording.uses:
+                    raise ScheduleError(
+                        f"the forward pass of {type(self._model).__name__} uses {key!r}, a buffer of {name!r}, which only one "
+                        f"pipeline stage has; use it inside that layer only, or register a buffer on the model",
+                        code="C050",
+                    )
 
     @property
     def layers(self) -> list[tuple[str, float]]:
-        """The layers that a stage can begin with, each with the number of parameters from there to the next."""
-        calls, weights = self._recording.calls, []
+        """The layers that a stage can begin with, each with the number of parameters from there to the next one."""
+        calls, layers = self._recording.calls, []
         for first, stop in zip(self._cuts, [*self._cuts[1:], len(calls)], strict=True):
             units = [self._units[call.name] for call in calls[first:stop]]
-            held = sum(parameter.numel() for unit in units for parameter in unit.parameters())
-            weights.append(float(held + self._used_between(first, stop)))
-        return [(calls[at].name, weight) for at, weight in zip(self._cuts, weights, strict=True)]
+            count = sum(parameter.numel() for unit in units for parameter in unit.parameters())
+            # Parameters outside of units, such as position embeddings, count where they are used first.
+            for name, parameter in self._model.named_parameters():
+                uses = self._recording.uses.get(name, ())
+                in_unit = any(name.startswith(f"{unit}.") for unit in self._units)
+                if uses and not in_unit and self._is_in(first, stop, min(uses)):
+                    count += parameter.numel()
+            layers.append((calls[first].name, float(count)))
+        return layers
 
     def why_not(self, name: str) -> str:
-        """Why no stage can begin with the layer of this name; empty where there is none of it."""
+        """The reason why no stage can begin with the layer `name`; empty if one can, or if there is no such layer."""
         calls = [at for at, call in enumerate(self._recording.calls) if call.name == name]
         return next((why_no_cut(self._recording, at) for at in calls if at not in self._cuts), "")
 
     def stages(self, firsts: Sequence[int]) -> list[nn.Module]:
-        """The stages that begin with these of the `layers`. They share the model's modules, which are not copied."""
-        parts = stage_parts(self._recording, [self._cuts[at] for at in firsts])
-        for name in self._units_to_watch(parts[-1]):
-            watch_calls(name, self._units[name])
-        placed = self._units_by_stage(parts)
-        return [
-            self._stage(part, units, set().union(*placed[:at]))
-            for at, (part, units) in enumerate(zip(parts, placed, strict=True))
-        ]
-
-    # -- one stage -----------------------------------------------------------------------------------------
-
-    def _units_to_watch(self, last: StagePart) -> set[str]:
-        """The units whose calls must be seen. Not those of one class that come after all others: a head stays an nn.Linear."""
-        kinds = [type(self._units[name]) for name in last.names]
-        end = max([last.first, *last.reads])
+        """The stages that begin with these of the `layers`, by index. They share the model's modules and parameters."""
+        specs = stage_specs(self._recording, [self._cuts[at] for at in firsts])
+        # The calls up to the last stage's first one, and to its last received value, must go through the watcher. So must
+        # calls of the same classes, by which forward() may tell blocks. All others keep their class: a head stays an nn.Linear.
+        last = specs[-1]
+        kinds = [type(self._units[name]) for name in last.unit_names]
+        end = max([last.first, *last.received_args])
         while (further := max(at for at, kind in enumerate(kinds) if kind in kinds[: end + 1])) > end:
             end = further
-        return set(last.names[: end + 1])
-
-    def _units_by_stage(self, parts: Sequence[StagePart]) -> list[set[str]]:
-        """The units that each stage has. One that was not called is where its weights are, if it shares them, else in the last."""
-        placed = [{name for name in self._units if self._is_used_in(part, name)} for part in parts]
+        for name in {*last.unit_names[: end + 1]}:
+            watch_calls(name, self._units[name])
+        # A unit that is never called goes to a stage that has its weights, if they are shared, else to the last one.
+        placed = [{name for name in self._units if self._uses_unit(spec, name)} for spec in specs]
         for name in self._units.keys() - set().union(*placed):
             weights = {id(parameter) for parameter in self._units[name].parameters()}
             held = [{id(p) for unit in units for p in self._units[unit].parameters()} for units in placed]
             placed[next((at for at, ids in enumerate(held) if ids & weights), -1)].add(name)
-        return placed
-
-    def _is_used_in(self, part: StagePart, name: str) -> bool:
-        calls = [at for at, called in enumerate(part.names) if called == name]
-        used = [
-            f"{name}.{key}"
-            for key, _ in self._units[name].named_parameters()
-            if f"{name}.{key}" in self._recording.uses
+        return [
+            self._build_stage(spec, units, set().union(*placed[:at]))
+            for at, (spec, units) in enumerate(zip(specs, placed, strict=True))
         ]
+
+    def _uses_unit(self, spec: StageSpec, name: str) -> bool:
+        """Whether a stage calls the unit, or uses one of its parameters outside of calls."""
+        calls = [at for at, called in enumerate(spec.unit_names) if called == name]
+        names = [f"{name}.{key}" for key, _ in self._units[name].named_parameters()]
+        used = [key for key in names if key in self._recording.uses]
         if not calls and not used:
             return not has_parameters(self._units[name])
-        here = any(part.first <= at < part.stop or part.forms[at] is None for at in calls)
-        return here or any(self._has_tensor(part, key) for key in used)
+        here = any(spec.first <= at < spec.stop or spec.result_forms[at] is None for at in calls)
+        return here or any(self._has_tensor(spec, key) for key in used)
 
-    def _stage(self, part: StagePart, units: set[str], before: set[str]) -> nn.Module:
-        """The stage with these units; those that a stage before it has too are copied, and share their weights.
-
-        Buffers of such a copy are saved by the stage before alone.
-        """
+    def _build_stage(self, spec: StageSpec, units: set[str], before: set[str]) -> nn.Module:
+        """The stage with these units. `before`: the units of earlier stages."""
         memo: dict[int, Any] = {}
         for name, unit in self._units.items():
             memo[id(unit)] = unit if name in units else Absent(name, self._recording.fake_units[name])
             if name in units & before:
-                memo[id(unit)] = here = copy_tree(unit, {}, lambda tensor: tensor)
-                for module in here.modules():
+                # A unit of two stages: a copy that shares the weights. Its buffers are saved by the earlier stage only.
+                memo[id(unit)] = again = copy_tree(unit, {}, lambda tensor: tensor)
+                for module in again.modules():
                     module._non_persistent_buffers_set.update(module._buffers)
-        units_here = {id(unit) for unit in memo.values()}
+        unit_ids = {id(unit) for unit in memo.values()}
         stage: Any = copy_tree(self._model, memo, lambda tensor: tensor)
-        for owner_name, owner in list(outside(stage, units_here)):
-            self._drop_what_is_elsewhere(part, owner_name, owner)
+        for name, owner in list(outside(stage, unit_ids)):
+            children: dict[str, Any] = owner._modules
+            absent = {key: child for key, child in children.items() if isinstance(child, Absent)}
+            if absent:
+                hide_children(owner, absent)
+            # forward() may use a parameter of another stage before that stage's calls, where only shapes count: it
+            # becomes a buffer of zeros. A buffer of another stage keeps its values, but is saved there only.
+            for key, parameter in list(owner._parameters.items()):
+                if parameter is not None and not self._has_tensor(spec, f"{name}.{key}" if name else key):
+                    del owner._parameters[key]
+                    device = "cpu" if parameter.is_meta else parameter.device
+                    owner.register_buffer(key, torch.zeros_like(parameter, device=device))
+            for key in owner._buffers:
+                if not self._has_tensor(spec, f"{name}.{key}" if name else key):
+                    owner._non_persistent_buffers_set.add(key)
         own = vars(stage).pop("forward", None)
-        vars(stage).update(_colonnade_part=part, _colonnade_settings=self._settings, _colonnade_own_forward=own)
+        vars(stage).update(_colonnade_part=spec, _colonnade_settings=self._settings, _colonnade_own_forward=own)
         stage.__class__ = stage_class(type(stage))
         return stage
 
-    def _drop_what_is_elsewhere(self, part: StagePart, name: str, owner: nn.Module) -> None:
-        """Take what belongs to other stages out of a module that has blocks inside.
-
-        A parameter of another stage becomes a buffer of zeros, which the forward pass may use before that stage's calls.
-        """
-        children: dict[str, Any] = owner._modules
-        absent = {key: child for key, child in children.items() if isinstance(child, Absent)}
-        if absent:
-            hide_children(owner, absent)
-        for key, parameter in list(owner._parameters.items()):
-            if parameter is not None and not self._has_tensor(part, f"{name}.{key}" if name else key):
-                del owner._parameters[key]
-                device = "cpu" if parameter.is_meta else parameter.device
-                owner.register_buffer(key, torch.zeros_like(parameter, device=device))
-        for key in owner._buffers:
-            if not self._has_tensor(part, f"{name}.{key}" if name else key):
-                owner._non_persistent_buffers_set.add(key)
-
-    def _has_tensor(self, part: StagePart, name: str) -> bool:
-        """Whether a parameter or buffer that no unit has is used here; one that nobody uses is the last stage's."""
+    def _has_tensor(self, spec: StageSpec, name: str) -> bool:
+        """Whether the stage uses a parameter or buffer outside of calls; an unused one belongs to the last stage."""
         uses = self._recording.uses.get(name)
-        return _is_last(part) if uses is None else any(self._is_in(part.first, part.stop, time) for time in uses)
+        return spec.is_last if uses is None else any(self._is_in(spec.first, spec.stop, time) for time in uses)
 
     def _is_in(self, first: int, stop: int, time: int) -> bool:
         calls = self._recording.calls
         begun = first == 0 or calls[first].time <= time
         return begun and (stop == len(calls) or time < calls[stop].time)
 
-    def _used_between(self, first: int, stop: int) -> int:
-        """The elements of parameters of no unit, such as embeddings of positions, that are first used there."""
-        found = 0
-        for name, parameter in self._model.named_parameters():
-            uses = self._recording.uses.get(name, ())
-            in_unit = any(name.startswith(f"{unit}.") for unit in self._units)
-            if uses and not in_unit and self._is_in(first, stop, min(uses)):
-                found += parameter.numel()
-        return found
-
-
-def _is_last(part: StagePart) -> bool:
-    return part.stop == len(part.names)
-
 
 # --------------------------------------------------------------------------------------------------
-# Where a recorded forward pass can be cut, and the values that then go from stage to stage.
+# The calls that a stage can begin with, and the values that are sent from stage to stage.
 # --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class StagePart:
-    """The part of one stage: the calls from `first` on, until the call `stop` is about to be made."""
+class StageSpec:
+    """The calls of one stage, from `first` until `stop` is about to be made, and the values that it receives and sends.
+
+    Calls are numbered as in the recorded pass, values as in its `Value.number`.
+    """
 
     first: int
     stop: int
-    names: tuple[str, ...]
+    unit_names: tuple[str, ...]
     """The unit of every call of the pass."""
-    forms: tuple[TreeSpec | None, ...]
-    """The form of what each call returns; None for calls that every stage makes itself."""
-    takes: tuple[int, ...]
-    """The values that come from the stage before, by number."""
-    gives: tuple[int, ...]
-    """Those that go to the next."""
-    reads: dict[int, dict[str, int]] = field(default_factory=dict)
-    """By call: the places in its arguments where values are that came from the stage before."""
-    keeps_inputs: dict[int, dict[str, int]] = field(default_factory=dict)
-    """By call: the places in its arguments of values that the next stage takes."""
-    keeps_outputs: dict[int, dict[int, int]] = field(default_factory=dict)
-    """By call: which leaves of its result the next stage takes."""
+    result_forms: tuple[TreeSpec | None, ...]
+    """The pytree of each call's result; None for calls that every stage makes itself."""
+    received: tuple[int, ...]
+    """The values that the previous stage sends."""
+    sent: tuple[int, ...]
+    """The values that go to the next stage."""
+    received_args: dict[int, dict[str, int]] = field(default_factory=dict)
+    """By call: places in its arguments, and the received values that belong there."""
+    sent_args: dict[int, dict[str, int]] = field(default_factory=dict)
+    """By call: places in its arguments of values to be sent."""
+    sent_results: dict[int, dict[int, int]] = field(default_factory=dict)
+    """By call: leaves of its result that are values to be sent."""
 
-    def __deepcopy__(self, memo: object) -> StagePart:
+    @property
+    def is_last(self) -> bool:
+        """Whether the forward pass ends in this stage."""
+        return self.stop == len(self.unit_names)
+
+    def __deepcopy__(self, memo: object) -> StageSpec:
         return self
 
 
@@ -249,21 +235,23 @@ def possible_cuts(recording: Recording) -> list[int]:
 
 
 def why_no_cut(recording: Recording, at: int) -> str:
-    """Why no stage can begin with this call; empty if one can."""
+    """The reason why no stage can begin with this call; empty if one can."""
     call = recording.calls[at]
     if call.form is None or not call.inputs:
-        return f"{call.name!r} takes nothing of what comes before it"
+        return f"{call.name!r} takes no value from before it"
+    # Stages see only arguments and results of calls. A value that forward() itself computes from older results, before
+    # this call or after it, cannot be sent.
     known = {number for number, _ in _values_at_hand(recording, at)}
-    for what, value in _values_from_before(recording, at):
+    for user, value in _values_from_before(recording, at):
         if value.made >= call.time or value.number not in known:
-            return f"{what} uses more of what comes before {call.name!r} than layers are given or return"
-    # A result of the model that was made before this call would have to skip all stages from here on.
+            return f"{user} uses a value from before {call.name!r} that is neither an argument nor a result of a layer"
+    # The model's result is returned by the last stage, and messages are for arguments of calls only.
     old = [value for value in recording.results if value.oldest < call.time]
-    return f"the model returns something that comes from before {call.name!r}" if old else ""
+    return f"the model returns a value from before {call.name!r}" if old else ""
 
 
 def _values_from_before(recording: Recording, at: int) -> Iterator[tuple[str, Value]]:
-    """Arguments of the calls from `at` on that come from before it, each with the name of the unit that is given it."""
+    """(unit, value) of the arguments of calls from `at` on that depend on results from before `at`."""
     begin = recording.calls[at].time
     for call in recording.calls[at:]:
         for value in call.inputs.values() if call.form is not None else ():
@@ -272,47 +260,53 @@ def _values_from_before(recording: Recording, at: int) -> Iterator[tuple[str, Va
 
 
 def _values_at_hand(recording: Recording, at: int) -> Iterator[tuple[int, tuple[int, str | int]]]:
-    """(number, (call, place)) of the values that a stage which ends before `at` sees: arguments and results of the calls before
-    it, and the arguments of the call `at` itself."""
+    """(number, (call, place)) of the values that a stage ending before call `at` can send.
+
+    These are the arguments and results of the calls before it, and the arguments of the call itself.
+    """
     for index, call in enumerate(recording.calls[: at + 1]):
         yield from ((value.number, (index, place)) for place, value in call.inputs.items())
         if index < at:
             yield from ((value.number, (index, leaf)) for leaf, value in enumerate(call.outputs) if value is not None)
 
 
-def stage_parts(recording: Recording, firsts: Sequence[int]) -> list[StagePart]:
+def stage_specs(recording: Recording, firsts: Sequence[int]) -> list[StageSpec]:
     """The stages that begin with these calls, all of them possible cuts."""
     names = tuple(call.name for call in recording.calls)
     forms = tuple(call.form for call in recording.calls)
-    taken = [
+    received = [
         tuple(dict.fromkeys(value.number for _, value in _values_from_before(recording, at))) if at else ()
         for at in firsts
     ]
-    parts = []
+    specs = []
     for index, (first, stop) in enumerate(pairwise([*firsts, len(names)])):
-        gives = taken[index + 1] if index + 1 < len(taken) else ()
-        part = StagePart(first, stop, names, forms, taken[index], gives)
+        sent = received[index + 1] if index + 1 < len(received) else ()
+        spec = StageSpec(first, stop, names, forms, received[index], sent)
         for at in range(first, stop):
-            found = {place: v.number for place, v in recording.calls[at].inputs.items() if v.number in part.takes}
-            if found:
-                part.reads[at] = found
-        for number, (at, place) in _values_at_hand(recording, stop) if gives else ():
-            if number in gives and number not in part.takes and at >= first:
-                keeps = part.keeps_inputs if isinstance(place, str) else part.keeps_outputs
-                keeps.setdefault(at, {})[place] = number  # type: ignore[index]
-        parts.append(part)
-    return parts
+            inputs = recording.calls[at].inputs.items()
+            places = {place: value.number for place, value in inputs if value.number in spec.received}
+            if places:
+                spec.received_args[at] = places
+        # A value to be sent that was itself received is passed on as it came.
+        for number, (at, place) in _values_at_hand(recording, stop) if sent else ():
+            if number in sent and number not in spec.received and at >= first:
+                calls = spec.sent_args if isinstance(place, str) else spec.sent_results
+                calls.setdefault(at, {})[place] = number  # type: ignore[index]
+        specs.append(spec)
+    return specs
 
 
 # --------------------------------------------------------------------------------------------------
-# A stage at run time: the model itself without the units that lie elsewhere, whose forward pass makes its part of the calls.
+# A stage at run time: the model without the units of other stages, whose forward() makes its part of the calls.
 # --------------------------------------------------------------------------------------------------
 
 
 class Absent:
-    """Stands where a unit of another stage is, for a forward pass that calls it. No module: the stage has no weights of it.
+    """Replaces a unit of another stage, for a forward() that calls it. Not a module: the stage has no weights of it.
 
-    `fake`: the unit as it was in the recorded pass, with parameters that have shapes and no memory.
+    Args:
+        name: The name of the unit in the model.
+        fake: The unit of the recorded pass, with parameters that have shapes but no memory.
     """
 
     def __init__(self, name: str, fake: nn.Module) -> None:
@@ -323,10 +317,12 @@ class Absent:
         return self._no_call() if watcher is None else watcher.call(self._name, self._no_call, args, kwargs)
 
     def _no_call(self, *args: Any, **kwargs: Any) -> Any:
-        raise ScheduleError(f"{self._name!r} is in another pipeline stage, and cannot be called here", code="C050")
+        raise ScheduleError(
+            f"{self._name!r} is in another pipeline stage, and cannot be called on this rank", code="C050"
+        )
 
     def __getattr__(self, name: str) -> Any:
-        """Attributes that forward passes read off their layers (`layer.attention_type`, the dtype of a weight)."""
+        """Attributes that forward() reads from its layers (`layer.attention_type`, the dtype of a weight)."""
         return getattr(vars(self)["_fake"], name)
 
     def __deepcopy__(self, memo: Any) -> Absent:
@@ -334,51 +330,88 @@ class Absent:
 
 
 class _EndOfStage(BaseException):
-    """Ends the forward pass of a stage; no Exception, which a model may catch."""
+    """Ends the forward pass of a stage. Not an Exception, because forward() may catch those."""
 
 
 class StageRun:
-    """One forward pass of a stage: the calls before its part give something of the right form, its own are made."""
+    """One forward pass of a stage: the watcher that decides what each call of a unit does."""
 
-    def __init__(self, part: StagePart, message: dict[str, Any]) -> None:
-        self._part = part
-        self._at = 0  # the call that comes next
-        self._inside = False  # a unit is being called: calls of units inside it are its own
-        # Shapes may differ from the recorded pass, and from batch to batch: each stage adds the forms of its results, so that later
-        # stages know them. Few are different, so calls have the number of a form.
+    def __init__(self, spec: StageSpec, message: dict[str, Any]) -> None:
+        self._spec = spec
+        self._at = 0  # the next call
+        self._inside = False  # a unit is being called; calls of units inside it are its own
+        # Shapes may differ from those of the recorded pass, and from batch to batch. So each stage sends the shapes and
+        # dtypes of its results along for later stages. Few of them differ: calls refer to them by number.
         self._forms: list[list[Any]] = message.get("forms", [])
         self._form_of: list[int | None] = message.get("calls", [])
-        self._values: dict[int, Tensor] = dict(zip(part.takes, message.get("values", ()), strict=True))
+        self._values: dict[int, Tensor] = dict(zip(spec.received, message.get("values", ()), strict=True))
         self._device = next((value.device for value in self._values.values()), None)
         self._zeros: dict[int, list[Any]] = {}
 
     def message(self, inputs: Any) -> dict[str, Any]:
         """The message to the next stage."""
-        values = [self._values[number] for number in self._part.gives]
+        values = [self._values[number] for number in self._spec.sent]
         return {"inputs": inputs, "values": values, "forms": self._forms, "calls": self._form_of}
 
     def call(self, name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of the next call of the pass."""
         if self._inside:
             return own(*args, **kwargs)
-        part, at = self._part, self._at
+        spec, at = self._spec, self._at
         self._at += 1
-        if at >= len(part.names) or part.names[at] != name:
-            raise ScheduleError(_other_order(part, at, name), code="C050")
-        form = part.forms[at]
-        if form is None:  # depends on no weights (positions, a rotary table): every stage makes it itself
+        if at >= len(spec.unit_names) or spec.unit_names[at] != name:
+            expected = f"{spec.unit_names[at]!r} was expected" if at < len(spec.unit_names) else "no call was expected"
+            raise ScheduleError(
+                f"the forward pass calls {name!r} where {expected}, by the pass recorded when the model was split into stages. A "
+                f"pipeline needs the same calls in every pass, without layer dropout. If your inputs lead to other calls than "
+                f"those recorded, pass a batch of them to parallelize(sample=) or split(sample=)",
+                code="C050",
+            )
+        form = spec.result_forms[at]
+        if form is None:  # depends on no weights (positions, a rotary table): every stage calls it
             return self._run(own, args, kwargs)
-        if at < part.first:
-            return tree_unflatten(self._zeros_for(at), form)
-        # From here on the arguments are real, but for values that the recorded pass has shown to come from the stage before.
-        self._keep_inputs(at, args, kwargs)
-        if at == part.stop:
+
+        # A call of an earlier stage: forward() uses only shapes and dtypes of its result, so zeros do.
+        if at < spec.first:
+            index = self._form_of[at]
+            assert index is not None
+            if index not in self._zeros:
+                self._zeros[index] = [
+                    torch.zeros(leaf[1:], dtype=getattr(torch, leaf[0]), device=self._device)
+                    if isinstance(leaf, list)
+                    else leaf
+                    for leaf in self._forms[index]
+                ]
+            return tree_unflatten(self._zeros[index], form)
+
+        # From here on arguments are real, except values from earlier stages, which are replaced by the received ones.
+        # Arguments of the next stage's first call may still have to be sent, before that call ends the pass.
+        if places := spec.sent_args.get(at):
+            for path, leaf in tree_flatten_with_path((args, kwargs))[0]:
+                if (number := places.get(keystr(path))) is not None:
+                    self._values[number] = leaf
+        if at == spec.stop:
             raise _EndOfStage
-        if at in part.reads:
-            args, kwargs = self._with_received(part.reads[at], args, kwargs)
-        self._zeros.clear()
+        if at in spec.received_args:
+            numbers = spec.received_args[at]
+
+            def received(path: Any, leaf: Any) -> Any:
+                number = numbers.get(keystr(path))
+                return leaf if number is None else self._values[number]
+
+            args, kwargs = tree_map_with_path(received, (args, kwargs))
+        self._zeros.clear()  # their memory is not needed any more
         result = self._run(own, args, kwargs)
-        self._keep_outputs(at, tree_leaves(result))
+        if spec.is_last:  # nothing to send
+            return result
+        leaves = tree_leaves(result)
+        for leaf_index, number in spec.sent_results.get(at, {}).items():
+            self._values[number] = leaves[leaf_index]
+        # New lists: those of the message may be the previous stage's own.
+        shapes = [[str(leaf.dtype)[6:], *leaf.shape] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        if shapes not in self._forms:
+            self._forms = [*self._forms, shapes]
+        self._form_of = [*self._form_of, *[None] * (at - len(self._form_of)), self._forms.index(shapes)]
         return result
 
     def _run(self, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -388,90 +421,43 @@ class StageRun:
         finally:
             self._inside = False
 
-    def _zeros_for(self, at: int) -> list[Any]:
-        """The leaves of a result of an earlier stage, with zeros for tensors: only shapes and dtypes of it are used."""
-        index = self._form_of[at]
-        assert index is not None
-        if index not in self._zeros:
-            self._zeros[index] = [self._zeros_of(leaf) for leaf in self._forms[index]]
-        return self._zeros[index]
-
-    def _zeros_of(self, leaf: Any) -> Any:
-        if not isinstance(leaf, list):
-            return leaf
-        dtype, *shape = leaf
-        return torch.zeros(shape, dtype=getattr(torch, dtype), device=self._device)
-
-    def _with_received(self, places: dict[str, int], args: Any, kwargs: Any) -> Any:
-        def replaced(path: Any, leaf: Any) -> Any:
-            number = places.get(keystr(path))
-            return leaf if number is None else self._values[number]
-
-        return tree_map_with_path(replaced, (args, kwargs))
-
-    def _keep_inputs(self, at: int, args: Any, kwargs: Any) -> None:
-        places = self._part.keeps_inputs.get(at)
-        for path, leaf in tree_flatten_with_path((args, kwargs))[0] if places else ():
-            if (number := places.get(keystr(path))) is not None:  # type: ignore[union-attr]
-                self._values[number] = leaf
-
-    def _keep_outputs(self, at: int, leaves: list[Any]) -> None:
-        if self._part.stop == len(self._part.names):
-            return  # nobody comes after
-        for leaf, number in self._part.keeps_outputs.get(at, {}).items():
-            self._values[number] = leaves[leaf]
-        form = [[str(leaf.dtype)[6:], *leaf.shape] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        if form not in self._forms:
-            self._forms = [*self._forms, form]
-        self._form_of = [*self._form_of, *[None] * (at - len(self._form_of)), self._forms.index(form)]
-
-
-def _other_order(part: StagePart, at: int, name: str) -> str:
-    expected = f"{part.names[at]!r} was to come" if at < len(part.names) else "no other was to come"
-    return (
-        f"the forward pass calls {name!r} where {expected}, as in the pass by which the model was cut into stages. A pipeline "
-        f"needs the same calls in every pass (no layers left out at random); for inputs of another kind give a batch of them to parallelize(sample=) "
-        f"or split(sample=)"
-    )
-
 
 class ModelStage(nn.Module):
-    """Base of the classes of stages: the model's own forward pass, in part.
+    """Base class of stages that run the model's own forward pass in part.
 
-    By `subclass_with`, not by `override_forward`: a stage in between takes messages, so its forward() must not have the signature
-    of the model's, and engines tell stages by this class.
+    Built by `subclass_with`, not by `override_forward`: a stage that is not the first takes a message, so its forward() must not
+    have the signature of the model's, and engines recognize stages by this class.
     """
 
-    _colonnade_part: StagePart
+    _colonnade_part: StageSpec
     _colonnade_settings: dict[str, Any]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The first stage takes what the model takes, the last returns what it returns; in between go messages."""
-        part, message = self._colonnade_part, {}
-        if part.first:
+        """The first stage takes the model's inputs, the last returns its result; the others take and return messages."""
+        spec, message = self._colonnade_part, {}
+        if spec.first:
             message = kwargs
             args, kwargs = message["inputs"]
-        run = StageRun(part, message)
+        run = StageRun(spec, message)
         token = WATCHER.set(run)
+        own = vars(self).get("_colonnade_own_forward")
+        forward = super().forward if own is None else own
         try:
-            result = self._colonnade_forward(*args, **{**kwargs, **self._colonnade_settings})
+            result = forward(*args, **{**kwargs, **self._colonnade_settings})
         except _EndOfStage:
             return run.message((args, kwargs))
         finally:
             WATCHER.reset(token)
-        if part.stop < len(part.names):
+        if not spec.is_last:
             raise ScheduleError(
-                f"the forward pass ended without a call of {part.names[part.stop]!r}, which was to come", code="C050"
+                f"forward() returned before calling {spec.unit_names[spec.stop]!r}, with which the next pipeline stage begins",
+                code="C050",
             )
         return result_of(result)
 
-    def _colonnade_forward(self, *args: Any, **kwargs: Any) -> Any:
-        own = vars(self).get("_colonnade_own_forward")
-        return super().forward(*args, **kwargs) if own is None else own(*args, **kwargs)
-
 
 def stage_class(kind: type) -> Any:
-    """The class of the stages of a model. Its forward() takes anything; `inspect.unwrap` finds the model's."""
+    """The class of the stages of a model. Its forward() accepts any arguments; `inspect.unwrap` finds the model's."""
     made = subclass_with(ModelStage, kind)
     if "forward" not in vars(made):
 
@@ -486,7 +472,7 @@ def stage_class(kind: type) -> Any:
 
 
 def result_of(output: Any) -> Any:
-    """The result of a last stage: of an output with logits these, with the loss if there is one; else the output."""
+    """The result of a last stage: logits, or dict(loss, logits), of an output that has them; any other output as it is."""
     logits, loss = getattr(output, "logits", None), getattr(output, "loss", None)
     if not isinstance(logits, Tensor):
         return output
@@ -494,7 +480,7 @@ def result_of(output: Any) -> Any:
 
 
 class _PartlyAbsent:
-    """A list or a dict some members of which are absent: they are iterated over, but are no modules of it."""
+    """A list or dict of modules with absent members: iteration yields these, too, but they are not among its modules."""
 
     _colonnade_members: dict[str, Absent | None]
     _modules: dict[str, nn.Module]
@@ -537,7 +523,7 @@ class _PartlyAbsentDict(_PartlyAbsent):
 
 
 def hide_children(owner: nn.Module, absent: dict[str, Absent]) -> None:
-    """Have these children of a module be no modules of it, though its forward pass still finds them."""
+    """Replace children of a module by absent ones: forward() still finds them, `modules()` and `parameters()` do not."""
     if isinstance(owner, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
         vars(owner)["_colonnade_members"] = {name: absent.get(name) for name in owner._modules}
         owner.__class__ = subclass_with(
@@ -550,7 +536,7 @@ def hide_children(owner: nn.Module, absent: dict[str, Absent]) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Models that cannot be cut, and the inputs of the recorded pass.
+# Models that cannot be split, and the inputs of the recorded pass.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -558,21 +544,22 @@ def _check(model: nn.Module, units: dict[str, nn.Module]) -> None:
     name = type(model).__name__
     if not units:
         raise ScheduleError(
-            f"a {name} does not say in which order its layers run. Give it a method pipeline_layers() that returns them (or "
-            f"their names) in that order, keep its blocks in an nn.ModuleList, or pass an nn.Sequential or a list of your "
-            f"own stages.",
+            f"the order of the layers of a {name} is not known. Keep its blocks in an nn.ModuleList, give it a method "
+            f"pipeline_layers() that returns its layers (or their names) in the order of their calls, or pass an nn.Sequential "
+            f"or a list of your own stages.",
             code="C050",
         )
     if has_hooks(model):
         raise ScheduleError(
-            f"{name} has hooks, which would see the parts of a pipeline stage; remove them, or hook its layers",
+            f"{name} has hooks, which would run on each pipeline stage with parts of its inputs and outputs; remove them, or "
+            f"register them on its layers",
             code="C050",
         )
     for key, value in _config_values(model):
         if "layerdrop" in key and value:
             raise ScheduleError(
-                f"{name}: config.{key}={value} leaves out layers at random, which a pipeline cannot: each rank would leave out "
-                f"others. Set it to 0",
+                f"{name}: config.{key}={value}: layer dropout is not supported in a pipeline (ranks would drop different "
+                f"layers); set it to 0",
                 code="C050",
             )
         if key == "output_router_logits" and value:
@@ -585,18 +572,19 @@ def _check(model: nn.Module, units: dict[str, nn.Module]) -> None:
 
 def _config_values(model: nn.Module) -> Iterable[tuple[str, Any]]:
     config = getattr(model, "config", None)
-    for each in (config, getattr(config, "text_config", None)):
-        yield from vars(each).items() if hasattr(each, "__dict__") else ()
+    for section in (config, getattr(config, "text_config", None)):
+        yield from vars(section).items() if hasattr(section, "__dict__") else ()
 
 
 def _settings(model: nn.Module) -> dict[str, Any]:
-    """Arguments of the forward pass of a model of transformers in training: it keeps no keys and values."""
-    accepted = inspect.signature(model.forward).parameters
-    takes = "use_cache" in accepted or any(each.kind is each.VAR_KEYWORD for each in accepted.values())
+    """Arguments for the forward pass of a transformers model in training: no cache of keys and values."""
+    parameters = inspect.signature(model.forward).parameters
+    takes = "use_cache" in parameters or any(entry.kind is entry.VAR_KEYWORD for entry in parameters.values())
     return {"use_cache": False} if takes and "use_cache" in dict(_config_values(model)) else {}
 
 
 def _call_with_small_inputs(model: nn.Module) -> Call:
+    """Calls a function with small inputs of the kind that a transformers model takes."""
     main = getattr(model, "main_input_name", None)
     inputs = getattr(model, "dummy_inputs", None)
     config: Any = getattr(model, "config", None)
@@ -606,19 +594,20 @@ def _call_with_small_inputs(model: nn.Module) -> Call:
         inputs = {"pixel_values": torch.zeros(1, getattr(config, "num_channels", 3), *sides, dtype=dtype, device="cpu")}
     if not isinstance(inputs, dict) or main not in inputs:
         raise ScheduleError(
-            f"a {type(model).__name__} is cut into stages by its forward pass, which takes an input that is not known: pass "
-            f"sample=, the data of a batch (tensors of any values)",
+            f"a {type(model).__name__} is split into stages by its forward pass, whose inputs are not known: pass sample=, the "
+            f"data of a batch (tensors of any values)",
             code="C050",
         )
-    others = [name for name in inspect.signature(model.forward).parameters if name.startswith(_OF_OTHER_KINDS)]
+    others = [name for name in inspect.signature(model.forward).parameters if name.startswith(_OTHER_MODALITIES)]
     if main == "input_ids" and others:
         raise ScheduleError(
-            f"a {type(model).__name__} takes {others[0]!r} beside {main!r}, and calls other layers with it than without: pass "
-            f"sample=, a batch with the inputs of your run (tensors of any values), to parallelize or split",
+            f"a {type(model).__name__} takes {others[0]!r} in addition to {main!r}, and calls other layers with it than without: "
+            f"pass sample=, a batch with the inputs of your run (tensors of any values), to parallelize or split",
             code="C050",
         )
     return lambda function: function(**inputs)
 
 
 def _with_values(tensor: Tensor) -> Tensor:
+    """The tensor on the CPU; zeros for one on the meta device."""
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu") if tensor.is_meta else tensor.detach().cpu()

@@ -112,11 +112,11 @@ def test_what_a_pipeline_cannot_do_is_refused_by_name() -> None:
     with pytest.raises(ScheduleError, match=r"MixtralForCausalLM: config\.output_router_logits=True adds a loss"):
         split(varied("mixtral", output_router_logits=True).build(), num_stages=2)
     with pytest.raises(
-        ScheduleError, match=r"BartForConditionalGeneration: config\.decoder_layerdrop=0\.5 leaves out layers"
+        ScheduleError, match=r"BartForConditionalGeneration: config\.decoder_layerdrop=0\.5: layer dropout is not"
     ):
         split(varied("bart", decoder_layerdrop=0.5).build(), num_stages=2)
     with pytest.raises(
-        ScheduleError, match=r"calls 'model\.layers\.0' where 'model\.embed_tokens' was to come.*split\(sample=\)"
+        ScheduleError, match=r"calls 'model\.layers\.0' where 'model\.embed_tokens' was expected.*split\(sample=\)"
     ):
         run_all(split(BY_NAME["llama"].build(), num_stages=2).stages, inputs_embeds=torch.randn(2, 3, 32))
     embedded = {"inputs_embeds": torch.randn(2, 3, 32, dtype=torch.float64)}
@@ -186,13 +186,13 @@ def test_a_model_with_other_inputs_beside_tokens_needs_a_sample() -> None:
     """Its pass calls other layers with images than without them: which, only a batch of the run can say."""
     model, tokens = vision_language_model(), batch_of("causal", 0)["input_ids"][:2] % 90
     with pytest.raises(
-        ScheduleError, match=r"LlavaForConditionalGeneration takes 'pixel_values' beside 'input_ids'.*sample="
+        ScheduleError, match=r"LlavaForConditionalGeneration takes 'pixel_values' in addition to 'input_ids'.*sample="
     ):
         split(model, num_stages=2)
     assert_same(model, split(model, num_stages=2, sample={"input_ids": tokens}), input_ids=tokens)
     tokens[:, 1:5] = 95
     images = torch.randn(2, 3, 8, 8, dtype=torch.float64)
-    with pytest.raises(ScheduleError, match=r"LlavaForConditionalGeneration, one after another, give another result"):
+    with pytest.raises(ScheduleError, match=r"LlavaForConditionalGeneration, called in order, give another result"):
         split(model, num_stages=2, sample={"input_ids": tokens, "pixel_values": images})
 
 

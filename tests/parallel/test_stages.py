@@ -38,7 +38,7 @@ def test_loading_tells_what_is_missing_and_unexpected_in_all_stages() -> None:
     assert found.missing_keys == ["0.bias", "2.weight"]
     assert found.unexpected_keys == ["1.bias", "1.weight", "3.bias", "3.weight"]
     assert chunks.state_dict()["0.weight"].eq(1).all()
-    with pytest.raises(RuntimeError, match=r"unexpected keys for the stages here: 1\.bias"):
+    with pytest.raises(RuntimeError, match=r"unexpected keys for the stages of this rank: 1\.bias"):
         chunks.load_state_dict(state)
     whole = chunks.load_state_dict(chunks.state_dict())
     assert (whole.missing_keys, whole.unexpected_keys) == ([], [])

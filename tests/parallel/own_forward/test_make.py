@@ -49,8 +49,8 @@ def test_keys_and_values_are_not_kept_where_a_model_could(model: nn.Module, sett
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"encoder_layerdrop": 0.1}, r"config.encoder_layerdrop=0.1 leaves out layers at random"),
-        ({"text_config": SimpleNamespace(layerdrop=0.1)}, r"config.layerdrop=0.1 leaves out layers at random"),
+        ({"encoder_layerdrop": 0.1}, r"config.encoder_layerdrop=0.1: layer dropout is not supported"),
+        ({"text_config": SimpleNamespace(layerdrop=0.1)}, r"config.layerdrop=0.1: layer dropout is not supported"),
         ({"output_router_logits": True}, r"config.output_router_logits=True adds a loss"),
         ({"layerdrop": 0.0, "output_router_logits": False, "dropout": 0.1}, None),
     ],
@@ -96,9 +96,9 @@ def test_small_inputs_are_images_or_tokens() -> None:
     unknown, other = Plain(2, 2), Plain(2, 2)
     unknown.dummy_inputs, other.main_input_name = None, "input_values"
     for model in (configured(Seeing), nn.Linear(2, 2), unknown, other):
-        with pytest.raises(ScheduleError, match="which takes an input that is not known: pass sample="):
+        with pytest.raises(ScheduleError, match="whose inputs are not known: pass sample="):
             small_inputs(model)
-    with pytest.raises(ScheduleError, match="Reading takes 'images' beside 'input_ids'"):
+    with pytest.raises(ScheduleError, match="Reading takes 'images' in addition to 'input_ids'"):
         small_inputs(Reading(2, 2))
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from colonnade.errors import ScheduleError
 from colonnade.parallel import forward_recorder
 from colonnade.parallel.forward_recorder import WATCHER, WatchedUnit, units_of
-from colonnade.parallel.own_forward import OwnForward, result_of
+from colonnade.parallel.own_forward import ForwardSplitter, result_of
 from colonnade.parallel.split import find_ties, split
 from tests.parallel.own_forward.models import (
     LENGTH,
@@ -91,7 +91,7 @@ def test_plain_layers_in_a_list_are_blocks(count: int) -> None:
 def test_every_cut_of_a_decoder(tied: bool) -> None:
     torch.manual_seed(0)
     model = Decoder(tied=tied).double()
-    own = OwnForward(model, lambda run: run(ids()))
+    own = ForwardSplitter(model, lambda run: run(ids()))
     assert [name for name, _ in own.layers] == ["words", "drop", *(f"blocks.{at}" for at in range(4)), "norm", "head"]
     block = 2 * WIDTH + 2 * 12 * WIDTH + 12 + WIDTH
     weights = [(WORDS + LENGTH) * WIDTH, 0, block, block, block, block, 2 * WIDTH, WORDS * WIDTH]
@@ -152,7 +152,7 @@ def test_what_comes_after_all_cuts_keeps_its_class(at: str) -> None:
 
 def every_cut(model: nn.Module, names: list[str], x: Tensor) -> list[list[nn.Module]]:
     """The stages by each possible cut, all of them right."""
-    own = OwnForward(model, lambda run: run(x))
+    own = ForwardSplitter(model, lambda run: run(x))
     assert [name for name, _ in own.layers] == names
     found = []
     for cuts in (cuts for count in (1, 2) for cuts in combinations(range(1, len(names)), count)):
@@ -176,9 +176,9 @@ def test_a_buffer_under_two_names_is_saved_under_both_by_the_stage_that_uses_it(
 
 
 def test_what_is_made_before_a_cut_and_first_given_after_it_is_in_the_way() -> None:
-    own = OwnForward(Late(), lambda run: run(torch.randn(3, WIDTH)))
+    own = ForwardSplitter(Late(), lambda run: run(torch.randn(3, WIDTH)))
     assert [name for name, _ in own.layers] == ["stem", "join", "layers.1"]
-    assert "'join' uses more of what comes before 'layers.0'" in own.why_not("layers.0")
+    assert "'join' uses a value from before 'layers.0'" in own.why_not("layers.0")
     assert own.why_not("join") == own.why_not("nowhere") == ""
 
 
@@ -187,7 +187,7 @@ def test_a_layer_that_runs_twice_is_in_both_stages_and_saved_by_the_first() -> N
     x, model = torch.randn(3, WIDTH, dtype=torch.float64), Twofold().double()
     stages = every_cut(model, ["act", "act", "layers.1", "act", "layers.0", "act", "layers.1", "act"], x)[3]
     layer = WIDTH * WIDTH + WIDTH
-    own = OwnForward(model, lambda run: run(x))
+    own = ForwardSplitter(model, lambda run: run(x))
     assert [weight for _, weight in own.layers] == [layer, WIDTH, layer, 0, layer, 0, layer, 0]
     assert [sorted({name.rpartition(".")[2] for name in stage.state_dict()}) for stage in stages] == [
         ["bias", "gain", "rate", "weight"],
@@ -219,17 +219,17 @@ def test_what_is_made_of_a_result_goes_into_every_layer() -> None:
     hiding = Gated().double()
     hiding.notes = lambda gate: SimpleNamespace(flag=True, gate=gate)  # type: ignore[method-assign]
     with pytest.raises(
-        ScheduleError, match=r"'layers.0' is given a SimpleNamespace, which cannot go from stage to stage"
+        ScheduleError, match=r"'layers.0' is given a SimpleNamespace with tensors inside, which cannot be sent"
     ):
         split(hiding, num_stages=2, sample=x)
 
 
 @pytest.mark.parametrize("in_place", [True, False])
 def test_what_goes_past_layers_is_in_the_way_of_every_cut(in_place: bool) -> None:
-    own = OwnForward(Residual(in_place), lambda run: run(torch.randn(3, WIDTH)))
+    own = ForwardSplitter(Residual(in_place), lambda run: run(torch.randn(3, WIDTH)))
     assert [name for name, _ in own.layers] == ["stem"]
-    assert "'layers.1' uses more of what comes before 'layers.0'" in own.why_not("layers.0")
-    assert "returns something that comes from before 'layers.2'" in own.why_not("layers.2")
+    assert "'layers.1' uses a value from before 'layers.0'" in own.why_not("layers.0")
+    assert "returns a value from before 'layers.2'" in own.why_not("layers.2")
 
 
 def test_a_weight_by_the_name_of_a_layer_that_is_never_called() -> None:
@@ -251,7 +251,7 @@ def test_a_forward_pass_of_the_instance_is_run() -> None:
 
 
 def test_times_count_the_calls_that_had_begun() -> None:
-    recording = OwnForward(Decoder(), lambda run: run(ids()))._recording
+    recording = ForwardSplitter(Decoder(), lambda run: run(ids()))._recording
     assert [(call.name, call.time) for call in recording.calls if "blocks" not in call.name] == [
         ("words", 0),
         ("drop", 1),
@@ -259,7 +259,7 @@ def test_times_count_the_calls_that_had_begun() -> None:
         ("head", 8),
     ]
     assert recording.uses["positions"] == {0}
-    assert OwnForward(Aside(), lambda run: run(torch.ones(2, WIDTH)))._recording.uses["scale"] == {-1}
+    assert ForwardSplitter(Aside(), lambda run: run(torch.ones(2, WIDTH)))._recording.uses["scale"] == {-1}
 
 
 def test_what_is_known_of_a_tensor_is_kept_with_it() -> None:
@@ -310,7 +310,7 @@ def test_values_go_along_and_a_weight_is_used_without_its_layer(num_stages: int)
     assert_same(model, stages.stages, ids())
     assert_same(model, stages.stages, ids(1, 4))
     assert [name for name, _ in stages.ties[0]] == ["table.weight", "table.weight"]
-    weights = [weight for _, weight in OwnForward(model, lambda run: run(ids())).layers]
+    weights = [weight for _, weight in ForwardSplitter(model, lambda run: run(ids())).layers]
     assert weights == [WORDS * WIDTH, *[WIDTH * WIDTH + WIDTH] * 4]  # the table once, though its weight is used again
     # "unused" is called nowhere: the last stage keeps it
     assert "unused.weight" in stages[-1].state_dict()
@@ -327,35 +327,35 @@ def test_results_of_long_before_go_along() -> None:
 def test_a_cut_that_forward_reaches_across_is_refused_by_name() -> None:
     model, x = Net(in_forward=True), torch.randn(3, WIDTH)
     with pytest.raises(
-        ScheduleError, match=r"no stage can begin with 'up\.0': .*'up\.1' uses more of what comes before 'up\.0'"
+        ScheduleError, match=r"no stage can begin with 'up\.0': .*'up\.1' uses a value from before 'up\.0'"
     ):
         split(model, at="up.0", sample=x)
     with pytest.raises(ScheduleError, match=r"2 layers cannot make 4 stages.*stem, down\.0 \[C050\]$"):
         split(model, num_stages=4, sample=x)
     assert_same(model.double(), split(model, at="down.0", sample=x.double()).stages, x.double())
-    with pytest.raises(ScheduleError, match="no layer 'nowhere' to cut at; layers: words, drop, blocks"):
+    with pytest.raises(ScheduleError, match="no layer 'nowhere' to split at; layers: words, drop, blocks"):
         split(Decoder(), at="nowhere", sample=ids())
 
 
 def test_what_is_written_in_place_is_followed() -> None:
     torch.manual_seed(0)
     model, x = Writing().double(), torch.randn(3, WIDTH, dtype=torch.float64)
-    own = OwnForward(model, lambda run: run(x))
+    own = ForwardSplitter(model, lambda run: run(x))
     assert [name for name, _ in own.layers] == ["stem", "layers.2", "layers.3"]
-    assert "'layers.2' uses more of what comes before 'layers.1'" in own.why_not("layers.1")
+    assert "'layers.2' uses a value from before 'layers.1'" in own.why_not("layers.1")
     with torch.no_grad():
         for firsts in ([0, 1], [0, 2], [0, 1, 2]):
             torch.testing.assert_close(run_all(own.stages(firsts), x), model(x), rtol=0, atol=0)
 
 
 def test_what_cannot_be_cut_says_what_to_do() -> None:
-    with pytest.raises(ScheduleError, match=r"Decoder is cut into stages by its forward pass.*pass sample="):
+    with pytest.raises(ScheduleError, match=r"Decoder is split into stages by its forward pass.*pass sample="):
         split(Decoder(), num_stages=2)
-    with pytest.raises(ScheduleError, match=r"does not say in which order its layers run.*nn\.ModuleList"):
+    with pytest.raises(ScheduleError, match=r"the order of the layers of a Bilinear is not known.*nn\.ModuleList"):
         split(nn.Bilinear(2, 2, 2), num_stages=2)
-    with pytest.raises(ScheduleError, match=r"balance='time' is for an nn\.Sequential"):
+    with pytest.raises(ScheduleError, match=r"balance='time' needs an nn\.Sequential"):
         split(Decoder(), num_stages=2, balance="time", sample=ids())
-    with pytest.raises(ScheduleError, match=r"layers of Telling.*give another result.*hand it on as an argument"):
+    with pytest.raises(ScheduleError, match=r"layers of Telling.*give another result.*pass that value as an argument"):
         split(Telling(), num_stages=2, sample=torch.ones(2, WIDTH))
     hooked = Decoder()
     hooked.register_forward_hook(lambda module, args, result: None)
@@ -367,18 +367,18 @@ def test_what_cannot_be_cut_says_what_to_do() -> None:
             x = self.words(ids)
             return super().forward(ids) if x.sum() > 0 else x
 
-    with pytest.raises(ScheduleError, match=r"cannot be followed without its weights.*after 'words'"):
+    with pytest.raises(ScheduleError, match=r"cannot be recorded without its weights.*after 'words'"):
         split(Choosing(), num_stages=2, sample=ids())
     for name, where in (("blocks.1", "in 'blocks.1'"), ("drop", "in 'drop'"), ("", "before its first layer")):
         failing = Decoder()
         failing.get_submodule(name).forward = lambda *args, **kwargs: 1 // 0  # type: ignore[assignment]
         with pytest.raises(
-            ScheduleError, match=rf"cannot be followed without its weights.*: {where} came ZeroDivision"
+            ScheduleError, match=rf"cannot be recorded without its weights.*: {where} it raised ZeroDivision"
         ):
             split(failing, num_stages=2, sample=ids())
     odd = Decoder()
     odd.blocks[1].forward = lambda *args, **kwargs: SimpleNamespace()  # type: ignore[assignment]
-    with pytest.raises(ScheduleError, match=r"'blocks.1' returns a SimpleNamespace, which cannot go"):
+    with pytest.raises(ScheduleError, match=r"'blocks.1' returns a SimpleNamespace, which cannot be sent"):
         split(odd, num_stages=2, sample=ids())
     assert WATCHER.get() is None
 
@@ -397,13 +397,13 @@ def test_another_order_of_calls_is_an_error_by_name() -> None:
     stages = split(Skipping(), num_stages=2, sample=ids())
     for stage in stages:
         stage.skips = True
-    with pytest.raises(ScheduleError, match=r"calls 'blocks\.2' where 'blocks\.1' was to come"):
+    with pytest.raises(ScheduleError, match=r"calls 'blocks\.2' where 'blocks\.1' was expected"):
         run_all(stages.stages, ids())
     x = torch.randn(3, WIDTH)
     stages = split(Twofold(), num_stages=2, sample=x)
     for stage in stages:
         stage.once_more = True
-    with pytest.raises(ScheduleError, match=r"calls 'act' where no other was to come"):
+    with pytest.raises(ScheduleError, match=r"calls 'act' where no call was expected"):
         run_all(stages.stages, x)
     assert WATCHER.get() is None
 
