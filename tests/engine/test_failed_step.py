@@ -75,7 +75,7 @@ SLIPS: list[tuple[int, int, Any, str]] = [
     (3, 0, _plain_mean, "the loss was a mean before"),
     (3, 1, _plain_mean, r"the loss was \(sum, count\) before"),
     (2, 0, _no_count, "the count of a loss given as"),
-    (1, 0, _vector, "a loss is one number"),
+    (1, 0, _vector, "a loss must be one number"),
     (1, 1, _change, "was changed between backward and step"),
     (2, 2, _again, r"backward\(\) was called 3 times"),
     (1, 0, _too_soon, r"step\(\) before backward"),

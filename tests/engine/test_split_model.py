@@ -189,8 +189,8 @@ def _stages_that_do_not_fit(second: str) -> str:
 )
 def test_a_stage_that_cannot_take_what_comes_shows_both_sides_on_every_rank(second, takes):
     for said in run_world(2, _stages_that_do_not_fit, second).values:
-        assert "stage 1 cannot take what stage 0 gives" in said
-        assert "stage 0 gives: float32[2, 4]" in said
+        assert "stage 1 cannot take the output of stage 0" in said
+        assert "stage 0 returns: float32[2, 4]" in said
         assert takes in said
 
 

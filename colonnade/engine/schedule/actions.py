@@ -1,8 +1,8 @@
-"""Actions and tables: a pipeline schedule as plain data.
+"""Actions and tables: a pipeline schedule as plain data, without torch or a process group.
 
-An action is one piece of work of one rank: which stage, what kind, which micro-batch. It prints and parses as
-`2F0` (stage 2, forward, micro-batch 0). A table gives every pipeline rank its list of actions. Nothing here
-needs torch or a process group.
+An action is one piece of work of one rank: a stage, a kind, a micro-batch. Actions print and parse as `2F0` (stage 2, forward,
+micro-batch 0). A table lists the actions of every pipeline rank. Compare `_Action` and `pipeline_order` of
+torch.distributed.pipelining.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from colonnade.paths import local_path
 
 
 class Kind(StrEnum):
-    """What an action does. Users write the first four; the library adds the transfers."""
+    """The kind of work. Tables contain the first four; the library adds sends and receives."""
 
     FORWARD = "F"
     BACKWARD = "B"
-    """The full backward pass: I and W in one."""
+    """The full backward pass: I and W together."""
     INPUT = "I"
-    """The gradient of the stage's inputs, which the stage before waits for."""
+    """The gradient of the stage's inputs, for which the previous stage waits."""
     WEIGHT = "W"
-    """The gradient of the stage's parameters, which nobody waits for."""
+    """The gradient of the stage's parameters, for which no other stage waits."""
     SEND_FORWARD = "SEND_F"
     """Start sending the stage's output to the next stage."""
     RECEIVE_FORWARD = "RECV_F"
-    """From here on, expect the stage's input from the stage before."""
+    """From here on, expect the stage's input from the previous stage."""
     SENT_FORWARD = "SENT_F"
-    """The next stage has used the output by now: the send is over and its memory may go."""
+    """The next stage has used the output by now: end the send and release its memory."""
     SEND_BACKWARD = "SEND_B"
-    """Start sending the gradient of the stage's inputs to the stage before."""
+    """Start sending the gradient of the stage's inputs to the previous stage."""
     RECEIVE_BACKWARD = "RECV_B"
     """From here on, expect the gradient of the stage's output from the next stage."""
     SENT_BACKWARD = "SENT_B"
-    """The stage before has used the gradient by now: the send is over and its memory may go."""
+    """The previous stage has used the gradient by now: end the send and release its memory."""
 
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT})
-"""The kinds a user's table may hold."""
+"""The kinds allowed in a table."""
 GIVES_INPUT_GRADIENT = frozenset({Kind.BACKWARD, Kind.INPUT})
-"""After one of these the stage before may run its backward pass."""
+"""Kinds after which the previous stage can run its backward pass."""
 ENDS_MICRO_BATCH = frozenset({Kind.BACKWARD, Kind.WEIGHT})
-"""After one of these nothing of the micro-batch is kept on the stage."""
+"""Kinds after which the stage holds nothing of the micro-batch any more."""
 
 _ACTION = re.compile(rf"(\d+)({'|'.join(kind.value for kind in Kind)})(\d+)")
 _OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
@@ -67,7 +67,11 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Read `2F0`; anything else is a ScheduleError that shows the form."""
+        """Parse text such as `2F0`.
+
+        Raises:
+            ScheduleError: If the text is no action.
+        """
         found = _ACTION.fullmatch(text.strip())
         if found is None:
             raise ScheduleError(
@@ -85,23 +89,29 @@ Row: TypeAlias = "str | Sequence[Cell]"
 
 
 def parse_table(rows: Mapping[int, Row] | Sequence[Row]) -> Table:
-    """Make a table of rows: one per pipeline rank, a string `"0F0 0F1"` or a list of actions, strings, None.
+    """Make a table from rows, one per pipeline rank: a string `"0F0 0F1"`, or a list of actions, strings and None.
 
-    Empty cells (None, "") are waits, which the executor finds by itself, and are left out. The `pipeline_order` of
-    torch.distributed.pipelining may be given unchanged: `(0F1;3B0)OVERLAP_F_B` is F then B, and REDUCE_GRAD needs no
-    action, because the engine reduces as soon as gradients are complete. UNSHARD and RESHARD are refused.
+    Empty cells (None, "") are waits, which the executor finds automatically; they are dropped. The `pipeline_order` of
+    torch.distributed.pipelining is accepted unchanged: `(0F1;3B0)OVERLAP_F_B` becomes F then B, and REDUCE_GRAD is dropped,
+    because the engine reduces gradients as soon as they are complete.
+
+    Raises:
+        ScheduleError: If a cell is no action, for UNSHARD and RESHARD, or if ranks are missing.
     """
     items = rows.items() if isinstance(rows, Mapping) else enumerate(rows)
-    table = {rank: _parse_row(row) for rank, row in items}
+    table: Table = {}
+    for rank, row in items:
+        cells: Iterable[Cell] = re.split(r"[,\s]+", row) if isinstance(row, str) else row
+        table[rank] = [action for cell in cells for action in _parse_cell(cell)]
     if sorted(table) != list(range(len(table))) or not table:
         raise ScheduleError(
-            f"a table has one row for each pipeline rank 0..p-1; this one has rows for: {listed(table)}", code="C051"
+            f"a table needs one row for each pipeline rank 0..p-1; this one has rows for: {listed(table)}", code="C051"
         )
     return dict(sorted(table.items()))
 
 
 def read_csv(path: str | Path) -> Table:
-    """Read a table from a CSV file: line r has the actions of pipeline rank r, empty cells are waits. Errors name the file."""
+    """Read a table from a CSV file: line r has the actions of pipeline rank r, empty cells are waits."""
     file_path = local_path(path, "the table of actions", ScheduleError)
     try:
         with file_path.open(encoding="utf-8", newline="") as file:
@@ -113,21 +123,17 @@ def read_csv(path: str | Path) -> Table:
 
 
 def format_rows(table: Table) -> list[str]:
-    """One string per rank, `"0F0 0F1 0B0"`; `parse_table` reads it back."""
+    """One string per rank, such as `"0F0 0F1 0B0"`; the inverse of `parse_table`."""
     return [" ".join(map(str, table[rank])) for rank in sorted(table)]
 
 
 def only_forward(table: Table) -> Table:
-    """The table without backward work, for evaluation; the order of the forward passes stays."""
+    """The forward passes of a table, in their order, for evaluation."""
     return {rank: [action for action in actions if action.kind is Kind.FORWARD] for rank, actions in table.items()}
 
 
-def _parse_row(row: Row) -> list[Action]:
-    cells: Iterable[Cell] = re.split(r"[,\s]+", row) if isinstance(row, str) else row
-    return [action for cell in cells for action in _parse_cell(cell)]
-
-
 def _parse_cell(cell: object) -> list[Action]:
+    """The actions of a cell: none, one, or the two of an overlapped pair."""
     if isinstance(cell, Action):
         return [cell]
     text = "" if cell is None else str(cell).strip()
@@ -136,7 +142,7 @@ def _parse_cell(cell: object) -> list[Action]:
         return [Action.parse(part) for part in overlapped[1].split(";")]
     if _SHARDING.fullmatch(text):
         raise ScheduleError(
-            f"{text} cannot be done by a table: zero stage 3 (FSDP2) gathers and frees parameters pass by pass. "
+            f"{text} is not supported in a table: ZeRO stage 3 (FSDP2) gathers and frees parameters in each pass. "
             "Leave out UNSHARD and RESHARD.",
             code="C051",
         )

@@ -1,9 +1,9 @@
-"""The contract of a schedule: how one step's forward and backward passes run.
+"""The base class of schedules: how the forward and backward passes of one step run.
 
-What a user writes is a subclass of `BaseSchedule`, registered in `SCHEDULE` and named in the config. The engine calls
+A custom schedule is a subclass of `BaseSchedule`, registered in `SCHEDULE` and named in the config. The engine calls
 `pre_processing` once and `forward_back_step` for each batch. A schedule that runs its backward passes itself sets
-`runs_backward`, and calls `engine.backward_micro_batch` for each of them and `engine.note_loss` once; any other calls
-`engine.backward(loss)` once. `load_batch` takes a batch of the loader apart and moves it to the device.
+`runs_backward`, calls `engine.backward_micro_batch` for each of them and `engine.note_loss` once; any other calls
+`engine.backward(loss)` once. `load_batch` splits a batch of the loader into data and label and moves it to the device.
 """
 
 from __future__ import annotations
@@ -27,24 +27,26 @@ StepResult = tuple[Any, Any, Tensor | None]
 class BaseSchedule(ABC):
     """Runs the forward and backward passes of one step on an engine.
 
-    Implement `forward_back_step` (a subclass with Colossal-AI's `forward_backward_step` works too),
-    register the class in `SCHEDULE`, and choose it with `schedule=dict(type="YourSchedule", ...)`.
-    `data_process_func(batch) -> (data, label)` says how a batch of the loader is taken apart. Without it, the "labels"
-    (or "label") of a dict are the label if the criterion takes two arguments and the model does not need them; any
-    other dict goes into the model whole.
+    Implement `forward_back_step` (a subclass with Colossal-AI's `forward_backward_step` works, too), register the class
+    in `SCHEDULE`, and choose it with `schedule=dict(type="YourSchedule", ...)`.
+
+    Args:
+        data_process_func: Maps a batch of the loader to (data, label). By default the "labels" (or "label") of a dict
+            are the label if the criterion takes two arguments and the model does not require them; any other dict goes
+            to the model unchanged.
     """
 
     runs_backward = False
-    """Whether it runs the backward passes itself (a pipeline); else it must call `engine.backward` once a step."""
+    """Whether the schedule runs the backward passes itself (a pipeline); else it must call `engine.backward` once a step."""
 
     _take_dict_apart: Callable[[Mapping[str, Any]], tuple[Any, Any]] | None = None
-    """How a model that makes its own loss wants a dict taken apart, at the ends of a pipeline."""
+    """For a model that computes its own loss, in a pipeline: splits a dict into (data, label)."""
 
     _label_keys: tuple[str, ...] = ()
-    """Which entry of a dict is its label."""
+    """The keys of a dict that may be its label."""
 
     uses_batch = True
-    """Whether this rank computes with what it is given; a stage in the middle of a pipeline only reads along."""
+    """Whether this rank computes with its batch; a stage in the middle of a pipeline only keeps its loader in step."""
 
     def __init__(self, data_process_func: Callable[..., tuple[Any, Any]] | None = None) -> None:
         self.data_process_func = data_process_func
@@ -58,14 +60,14 @@ class BaseSchedule(ABC):
             cls.forward_back_step = cls.__dict__["forward_backward_step"]  # type: ignore[method-assign]
 
     def pre_processing(self, engine: Any) -> None:
-        """Called once, when the engine is built; the place for checks and buffers. Extend it, calling super."""
+        """Called once, when the engine is built, for checks and buffers. An override must call super."""
         self.device = engine.context.device
         criterion, own_loss = getattr(engine, "criterion", None), getattr(engine, "own_loss", None)
         self.read_dicts_for(getattr(engine, "model", None), criterion, own_loss)
-        self._same_batch = getattr(engine, "same_batch", None)  # not the engine: it would never go
+        self._same_batch = getattr(engine, "same_batch", None)  # not the engine: the cycle would keep it alive
 
     def read_dicts_for(self, model: Any, criterion: Any, own_loss: Any) -> None:
-        """Learn which entries of a dict are its label. `own_loss`: that of a model which makes its own loss, or None."""
+        """Decide which entries of a dict are its label. `own_loss`: the `OwnLoss` of a model that computes its loss, or None."""
         takes_label, needed = len(required_arguments(criterion)) > 1, required_arguments(model)
         self._take_dict_apart = own_loss.take_apart if own_loss is not None and criterion is not None else None
         self._label_keys = tuple(key for key in ("labels", "label") if takes_label and key not in needed)
@@ -79,14 +81,16 @@ class BaseSchedule(ABC):
         return_loss: bool = True,
         return_output_label: bool = True,
     ) -> StepResult:
-        """Run one step: take the batch, go forward and, unless `forward_only`, backward.
+        """Run one step: load the batch, run the forward and, unless `forward_only`, the backward passes.
 
-        Gradients are left in `.grad`; the optimizer is not stepped. Returns (output, label, loss), each None
-        where it was not asked for or does not exist on this rank.
+        Gradients are left in `.grad`; the optimizer does not step.
+
+        Returns:
+            (output, label, loss), each None if not asked for or not known on this rank.
         """
 
     def load_batch(self, data_iter: Iterator[Any], to_gpu: bool = True) -> tuple[Any, Any]:
-        """Take the next batch apart into (data, label) and move it to the engine's device."""
+        """The next batch as (data, label), on the engine's device if `to_gpu`."""
         if data_iter is None:
             raise ScheduleError(
                 "this schedule needs a data iterator on this rank, but got None; pass iter(dataloader)", code="C051"
@@ -101,7 +105,7 @@ class BaseSchedule(ABC):
         return data, label
 
     def take_apart(self, batch: Any) -> tuple[Any, Any]:
-        """(data, label) of what a loader gives."""
+        """(data, label) of a batch of the loader."""
         if self.data_process_func is not None:
             return self.data_process_func(batch)
         if isinstance(batch, (list, tuple)) and len(batch) == 2:
@@ -116,18 +120,18 @@ class BaseSchedule(ABC):
             return batch, None
         length = f" of {len(batch)}" if isinstance(batch, (list, tuple)) else ""
         raise ScheduleError(
-            f"a batch is (data, label), a dict or a tensor, not a {type(batch).__name__}{length}; "
+            f"a batch must be (data, label), a dict or a tensor, not a {type(batch).__name__}{length}; "
             f"pass data_process_func=lambda batch: (data, label) to the schedule",
             code="C051",
         )
 
 
 def checked_result(schedule: BaseSchedule, result: Any) -> StepResult:
-    """What `forward_back_step` returned, if it is (output, label, loss)."""
+    """The result of `forward_back_step`, checked to be (output, label, loss)."""
     if not isinstance(result, (tuple, list)) or len(result) != 3:
         raise ScheduleError(
-            f"{type(schedule).__name__}.forward_back_step() returned {format_value(result)}; it returns (output, label, "
-            f"loss), each None where it was not asked for or is not known here",
+            f"{type(schedule).__name__}.forward_back_step() returned {format_value(result)}; it must return (output, label, "
+            f"loss), each None if not asked for or not known on this rank",
             code="C051",
         )
     output, label, loss = result
@@ -135,10 +139,10 @@ def checked_result(schedule: BaseSchedule, result: Any) -> StepResult:
 
 
 def move(value: Any, device: torch.device) -> Any:
-    """Every tensor inside a nested value, moved to `device`; everything else as it is."""
+    """A nested value with every tensor moved to `device`."""
     return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, value)
 
 
 def rows_of(data: Any) -> int:
-    """The rows (dimension 0) of the first tensor inside a nested value; 0 where there is none."""
+    """The size of dimension 0 of the first tensor in a nested value; 0 if there is none."""
     return next((leaf.size(0) for leaf in tree_leaves(data) if isinstance(leaf, Tensor) and leaf.dim()), 0)

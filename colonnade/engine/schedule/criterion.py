@@ -1,4 +1,4 @@
-"""The criterion on what a model gave: which of outputs and labels go in, and what is said where it cannot take them."""
+"""Calling the criterion: which outputs and labels are its arguments, and helpful errors if it cannot take them."""
 
 from __future__ import annotations
 
@@ -17,24 +17,37 @@ from colonnade.errors import ScheduleError
 
 
 def call_criterion(criterion: Any, output: Any, label: Any) -> Any:
-    """The loss: of the output and the label, or of the output alone where there is no label.
+    """The loss of an output and its label, or of the output alone if there is no label.
 
-    Without a criterion it is the loss that the model has put into its output.
+    A list or tuple is passed as several arguments, a dict label by keyword. Without a criterion the loss is the one that
+    the model has put into its output.
+
+    Raises:
+        ScheduleError: If there is neither a criterion nor a loss in the output, or the arguments do not fit.
     """
     if criterion is None:
         loss = own_loss(output)
         if loss is None:
             raise ScheduleError(
-                f"a loss is asked for, but the engine has no criterion, and the model returned {format_value(output)}; pass "
-                f"criterion= to initialize, or let the model return its loss: a scalar, dict(loss=...) or (loss, ...). A model of "
-                f"transformers makes it where the batch is a dict with 'labels'",
+                f"the loss is unknown: the engine has no criterion, and the model returned {format_value(output)}; pass criterion= to "
+                f"initialize, or let the model return its loss: a scalar, dict(loss=...) or (loss, ...). A Hugging Face model "
+                f"computes it if the batch is a dict with 'labels'",
                 code="C045",
             )
         return loss
     if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return _loss_of(criterion, output, label)
-    with torch.enable_grad():  # of an evaluation too, the graph of the loss says what it is a mean over
-        return _loss_of(criterion, tree_map_only(Tensor, _with_graph, output), label)
+
+    def with_graph(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point() or tensor.requires_grad:
+            return tensor
+        tensor = tensor.detach()
+        StageInput(tensor)
+        return tensor
+
+    # In an evaluation, too, the graph of the loss shows the count that its mean was taken over (see `split_loss`).
+    with torch.enable_grad():
+        return _loss_of(criterion, tree_map_only(Tensor, with_graph, output), label)
 
 
 def _loss_of(criterion: Any, output: Any, label: Any) -> Any:
@@ -47,8 +60,8 @@ def _loss_of(criterion: Any, output: Any, label: Any) -> Any:
                 raise
             name = getattr(criterion, "__name__", type(criterion).__name__)
             raise ScheduleError(
-                f"{name} takes {needed} arguments, and there is no label: a batch is (data, label), or a dict with "
-                f"'labels'; for others pass data_process_func=lambda batch: (data, label) to the schedule",
+                f"{name} takes {needed} arguments, and there is no label: a batch must be (data, label), or a dict with "
+                f"'labels'; for other batches pass data_process_func=lambda batch: (data, label) to the schedule",
                 code="C045",
             ) from error
     if isinstance(label, dict):
@@ -60,42 +73,33 @@ def _loss_of(criterion: Any, output: Any, label: Any) -> Any:
 def _called(
     criterion: Any, outputs: Sequence[Any], labels: Sequence[Any], named: Mapping[str, Any] | None = None
 ) -> Any:
-    """The criterion of these; where it fails on more values than it needs, the error says where they are from."""
+    """Call the criterion. If it fails on more values than it requires, the error explains where they come from."""
     named = named or {}
     try:
         return criterion(*outputs, *labels, **named)
     except (TypeError, ValueError, RuntimeError) as error:
         given, takes = len(outputs) + len(labels) + len(named), most_arguments(criterion)
         several = max(len(outputs), len(labels))
-        if takes is None or several == 1 or given <= len(required_arguments(criterion)):  # an error inside
+        if takes is None or several == 1 or given <= len(required_arguments(criterion)):  # the criterion's own error
             raise
-        told = (
-            f"{'the model returned' if len(outputs) > 1 else 'the label is'} {several} values, which go into the criterion one "
-            f"by one (outputs first, then labels). Give a criterion that takes them, such as lambda "
+        reason = (
+            f"{'the model returned' if len(outputs) > 1 else 'the label is'} {several} values, each a separate argument of the "
+            f"criterion (outputs first, then labels). Use a criterion that takes them, such as lambda "
             f"{', '.join([*_names(len(outputs), len(labels)), *named])}: ..., or let the model return one value"
         )
         name = getattr(criterion, "__name__", type(criterion).__name__)
         if isinstance(error, TypeError) and given > takes:
             raise ScheduleError(
-                f"{name} takes at most {takes} arguments, and was given {given}: {told}", code="C045"
+                f"{name} takes at most {takes} arguments, and was given {given}: {reason}", code="C045"
             ) from error
-        if not isinstance(
-            error, torch.OutOfMemoryError
-        ):  # one of them is taken for an option, as the weight of F.cross_entropy
-            error.add_note(f"{name} was given {given} arguments: {told}")
+        # A value may have been taken for an option, such as the weight of F.cross_entropy.
+        if not isinstance(error, torch.OutOfMemoryError):
+            error.add_note(f"{name} was given {given} arguments: {reason}")
         raise
 
 
-def _with_graph(tensor: Tensor) -> Tensor:
-    if not tensor.is_floating_point() or tensor.requires_grad:
-        return tensor
-    tensor = tensor.detach()
-    StageInput(tensor)
-    return tensor
-
-
 def _names(outputs: int, labels: int) -> list[str]:
-    """Names for so many arguments: output, or output_0 and output_1; then labels."""
+    """Argument names: output, or output_0 and output_1; then the same for labels."""
     return [
         kind if count == 1 else f"{kind}_{at}"
         for kind, count in (("output", outputs), ("label", labels))
@@ -104,7 +108,7 @@ def _names(outputs: int, labels: int) -> list[str]:
 
 
 def required_arguments(function: Any) -> list[str]:
-    """The names of what a function or a module cannot be called without by position; none where that is not known."""
+    """The positional arguments without default of a function or module; none if its signature is not known."""
     try:
         signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
     except (TypeError, ValueError):
@@ -117,7 +121,7 @@ def required_arguments(function: Any) -> list[str]:
 
 
 def most_arguments(function: Any) -> int | None:
-    """How many arguments a function or a module takes by position; None where that is not known, or as many as there are."""
+    """The number of positional arguments of a function or module; None if it is not known or not limited."""
     try:
         signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
     except (TypeError, ValueError):

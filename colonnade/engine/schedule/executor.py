@@ -1,10 +1,10 @@
-"""The executor of pipeline tables: it runs one rank's actions of any order, built-in or custom.
+"""The executor of pipeline tables: runs one rank's actions of any order, built-in or custom.
 
-The executor knows no order. When it is built, all ranks agree on one table, and each derives its own program: the
-rank's compute actions with the sends and receives between them (`programs.py`). `Executor.run` executes that program,
-one action after another: `_forward` and `_backward` compute, a `Link` (`transfer.py`) per peer sends and receives. A
-`StepState` is what one step holds between its actions. Losses are scaled, gradients never are, so that several calls
-accumulate into `.grad`.
+The executor knows no order. At construction all ranks agree on one table, and each rank derives its own program: its
+compute actions with the sends and receives between them (`programs.py`). `Executor.run` executes that program, one
+action after another: `_forward` and `_backward` compute, a `Link` per peer (`transfer.py`) sends and receives. A
+`StepState` holds the values between the actions of one step. Losses are scaled, gradients never are, so that several
+calls accumulate into `.grad`.
 
 The second half of the class is the failure protocol, which ends a step on all ranks at once, with the reason of the
 rank that failed first and with no message in flight.

@@ -1,7 +1,7 @@
-"""Micro-batches of a pipeline: a batch cut on dimension 0, a stage called on one piece, and the pieces joined again.
+"""Micro-batches of a pipeline: a batch split along dimension 0, a stage called on one micro-batch, and results joined again.
 
-`cut_batch` and `join` are each other's inverse. `call_module` is how a stage is called on what the stage before it gave; where
-it cannot take that, the error says what one stage gives and what the other takes.
+`cut_batch` and `join` are inverses. `call_module` calls a stage on the output of the previous one; if the stage cannot take it, the
+error shows both sides.
 """
 
 from __future__ import annotations
@@ -21,34 +21,40 @@ from colonnade.parallel.split import Stage, call_layer
 
 FEED_ALIKE = (
     "Use colonnade.utils.get_dataloader, or shard by gpc.get_local_rank(ParallelMode.DATA): a DistributedSampler without "
-    "num_replicas= and rank= gives every rank of the world samples of its own"
+    "num_replicas= and rank= gives every rank of the world different samples"
 )
-"""What to do where ranks that see the same data were given different batches."""
+"""Advice for ranks that need the same data and were given different batches."""
 
 
 @dataclass
 class MicroBatch:
-    """One piece of a batch. The forward hook of an executor may set `label`."""
+    """One micro-batch. The forward hook of an executor may set `label`."""
 
     index: int
     data: Any = None
     label: Any = None
     weight: float = 1.0
-    """Its share of the loss of the batch: all weights together are 1 for a mean."""
+    """Its contribution to the loss of the batch; for a mean, all weights add up to 1."""
     rows: int | None = None
-    """How many rows of the batch it has, 0 for a copy; None where no batch was given."""
+    """Its number of rows of the batch, 0 for a copy; None if no batch was given."""
     counts: bool = True
-    """Whether its loss and its output are part of those of the batch."""
+    """Whether its loss and output count; False for a copy that fills up a short batch."""
 
 
 def cut_batch(data: Any, label: Any, count: int, fill: bool = False) -> list[MicroBatch]:
-    """Cut a batch into `count` pieces whose sizes differ by at most one row, larger ones first.
+    """Split a batch into `count` micro-batches, whose sizes differ by at most one row, larger ones first.
 
-    With `fill`, for a forward pass alone, a batch of fewer rows is filled up with copies of its last row that do not count.
+    Tensors are split along dimension 0, at any depth of tuples, lists and dicts; 0-d tensors and other values are part of every
+    micro-batch. The weight of a micro-batch is its fraction of the rows, so that mean losses add up to the mean over the batch.
 
-    Tensors are cut, at any depth of tuples, lists and dicts; 0-d tensors and everything else go whole into
-    every piece. The weight of a piece is its part of the rows, which makes mean losses add up to the mean
-    over the batch.
+    Args:
+        data: The data of the batch.
+        label: Its label, or None.
+        count: The number of micro-batches.
+        fill: For a forward pass only: fill up a batch of fewer than `count` rows with copies of its last row that do not count.
+
+    Raises:
+        ScheduleError: If the batch has too few rows, or tensors with different numbers of rows.
     """
     rows = _rows(data, label)
     if fill and 0 < rows < count:
@@ -58,46 +64,44 @@ def cut_batch(data: Any, label: Any, count: int, fill: bool = False) -> list[Mic
         ]
     if rows == 0:
         raise ScheduleError(
-            "a batch of 0 rows cannot be cut: a pipeline sends at least one row in each micro-batch. Leave such batches out on all ranks "
-            "of the pipeline (`if len(data)`), or look at what the sampler or the filter before it gives",
+            "a batch of 0 rows cannot be split: a pipeline needs at least one row in each micro-batch. Skip such batches on all ranks of "
+            "the pipeline (`if len(data)`), or check the sampler or filter that made it",
             code="C052",
         )
     if rows < count:
         raise ScheduleError(
-            f"a batch of {rows} rows cannot be cut into {count} micro-batches. Set num_microbatches to "
+            f"a batch of {rows} rows cannot be split into {count} micro-batches. Set num_microbatches to "
             f"{rows} or less, use larger batches, or set drop_last=True on the data loader.",
             code="C052",
         )
     sizes = [rows // count + (index < rows % count) for index in range(count)]
-    cuts = zip(_cut(data, sizes), _cut(label, sizes), sizes, strict=True)
-    return [MicroBatch(index, item, mark, size / rows, size) for index, (item, mark, size) in enumerate(cuts)]
+    parts = zip(_split(data, sizes), _split(label, sizes), sizes, strict=True)
+    return [MicroBatch(index, inputs, target, size / rows, size) for index, (inputs, target, size) in enumerate(parts)]
 
 
 def join(pieces: Sequence[Any]) -> Any:
-    """The pieces as one value: tensors joined on dimension 0, 0-d tensors stacked, equal values once.
+    """The pieces as one value: tensors concatenated along dimension 0, 0-d tensors stacked, equal values once.
 
-    Tensors that do not fit together (another width, say) and values that differ become a list.
+    Tensors of different shapes beyond dimension 0, and values that differ, become a list.
     """
     leaves, (spec, *others) = zip(*map(tree_flatten, pieces), strict=True)
     if any(other != spec for other in others):
         return list(pieces)
-    return tree_unflatten([_join_leaf(*column) for column in zip(*leaves, strict=True)], spec)
-
-
-def _join_leaf(first: Any, *others: Any) -> Any:
-    items = [first, *others]
-    if all(isinstance(item, Tensor) for item in items):
-        if all(item.dim() == 0 for item in items):
-            return torch.stack(items)
-        if all(item.dim() and item.shape[1:] == first.shape[1:] for item in items):
-            return torch.cat(items)
-        return items
-    same = not any(isinstance(item, Tensor) for item in items) and all(other == first for other in others)
-    return first if same else items
+    joined: list[Any] = []
+    for items in map(list, zip(*leaves, strict=True)):
+        first = items[0]
+        tensors = [isinstance(item, Tensor) for item in items]
+        if all(tensors) and all(item.dim() == 0 for item in items):
+            joined.append(torch.stack(items))
+        elif all(tensors) and all(item.dim() and item.shape[1:] == first.shape[1:] for item in items):
+            joined.append(torch.cat(items))
+        else:
+            joined.append(first if not any(tensors) and all(item == first for item in items[1:]) else items)
+    return tree_unflatten(joined, spec)
 
 
 def _rows(data: Any, label: Any) -> int:
-    """The rows that every tensor of the batch has."""
+    """The number of rows, which must be the same for all tensors of the batch."""
     sizes = {
         name + keystr(path): leaf.size(0)
         for name, value in (("data", data), ("label", label))
@@ -105,18 +109,18 @@ def _rows(data: Any, label: Any) -> int:
         if isinstance(leaf, Tensor) and leaf.dim()
     }
     if not sizes:
-        raise ScheduleError("the batch holds no tensor with rows (dimension 0), so it cannot be cut", code="C052")
+        raise ScheduleError("the batch has no tensor with rows (dimension 0), so it cannot be split", code="C052")
     if len(set(sizes.values())) > 1:
         found = ", ".join(f"{name} has {size}" for name, size in sizes.items())
         raise ScheduleError(
-            "the tensors of a batch are cut on dimension 0 and must have the same number of rows there: "
-            f"{found}. What belongs to all rows is better a buffer of the model, or given as a non-tensor.",
+            "the tensors of a batch are split along dimension 0 and must have the same number of rows: "
+            f"{found}. Make a tensor that belongs to all rows a buffer of the model, or pass it as a non-tensor.",
             code="C052",
         )
     return next(iter(sizes.values()))
 
 
-def _cut(value: Any, sizes: Sequence[int]) -> list[Any]:
+def _split(value: Any, sizes: Sequence[int]) -> list[Any]:
     leaves, spec = tree_flatten(value)
     columns = [
         torch.split(leaf, list(sizes)) if isinstance(leaf, Tensor) and leaf.dim() else [leaf] * len(sizes)
@@ -131,9 +135,9 @@ _ABOUT_FORM = re.compile(r"shape|size|dtype|must match|expected|dimension", re.I
 
 
 def call_module(stage: int, module: nn.Module, inputs: Any, micro_batch: MicroBatch) -> Any:
-    """The usual forward hook: a dict goes in by keyword, a tuple or list by position, anything else alone.
+    """The default forward hook: a dict is passed by keyword, a tuple or list by position, anything else alone.
 
-    A stage cut out of an nn.Sequential takes what the layer before it returned as one argument, as it did there.
+    A stage of an nn.Sequential takes the output of the previous layer as one argument, as it does there.
     """
     one_value = stage > 0 and isinstance(module, Stage) and module.takes_one_value
     try:
@@ -141,8 +145,8 @@ def call_module(stage: int, module: nn.Module, inputs: Any, micro_batch: MicroBa
     except (TypeError, RuntimeError) as error:
         if stage > 0 and (reason := stage_mismatch(module, inputs, one_value, error)):
             raise ScheduleError(
-                f"stage {stage} cannot take what stage {stage - 1} gives: {reason}\n"
-                f"  stage {stage - 1} gives: {format_value(inputs)}\n"
+                f"stage {stage} cannot take the output of stage {stage - 1}: {reason}\n"
+                f"  stage {stage - 1} returns: {format_value(inputs)}\n"
                 f"  stage {stage} takes: {format_signature(module)}",
                 code="C053",
             ) from error
@@ -150,7 +154,7 @@ def call_module(stage: int, module: nn.Module, inputs: Any, micro_batch: MicroBa
 
 
 def stage_mismatch(module: nn.Module, inputs: Any, one_value: bool, error: Exception) -> str | None:
-    """The reason why a stage cannot take these inputs, if that is what the error is about."""
+    """The reason why a stage cannot take these inputs; None if `error` is about something else."""
     if isinstance(error, TypeError):
         bind = inspect.signature(_first_layer(module).forward).bind
         try:
@@ -162,7 +166,7 @@ def stage_mismatch(module: nn.Module, inputs: Any, one_value: bool, error: Excep
 
 
 def format_value(value: Any) -> str:
-    """A nested value in one line: tensors as dtype and shape."""
+    """A nested value on one line, with tensors as dtype and shape."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, dict):
@@ -174,7 +178,7 @@ def format_value(value: Any) -> str:
 
 
 def format_signature(module: nn.Module) -> str:
-    """How the first layer of a stage is called."""
+    """The signature of the first layer of a stage, and the shapes of its own weights."""
     first = _first_layer(module)
     weights = ", ".join(f"{name} {list(parameter.shape)}" for name, parameter in first.named_parameters(recurse=False))
     return f"{type(first).__name__}.forward{inspect.signature(first.forward)}" + (f" with {weights}" if weights else "")

@@ -1,9 +1,9 @@
 """Orders: pipeline schedules as pure functions (num_ranks, num_microbatches[, num_chunks]) -> table.
 
-A function becomes an order with `@ORDERS.register_module`, and a config then names it: `schedule=dict(type="its_name",
-num_microbatches=8)`. Loop orders lay the stages round and round over the ranks; V orders go down the ranks and come
-back, so that the first and the last stage share a rank. Written from the ideas of the papers named at each function;
-zero-bubble orders are for equal costs of F, I and W.
+`@ORDERS.register_module` registers a function as an order, which a config can then name: `schedule=dict(type="its_name",
+num_microbatches=8)`. Loop orders place stages round and round on the ranks; V orders go down the ranks and come back, so that
+the first and the last stage share a rank. Each order is written after the paper named in its docstring. Zero-bubble orders
+assume equal costs of F, I and W.
 """
 
 from __future__ import annotations
@@ -21,17 +21,21 @@ from colonnade.registry import ORDERS
 
 
 def make_table(name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None = None) -> Table:
-    """The table of a registered order; `num_chunks` as in `check_chunks`."""
+    """The table of a registered order; for `num_chunks` see `check_chunks`."""
     num_chunks = check_chunks(name, num_chunks)
-    for what, size in (("ranks", num_ranks), ("micro-batches", num_microbatches)):
+    for name_of, size in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
         if size < 1:
-            raise ScheduleError(f"a pipeline needs at least 1 of its {what}, not {size}", code="C051")
+            raise ScheduleError(f"a pipeline needs {name_of} of at least 1, not {size}", code="C051")
     chunks = {} if chunks_of(name) else {"num_chunks": num_chunks}
     return parse_table(ORDERS.get_module(name)(num_ranks, num_microbatches, **chunks))
 
 
 def check_chunks(name: str, num_chunks: int | None = None) -> int:
-    """The chunks per rank of the order `name`: `num_chunks`, if it has so many; without it, its own number or 2."""
+    """The chunks per rank of an order: `num_chunks`; without it, the order's own number, or 2.
+
+    Raises:
+        ScheduleError: If there is no such order, or it has another number of chunks.
+    """
     if name not in ORDERS:
         raise ScheduleError(
             f"no pipeline order {name!r}; known: {listed(ORDERS)}.{did_you_mean(name, ORDERS)} Register your own with "
@@ -42,7 +46,7 @@ def check_chunks(name: str, num_chunks: int | None = None) -> int:
     if num_chunks is not None and own not in (None, num_chunks):
         fitting = [other for other in ORDERS if chunks_of(other) in (None, num_chunks)]
         raise ScheduleError(
-            f"order {name!r} has {own} chunk(s) per rank, not {num_chunks}. Set num_chunks={own}, or take an order for "
+            f"order {name!r} has {own} chunk(s) per rank, not {num_chunks}. Set num_chunks={own}, or choose an order with "
             f"{num_chunks}: {listed(fitting)}",
             code="C051",
         )
@@ -50,13 +54,13 @@ def check_chunks(name: str, num_chunks: int | None = None) -> int:
 
 
 def chunks_of(name: str) -> int | None:
-    """How many chunks per rank the order has; None: as many as it is asked for (it takes `num_chunks`)."""
+    """The fixed number of chunks per rank of an order; None if it takes `num_chunks`."""
     make = ORDERS.get_module(name)
     return None if "num_chunks" in inspect.signature(make).parameters else getattr(make, "chunks_per_rank", 1)
 
 
 def chunks_per_rank(count: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Mark an order that does not take `num_chunks` and gives every rank `count` stages; without the mark, one."""
+    """Declare that an order gives every rank `count` stages; the default is one, or the argument `num_chunks`."""
 
     def mark(make: Callable[..., Any]) -> Callable[..., Any]:
         make.chunks_per_rank = count  # type: ignore[attr-defined]
@@ -69,13 +73,13 @@ def chunks_per_rank(count: int) -> Callable[[Callable[..., Any]], Callable[..., 
 
 
 def loop_stages(num_ranks: int, num_chunks: int) -> list[int]:
-    """The rank of each stage when stages go round: 0 1 2 3 0 1 2 3."""
+    """The rank of each stage in a loop order: 0 1 2 3 0 1 2 3."""
     return [stage % num_ranks for stage in range(num_ranks * num_chunks)]
 
 
 @ORDERS.register_module
 def gpipe(num_ranks: int, num_microbatches: int) -> Table:
-    """All forward passes, then all backward passes (Huang et al., GPipe). Holds every micro-batch."""
+    """All forward passes, then all backward passes (Huang et al., GPipe). Holds all micro-batches."""
     return breadth_first(num_ranks, num_microbatches, 1)
 
 
@@ -83,8 +87,7 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Table:
 def breadth_first(num_ranks: int, num_microbatches: int, num_chunks: int) -> Table:
     """GPipe with several chunks per rank (Lamy-Poirier, Breadth-First Pipeline Parallelism).
 
-    A chunk sees all micro-batches before the next one does: every micro-batch is held, and the bubble is
-    divided by v.
+    All micro-batches pass a chunk before the next chunk starts: all of them are held, and the bubble is divided by v.
     """
     micro_batches = range(num_microbatches)
     chunks = range(num_chunks)
@@ -97,7 +100,7 @@ def breadth_first(num_ranks: int, num_microbatches: int, num_chunks: int) -> Tab
 
 @ORDERS.register_module("1f1b")
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Table:
-    """One forward, one backward in turn (Narayanan et al., PipeDream-flush): at most p micro-batches held."""
+    """One forward, one backward in turn (Narayanan et al., PipeDream-flush). Holds at most p micro-batches."""
     return interleaved_1f1b(num_ranks, num_microbatches, 1)
 
 
@@ -105,18 +108,18 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Table:
 def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int) -> Table:
     """1F1B with several chunks per rank (Narayanan et al., Megatron-LM): the bubble is divided by v.
 
-    Holds about p + (p - 1) / v micro-batches. Takes any number of them: they go round in groups of at least
-    p, as equal as can be.
+    Holds about p + (p - 1) / v micro-batches. Any number of micro-batches is allowed: they run in groups of at least p,
+    of nearly equal size.
     """
-    # With one chunk a rank needs a lead of one micro-batch over the next rank; with several, of two, or the
-    # backward pass of the next chunk comes too late.
+    # With one chunk a rank needs a lead of one micro-batch over the next rank; with several, of two, or the backward pass
+    # of the next chunk is late.
     lead = 1 if num_chunks == 1 else 2
     return _one_for_one(num_ranks, num_microbatches, num_chunks, Kind.BACKWARD, lead)
 
 
 @ORDERS.register_module
 def interleaved_zero_bubble(num_ranks: int, num_microbatches: int, num_chunks: int) -> Table:
-    """Interleaved 1F1B with split backward: W fills the waits, memory as 1F1B.
+    """Interleaved 1F1B with split backward: W fills the waits, with the memory of 1F1B.
 
     ZB1P of Qi et al., Zero Bubble Pipeline Parallelism.
     """
@@ -150,71 +153,73 @@ def _in_groups(p: int, m: int, chunks: Sequence[int]) -> Iterator[tuple[int, int
 
 
 def _group_sizes(p: int, m: int) -> list[int]:
-    """m cut into groups of at least p (or one of m), as equal as can be, larger ones first.
+    """m micro-batches in groups of at least p (or one group of m), of nearly equal size, larger ones first.
 
-    A group below p would make a rank wait for its own output to come round, and can lock the order up.
+    In a group of fewer than p a rank would wait for its own output to come round, which can deadlock.
     """
     count = max(1, m // p)
     return [m // count + (index < m % count) for index in range(count)]
 
 
-# -- zero bubble: weight gradients fill what would be waiting time ------------------------------------------
+# -- zero bubble: weight gradients fill the waits -----------------------------------------------------------
 
 
 def fill_weights(table: Table, limit: int) -> Table:
-    """Add a W for every I of a table of F and I: where its rank would wait, or pass `limit` live chunks.
+    """Add a W for every I of a table of F and I: where its rank would wait, or would hold more than `limit` chunks.
 
-    One tick per action. A rank's F and I keep their order.
+    One tick per action. The order of F and I on each rank stays.
     """
     last_stage = num_stages(table) - 1
     todo = {rank: deque(actions) for rank, actions in table.items()}
-    owed: dict[int, deque[Action]] = {rank: deque() for rank in table}
+    weights: dict[int, deque[Action]] = {rank: deque() for rank in table}  # W of the I that have run
     live = Counter[int]()
     filled: Table = {rank: [] for rank in table}
     done: set[Milestone] = set()
-    while any([*todo.values(), *owed.values()]):
+    while any([*todo.values(), *weights.values()]):
+        # In each tick, a rank takes its next action, or a W if that one must wait or would pass the limit. Milestones of
+        # this tick count from the next one on.
         reached: list[Milestone] = []
         for rank in table:
-            action = _next(todo[rank], owed[rank], done, last_stage, full=live[rank] >= limit)
-            if action is None:
+            following = todo[rank][0] if todo[rank] else None
+            full = live[rank] >= limit and bool(weights[rank])
+            if (
+                following is not None
+                and not (full and following.kind is Kind.FORWARD)
+                and all(need in done for need in needed(following, last_stage))
+            ):
+                action = todo[rank].popleft()
+            elif weights[rank]:
+                action = weights[rank].popleft()
+            else:
                 continue
             filled[rank].append(action)
             live[rank] += (action.kind is Kind.FORWARD) - (action.kind is Kind.WEIGHT)
             if action.kind is Kind.INPUT:
-                owed[rank].append(action._replace(kind=Kind.WEIGHT))
-            reached += [there for there in [milestone(action)] if there is not None]
+                weights[rank].append(action._replace(kind=Kind.WEIGHT))
+            reached += [result for result in [milestone(action)] if result is not None]
         done.update(reached)
     return filled
 
 
-def _next(todo: deque[Action], owed: deque[Action], done: set[Milestone], last_stage: int, full: bool) -> Action | None:
-    """The action a rank takes in this tick: its next one, or an owed W where that must or had better wait."""
-    if todo:
-        must_free = full and bool(owed) and todo[0].kind is Kind.FORWARD
-        if not must_free and all(need in done for need in needed(todo[0], last_stage)):
-            return todo.popleft()
-    return owed.popleft() if owed else None
-
-
 class _VRow:
-    """The row of one rank of a V, written action by action; chunk 0 goes down the ranks, 1 comes back."""
+    """The row of one rank of a V order, built action by action. Chunk 0 goes down the ranks, chunk 1 comes back."""
 
     def __init__(self, rank: int, num_ranks: int, num_microbatches: int) -> None:
         self.actions: list[Action] = []
         self._stages = (rank, 2 * num_ranks - 1 - rank)
         self._num_microbatches = num_microbatches
         self._forwards, self._backwards = [0, 0], [0, 0]
-        self._owed: deque[Action] = deque()
+        self._weights: deque[Action] = deque()
 
     def add(self, actions: str, times: int = 1) -> None:
-        """Write down actions like "F0 I1 W", so many times.
+        """Append actions such as "F0 I1 W", `times` times.
 
-        `F0` is the next forward pass of chunk 0 and `B0` or `I0` its next backward pass or input gradient, each if
-        one is left; `W` is the oldest weight gradient that an I still owes.
+        `F0` is the next forward pass of chunk 0, `B0` or `I0` its next backward pass or input gradient, each only if one is
+        left. `W` is the oldest weight gradient of an I that has none yet.
         """
         for text in actions.split() * times:
             if text == "W":
-                self.actions.append(self._owed.popleft())
+                self.actions.append(self._weights.popleft())
                 continue
             kind, chunk = Kind(text[0]), int(text[1])
             count = self._forwards if kind is Kind.FORWARD else self._backwards
@@ -223,11 +228,11 @@ class _VRow:
             self.actions.append(Action(self._stages[chunk], kind, count[chunk]))
             count[chunk] += 1
             if kind is Kind.INPUT:
-                self._owed.append(self.actions[-1]._replace(kind=Kind.WEIGHT))
+                self._weights.append(self.actions[-1]._replace(kind=Kind.WEIGHT))
 
     @property
     def complete(self) -> bool:
-        """Whether every micro-batch has gone back through both chunks."""
+        """Whether every micro-batch has had its backward pass in both chunks."""
         return min(self._backwards) == self._num_microbatches
 
 
@@ -236,8 +241,8 @@ class _VRow:
 def zb_v(num_ranks: int, num_microbatches: int) -> Table:
     """Zero bubble on a V, with the memory of 1F1B (Qi et al., Pipeline Parallelism with Controllable Memory).
 
-    From m >= p on, a step takes p - 1 ticks more than its work, the least for any order that starts at one
-    end; from m >= 2p - 1 on, no rank waits between its first action and its last.
+    For m >= p a step takes p - 1 ticks more than its work, the minimum for an order that starts at one end; for
+    m >= 2p - 1 no rank waits between its first and its last action.
     """
     table: Table = {}
     for rank in range(num_ranks):
@@ -254,9 +259,9 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Table:
 @ORDERS.register_module
 @chunks_per_rank(2)
 def dualpipe_v(num_ranks: int, num_microbatches: int) -> Table:
-    """DualPipe (DeepSeek-AI) on a V: in the middle every F stands beside the backward pass of the other chunk.
+    """DualPipe (DeepSeek-AI) on a V: in the middle each F is paired with the backward pass of the other chunk.
 
-    The pairs are there to hide communication inside the layers; here they run one after the other. Needs two
+    DualPipe pairs them to hide communication inside the layers; here the two run one after the other. Needs two
     micro-batches per rank to fill the middle.
     """
     if num_microbatches < 2 * num_ranks:
@@ -274,7 +279,7 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Table:
         row.add("I1 W F1", below)
         row.add("F0 B1 F1 B0", num_microbatches - 2 * num_ranks + rank + 1)
         row.add("B1 F1 B0", below)
-        # From half-way through the drain on, ranks wait for each other: the weight gradients are kept for then.
+        # In the second half of the drain ranks wait for each other: backward passes are split, and W is kept for then.
         for step in range(2 * (rank + 1)):
             row.add(f"{'B' if step <= rank else 'I'}{1 - step % 2}")
         row.add("W I0", below)

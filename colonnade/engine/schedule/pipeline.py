@@ -1,8 +1,8 @@
-"""The schedules that a config can name: the whole model on each batch, and pipelines in any order.
+"""The schedules that a config can name: the unsplit model on each batch, and pipelines in any order.
 
-`NonPipelineSchedule` is the one without a pipeline. `PipelineSchedule` says which order and which micro-batches; the executor
-does the rest. `TableSchedule` takes an order of the user's as a table, and the classes at the end are the named orders.
-A schedule of the user's is a `BaseSchedule` (`base.py`); an order of the user's is a function in `ORDERS` (`orders.py`).
+`NonPipelineSchedule` runs without a pipeline. `PipelineSchedule` decides order and micro-batches and leaves the rest to the
+executor. `TableSchedule` takes a custom order as a table; the classes at the end are the named orders. A custom schedule is a
+`BaseSchedule` (`base.py`), a custom order a function in `ORDERS` (`orders.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @SCHEDULE.register_module
 class NonPipelineSchedule(BaseSchedule):
-    """Runs the whole model on each batch. A dict of data goes in by keyword, a list or tuple by position."""
+    """Runs the model on each batch, with a dict of data by keyword and a list or tuple by position."""
 
     def forward_back_step(
         self,
@@ -48,7 +48,7 @@ class NonPipelineSchedule(BaseSchedule):
     ) -> StepResult:
         data, label = self.load_batch(data_iter)
         if label is None and engine.criterion is None and isinstance(data, dict):
-            label = data.get("labels")  # a model that makes its own loss takes them; hooks may want to see them
+            label = data.get("labels")  # the model takes them as data; hooks of the trainer may need them, too
         with torch.set_grad_enabled(not forward_only):
             output = call_layer(engine, data)
             loss = call_criterion(engine.criterion, output, label) if return_loss or not forward_only else None
@@ -68,22 +68,29 @@ TableSource = str | Path | Mapping[int, Row] | Sequence[Row]
 
 @SCHEDULE.register_module
 class PipelineSchedule(BaseSchedule):
-    """A pipeline step in any order.
+    """Runs pipeline steps in any order.
 
-    `order`: a name in `ORDERS` (gpipe, 1f1b, interleaved_1f1b, breadth_first, interleaved_zero_bubble, zb_v,
-    dualpipe_v, or one that you registered), with `num_chunks` stages per rank; or `table`: a CSV file, or rows like
-    "0F0 0F1 0B0 0B1". `data_process_func`: of a batch, -> (data, label); or of two arguments, (output of the stage
-    before or None, (data, label) of the micro-batch) -> (inputs of the stage, label), called on every stage.
-    `tensor_shape`: a promise, checked, about what goes from stage to stage; shapes need not be given.
-    `loss_reduction`: what the criterion does over rows; means of unequal micro-batches are weighted by rows. A
-    criterion may also give (sum, count), which is divided once by the count of all ranks; a mean cross-entropy, which may
-    ignore labels, counts as that. `loss_everywhere`: all
-    ranks return the loss, not only the last stage's.
+    The engine must have `context`, `model` (this rank's stage, or an nn.ModuleList of its stages in order), `criterion`,
+    `loss_scale` and `sum_scale` (factors of a mean, and of the sum of a (sum, count), for the backward pass),
+    `backward_micro_batch` (a `RunBackward`), and `note_loss(count, here, trains=)`: the count of the step's loss, None for a
+    mean; whether this rank has the last stage; whether gradients were computed from it.
 
-    Of the engine it needs `context`, `model` (this rank's stage, or an nn.ModuleList of its stages in order),
-    `criterion`, `loss_scale` and `sum_scale` (what a mean, or the sum of a (sum, count), is multiplied by for the
-    backward pass), `backward_micro_batch` (a `RunBackward`) and `note_loss(count, here, trains=)`: the count of the
-    step's loss, None for a mean, with `here` where the last stage is, and whether gradients were made of it.
+    Args:
+        num_microbatches: The micro-batches of a batch; None: as many as `table` has.
+        order: A name in `ORDERS`: gpipe, 1f1b, interleaved_1f1b, breadth_first, interleaved_zero_bubble, zb_v, dualpipe_v, or
+            your own.
+        num_chunks: Stages per rank, for orders that allow several.
+        data_process_func: batch -> (data, label); or, with two arguments, (output of the previous stage or None, (data, label)
+            of the micro-batch) -> (inputs of the stage, label), called on every stage.
+        tensor_shape: If given, the shape that every stage but the last must return. Not required.
+        table: A custom order instead of `order`: a CSV file, or rows such as "0F0 0F1 0B0 0B1".
+        loss_reduction: How the criterion reduces over rows. Means of unequal micro-batches are weighted by their rows. A
+            criterion may also return (sum, count), which is divided once, by the count of all ranks; a mean
+            cross-entropy, which may ignore labels, is read as that.
+        loss_everywhere: Whether all ranks return the loss, not only that of the last stage.
+
+    Raises:
+        ScheduleError: If an argument is wrong or the table cannot run.
     """
 
     runs_backward = True
@@ -100,7 +107,15 @@ class PipelineSchedule(BaseSchedule):
         loss_reduction: Literal["mean", "sum"] = "mean",
         loss_everywhere: bool = True,
     ) -> None:
-        by_stage = data_process_func is not None and _num_arguments(data_process_func) == 2
+        by_stage = False
+        if data_process_func is not None:
+            count = len(required_arguments(data_process_func))
+            if count not in (1, 2):
+                raise ScheduleError(
+                    f"data_process_func must take (batch) or (stage_output, micro_batch), not {count} arguments",
+                    code="C051",
+                )
+            by_stage = count == 2
         self._stage_data_func = data_process_func if by_stage else None
         super().__init__(None if self._stage_data_func else data_process_func)
         self._table: Table | None = None
@@ -109,7 +124,7 @@ class PipelineSchedule(BaseSchedule):
         self.num_microbatches = _num_microbatches(num_microbatches, self._table)
         self.num_chunks = check_chunks(order, num_chunks) if self._table is None else num_chunks
         if loss_reduction not in ("mean", "sum"):
-            raise ScheduleError(f"loss_reduction is 'mean' or 'sum', not {loss_reduction!r}", code="C051")
+            raise ScheduleError(f"loss_reduction must be 'mean' or 'sum', not {loss_reduction!r}", code="C051")
         self.order, self.tensor_shape = order, tensor_shape
         self._loss_reduction, self._loss_everywhere = loss_reduction, loss_everywhere
         self._executor: Executor | None = None
@@ -118,7 +133,7 @@ class PipelineSchedule(BaseSchedule):
         """The compute actions of this rank's last step, in the order in which they ran."""
 
     def table(self, num_ranks: int) -> Table:
-        """The checked table for a pipeline of `num_ranks`; needs no process group."""
+        """The checked table for a pipeline of `num_ranks` ranks; needs no process group."""
         table = self._table or make_table(self.order, num_ranks, self.num_microbatches, self.num_chunks)
         facts = check(table, num_microbatches=self.num_microbatches)
         if facts.num_ranks != num_ranks:
@@ -128,26 +143,32 @@ class PipelineSchedule(BaseSchedule):
         return table
 
     def stage_ranks(self, num_ranks: int) -> tuple[int, ...]:
-        """Which rank of a pipeline of `num_ranks` has each stage."""
+        """The rank of each stage, in a pipeline of `num_ranks` ranks."""
         return check(self.table(num_ranks)).stage_ranks
 
     def open_groups(self, context: ParallelContext) -> None:
-        """Before anything that may fail on one rank alone: what `pre_processing` needs of all. Collective over the world."""
+        """Create the process groups of `pre_processing`, before any step that may fail on a single rank.
+
+        Collective over the world.
+        """
         if context.pipeline_parallel_size > 1:
             _transfer_groups(context)
 
     def pre_processing(self, engine: Any) -> None:
-        """Check the order against the world and the model. Collective over the world."""
+        """Check the order against the world and the model, and build the executor.
+
+        Collective over the world.
+        """
         super().pre_processing(engine)
         if self._stage_data_func:
-            self._label_keys = ()  # it takes batches apart itself
+            self._label_keys = ()  # the function splits batches itself
         context = engine.context
         piped = context.is_initialized(ParallelMode.PIPELINE)
         ranks = context.get_ranks_in_group(ParallelMode.PIPELINE) if piped else [context.get_global_rank()]
         several = len(ranks) > 1
         transfer_group, down_group = _transfer_groups(context) if several else (None, None)
         model = engine.model
-        # A run without a pipeline does not import the executor and its links.
+        # Imported here: a run without a pipeline does not need the executor and its links.
         from colonnade.engine.schedule.executor import Executor
 
         self._executor = Executor(
@@ -178,17 +199,19 @@ class PipelineSchedule(BaseSchedule):
         return_loss: bool = True,
         return_output_label: bool = True,
     ) -> StepResult:
-        """Run one step; see BaseSchedule. Collective over the pipeline, with the same flags on all its ranks.
+        """Run one step (see `BaseSchedule`); output and label are returned on the rank of the last stage.
 
-        Every rank reads the loader, so that iterators keep pace; `data_iter` may be None where neither the
-        first nor the last stage is. Output and label are returned on the rank of the last stage.
+        Every rank reads its loader, so that the iterators stay in step; `data_iter` may be None on a rank with neither
+        the first nor the last stage.
+
+        Collective over the pipeline, with the same flags on all its ranks.
         """
         if self._executor is None:
             self.pre_processing(engine)
         executor = self._executor
         assert executor is not None
         with_loss = return_loss or not forward_only
-        confirm = with_loss and self._loss_everywhere  # all ranks wait for the last stage then anyway
+        confirm = with_loss and self._loss_everywhere  # all ranks then wait for the last stage in any case
         try:
             micro_batches, label = self._micro_batches(data_iter, fill=forward_only)
         except Exception as error:
@@ -215,14 +238,14 @@ class PipelineSchedule(BaseSchedule):
         return join(step.outputs), label, loss
 
     def _divisors(self, engine: Any) -> dict[str, int]:
-        """The numbers by which a loss of a micro-batch is divided, by key of the config."""
+        """The numbers by which the loss of a micro-batch is divided, by config key."""
         divided = {"gradient_accumulation": getattr(engine, "accumulation", 1)}
         return divided if self._loss_reduction == "sum" else {"num_microbatches": self.num_microbatches, **divided}
 
     def _micro_batches(self, data_iter: Iterator[Any] | None, fill: bool) -> tuple[list[MicroBatch], Any]:
         if data_iter is None and not self.uses_batch:
             return [MicroBatch(index) for index in range(self.num_microbatches)], None
-        data, label = self.load_batch(data_iter)  # type: ignore[arg-type]  # None is its error to tell
+        data, label = self.load_batch(data_iter)  # type: ignore[arg-type]  # raises on None
         pieces = cut_batch(data, label, self.num_microbatches, fill)
         for piece in pieces:
             piece.weight = piece.weight if self._loss_reduction == "mean" else 1.0
@@ -239,8 +262,9 @@ class PipelineSchedule(BaseSchedule):
 
 
 def _watched_loss(criterion: Any, watch: DivisionWatch, output: Any, label: Any) -> Any:
+    """The loss of a micro-batch; in training, examined for a division that the engine makes as well."""
     loss = call_criterion(criterion, output, label)
-    if torch.is_grad_enabled():  # an evaluation has no gradient that is too small
+    if torch.is_grad_enabled():
         watch.look(
             loss, {len(leaf) for leaf in tree_leaves((output, label)) if isinstance(leaf, Tensor) and leaf.dim()}
         )
@@ -248,7 +272,7 @@ def _watched_loss(criterion: Any, watch: DivisionWatch, output: Any, label: Any)
 
 
 def _virtual_rank_switch(context: ParallelContext, stage_ranks: Sequence[int]) -> Callable[[int], None] | None:
-    """For stages that go round, tell the context which chunk runs, so that it can say "first" and "last"."""
+    """In a loop order, a function that sets the context's virtual rank to the chunk of a stage; else None."""
     num_ranks = max(stage_ranks) + 1
     num_chunks = len(stage_ranks) // num_ranks
     if num_chunks == 1 or list(stage_ranks) != loop_stages(num_ranks, num_chunks):
@@ -258,10 +282,12 @@ def _virtual_rank_switch(context: ParallelContext, stage_ranks: Sequence[int]) -
 
 
 def _transfer_groups(context: ParallelContext) -> tuple[Any, Any]:
-    """The groups of this rank's pipeline for transfers alone: all, and to lower ranks over NCCL. Collective over the world.
+    """Groups of this rank's pipeline for transfers: one for all, and one more for tensors to lower ranks over NCCL.
 
-    Apart from the pipeline's own group, so that collectives there are counted alike on all ranks, and so that
-    descriptions can travel on the CPU beside NCCL.
+    Apart from the pipeline's own group, in which TORCH_DISTRIBUTED_DEBUG=DETAIL compares the collectives of all ranks, and so that
+    headers can travel on the CPU next to NCCL.
+
+    Collective over the world.
     """
     from colonnade.engine.schedule.transfer import with_cpu
 
@@ -279,32 +305,21 @@ def _num_microbatches(given: int | None, table: Table | None) -> int:
         return check(table).num_microbatches
     if not isinstance(given, int) or isinstance(given, bool) or not 1 <= given <= _MOST_MICROBATCHES:
         raise ScheduleError(
-            f"num_microbatches is a whole number from 1 to {_MOST_MICROBATCHES}, not {given!r}", code="C051"
+            f"num_microbatches must be a whole number from 1 to {_MOST_MICROBATCHES}, not {given!r}", code="C051"
         )
     return given
 
 
-def _num_arguments(function: Callable[..., Any]) -> int:
-    """How many arguments a data_process_func needs: 1 (a batch) or 2 (stage output, micro-batch)."""
-    parameters = required_arguments(function)
-    if len(parameters) not in (1, 2):
-        raise ScheduleError(
-            f"data_process_func takes (batch) or (stage_output, micro_batch), not {len(parameters)} arguments",
-            code="C051",
-        )
-    return len(parameters)
-
-
 @SCHEDULE.register_module
 class TableSchedule(PipelineSchedule):
-    """Your own order as a table: a CSV file or rows, one per pipeline rank, checked before it runs."""
+    """A pipeline in your own order: a CSV file or rows, one per pipeline rank, checked before it runs."""
 
     def __init__(self, table: TableSource, num_microbatches: int | None = None, **options: Any) -> None:
         super().__init__(num_microbatches, table=table, **options)
 
 
 def schedule_of(order: str, name: str) -> type[PipelineSchedule]:
-    """The schedule of one order as a class, `name(num_microbatches, num_chunks, ...)`, registered for the config."""
+    """A registered schedule class for one order: `name(num_microbatches, num_chunks, ...)`."""
 
     def __init__(self: PipelineSchedule, num_microbatches: int, num_chunks: int | None = None, **options: Any) -> None:
         PipelineSchedule.__init__(self, num_microbatches, order, num_chunks, **options)

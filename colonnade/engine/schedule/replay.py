@@ -1,7 +1,7 @@
-"""Replay: the one walk over a table that respects what must come before what.
+"""Replay: walks through a table in an order in which everything that an action needs has happened before it.
 
-The checker (does it end?), the simulator (when?) and the transfer planner (in which order?) all read this
-walk, so they cannot disagree.
+The checker (does it end?), the simulator (when?) and the transfers (in which order?) all use this walk, so they cannot
+disagree.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from colonnade.engine.schedule.actions import ENDS_MICRO_BATCH, GIVES_INPUT_GRAD
 
 
 class TimedAction(NamedTuple):
-    """One action with its start and its end."""
+    """An action with its start and end time."""
 
     action: Action
     start: float
@@ -23,7 +23,7 @@ class TimedAction(NamedTuple):
 
 
 class Milestone(NamedTuple):
-    """A result that others wait for: the output of a forward pass, or the gradient of a stage's inputs."""
+    """A result that other actions need: the output of a forward pass, or the gradient of a stage's inputs."""
 
     stage: int
     micro_batch: int
@@ -36,14 +36,14 @@ class Milestone(NamedTuple):
 
 @dataclass(frozen=True)
 class Replay:
-    """What a walk did: the actions of each rank, and for each rank that could not go on, what it waits for."""
+    """The result of a walk: the timed actions of each rank, and the missing milestone of each rank that got stuck."""
 
     rows: dict[int, list[TimedAction]]
     stuck: dict[int, Milestone]
 
 
 def milestone(action: Action) -> Milestone | None:
-    """What others may wait for once `action` is done; None for a weight gradient."""
+    """The milestone that `action` reaches; None for a weight gradient."""
     if action.kind is Kind.FORWARD:
         return Milestone(action.stage, action.micro_batch, "output")
     if action.kind in GIVES_INPUT_GRADIENT:
@@ -52,7 +52,7 @@ def milestone(action: Action) -> Milestone | None:
 
 
 def needed(action: Action, last_stage: int) -> list[Milestone]:
-    """What must be there before `action` can start."""
+    """The milestones that `action` needs before it can start."""
     stage, kind, micro_batch = action
     if kind is Kind.FORWARD:
         return [Milestone(stage - 1, micro_batch, "output")] if stage > 0 else []
@@ -63,10 +63,15 @@ def needed(action: Action, last_stage: int) -> list[Milestone]:
 
 
 def replay(table: Table, cost: Callable[[Action], float], transfer: float = 0.0) -> Replay:
-    """Run every rank's actions in order, each as soon as its rank is free and its needs are there.
+    """Run every rank's actions in order, each as soon as its rank is free and its milestones are reached.
 
-    `cost` gives the duration of an action, `transfer` the time a result takes to another rank. Ranks that
-    wait for something that never comes are reported in `stuck`; the walk itself always ends.
+    Args:
+        table: The table; it need not be valid.
+        cost: The duration of an action.
+        transfer: The time that a result takes to reach another rank.
+
+    Returns:
+        The timed actions. Ranks that wait for a milestone that is never reached are in `stuck`.
     """
     last_stage = num_stages(table) - 1
     done: dict[Milestone, tuple[float, int]] = {}
@@ -77,6 +82,7 @@ def replay(table: Table, cost: Callable[[Action], float], transfer: float = 0.0)
     while runnable:
         rank = runnable.pop()
         stuck.pop(rank, None)
+        # As far as this rank gets; it is queued again when the milestone that it lacks is reached.
         for action in table[rank][len(rows[rank]) :]:
             needs = needed(action, last_stage)
             missing = next((need for need in needs if need not in done), None)
@@ -85,8 +91,8 @@ def replay(table: Table, cost: Callable[[Action], float], transfer: float = 0.0)
                 stuck[rank] = missing
                 break
             free = rows[rank][-1].end if rows[rank] else 0.0
-            there = [done[need][0] + (transfer if done[need][1] != rank else 0.0) for need in needs]
-            start = max([free, *there])
+            arrivals = [done[need][0] + (transfer if done[need][1] != rank else 0.0) for need in needs]
+            start = max([free, *arrivals])
             rows[rank].append(TimedAction(action, start, start + cost(action)))
             reached = milestone(action)
             if reached is not None:
@@ -96,15 +102,15 @@ def replay(table: Table, cost: Callable[[Action], float], transfer: float = 0.0)
 
 
 def num_stages(table: Table) -> int:
-    """How many stages the table speaks of: the highest one plus one."""
+    """The number of stages: the highest one in the table plus one."""
     return max((action.stage for actions in table.values() for action in actions), default=-1) + 1
 
 
 def live_counts(actions: Sequence[Action]) -> list[float]:
-    """While each action of a rank runs: of how many whole-model micro-batches the rank holds activations.
+    """For each action of a rank: the micro-batches whose activations the rank holds while it runs.
 
-    With v chunks on a rank each counts 1/v. A micro-batch is live from its forward pass to the end of its
-    last backward action.
+    A micro-batch is held from its forward pass to the end of its last backward action. With v chunks on a rank, each
+    counts 1/v.
     """
     chunks = len({action.stage for action in actions})
     counts, live = [], 0

@@ -1,6 +1,6 @@
-"""Simulate: when a table's actions run, how much of the time is waiting, how much is held; and a picture.
+"""Simulates a table: when its actions run, the bubble, the micro-batches held, and a picture.
 
-Costs are given or all equal; nothing is executed and no process group is needed.
+Costs are given or all equal. No process group is needed.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from colonnade.errors import ScheduleError
 
 @dataclass(frozen=True)
 class Costs:
-    """How long actions take, in any unit. A full backward takes input + weight."""
+    """Durations of actions, in any unit. A full backward pass takes input + weight."""
 
     forward: float = 1.0
     input: float = 1.0
     weight: float = 1.0
     transfer: float = 0.0
-    """From the end of an action to the start of the action on another rank that waits for it."""
+    """From the end of an action until its result is available on another rank."""
 
     def __post_init__(self) -> None:
         if min(self.forward, self.input, self.weight) <= 0 or self.transfer < 0:
-            raise ScheduleError(f"costs are above 0 (transfer: not below 0), unlike {self}", code="C051")
+            raise ScheduleError(f"costs must be above 0 (transfer: 0 or more), unlike {self}", code="C051")
 
     def __call__(self, action: Action) -> float:
         return {
@@ -42,25 +42,25 @@ EQUAL_COSTS = Costs()
 
 @dataclass(frozen=True)
 class Timeline:
-    """Every action of a table with its start and end."""
+    """The timed actions of a table."""
 
     rows: dict[int, list[TimedAction]]
     makespan: float
     """From the first start to the last end."""
     bubble: float
-    """The pipeline bubble, as of `bubble_of`."""
+    """The pipeline bubble (see `bubble_of`)."""
     peak_live: dict[int, float] = field(repr=False)
-    """For each rank, the most micro-batches held at once; each of v chunks counts 1/v."""
+    """For each rank, the maximum of micro-batches held at once; each of v chunks counts 1/v."""
 
     @property
     def max_live(self) -> float:
-        """The peak of the rank that holds most."""
+        """The highest peak of all ranks."""
         return max(self.peak_live.values())
 
     def picture(self) -> str:
-        """The timeline as text: a row per rank, `F3` a forward pass of micro-batch 3, `.` a wait.
+        """The timeline as text: a row per rank; `F3` is the forward pass of micro-batch 3, `.` a wait.
 
-        With several chunks on a rank the stage is written in front: `5F3`.
+        With several chunks on a rank the stage comes first: `5F3`.
         """
         tick = min(timed.end - timed.start for row in self.rows.values() for timed in row)
         several = any(len({timed.action.stage for timed in row}) > 1 for row in self.rows.values())
@@ -82,14 +82,14 @@ class Timeline:
 
 
 def bubble_of(rows: Mapping[int, Sequence[TimedAction]]) -> float:
-    """The pipeline bubble: the part of ranks x makespan in which ranks wait, 1 - (sum of all passes) / (ranks x makespan)."""
+    """The fraction of time in which ranks wait: 1 - (sum of all durations) / (ranks x makespan)."""
     makespan = max(row[-1].end for row in rows.values())
     work = sum(timed.end - timed.start for row in rows.values() for timed in row)
-    return 1 - work / (makespan * len(rows)) if len(rows) > 1 else 0.0  # one rank waits for nobody
+    return 1 - work / (makespan * len(rows)) if len(rows) > 1 else 0.0  # a single rank never waits
 
 
 def simulate(table: Table, costs: Costs = EQUAL_COSTS) -> Timeline:
-    """When each action of a valid table runs; an invalid table is the checker's error."""
+    """The timeline of a table. Raises ScheduleError if the table is invalid (see `check`)."""
     check(table)
     rows = replay(table, costs, costs.transfer).rows
     return Timeline(

@@ -1,15 +1,14 @@
-"""The backward pass of a stage, in one part or in two: gradients of its inputs first (I), of its parameters later (W).
+"""The backward pass of a stage, in one piece or in two: gradients of its inputs first (I), of its parameters later (W).
 
-The split finds, in the autograd graph, the nodes on the way from the outputs to the stage's inputs. The
-input part runs these alone, and keeps the gradient that arrives at every node from which a parameter hangs.
-The weight part starts from those gradients. Parameters get their gradient as in a plain backward pass, so
-that hooks on them (post-accumulate hooks too) fire.
+I runs only the nodes of the autograd graph between the outputs and the stage's inputs, and keeps the gradient that arrives at each
+node from which a path leads to parameters. W starts from these gradients. Parameters accumulate as in a plain backward pass, so
+their hooks fire, post-accumulate hooks too.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeAlias
@@ -22,10 +21,10 @@ Root: TypeAlias = "Tensor | GradientEdge"
 
 
 class RunBackward(Protocol):
-    """How gradients are accumulated: `torch.autograd.backward`, and whether more is to come.
+    """Accumulates gradients, as `torch.autograd.backward` does.
 
-    `last`: the gradients of all parameters of this rank are complete after this call, and gradients of other
-    calls are in place. True at most once in a step, and never on a rank with several chunks (see `Executor`).
+    `last`: after this call the gradients of all parameters of this rank are complete, with those of earlier calls. True at most
+    once in a step, and never on a rank with several chunks (see `Executor`).
     """
 
     def __call__(
@@ -36,9 +35,9 @@ class RunBackward(Protocol):
 def run_backward(
     tensors: Sequence[Root], grads: Sequence[Tensor], *, inputs: Sequence[Tensor] | None, last: bool
 ) -> None:
-    """Accumulate gradients: into all leaves and free the graph, or into the leaves `inputs` and keep it."""
+    """Accumulate gradients into all leaves and free the graph, or into the leaves `inputs` only and keep it."""
     torch.autograd.backward(
-        list(tensors),  # type: ignore[arg-type]  # it takes a mixture, whatever its annotation says
+        list(tensors),  # type: ignore[arg-type]  # it accepts a mixture, unlike its annotation
         list(grads),
         inputs=None if inputs is None else list(inputs),
         retain_graph=inputs is not None,
@@ -46,9 +45,9 @@ def run_backward(
 
 
 class _Enter(torch.autograd.Function):
-    """Make a tensor without a graph the start of one, in place, and catch the gradient that comes back.
+    """Make a tensor without a graph the start of one, in place, and record the gradient that arrives.
 
-    Not a leaf, unlike `requires_grad_()`: a stage may begin with an in-place layer, as it may in one process.
+    The tensor is no leaf, unlike after `requires_grad_()`, because a stage may begin with an in-place layer.
     """
 
     @staticmethod
@@ -64,7 +63,7 @@ class _Enter(torch.autograd.Function):
 
 
 class StageInput:
-    """A tensor from another stage, made the start of this stage's graph; the tensor itself is changed."""
+    """Makes a tensor from another stage the start of this stage's graph; the tensor is changed in place."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._caught: list[Tensor] = []
@@ -74,18 +73,18 @@ class StageInput:
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient that came out here in a full backward; None where the stage did not use the tensor."""
+        """The gradient that a full backward pass left here; None if the stage did not use the tensor."""
         return next(iter(self._caught), None)
 
 
 @dataclass
 class _Group:
-    """Parameters that hang together, and the nodes that their gradients come from."""
+    """Parameters connected to each other off the way to the inputs, and the nodes that their gradients come from."""
 
     sources: list[tuple[GradientEdge, Tensor]] = field(default_factory=list)
-    """Where to start, with the gradient there; outputs that no input leads to are such starts."""
+    """Outputs with no path to an input, with their gradients: the weight part starts there."""
     crossings: list[Node] = field(default_factory=list)
-    """Nodes on the way to the inputs from which parameters of this group hang."""
+    """Nodes on the way to the inputs with a path to parameters of this group."""
     leaves: list[Tensor] = field(default_factory=list)
 
 
@@ -97,12 +96,12 @@ class WeightWork:
         self._arrived = arrived
 
     def run(self, backward: RunBackward, last: bool) -> None:
-        """Accumulate the gradients of the parameters; to be called once. Only the last group's call is told `last`."""
+        """Accumulate the gradients of the parameters; to be called once. Only the last group's call gets `last`."""
         started = [(group, starts) for group in self._groups if (starts := self._starts(group))]
         for index, (group, starts) in enumerate(started, 1):
             edges, grads = zip(*starts, strict=True)
-            # A crossing above another one would pass it what has already arrived there, and hooks on tensors
-            # would work a second time: each crossing takes exactly what the input part saw, and nothing else.
+            # A crossing above another one would send it a gradient that has already arrived there in I, and hooks on
+            # tensors would apply twice. So each crossing is reset to exactly the gradient that I saw.
             handles = [node.register_prehook(lambda _, node=node: self._arrived.get(node)) for node in group.crossings]
             try:
                 backward(edges, grads, inputs=group.leaves, last=last and index == len(started))
@@ -112,7 +111,7 @@ class WeightWork:
         self._groups, self._arrived = [], {}
 
     def _starts(self, group: _Group) -> list[tuple[GradientEdge, Tensor]]:
-        """Where the gradients of a group come in; empty where none has come."""
+        """The edges from which the gradients of a group start, with their gradients; empty if none has arrived."""
         arrived = [
             (GradientEdge(node, index), grad)
             for node in group.crossings
@@ -125,33 +124,14 @@ class WeightWork:
 def backward_input(
     outputs: Sequence[Tensor], grads: Sequence[Tensor], inputs: Sequence[StageInput]
 ) -> tuple[list[Tensor | None], WeightWork]:
-    """The input part: gradients of the inputs, and the weight part for later. No parameter is touched.
+    """The input part of a backward pass: gradients of the inputs, and the weight part for later. No parameter accumulates.
 
-    Raises RuntimeError, with nothing changed, if the graph holds something that cannot be run in part.
+    Raises:
+        RuntimeError: If the graph contains a node that cannot run in part; nothing has changed then.
     """
     roots = [get_gradient_edge(output) for output in outputs]
-    ends = {each.edge.node for each in inputs}
-    on_way = _nodes_on_way(roots, ends)
-    groups = _groups(on_way, ends, list(zip(roots, grads, strict=True)))
-    arrived: dict[Node, tuple[Tensor | None, ...]] = {}
-    handles = [
-        node.register_prehook(partial(arrived.__setitem__, node)) for group in groups for node in group.crossings
-    ]
-    try:
-        edges = [each.edge for each in inputs]
-        found = torch.autograd.grad(list(outputs), edges, list(grads), retain_graph=True, allow_unused=True)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return list(found), WeightWork(groups, arrived)
-
-
-def _below(node: Node) -> Iterator[Node]:
-    return (child for child, _ in node.next_functions if child is not None)
-
-
-def _nodes_on_way(roots: Iterable[GradientEdge], ends: set[Node]) -> dict[Node, bool]:
-    """Every node below the roots, down to `ends`, with whether one of the ends lies below it."""
+    ends = {entry.edge.node for entry in inputs}
+    # Every node below the roots, down to the inputs, with whether an input lies below it: depth first, children before parents.
     on_way: dict[Node, bool] = {}
     stack = [(edge.node, False) for edge in roots]
     while stack:
@@ -163,11 +143,28 @@ def _nodes_on_way(roots: Iterable[GradientEdge], ends: set[Node]) -> dict[Node, 
             if node not in ends:
                 stack.append((node, True))
                 stack.extend((child, False) for child in _below(node) if child not in on_way)
-    return on_way
+    # Only the nodes on the way run now. Each gradient that arrives at a crossing is kept for the weight part.
+    groups = _groups(on_way, ends, list(zip(roots, grads, strict=True)))
+    arrived: dict[Node, tuple[Tensor | None, ...]] = {}
+    handles = [
+        node.register_prehook(partial(arrived.__setitem__, node)) for group in groups for node in group.crossings
+    ]
+    try:
+        edges = [entry.edge for entry in inputs]
+        found = torch.autograd.grad(list(outputs), edges, list(grads), retain_graph=True, allow_unused=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return list(found), WeightWork(groups, arrived)
+
+
+def _below(node: Node) -> Iterator[Node]:
+    return (child for child, _ in node.next_functions if child is not None)
 
 
 def _groups(on_way: dict[Node, bool], ends: set[Node], roots: list[tuple[GradientEdge, Tensor]]) -> list[_Group]:
-    """The parameters below the roots, in groups that share no node off the way to the inputs."""
+    """The parameters below the roots, in groups that share no node off the way to the inputs: the weight part runs them apart."""
+    # Groups are the connected components of the nodes off the way together with the crossings above them.
     neighbours: dict[Node, list[Node]] = defaultdict(list)
     for node in on_way:
         for child in _below(node) if node not in ends else ():

@@ -49,8 +49,8 @@ from colonnade.parallel.wire import backends_of
 
 # --- Values between stages, as a description and a frame ---
 #
-# A description is JSON: it can be compared, cached and sent, and reading it runs no code. It gives dtype, shape and
-# requires_grad of each tensor. A frame is one piece of memory with a header of two integers and then the tensors, each
+# A description is JSON: comparable, cacheable, and read without running code. It has dtype, shape and requires_grad of
+# each tensor. A frame is one piece of memory with a header of two integers and then the tensors, each
 # aligned to 64 bytes, so that the receiver can use them in place.
 
 _CPU = torch.device("cpu")

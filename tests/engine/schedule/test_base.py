@@ -85,9 +85,9 @@ def test_batches_are_compared_where_they_are_used():
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ((1, 2, 3), "a batch is (data, label), a dict or a tensor, not a tuple of 3; "),
-        ([1], "a batch is (data, label), a dict or a tensor, not a list of 1; "),
-        ("text", "a batch is (data, label), a dict or a tensor, not a str; "),
+        ((1, 2, 3), "a batch must be (data, label), a dict or a tensor, not a tuple of 3; "),
+        ([1], "a batch must be (data, label), a dict or a tensor, not a list of 1; "),
+        ("text", "a batch must be (data, label), a dict or a tensor, not a str; "),
     ],
 )
 def test_what_is_no_batch_is_said(batch, message):
@@ -107,7 +107,7 @@ def test_without_an_iterator_it_is_said():
 def test_a_result_is_output_label_and_loss(result):
     assert checked_result(Plain(), [1, None, TWO]) == (1, None, TWO)
     with pytest.raises(
-        ScheduleError, match=r"^Plain.forward_back_step\(\) returned .*; it returns \(output, label, loss\)"
+        ScheduleError, match=r"^Plain.forward_back_step\(\) returned .*; it must return \(output, label, loss\)"
     ):
         checked_result(Plain(), result)
 

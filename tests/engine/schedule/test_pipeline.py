@@ -205,7 +205,7 @@ def run_without_batches() -> tuple[list[str], dict[str, Tensor | None], list[lis
 
 def test_a_batch_that_one_rank_lacks_is_an_error_on_all_by_name_and_one_that_all_lack_harms_nothing() -> None:
     world = run_world(3, run_without_batches, backend=None, timeout=60).values
-    few = "a batch of 2 rows cannot be cut into 6 micro-batches"
+    few = "a batch of 2 rows cannot be split into 6 micro-batches"
     ended = "the data iterator has ended on this rank but not on all ranks of the pipeline"
     _, _, expected = models.truth(models.Simple, 3, 9)
     torch.testing.assert_close(
@@ -350,14 +350,10 @@ def test_a_step_prepares_itself_and_returns_what_was_asked_for() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"num_microbatches": 0}, "num_microbatches is a whole number from 1 to 65536, not 0"),
-        ({"num_microbatches": None}, "num_microbatches is a whole number from 1 to 65536, not None"),
-        ({"num_microbatches": 10**12}, "num_microbatches is a whole number from 1 to 65536, not 1000000000000"),
         ({"num_microbatches": 2, "order": "gpip"}, "Did you mean 'gpipe'"),
         ({"num_microbatches": 2, "order": 3}, "no pipeline order 3; known: 1f1b"),
         ({"num_microbatches": 2, "num_chunks": 2}, "has 1 chunk"),
         ({"num_microbatches": 2, "loss_reduction": "max"}, "'mean' or 'sum', not 'max'"),
-        ({"num_microbatches": 2, "data_process_func": lambda a, b, c: a}, "not 3 arguments"),
         ({"num_microbatches": None, "table": ["0F0 0Q0"]}, "'0Q0' is not an action"),
         ({"num_microbatches": None, "table": "nowhere.csv"}, "cannot be read"),
         ({"num_microbatches": 2, "table": []}, "one row for each pipeline rank"),
@@ -381,7 +377,7 @@ def test_a_schedule_that_does_not_fit_is_refused_before_the_first_step() -> None
 def test_a_batch_that_cannot_be_used_is_told() -> None:
     schedule = GPipe(4)
     engine = one_rank_engine(schedule, models.criterion)
-    with pytest.raises(ScheduleError, match="a batch of 3 rows cannot be cut into 4 micro-batches"):
+    with pytest.raises(ScheduleError, match="a batch of 3 rows cannot be split into 4 micro-batches"):
         schedule.forward_back_step(engine, batches(models.batch_for(models.Simple, 3)))
     with pytest.raises(ScheduleError, match="needs a data iterator on this rank"):
         schedule.forward_back_step(engine, None)

@@ -74,7 +74,7 @@ def test_a_batch_for_one_stage_is_refused_with_the_schedule_as_the_way():
 
 
 def test_a_batch_without_rows_is_named():
-    with pytest.raises(ScheduleError, match=r"^a batch of 0 rows cannot be cut: a pipeline.*\[C052\]$"):
+    with pytest.raises(ScheduleError, match=r"^a batch of 0 rows cannot be split: a pipeline.*\[C052\]$"):
         cut_batch(torch.ones(0, 4), torch.ones(0), 2)
     with pytest.raises(ScheduleError, match="Set num_microbatches to 1 or less"):
         cut_batch(torch.ones(1, 4), torch.ones(1), 2)

@@ -78,8 +78,8 @@ def test_what_a_stage_cannot_take_is_told_with_both_sides_unless_it_is_the_first
     for stage in (1, 2):
         with pytest.raises(ScheduleError) as error:
             call_module(stage, layers, wrong, MicroBatch(0))
-        assert f"stage {stage} cannot take what stage {stage - 1} gives: mat1 and mat2 shapes" in str(error.value)
-        assert "gives: float32[1, 4]" in str(error.value)
+        assert f"stage {stage} cannot take the output of stage {stage - 1}: mat1 and mat2 shapes" in str(error.value)
+        assert "returns: float32[1, 4]" in str(error.value)
         assert "takes: Linear.forward(input: torch.Tensor)" in str(error.value)
     with pytest.raises(RuntimeError, match=r"^mat1 and mat2 shapes"):
         call_module(0, layers, wrong, MicroBatch(0))

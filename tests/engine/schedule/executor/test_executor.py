@@ -175,19 +175,6 @@ def test_a_pipeline_of_one_rank_needs_no_process_group(name: str, kind: models.K
     assert ran.order == table[0]
 
 
-def test_the_backward_scale_scales_gradients_and_not_the_loss() -> None:
-    table = parse_table(["0F0 0B0 0F1 0B1"])
-    (stage,) = models.build(models.Simple, 1)
-    executor = Executor([stage], table, loss_fn=loss_of)
-    data, label = models.batch_for(models.Simple, 4)
-    ran = executor.run(cut_batch(data, label, 2), backward_scale=torch.tensor(8.0))
-    _, loss, expected = models.truth(models.Simple, 1, 4)
-    torch.testing.assert_close(ran.loss, loss)
-    found = {name: grad / 8 for name, grad in grads_of({0: stage}).items() if grad is not None}
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
-    assert len(ran.losses) == 2
-
-
 # -- what the engine hears --------------------------------------------------------------------------------
 
 
@@ -318,13 +305,6 @@ def test_a_step_that_cannot_run_says_what_to_do() -> None:
         run_small(small_executor(loss_fn=loss_of, tensor_shape=[1, 6]))
     with pytest.raises(ScheduleError, match="the output of stage 0 is a set"):
         run_small(small_executor(loss_fn=loss_of, forward=lambda stage, module, inputs, micro_batch: {1}))
-
-
-def test_evaluation_needs_no_loss_and_keeps_no_graph() -> None:
-    ran = run_small(small_executor(), forward_only=True, with_loss=False, keep_outputs=True)
-    assert ran.loss is None
-    assert ran.losses == []
-    assert not ran.outputs[0].requires_grad
 
 
 def silent_peer() -> str:

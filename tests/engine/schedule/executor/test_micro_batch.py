@@ -19,7 +19,7 @@ Pair = namedtuple("Pair", "left right")
 def test_pieces_are_near_equal_weighted_by_rows_and_join_to_the_batch(rows: int, count: int) -> None:
     data, label = torch.arange(rows * 2).view(rows, 2), torch.arange(rows)
     if rows < count:
-        with pytest.raises(ScheduleError, match=f"{rows} rows cannot be cut into {count} micro-batches"):
+        with pytest.raises(ScheduleError, match=f"{rows} rows cannot be split into {count} micro-batches"):
             cut_batch(data, label, count)
         return
     pieces = cut_batch(data, label, count)
@@ -52,7 +52,7 @@ def test_nested_values_are_cut_and_the_rest_goes_whole_into_every_piece() -> Non
 def test_a_batch_may_have_as_many_pieces_as_rows() -> None:
     assert [piece.data.tolist() for piece in cut_batch(torch.arange(3), None, 3)] == [[0], [1], [2]]
     assert [piece.rows for piece in cut_batch(torch.arange(5), None, 3)] == [2, 2, 1]
-    with pytest.raises(ScheduleError, match="a batch of 3 rows cannot be cut into 4 micro-batches"):
+    with pytest.raises(ScheduleError, match="a batch of 3 rows cannot be split into 4 micro-batches"):
         cut_batch(torch.arange(3), None, 4)
 
 
@@ -78,15 +78,6 @@ def test_what_cannot_be_cut_is_told() -> None:
         cut_batch({"n": 7}, None, 2)
 
 
-def test_joining_what_does_not_fit_keeps_the_pieces() -> None:
-    assert torch.equal(join([torch.tensor(1.0), torch.tensor(2.0)]), torch.tensor([1.0, 2.0]))
-    narrow, wide = torch.zeros(2, 1), torch.zeros(2, 3)
-    assert join([narrow, wide])[1] is wide
-    assert join([{"a": 1}, {"a": 1}]) == {"a": 1}
-    assert join([{"a": 1}, {"a": 2}]) == {"a": [1, 2]}
-    assert join([{"a": 1}, {"b": 1}]) == [{"a": 1}, {"b": 1}]
-
-
 @pytest.mark.parametrize(
     ("pieces", "joined"),
     [
@@ -96,6 +87,8 @@ def test_joining_what_does_not_fit_keeps_the_pieces() -> None:
         (["a", "b"], ["a", "b"]),
         ([None, None], None),
         ([3, 3, 4], [3, 3, 4]),
+        ([{"a": 1}, {"a": 1}], {"a": 1}),
+        ([{"a": 1}, {"a": 2}], {"a": [1, 2]}),
     ],
 )
 def test_pieces_as_one(pieces, joined):

@@ -360,6 +360,7 @@ def test_torch_says_nothing_when_the_group_of_transfers_is_destroyed() -> None:
 
 def test_a_frame_holds_the_largest_message_of_the_step_before():
     size = _FrameSize()
+    assert size.count(0)
     assert not size.count(8)
     assert not size.count(5)
     size.next_step()

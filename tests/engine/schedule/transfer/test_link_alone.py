@@ -14,7 +14,7 @@ from torch import Tensor
 from colonnade.engine.schedule import transfer
 from colonnade.engine.schedule import transfer as link_module
 from colonnade.engine.schedule.actions import Action
-from colonnade.engine.schedule.transfer import SENDS_KEPT, Link, PeerFailed, _FrameSize, _Layouts, describe
+from colonnade.engine.schedule.transfer import SENDS_KEPT, Link, PeerFailed, describe
 from colonnade.errors import ScheduleError
 
 CPU = torch.device("cpu")
@@ -150,46 +150,6 @@ def test_what_is_told_of_a_third_rank_names_that_rank(mail, monkeypatch):
     assert caught.value.ranks == (7,)
 
 
-def test_what_came_twice_alike_is_counted_on():
-    layouts = _Layouts()
-    one, other = (("a",), ("b",))
-    told = []
-    for layout in (one, one, one, other, one, one, (), ()):
-        layouts.note(key(0), layout)  # type: ignore[arg-type]
-        told.append(layouts.predicted(key(0)))
-    assert told == [(), one, one, (), (), one, (), ()]
-    assert layouts.predicted(key(1)) == ()
-
-
-def test_a_frame_begins_without_room_and_stays_so_without_a_message():
-    size = _FrameSize()
-    assert (size.bytes, size.count(0)) == (0, True)
-    assert not size.count(1)
-    other = _FrameSize()
-    other.next_step()
-    assert other.bytes == 0
-
-
-def test_a_new_form_is_a_header_a_text_and_its_tensors_and_a_known_one_a_header_or_a_frame(mail, monkeypatch):
-    one, other = ends(monkeypatch)
-    counts = []
-    for index, (value, ends_step) in enumerate([(numbers(9), False), (numbers(9), True), (numbers(9), False)]):
-        before = {way[2]: len(data) for way, data in mail.sent.items()}
-        sent(one, index, value)
-        counts.append({way[2]: len(data) - before.get(way[2], 0) for way, data in mail.sent.items()})
-        other.expect(key(index))
-        assert other.take(key(index)).value[0].tolist() == value[0].tolist()
-        if ends_step:
-            one.finish()
-            other.finish()
-    tensor, frame, text = link_module._TENSOR, link_module._FRAME, link_module._TEXT
-    assert counts == [
-        {frame: 1, text: 1, tensor: 1},
-        {frame: 1, text: 0, tensor: 1},
-        {frame: 1, text: 0, tensor: 0},
-    ]
-
-
 def test_sends_are_let_go_when_enough_others_are_over(mail, monkeypatch):
     one, _ = ends(monkeypatch)
     for index in range(SENDS_KEPT + 2):
@@ -200,19 +160,6 @@ def test_sends_are_let_go_when_enough_others_are_over(mail, monkeypatch):
     assert [*one._sends_to_end] == [*one._sends]
     waited = [tag for what, tag, _ in mail.waits if what == "send"]
     assert waited == [link_module._FRAME, link_module._TEXT, link_module._FRAME]  # of the first two
-
-
-def test_forms_are_forgotten_on_both_sides_at_once(mail, monkeypatch):
-    monkeypatch.setattr(link_module, "_DESCRIPTIONS_KEPT", 2)
-    one, other = ends(monkeypatch)
-    told = []
-    for index, size in enumerate([1, 2, 1, 2, 3, 3, 1, 2]):
-        sent(one, index, numbers(size))
-        other.expect(key(index))
-        assert other.take(key(index)).value[0].numel() == size
-        assert len(one._sent_numbers) == len(other._received_descriptions)
-        told.append(len(one._sent_numbers))
-    assert told == [1, 2, 2, 2, 1, 1, 2, 1]
 
 
 def test_what_does_not_come_is_named(mail, monkeypatch):
