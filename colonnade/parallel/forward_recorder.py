@@ -277,7 +277,7 @@ class _Recorder(TorchDispatchMode):
     # -- tensors of the model ------------------------------------------------------------------------------
 
     def fake(self, tensor: Tensor) -> Tensor:
-        """A tensor of the same shape without memory, the same one for every call."""
+        """A stand-in without memory, of the shape and dtype of `tensor`; one for each tensor."""
         if id(tensor) not in self._stand_ins:
             with self._fakes:
                 made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")

@@ -73,10 +73,6 @@ def test_zb_v_is_as_short_as_can_be_with_the_memory_of_1f1b(num_microbatches: in
         assert row[-1].end - row[0].start == len(row)
 
 
-def test_interleaving_with_one_chunk_is_1f1b() -> None:
-    assert make_table("interleaved_1f1b", 4, 6, 1) == make_table("1f1b", 4, 6)
-
-
 def test_1f1b_letter_by_letter() -> None:
     assert format_rows(make_table("1f1b", 2, 3)) == ["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"]
 

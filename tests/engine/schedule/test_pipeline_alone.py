@@ -90,93 +90,41 @@ def test_every_order_has_a_class(name, order):
     assert (made._loss_everywhere, made._loss_reduction) == (True, "mean")
 
 
-class Ran:
-    """Stands for an executor: what it is asked, and what it gives where the last stage is."""
-
-    def __init__(self, has_last_stage: bool = True) -> None:
-        self.has_last_stage, self.asked = has_last_stage, dict[str, Any]()
-
-    def run(self, micro_batches: Any, **asked: Any) -> Any:
-        self.micro_batches, self.asked = micro_batches, asked
-        return SimpleNamespace(order=["0F0"], loss="own loss", count="own count", outputs=[1, 1])
-
-    def share_loss(self, loss: Any, count: Any) -> Any:
-        return f"shared {loss}", f"shared {count}"
-
-    def refuse(self, error: Exception, **asked: Any) -> Exception:
-        self.asked = asked
-        return ScheduleError(f"refused: {error}")
-
-
 @pytest.mark.parametrize("has_last_stage", [True, False])
 @pytest.mark.parametrize("everywhere", [True, False])
 @pytest.mark.parametrize("forward_only", [True, False])
 @pytest.mark.parametrize("return_loss", [True, False])
-@pytest.mark.parametrize("return_output", [True, False])
-def test_what_a_step_asks_of_the_executor_and_gives(
-    has_last_stage, everywhere, forward_only, return_loss, return_output
+def test_a_step_is_counted_where_the_last_stage_is_and_its_loss_shared(
+    has_last_stage, everywhere, forward_only, return_loss
 ):
-    schedule: Any = PipelineSchedule(2, loss_everywhere=everywhere)
-    schedule._executor = executor = Ran(has_last_stage)
+    step = SimpleNamespace(order=["0F0"], loss="own loss", count="own count", outputs=[1, 1])
+    asked: dict[str, Any] = {}
     noted: list[Any] = []
+    schedule: Any = PipelineSchedule(2, loss_everywhere=everywhere)
+    schedule._executor = SimpleNamespace(
+        has_last_stage=has_last_stage,
+        run=lambda micro_batches, **options: asked.update(options) or step,
+        share_loss=lambda loss, count: (f"shared {loss}", f"shared {count}"),
+    )
     engine = SimpleNamespace(
         loss_scale=4.0, sum_scale=8.0, note_loss=lambda *given, trains: noted.append((*given, trains))
     )
-    asked = {"forward_only": forward_only, "return_loss": return_loss, "return_output_label": return_output}
-    found = schedule.forward_back_step(engine, iter([(torch.arange(4), torch.ones(4))]), **asked)
-    with_loss = return_loss or not forward_only
-    shared = "shared " if with_loss and everywhere else ""
-    assert executor.asked == {
-        "forward_only": forward_only,
-        "with_loss": with_loss,
-        "keep_outputs": return_output,
-        "confirm": with_loss and everywhere,
-        "backward_scale": 4.0,
-        "sum_scale": 8.0,
-    }
-    output, label, loss = found
+    batches = iter([(torch.arange(4), torch.ones(4))])
+    *_, loss = schedule.forward_back_step(engine, batches, forward_only, return_loss, return_output_label=False)
+    confirm = everywhere and (return_loss or not forward_only)
+    shared = "shared " if confirm else ""
     assert loss == (f"{shared}own loss" if return_loss else None)
-    gives = return_output and has_last_stage
-    assert output == (1 if gives else None)
-    assert (label is not None) is gives
-    assert schedule.last_order == ["0F0"]
     assert noted == [(f"{shared}own count", has_last_stage, not forward_only)]
-    assert [piece.data.tolist() for piece in executor.micro_batches] == [[0, 1], [2, 3]]
-    assert [piece.weight for piece in executor.micro_batches] == [0.5, 0.5]
-    with pytest.raises(ScheduleError, match=r"^refused: "):
-        schedule.forward_back_step(engine, iter([]), **asked)
-    assert executor.asked == {"forward_only": forward_only, "confirm": with_loss and everywhere}
+    assert (asked["confirm"], asked["keep_outputs"]) == (confirm, False)
+    assert (asked["backward_scale"], asked["sum_scale"]) == (4.0, 8.0)
 
 
-def test_a_stage_in_the_middle_may_have_no_data_and_else_reads_along():
-    schedule: Any = PipelineSchedule(2, loss_reduction="sum")
+def test_a_stage_in_the_middle_keeps_its_loader_in_step():
+    schedule: Any = PipelineSchedule(2)
     schedule.uses_batch = False
-    pieces, label = schedule._micro_batches(None, fill=False)
-    assert ([(piece.index, piece.data) for piece in pieces], label) == ([(0, None), (1, None)], None)
     batches = iter([(torch.arange(4), torch.ones(4))] * 2)
-    pieces, label = schedule._micro_batches(batches, fill=False)
-    assert ([piece.weight for piece in pieces], len(label)) == ([1.0, 1.0], 4)
+    schedule._micro_batches(batches, fill=False)
     assert len(list(batches)) == 1
-    schedule.uses_batch = True
-    with pytest.raises(ScheduleError, match="needs a data iterator on this rank"):
-        schedule._micro_batches(None, fill=False)
-
-
-def test_a_function_of_stages_gets_what_the_stage_before_gave():
-    told: list[Any] = []
-    schedule: Any = PipelineSchedule(
-        2, data_process_func=lambda before, batch: told.append((before, batch)) or (7, "label")
-    )
-    pieces, _ = schedule._micro_batches(iter([(torch.arange(4), torch.ones(4))]), fill=False)
-    schedule._switch_virtual_rank = told.append
-    for stage in (0, 1, 2):
-        assert schedule._forward(stage, lambda given: given, "before", pieces[0]) == 7
-        assert pieces[0].label == "label"
-    data = pieces[0].data
-    assert [each.tolist() for each in data] == [[0, 1], [1, 1]]
-    assert told == [0, (None, data), 1, ("before", data), 2, ("before", data)]
-    plain: Any = PipelineSchedule(2)
-    assert plain._forward(1, lambda given: given, "before", pieces[0]) == "before"
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,7 @@ def test_a_rank_that_heard_of_a_failure_passes_on_the_rank_that_failed_and_its_r
     assert made._failure == "the pipeline stopped because rank 6 failed: ValueError: a bug"
 
 
-@pytest.mark.parametrize(
+EVERY_STEP = pytest.mark.parametrize(
     ("forward_only", "confirm", "program", "confirms"),
     [
         (False, True, ["train"], True),
@@ -220,6 +220,10 @@ def test_a_rank_that_heard_of_a_failure_passes_on_the_rank_that_failed_and_its_r
         (True, False, ["evaluate"], False),
     ],
 )
+"""The flags of a step, the parts of its program, and whether all ranks confirm its end."""
+
+
+@EVERY_STEP
 def test_a_rank_without_a_batch_stops_in_place_of_the_step_and_agrees_where_all_confirm(
     monkeypatch, forward_only, confirm, program, confirms
 ):
@@ -376,15 +380,7 @@ def test_ranks_agree_on_their_table_before_the_first_step(monkeypatch, others, r
     assert bool(told[0]) is (rows is not TABLE)
 
 
-@pytest.mark.parametrize(
-    ("forward_only", "confirm", "program", "confirms"),
-    [
-        (False, True, ["train"], True),
-        (False, False, ["train"], True),
-        (True, True, ["evaluate", "confirm"], True),
-        (True, False, ["evaluate"], False),
-    ],
-)
+@EVERY_STEP
 def test_a_step_runs_its_program_and_ends_on_all_links(monkeypatch, forward_only, confirm, program, confirms):
     made, _ = middle()
     ran: list[str] = []
