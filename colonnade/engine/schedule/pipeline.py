@@ -211,23 +211,25 @@ class PipelineSchedule(BaseSchedule):
         executor = self._executor
         assert executor is not None
         with_loss = return_loss or not forward_only
-        confirm = with_loss and self._loss_everywhere  # all ranks then wait for the last stage in any case
+        # Sharing the loss makes all ranks wait for the last stage, so the step may as well end on all of them together.
+        shares_loss = with_loss and self._loss_everywhere
+        # A rank without a batch takes part nevertheless: the others would wait for it in `run`.
         try:
             micro_batches, label = self._micro_batches(data_iter, fill=forward_only)
         except Exception as error:
-            raise executor.refuse(error, forward_only=forward_only, confirm=confirm) from error.__cause__
+            raise executor.refuse(error, forward_only=forward_only, confirm=shares_loss) from error.__cause__
         step = executor.run(
             micro_batches,
             forward_only=forward_only,
             with_loss=with_loss,
             keep_outputs=return_output_label,
-            confirm=confirm,
+            confirm=shares_loss,
             backward_scale=engine.loss_scale,
             sum_scale=engine.sum_scale,
         )
         self.last_order = [str(action) for action in step.order]
         loss, count = step.loss, step.count
-        if with_loss and self._loss_everywhere:
+        if shares_loss:
             loss, count = executor.share_loss(step.loss, step.count)
         engine.note_loss(count, executor.has_last_stage, trains=not forward_only)
         loss = loss if return_loss else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -24,12 +25,17 @@ def valid_tables(draw: st.DrawFn, max_ranks: int = 4, max_stages: int = 6, max_m
     homes = draw(st.permutations([*range(num_ranks), *extra[: num_stages - num_ranks]]))
     micro_batches = range(draw(st.integers(1, max_micro_batches)))
     split = {(s, k): draw(st.booleans()) for s in range(num_stages) for k in micro_batches}
-    ready = [Action(0, Kind.FORWARD, k) for k in micro_batches]
-    table: Table = {rank: [] for rank in range(num_ranks)}
+    return _build(homes, split, lambda count: draw(st.integers(0, count - 1)))
+
+
+def _build(homes: Sequence[int], split: dict[tuple[int, int], bool], choose: Callable[[int], int]) -> Table:
+    """Put down one of the actions that could run now, again and again."""
+    ready = [Action(stage, Kind.FORWARD, k) for stage, k in split if stage == 0]
+    table: Table = {rank: [] for rank in range(max(homes) + 1)}
     while ready:
-        action = ready.pop(draw(st.integers(0, len(ready) - 1)))
+        action = ready.pop(choose(len(ready)))
         table[homes[action.stage]].append(action)
-        ready += _follow(action, num_stages - 1, split)
+        ready += _follow(action, len(homes) - 1, split)
     return table
 
 
@@ -78,10 +84,4 @@ def random_table(random: Random, num_ranks: int, num_stages: int, num_microbatch
     homes = [*range(num_ranks), *(random.randrange(num_ranks) for _ in range(num_stages - num_ranks))]
     random.shuffle(homes)
     split = {(s, k): random.random() < 0.5 for s in range(num_stages) for k in range(num_microbatches)}
-    ready = [Action(0, Kind.FORWARD, k) for k in range(num_microbatches)]
-    table: Table = {rank: [] for rank in range(num_ranks)}
-    while ready:
-        action = ready.pop(random.randrange(len(ready)))
-        table[homes[action.stage]].append(action)
-        ready += _follow(action, num_stages - 1, split)
-    return table
+    return _build(homes, split, random.randrange)

@@ -282,6 +282,10 @@ def test_a_fault_of_one_rank_is_an_error_on_all_before_the_first_step() -> None:
     assert all("for 1 ranks cannot run on a pipeline of 2" in message for message in small)
     stuck = ["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"]
     assert all("deadlock" in message for message in run_world(2, run_with_tables, [stuck] * 2, [1, 1]).values)
+    # A table that cannot run is named before tables that differ, and on its own rank without a rank.
+    first, second = run_world(2, run_with_tables, [good, stuck], [1, 1]).values
+    assert first.startswith("rank 1 cannot run this table: this table of actions cannot run: deadlock")
+    assert second.startswith("this table of actions cannot run: deadlock")
 
 
 def small_executor(**options: Any) -> Executor:

@@ -350,36 +350,6 @@ def test_transfers_have_a_group_of_their_own_where_one_is_given(monkeypatch):
     assert second(monkeypatch, **given)[1] == [("transfers", 4, torch.device("cpu"), "down")]
 
 
-@pytest.mark.parametrize(
-    ("others", "rows", "message"),
-    [
-        (("same", ""), TABLE, None),
-        (("other", ""), TABLE, "the ranks 4, 5 of this pipeline have different tables of actions"),
-        (("same", "too old"), TABLE, "rank 4 cannot run this table: too old"),
-        (("other", "too old"), TABLE, "rank 4 cannot run this table: too old"),
-        (("same", "too old"), parse_table(["0F0 0B0"]), "a table for 1 ranks cannot run on a pipeline of 2"),
-        (("other", ""), parse_table(["0F0 0B0"]), "a table for 1 ranks cannot run on a pipeline of 2"),
-    ],
-)
-def test_ranks_agree_on_their_table_before_the_first_step(monkeypatch, others, rows, message):
-    told: list[Any] = []
-
-    def gather(mine: list[str], device: Any, group: Any) -> list[Any]:
-        told.append(mine[1])
-        return [[mine[0] if others[0] == "same" else "another digest", others[1]], mine]
-
-    second(monkeypatch)
-    monkeypatch.setattr(module, "gather_json", gather)
-    make = lambda: Executor([nn.Linear(1, 1)], rows, rank=1, ranks=(4, 5))  # noqa: E731
-    if message is None:
-        assert make().facts.stage_ranks == (0, 1)
-    else:
-        with pytest.raises(ScheduleError) as error:
-            make()
-        assert str(error.value).startswith(message)
-    assert bool(told[0]) is (rows is not TABLE)
-
-
 @EVERY_STEP
 def test_a_step_runs_its_program_and_ends_on_all_links(monkeypatch, forward_only, confirm, program, confirms):
     made, _ = middle()
