@@ -134,6 +134,13 @@ def test_losses_of_training_and_of_evaluation_may_have_two_forms():
     assert (made.form, made.form.counted, ran.count) == (made._forms[False], False, None)
 
 
+def test_the_ends_of_a_pipeline_are_on_the_ranks_of_the_table():
+    for rank in range(3):
+        made, _ = middle()
+        made.facts, made.rank = SimpleNamespace(stage_ranks=(2, 0, 1, 0)), rank
+        assert (made.has_first_stage, made.has_last_stage) == (rank == 2, rank == 0)
+
+
 # -- what goes wrong, with links that write down ----------------------------------------------------------
 
 
