@@ -136,6 +136,7 @@ def _one_for_one(p: int, m: int, v: int, backward: Kind, lead: int) -> Table:
     for rank in range(p):
         forwards = [Action(c * p + rank, Kind.FORWARD, k) for c, k in _in_groups(p, m, range(v))]
         backwards = [Action(c * p + rank, backward, k) for c, k in _in_groups(p, m, range(v)[::-1])]
+        # Enough forward passes first that the gradient of this rank's oldest micro-batch is there when its backward is due.
         ahead = min(len(forwards), warm_up + lead * (p - rank - 1))
         turns = zip(forwards[ahead:], backwards, strict=False)
         in_turn = [action for pair in turns for action in pair]
@@ -247,9 +248,13 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Table:
     table: Table = {}
     for rank in range(num_ranks):
         row = _VRow(rank, num_ranks, num_microbatches)
+        # Chunk 0 forward, until the first micro-batch comes back up to this rank.
         row.add("F0", 2 * (num_ranks - rank) - 1)
+        # Both chunks forward in turn, until the first gradient comes back from rank 0, which has the last stage.
         row.add("F1 F0", rank)
+        # Chunk 1 forward and backward in turn, until the first gradient has gone down and reaches chunk 0 here.
         row.add("F1 I1", num_ranks - rank)
+        # The steady state; forward passes that are over are left out, and `fill_weights` puts W where a rank would wait.
         while not row.complete:
             row.add("F0 I0 F1 I1")
         table[rank] = row.actions
@@ -274,9 +279,11 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Table:
     for rank in range(num_ranks):
         row = _VRow(rank, num_ranks, num_microbatches)
         below = num_ranks - rank - 1
+        # Warm-up: until the first micro-batch is back, then both chunks, then the first gradients of chunk 1.
         row.add("F0", 2 * below)
         row.add("F0 F1", rank + 1)
         row.add("I1 W F1", below)
+        # The middle, with each F next to the backward pass of the other chunk; at its end chunk 0 has no F left.
         row.add("F0 B1 F1 B0", num_microbatches - 2 * num_ranks + rank + 1)
         row.add("B1 F1 B0", below)
         # In the second half of the drain ranks wait for each other: backward passes are split, and W is kept for then.

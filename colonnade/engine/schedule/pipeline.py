@@ -166,6 +166,7 @@ class PipelineSchedule(BaseSchedule):
         piped = context.is_initialized(ParallelMode.PIPELINE)
         ranks = context.get_ranks_in_group(ParallelMode.PIPELINE) if piped else [context.get_global_rank()]
         several = len(ranks) > 1
+        # Groups before the table, whose check may raise on some ranks only: creating groups is collective over the world.
         transfer_group, down_group = _transfer_groups(context) if several else (None, None)
         model = engine.model
         # Imported here: a run without a pipeline does not need the executor and its links.
@@ -187,6 +188,7 @@ class PipelineSchedule(BaseSchedule):
             tensor_shape=self.tensor_shape,
             waits=context.waits,
         )
+        # Only the ends of a pipeline compute with the batch, unless `data_process_func` is called on every stage.
         ends = self._executor.has_first_stage or self._executor.has_last_stage
         self.uses_batch = ends or self._stage_data_func is not None
         self._switch_virtual_rank = _virtual_rank_switch(context, self._executor.facts.stage_ranks)
