@@ -103,7 +103,7 @@ CHECKS = [
     *("Precision.build_scaler", "Precision.apply", "Precision.around", "ClipSettings.read", "Agreement.require"),
     *("refuse_meta_state", "Placements.check", "MetaStart.alike", "MetaStart.locate", "MetaStart.materialise"),
     *("ActivationSettings.read", "apply_activations", "Float8Settings.read", "SyncSettings.read", "ZeroSettings.read"),
-    *("_apply_backend_flags", "check_ties", "read_recipes", "refuse_marks", "refuse_lazy", "refuse_unfit"),
+    *("check_ties", "read_recipes", "refuse_marks", "refuse_lazy", "refuse_unfit"),
     *("warn_of_batch_norm", "warn_of_repeated_work", "training_loss_of", "numeric_settings", "broadcast_shared"),
     *("compare_stages", "alike_optimizer", "refuse_optimizer", "refuse_parts", "build_handlers", "check_tied"),
     *("wants_flat", "build_sync", "announce", "_scheduler"),
@@ -215,18 +215,6 @@ def test_a_plan_says_where_gradients_lie_on_another_machine(device, in_buckets):
     context: Any = SimpleNamespace(config={}, pipeline_parallel_size=1)
     optimizer = torch.optim.AdamW(model.parameters())
     assert prepare.prepare_sums(model, optimizer, context, ZeroSettings(), planned_on=device).bucket_all is in_buckets
-
-
-def test_an_optimizer_takes_the_buckets_over(monkeypatch):
-    told: list[Any] = []
-    monkeypatch.setattr(build, "build_sync", lambda *given: told.append(given[5:]) or SimpleNamespace(synchroniser=1))
-    optimizer: Any = SimpleNamespace(user_optimizer=None, attach=lambda *given: told.append(given), wait="wait")
-    schedule = PipelineSchedule.__new__(PipelineSchedule)
-    monkeypatch.setattr(PipelineSchedule, "open_groups", lambda self, context: told.append("groups are opened"))
-    context: Any = SimpleNamespace(config={}, waits="waits")
-    shards: Any = "shards"
-    build._synchronise(nn.Linear(1, 1), prepare.SumSettings(optimizer, [], False, shards), schedule, context)
-    assert told == ["groups are opened", (False, "shards", "wait"), (1, "waits")]
 
 
 @pytest.mark.parametrize(("pipeline", "between"), [(1, False), (2, True), (3, True)])

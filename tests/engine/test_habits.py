@@ -189,7 +189,7 @@ def _steps_on_parts() -> None:
             (Normed(model.parameters(), lr=0.1), "0.weight"),
             (Normed([{"params": whole}, {"params": columns, "momentum": 0.1, "nesterov": True}], lr=0.1), "1.weight"),
         ):
-            message = rf"{type(optimizer).__name__} steps otherwise on a part .* '{name}' is split.*Shard"
+            message = rf"{type(optimizer).__name__} steps differently on a shard .* '{name}' is sharded.*Shard"
             with pytest.raises(GradientError, match=message):
                 initialize(model, optimizer, context=gpc)
         drawn = torch.get_rng_state()

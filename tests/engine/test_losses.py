@@ -365,7 +365,7 @@ def test_each_rank_reports_its_share_of_a_count(parallel, ranks, share, one_mean
     layout = build_layout({"parallel": parallel}, ranks)
     context: Any = SimpleNamespace(layout=layout, device=torch.device("cpu"))
     book = LossBook(context, 1)
-    assert (book._share, book._one_mean) == (share, one_mean)
+    assert (book._fraction, book._one_mean) == (share, one_mean)
     assert LossBook(context, 2)._one_mean is False
     book.add(4)
     assert book._numbers().tolist() == [4 * share, 0.0]

@@ -146,19 +146,13 @@ def policy_of(known: Decision) -> Any:
     return SimpleNamespace(decide=lambda norms: {id(known): known}[id(norms)], method=SimpleNamespace(state={}))
 
 
-@pytest.mark.parametrize(("nonfinite", "refused"), [(None, False), ("skip", False), ("raise", True)])
-def test_a_step_that_the_host_reads_is_no_graph(nonfinite, refused):
-    captured: list[bool] = []
-    made = bare(
-        _step=SimpleNamespace(capture=lambda: captured.append(True)),
-        policy=None if nonfinite is None else SimpleNamespace(nonfinite=nonfinite),
-    )
-    if refused:
-        with pytest.raises(ConfigError, match="nonfinite='raise'"):
-            made._captured()
-    else:
-        assert isinstance(made._captured(), stepper.Capture)
-    assert captured == [True]
+def test_a_graph_step_cannot_raise_on_the_host():
+    config = {"graph_step": True, "clip_grad_norm": {"max_norm": 1.0, "nonfinite": "raise"}}
+    with (
+        launch(config, context=ParallelContext(), verbose=False) as gpc,
+        pytest.raises(ConfigError, match=r"^graph_step=True is not available with .* use nonfinite='skip'"),
+    ):
+        initialize(nn.Linear(1, 1), lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)
 
 
 @pytest.mark.parametrize(
@@ -204,12 +198,10 @@ def test_what_is_kept_and_taken_up_and_closed():
     assert taken == [{"b": 2}, {"c": 3}, "closed"]
 
 
-def test_norms_by_slot_and_the_slot_of_what_is_not_clipped():
+def test_norms_by_slot():
     slots: Any = SimpleNamespace(names=("a", "b"), of_parameter={"w": 4})
     assert bare(last=decision(), _slots=slots).norms() == {"a": 3.0, "b": 4.0}
     assert bare(last=None, _slots=slots).norms() == bare(last=decision(), _slots=None).norms() == {}
-    one: Any = SimpleNamespace(label="w")
-    assert (stepper._slot_of(slots, one), stepper._slot_of(None, one)) == (4, 0)
 
 
 def test_what_an_engine_says_of_its_last_step():

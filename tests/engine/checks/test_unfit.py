@@ -51,7 +51,7 @@ def test_only_what_is_split_over_several_ranks_is_tried():
         Normed([{"params": [one]} for one in model.parameters()], lr=0.1),
     ):
         refuse_parts(optimizer, model, world(1))
-        with pytest.raises(GradientError, match=r"Normed steps otherwise on a part .* '1.weight' is split"):
+        with pytest.raises(GradientError, match=r"Normed steps differently on a shard .* '1.weight' is sharded"):
             refuse_parts(optimizer, model, world(2, tensor=2))
         refuse_parts(SimpleNamespace(param_groups=optimizer.param_groups), model, world(2, tensor=2))
         optimizer.steps_on_parts = True
