@@ -157,7 +157,7 @@ def test_what_only_one_rank_has_is_named(other):
             passes(model)
             model.bias.sum().backward()
             other.row = lambda mine, at=at: mine.index_fill(0, torch.tensor(at), 1e4)
-            with pytest.raises(GradientError, match=f"leaves '{name}' whole"):
+            with pytest.raises(GradientError, match=f"leaves '{name}' replicated"):
                 watch.check(complete=True)
             assert not watch.is_due
 
