@@ -403,9 +403,9 @@ def refuse_batch(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any
     if not (is_batch or later or isinstance(model, Chunks)):
         return
     raise ScheduleError(
-        "engine(...) was called with a batch, but the model is split over a pipeline and this rank has one stage of it. On "
-        "every rank, replace engine(batch) and engine.backward(loss) by "
-        "output, label, loss = engine.execute_schedule(iter([batch])), then call engine.step(); to evaluate, add forward_only=True",
+        "engine(...) was called with a batch, but the model is split over a pipeline and this rank has one stage of it. Call "
+        "output, label, loss = engine.execute_schedule(iter([batch])) on every rank instead of engine(batch) and "
+        "engine.backward(loss), then engine.step(); to evaluate, add forward_only=True",
         code="C132",
     )
 

@@ -73,7 +73,7 @@ def test_parameters_that_are_not_the_models_matter_where_ranks_see_other_data():
 
 def test_a_step_that_wants_arguments_and_parameters_without_a_shape_are_refused():
     model = nn.Linear(1, 1)
-    with pytest.raises(ConfigError, match=r"Asks.step\(\) needs 'loss', and"):
+    with pytest.raises(ConfigError, match=r"Asks.step\(\) needs 'loss', which"):
         refuse_optimizer(Asks(model.parameters(), lr=0.1), [model], world(1))
     refuse_optimizer(SimpleNamespace(param_groups=[]), [model], world(1))
     refuse_lazy([model])
