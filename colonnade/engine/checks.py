@@ -364,7 +364,7 @@ class _StepGuard:
             unsummed = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
         if unsummed:
             raise GradientError(
-                "optimizer.step() was called on gradients that were neither reduced over the ranks nor clipped; call "
+                "optimizer.step() was called on gradients that were neither reduced over the ranks nor clipped; write "
                 "engine.step(), which reduces, clips and steps, after engine.backward(loss)",
                 code="C046",
             )

@@ -163,21 +163,6 @@ def test_a_name_that_no_layer_has_is_a_slip_where_the_whole_model_is_known(monke
     assert told == [layers[0], layers, complete]
 
 
-@pytest.mark.parametrize(
-    ("given", "compares"), [({}, True), ({"compare_weights": True}, True), ({"compare_weights": False}, False)]
-)
-def test_weights_are_compared_unless_the_config_says_otherwise(monkeypatch, given, compares):
-    told: list[Any] = []
-    errors = build.agreed_errors
-    monkeypatch.setattr(build, "broadcast_shared", lambda *_, compare: told.append(compare))
-    monkeypatch.setattr(
-        build, "agreed_errors", lambda device, **more: told.append(more.get("parts")) or errors(device, **more)
-    )
-    with launch(given, context=ParallelContext(), verbose=False) as gpc:
-        initialize(nn.Linear(2, 2), torch.optim.SGD, context=gpc)[0].close()
-    assert told == [(1, 1, 1), compares, (1,), None]
-
-
 def test_an_engine_is_being_built_until_it_is_outside(monkeypatch):
     with launch({}, context=ParallelContext(), verbose=False) as gpc:
         during: list[Any] = []
@@ -238,21 +223,6 @@ def test_what_lacks_a_step_or_parameters_is_no_optimizer(given):
         pytest.raises(ConfigError, match=r"^optimizer is a"),
     ):
         initialize(nn.Linear(1, 1), lambda parameters: SimpleNamespace(**given), context=gpc)
-
-
-def test_each_check_is_told_how_many_there_are_of_what_it_checks(monkeypatch):
-    told: dict[str, object] = {}
-    monkeypatch.setattr(build.Placements, "check", lambda self, counts: told.update(parameters=counts))
-    locate = prepare.MetaStart.locate
-    monkeypatch.setattr(
-        prepare.MetaStart, "locate", lambda self, count: (told.update(on_meta=count), locate(self, count))
-    )
-    with launch({}, context=ParallelContext(), verbose=False) as gpc:
-        with meta_init():
-            added = nn.Linear(2, 2, bias=False)
-        model = nn.Sequential(nn.Linear(2, 2), added)
-        initialize(model, lambda parameters: torch.optim.SGD(parameters), context=gpc)[0].close()
-    assert told == {"parameters": [3], "on_meta": 1}
 
 
 @pytest.mark.parametrize(

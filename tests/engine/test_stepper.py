@@ -15,7 +15,6 @@ from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine import stepper
 from colonnade.engine.build import initialize
-from colonnade.engine.engine import LastStep
 from colonnade.engine.stepper import Stepper
 from colonnade.errors import ConfigError
 from colonnade.gradients.synchroniser import StepOutcome
@@ -178,44 +177,6 @@ def test_dropped_steps_are_said_by_rank_0_and_by_whom_it_concerns(monkeypatch, d
     ).report_skips(wait=wait)
     assert len(told) == (said is not None)
     assert not told or told[0].startswith(said)
-
-
-def test_what_is_kept_and_taken_up_and_closed():
-    taken: list[Any] = []
-    part = SimpleNamespace(
-        state_dict=lambda: {"a": 1}, load_state_dict=taken.append, close=lambda: taken.append("closed")
-    )
-    both, none = bare(policy=part, scaler=part, optimizer=part), bare(policy=None, scaler=None)
-    assert both.extra_state() == {"engine.clip": {"a": 1}, "engine.scaler": {"a": 1}}
-    assert none.extra_state() == {"engine.clip": {}, "engine.scaler": {}}
-    for extra in ({}, {"engine.clip": {}, "engine.scaler": {}}):
-        both.load_extra_state(extra)
-    none.load_extra_state({"engine.clip": {"b": 2}, "engine.scaler": {"c": 3}})
-    assert taken == []
-    both.load_extra_state({"engine.clip": {"b": 2}})
-    both.load_extra_state({"engine.scaler": {"c": 3}})
-    both.close()
-    assert taken == [{"b": 2}, {"c": 3}, "closed"]
-
-
-def test_norms_by_slot():
-    slots: Any = SimpleNamespace(names=("a", "b"), of_parameter={"w": 4})
-    assert bare(last=decision(), _slots=slots).norms() == {"a": 3.0, "b": 4.0}
-    assert bare(last=None, _slots=slots).norms() == bare(last=decision(), _slots=None).norms() == {}
-
-
-def test_what_an_engine_says_of_its_last_step():
-    waited: list[bool] = []
-    skips = SimpleNamespace(total=3, last=True, flag="flag")
-    engine = LastStep()
-    engine._stepper = bare(last=None, skips=skips, policy=None, report_skips=lambda wait: waited.append(wait))
-    engine._failed = False
-    assert (engine.skipped_steps, engine.last_step_skipped, waited) == (3, True, [True, True])
-    assert (engine.grad_norm, engine.clip_divisor, engine.may_skip) == (None, None, False)
-    assert engine.last_skip_flag == "flag"
-    engine._stepper.last, engine._stepper.policy, engine._failed = decision(), object(), True
-    assert (engine.grad_norm, engine.clip_divisor, engine.may_skip) == (5.0, 2.0, True)
-    assert engine.last_skip_flag.read() == 1.0  # type: ignore[union-attr]
 
 
 def test_a_dropped_step_is_said_when_the_next_one_begins(caplog):
