@@ -34,15 +34,15 @@ _PRODUCTS = (
 
 
 def apply_activations(
-    model: nn.Module, settings: ActivationSettings, whole: Sequence[nn.Module], complete: bool = True
+    model: nn.Module, settings: ActivationSettings, stages: Sequence[nn.Module], complete: bool = True
 ) -> None:
     """Apply activation checkpointing and offloading to the blocks of `model`, in place; `release_blocks` undoes it.
 
     Args:
         model: the model of this rank.
         settings: the `activation_checkpoint` section of the config.
-        whole: the modules in which blocks are looked for: `model` itself, or all pipeline stages if they are known.
-        complete: whether `whole` is the full model. If not, a model without blocks is only a warning, since another
+        stages: the modules in which blocks are looked for: `model` itself, or all pipeline stages if they are known.
+        complete: whether `stages` is the full model. If not, a model without blocks is only a warning, since another
             stage may have them.
 
     Raises:
@@ -52,10 +52,10 @@ def apply_activations(
     if settings.mode == "none" and not settings.offload:
         return
     ops = frozenset(_ops(settings.keep) if settings.mode == "selective" else ())
-    classes = None if settings.blocks else _repeated(whole, 2 if complete else 1)
-    known = any(True for module in whole for _ in _blocks(module, settings.blocks, classes))
+    classes = None if settings.blocks else _repeated(stages, 2 if complete else 1)
+    known = any(True for module in stages for _ in _blocks(module, settings.blocks, classes))
     if not known and complete:
-        raise ConfigError(_nothing_found(settings.blocks, whole), code="C003")
+        raise ConfigError(_nothing_found(settings.blocks, stages), code="C003")
     found = list(_blocks(model, settings.blocks, classes))
     for at, block in enumerate(found):
         runs = _Runs(settings.mode, settings.offload, ops) if at % settings.every == 0 else None
@@ -68,7 +68,7 @@ def apply_activations(
         offloaded = ", offloaded to the host" if settings.offload else ""
         get_dist_logger().info(f"activation_checkpoint: mode {settings.mode!r}, {where} ({kinds}){offloaded}")
     elif not complete:
-        get_dist_logger().warning(f"{_nothing_found(settings.blocks, whole)} (in the stage of this rank)")
+        get_dist_logger().warning(f"{_nothing_found(settings.blocks, stages)} (in the stage of this rank)")
 
 
 def _blocks(model: nn.Module, patterns: Sequence[str], classes: set[type] | None) -> Iterator[nn.Module]:
@@ -177,10 +177,10 @@ def _is_block(name: str, module: nn.Module) -> bool:
     return numbered and any(True for _ in module.children()) and any(True for _ in module.parameters())
 
 
-def _repeated(whole: Iterable[nn.Module], times: int) -> set[type]:
+def _repeated(stages: Iterable[nn.Module], times: int) -> set[type]:
     """The classes with at least this many blocks, not counting blocks inside of blocks."""
     counts: Counter[type] = Counter()
-    for stage in whole:
+    for stage in stages:
         inside = ""
         for name, module in stage.named_modules():
             if not (inside and name.startswith(inside)) and _is_block(name, module):
@@ -189,8 +189,8 @@ def _repeated(whole: Iterable[nn.Module], times: int) -> set[type]:
     return {kind for kind, count in counts.items() if count >= times}
 
 
-def _nothing_found(blocks: Sequence[str], whole: Iterable[nn.Module]) -> str:
-    kinds = sorted({type(module).__name__ for stage in whole for module in stage.modules()})
+def _nothing_found(blocks: Sequence[str], stages: Iterable[nn.Module]) -> str:
+    kinds = sorted({type(module).__name__ for stage in stages for module in stage.modules()})
     if blocks:
         close = did_you_mean(blocks[0], kinds)
         return (

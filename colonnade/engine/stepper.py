@@ -221,12 +221,12 @@ class SkipReport:
         return self._count(wait=True)
 
     def _count(self, wait: bool) -> int:
-        dropped = 0
+        skipped = 0
         while self._pending and (wait or self._pending[0].ready()):
             self.last = self._pending.popleft().read() > 0
-            dropped += self.last
-        self.total += dropped
-        return dropped
+            skipped += self.last
+        self.total += skipped
+        return skipped
 
 
 class SkipAwareScheduler:
@@ -391,8 +391,8 @@ class Stepper:
             where = f" first in {bad} on rank {self._context.get_global_rank()};" if bad else ""
             if bad or self._context.get_global_rank() == 0:
                 get_dist_logger().warning(
-                    f"step dropped:{where} its gradient norm is {float(self.last.norm) if self.last else 0.0:g} "
-                    f"({self.skips.total} dropped so far)"
+                    f"step skipped:{where} its gradient norm is {float(self.last.norm) if self.last else 0.0:g} "
+                    f"({self.skips.total} skipped so far)"
                 )
 
     def note_failed(self, ranks: Sequence[int]) -> None:
@@ -401,7 +401,7 @@ class Stepper:
             self.skips.total += 1
             self.skips.last, self.skips.flag = True, HostCopy(torch.ones((), device="cpu"))
             get_dist_logger().warning(
-                f"step dropped: its backward pass failed on rank {listed(ranks)} ({self.skips.total} dropped so far)"
+                f"step skipped: its backward pass failed on rank {listed(ranks)} ({self.skips.total} skipped so far)"
             )
 
     def norms(self) -> dict[str, Tensor]:

@@ -166,7 +166,7 @@ def test_a_nan_on_one_rank_drops_the_step_on_all_names_the_culprit_and_stops_the
         assert skipped == 1
         assert lr == pytest.approx(0.1 * 0.5**3)
         assert finite
-    assert "step dropped: first in norm.weight on rank" in result.stderr[1]
+    assert "step skipped: first in norm.weight on rank" in result.stderr[1]
 
 
 def test_propagate_lets_it_through():

@@ -158,10 +158,10 @@ def test_a_graph_step_cannot_raise_on_the_host():
     ("dropped", "bad", "rank", "said"),
     [
         (0, "w", 0, None),
-        (1, "", 0, "step dropped: its gradient norm is 5 (7 dropped so far)"),
+        (1, "", 0, "step skipped: its gradient norm is 5 (7 skipped so far)"),
         (1, "", 1, None),
-        (2, "w", 0, "step dropped: first in w on rank 0; its gradient norm is 5"),
-        (1, "w", 1, "step dropped: first in w on rank 1; its gradient norm is 5"),
+        (2, "w", 0, "step skipped: first in w on rank 0; its gradient norm is 5"),
+        (1, "w", 1, "step skipped: first in w on rank 1; its gradient norm is 5"),
     ],
 )
 @pytest.mark.parametrize("wait", [False, True])
@@ -189,6 +189,6 @@ def test_a_dropped_step_is_said_when_the_next_one_begins(caplog):
             engine.backward(engine(torch.full((1, 1), float("inf") if bad else 1.0)).sum())
             engine.step()
         engine.zero_grad()
-        assert caplog.text.count("step dropped") == 1
+        assert caplog.text.count("step skipped") == 1
         assert all(parameter.grad is None for parameter in model.parameters())
         engine.close()
