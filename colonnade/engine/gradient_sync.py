@@ -151,9 +151,8 @@ def build_sync(
     # Parameters outside of all buckets, by their handler: `finish` must scale their gradients itself.
     left = {id(d.parameter): d.parameter for d in demands if id(d.parameter) not in synchroniser.parameters}
     loose: list[tuple[BaseGradientHandler | None, list[nn.Parameter]]] = []
-    for handler, reductions in claims:
-        loose.append(
-            (handler, [p for each in reductions for p in each.parameters if left.pop(id(p), None) is not None])
-        )
+    for handler, claimed in claims:
+        members = (parameter for reduction in claimed for parameter in reduction.parameters)
+        loose.append((handler, [p for p in members if left.pop(id(p), None) is not None]))
     loose.append((None, list(left.values())))
     return GradientSync([*plan.attached, *named], synchroniser, plan.ledger, loose, before_pass)
