@@ -77,10 +77,13 @@ class Guard:
     ) -> None:
         self._model, self._optimizer, self._context, self._sync = weakref.ref(model), optimizer, context, sync
         self._every, self._steps, self._turns = every, 0, count()
+        # A group of its own: on the usual ones a comparison could pair with the very calls that are out of step.
         with groups_meet(context.world_size, "gloo"):
             self._group = dist.new_group(timeout=timeout_of(), backend="gloo")
         self._log = sync.log = CallLog(model.named_parameters, context.waits.at)
+        # A rank that waits in a call publishes its calls, for a rank that has come to the comparison without it (`_meet`).
         context.waits.details = lambda: self._log.so_far
+        # A checkpoint of diverged replicas must not replace a good one.
         before_save[model] = weakref.WeakMethod(self.check)
 
     def end_step(self) -> None:

@@ -334,12 +334,14 @@ def precision_table(
         dtype, reduced_in = bucket.layout.dtype, bucket.transport.reduced_in
         if bucket.keeps_gradients:
             gradients[dtype] += bucket.numel * dtype.itemsize
+        # A shard of the same dtype is a slice of the gradients that the bucket keeps, and is not counted twice.
         if bucket.shard is not None and not (bucket.keeps_gradients and bucket.shard.flat.dtype is dtype):
             gradients[bucket.shard.flat.dtype] += bucket.shard.flat.nbytes
         reduced += [reduced_in] if reduced_in is not None else []
     for parameter in parameters:
         gathered, summed = dtypes_of(parameter)
         own = gathered or parameter.dtype
+        # Autocast casts all floating point dtypes except float64.
         computed.append(autocast if autocast is not None and own is not torch.float64 else own)
         if id(parameter) not in synchroniser.parameters and parameter.requires_grad:
             gradients[parameter.dtype] += local_part(parameter).nbytes

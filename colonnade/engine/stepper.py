@@ -247,6 +247,8 @@ class SkipAwareScheduler:
         flag = self._engine.last_skip_flag
         if flag is not None:
             self._flags.append(flag)
+        # Flags from a device are read at a fixed age, not when they have arrived: arrival differs between ranks, and all ranks
+        # must omit the same call.
         while self._flags and (self._flags[0].on_host or len(self._flags) > STEPS_LATE):
             self._ahead += self._flags.popleft().read() > 0
         if self._ahead:
@@ -389,6 +391,7 @@ class Stepper:
         if self.skips.read() if wait else self.skips.poll():
             bad = self._step.first_bad()
             where = f" first in {bad} on rank {self._context.get_global_rank()};" if bad else ""
+            # Only the rank with the bad gradient can name the parameter; rank 0 logs in any case.
             if bad or self._context.get_global_rank() == 0:
                 get_dist_logger().warning(
                     f"step skipped:{where} its gradient norm is {float(self.last.norm) if self.last else 0.0:g} "
