@@ -85,7 +85,7 @@ class LastStep:
         return self._stepper.policy is not None
 
 
-# --- Whole weights ---
+# --- Unsharded weights ---
 
 
 class WholeWeights:
@@ -137,11 +137,11 @@ class WholeWeights:
     def save_pretrained(
         self, folder: str | Path, *, max_shard_size: int | str | None = None, dtype: torch.dtype | None = None
     ) -> Path:
-        """Write weights, index and configs to a folder from which `from_pretrained` (of transformers, or of this library) loads them bit for bit.
+        """Write weights, index and configs to a folder that `from_pretrained` of transformers (or `colonnade.hf`) loads bit for bit.
 
         Every rank writes some of the files and holds at most one unsharded tensor at a time. A new folder appears once it is
-        complete on disk. In an existing folder, files of the same names are replaced and other files are kept. For a
-        model with LoRA adapters, the folder is in the format of peft: only the adapters and their config. Collective over the world.
+        complete on disk. In an existing folder, earlier weight files are replaced and other files are kept. For a model with
+        LoRA adapters, the folder is in the format of peft: only the adapters and their config. Collective over the world.
 
         Args:
             folder: the folder to write.
@@ -160,7 +160,7 @@ class WholeWeights:
             return save_pretrained(self.model, folder, self.context, max_shard_size, dtype)
 
     def wait_for_weights(self) -> None:
-        """Wait until every parameter has its new values: with ZeRO's `gather_ahead`, all-gathers of the last step may still run."""
+        """Wait until every parameter has its new values: ZeRO's `gather_ahead` may still run all-gathers of the last step."""
         self.engine_optimizer.wait()
 
 
