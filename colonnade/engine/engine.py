@@ -137,7 +137,7 @@ class WholeWeights:
     def save_pretrained(
         self, folder: str | Path, *, max_shard_size: int | str | None = None, dtype: torch.dtype | None = None
     ) -> Path:
-        """Write weights, index and configs to a folder that `from_pretrained` of transformers (or `colonnade.hf`) loads bit for bit.
+        """Write weights, index and configs to a folder that `from_pretrained` of transformers (or `colonnade.from_pretrained`) loads bit for bit.
 
         Every rank writes some of the files and holds at most one unsharded tensor at a time. A new folder appears once it is
         complete on disk. In an existing folder, earlier weight files are replaced and other files are kept. For a model with
