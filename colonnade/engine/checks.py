@@ -106,12 +106,14 @@ def refuse_parts(optimizer: Any, model: nn.Module, context: ParallelContext) -> 
     """
     if not isinstance(optimizer, Optimizer) or getattr(optimizer, "steps_on_parts", False):
         return
+    # Shards of FSDP2 are DTensors, and are checked at stage 3 (`optim.zero.fsdp_checks`).
     sharded = {
         id(held.tensor): (held, shard.dim)
         for held in held_tensors(model, context)
         for mode, shard in held.placement.shards.items()
         if context.get_world_size(mode) > 1 and not is_dtensor(held.tensor)
     }
+    # One trial for each kind of groups (those that differ only in how large an option is), number of dimensions and sharded one.
     for first, *more in kinds_of_groups(optimizer):
         members = [parameter for at in (first, *more) for parameter in optimizer.param_groups[at]["params"]]
         tried: set[tuple[int, int]] = set()
@@ -149,6 +151,7 @@ def warn_of_batch_norm(model: nn.Module, context: ParallelContext) -> None:
         for name, module in model.named_modules()
         if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm) and module.training
     ]
+    # One warning per pipeline stage, from its first rank.
     here = context.layout.coordinates(context.get_global_rank())
     first = all(at == 0 for name, at in here.items() if name != "pipeline")
     if found and first and (context.layout.distinct_data > 1 or context.pipeline_parallel_size > 1):
@@ -360,6 +363,7 @@ class _StepGuard:
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:
         watches = list(self.watches)
         unsummed = any(watch.unsummed for watch in watches)
+        # A backward pass outside of all engines leaves gradients that no synchroniser has prepared for.
         if not unsummed and watches and all(watch.unprepared_gradients for watch in watches):
             unsummed = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
         if unsummed:
@@ -397,6 +401,7 @@ def refuse_batch(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any
 
     if not isinstance(model, (Chunks, ModelStage, Stage)):
         return
+    # The executor calls a stage with the keywords of a message between stages, a script with a batch.
     is_message = kwargs.keys() >= _OF_A_MESSAGE
     is_batch = not is_message and (bool(kwargs) or (len(args) == 1 and isinstance(args[0], Mapping)))
     later = isinstance(model, ModelStage) and not is_message and model._colonnade_part.first > 0

@@ -394,6 +394,7 @@ class Engine(LastStep, WholeWeights):
         self.same_batch = SameBatch(context)
         self.observers = Observers()
         """Objects whose methods are called at each loss, reduction and step: append an `Observer`."""
+        # Parameters that the optimizer does not have, and whose gradients its zero_grad() does not clear.
         stepped_on = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         self._not_stepped_on = [parameter for parameter in model.parameters() if id(parameter) not in stepped_on]
         self._passes, self._total_passes, self._failed = 0, 0, False
@@ -404,6 +405,7 @@ class Engine(LastStep, WholeWeights):
         # Set later by `execute_schedule` too: a model may be trained on a loss that only its schedule computes.
         self.gives_loss = criterion is not None or own_loss is not None
         schedule.pre_processing(self)
+        # The engine is built: from here on, the position of this rank is "outside the engine after 0 steps".
         context.waits.end_step()
 
     # -- the loop -----------------------------------------------------------------------------------------
@@ -732,6 +734,7 @@ class Engine(LastStep, WholeWeights):
                 else:
                     before = self._total_passes
                     yield batch
+                    # A loop that has caught the error of its backward pass may leave the rest to this generator.
                     if self._failed:
                         self._give_up_step()
                     passes = self._total_passes - before
@@ -742,6 +745,7 @@ class Engine(LastStep, WholeWeights):
                             f"ranks lose count of each other",
                             code="C046",
                         )
+            # No rank has a batch left, but the last step is not full: complete it, on all ranks.
             while self._passes:
                 self._pass_without_batch(after_step)
         finally:

@@ -304,6 +304,7 @@ def _replicas(model: nn.Module, optimizer: Any, context: ParallelContext) -> Ite
     weights: dict[Any, _Replicas] = {}
     states: dict[Any, _Replicas] = {}
     for held in sorted(held_tensors(model, context), key=lambda entry: entry.placement.tie_key):
+        # A tensor that only this rank stores has no replica to compare with.
         if held.holding.count == 1:
             continue
         ranks = str(held.holding.ranks)
@@ -360,6 +361,7 @@ class CallLog:
     def run(self, handler: BaseGradientHandler) -> None:
         """Run a handler for one step."""
         name = type(handler).__name__
+        # The reductions of a planned handler are compared as a plan (`Guard._planned`): one entry keeps the order of handlers.
         if isinstance(handler, PlannedGradientHandler):
             self._entries.append((name, _PLANNED, ()))
             handler.handle_gradient()
@@ -435,6 +437,7 @@ def first_difference(
     wanted = tuple(ranks or ())
     for step, both in enumerate(zip(one, other, strict=False)):
         left, right = ([entry for *entry, over in called if over == wanted] for called in both)
+        # What the other rank has not called yet in its unfinished step is no difference.
         if under_way and step + 1 == len(other):
             left = left[: len(right)]
         for at, (entry, other_entry) in enumerate(zip_longest(left, right)):

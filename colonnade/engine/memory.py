@@ -87,6 +87,7 @@ def memory_table(
         by_layout = sum((layout[what].bytes or 0.0) * layout.parameters for what in formulas)
         return _held(tensors, device, known, round(by_layout))
 
+    # In this order: `known` grows with each call, and a storage counts for the first kind that uses it.
     weights = measured(parameters, WEIGHTS)
     gradients = measured(_gradients(parameters, synchroniser), GRADIENTS)
     state = measured(_state(optimizer), STATE, MASTERS)

@@ -120,6 +120,7 @@ class OwnNorms:
         self._waived, self._slots = waived, slots
         self.mixed = False
         """Whether any rank has parameters that are reduced over the replicas."""
+        # A replica is the ranks with equal positions on all axes of distinct data; these positions make its number.
         layout, rank = context.layout, context.get_global_rank()
         self._axes = [axis for axis in layout.axes if axis.data == "distinct"]
         self._replicas = math.prod(axis.size for axis in self._axes)
@@ -298,6 +299,7 @@ class Stepper:
         self.policy: ClipPolicy | None = None
         self._norm_type = 2.0
         if clip is not None:
+            # Every rank sends the sums of all slots in one vector, so all must number them alike.
             self._slots = number_slots([entry.label for entry in held], clip, context)
             self.policy = ClipPolicy(
                 build_clip_method(clip),
