@@ -1,7 +1,8 @@
-"""Launch: from a config to a running world, whoever started the processes.
+"""`launch`: from a config to a running world, with any launcher.
 
-`launch` finds out the rank and the address (`WorldAddress`: arguments, else the launcher's environment, else a world of one), reads
-the config, joins the world, creates the groups of every mode and sets the seeds. It fails on all ranks or on none.
+`launch` determines rank and address (`WorldAddress`: from arguments, else from the environment of the launcher, else a single
+process), reads the config, joins the world, creates the process groups of every mode and sets the seeds. It fails on all ranks or
+on none.
 """
 
 from __future__ import annotations
@@ -48,19 +49,34 @@ def launch(
     context: ParallelContext | None = None,
     timeout: float | None = None,
 ) -> ParallelContext:
-    """Join the world and create the groups that the config asks for. Collective over the world.
+    """Join the world, create the process groups of the config and set the seeds. Collective over the world.
 
-    Rank, world size, host and port come from the arguments, else from torch.distributed if it is already
-    initialised, else from the environment (torchrun's variables), else this is a world of one. The backend is
-    nccl where there is CUDA, gloo elsewhere.
-    `timeout`: the seconds that a rank waits for the others at most, to join and in every collective; 1800 unless given
-    (torch's own limit where torch.distributed was initialised before), which leaves room for a rank that writes a
-    checkpoint or prepares data while the others wait. Where nothing long can be going on (the agreements of `launch`, once all ranks
-    have joined) it is 120 at most. Long before that, about 8 seconds after it began to wait, a rank
-    that has joined says where the others are. A config that is refused on one rank alone is an error on every rank,
-    at once.
-    `seed` (else the config's, else 1024) seeds torch, Python and numpy: alike on ranks that see the same data.
-    `context` is filled and returned; by default `colonnade.core.global_context`.
+    Rank, world size, host and port come from the arguments, else from torch.distributed if it is initialised already, else
+    from torchrun's environment variables; otherwise this is a single process. An invalid config on one rank is an error on
+    all ranks at once.
+
+    Args:
+        config: a dict, a `Config`, or the path of a config file.
+        rank: the rank of this process; given together with `world_size`.
+        world_size: the number of ranks.
+        host: the address of rank 0.
+        port: the port of rank 0.
+        backend: "nccl", "gloo" or "mpi"; by default nccl with CUDA, else gloo.
+        local_rank: the rank of this process on its host, which selects its device.
+        seed: seeds torch, Python and numpy, alike on ranks that see the same data; by default the config's seed, or 1024.
+        verbose: whether INFO lines are logged.
+        context: the context to fill; by default `colonnade.core.global_context`.
+        timeout: the longest time in seconds that a rank waits for the others, to join and in every collective. The default
+            of 1800 leaves room for a rank that writes a checkpoint or prepares data; if torch.distributed was initialised
+            before, it is torch's own. The agreements at the end of `launch` wait at most 120 seconds. A rank that waits logs the
+            positions of the others after about 8 seconds.
+
+    Returns:
+        The context.
+
+    Raises:
+        ConfigError: the config is invalid, on any rank.
+        LaunchError: rank, world size or address are missing or invalid, or torch is too old.
     """
     known = detect()
     if dist.is_initialized():
@@ -89,9 +105,9 @@ def launch_from_openmpi(
 
 
 def get_default_parser() -> argparse.ArgumentParser:
-    """The arguments every training script takes; add your own.
+    """An argument parser with the usual arguments of a training script, to extend with your own.
 
-    `--local_rank` and `--local-rank` are both accepted, because `torch.distributed.launch` passes the latter.
+    Both `--local_rank` and `--local-rank` are accepted: `torch.distributed.launch` passes the latter.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", type=str, help="path of the config file")
@@ -115,7 +131,7 @@ def _start(
 ) -> ParallelContext:
     refuse_in_a_config()
     context = global_context if context is None else context
-    # A config that this rank refuses ends the launch on all ranks: the error goes to the store, where the other ranks wait.
+    # There is no process group yet. An error of this rank goes to the store, where the other ranks wait, and ends all of them.
     where = (address.rank, address.world_size, address.host, address.port, timeout)
     with share_start_up_errors(*where, address.local_rank):
         check_torch(torch.__version__)
@@ -123,7 +139,7 @@ def _start(
         chosen = context.config.get("seed") if seed is None else seed
         chosen = DEFAULT_SEED if chosen is None else int(chosen)
     context.verbose = verbose
-    # From here on all ranks have come, and agree on errors by collectives.
+    # From here on all ranks are connected, and agree on errors by collectives.
     context.init_global_dist(address.rank, address.world_size, backend, address.host, address.port, timeout)
     if context.world_size > 1:
         waits.install()
@@ -134,7 +150,7 @@ def _start(
         context.set_seed(chosen)
         context.config.freeze()
     except BaseException:
-        # A failed launch leaves nothing behind, so that the caller may correct the config and try again.
+        # Clean up completely, so that a notebook can correct the config and call launch again.
         context.destroy()
         raise
     _logging.get_dist_logger().info(f"{context!r}; {address.source}; device {context.device}")
@@ -142,14 +158,14 @@ def _start(
 
 
 def _rank_in(context: ParallelContext, mode: Any) -> int:
-    """The rank of this process in its group of `mode`, for lines of the log; in the world where it has none."""
+    """The rank of this process in its group of `mode`, for log lines; in the world if it has no such group."""
     if mode is None or not context.is_initialized(mode):
         return context.get_global_rank()
     return context.get_local_rank(ParallelMode(mode))
 
 
 def check_torch(version: str) -> None:
-    """Refuse a torch that lacks what this library stands on."""
+    """Raise if torch is older than the oldest supported version."""
     found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if found < LEAST_TORCH:
         least = ".".join(map(str, LEAST_TORCH))
@@ -159,13 +175,13 @@ def check_torch(version: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Where rank, world size and address come from: arguments, else the launcher's environment, else a world of one.
+# Rank, world size and address: from arguments, else from the environment of the launcher, else a single process.
 # --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class WorldAddress:
-    """The rank and address by which a process joins its world, and where they come from."""
+    """The rank of a process, the address of rank 0, and the source of these values, for messages."""
 
     rank: int = 0
     world_size: int = 1
@@ -177,7 +193,7 @@ class WorldAddress:
 
 @dataclass(frozen=True)
 class Launcher:
-    """The variables in which one launcher tells a process its rank, world size and local rank."""
+    """The environment variables in which a launcher passes rank, world size and local rank."""
 
     name: str
     rank: str
@@ -191,10 +207,10 @@ OPENMPI = Launcher("OpenMPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "O
 
 
 def detect(environ: Mapping[str, str] | None = None) -> WorldAddress:
-    """Read the environment of whichever launcher started this process, or give a world of one.
+    """Read torchrun's environment variables; without them, return the address of a single process.
 
-    Only torchrun's variables are taken by themselves: a plain script inside a SLURM or MPI allocation has
-    theirs set too, without being one of several ranks. Those are asked for by name.
+    The variables of SLURM and OpenMPI are read only by `launch_from_slurm` and `launch_from_openmpi`: a plain script inside
+    an allocation has them too, without being one of several ranks.
     """
     environ = os.environ if environ is None else environ
     return read(TORCH, environ) if TORCH.rank in environ or TORCH.world_size in environ else WorldAddress()
@@ -206,7 +222,11 @@ def read(
     host: str | None = None,
     port: int | None = None,
 ) -> WorldAddress:
-    """Read one launcher's variables; a missing or senseless one is an error that names it."""
+    """Read the variables of one launcher.
+
+    Raises:
+        LaunchError: a variable is missing or invalid; the message names it.
+    """
     environ = os.environ if environ is None else environ
     local = environ.get(launcher.local_rank)
     port_text = environ.get("MASTER_PORT")
@@ -230,9 +250,10 @@ def override(
     host: str | None = None,
     port: int | None = None,
 ) -> WorldAddress:
-    """`address`, in which the arguments of the user replace detected values."""
+    """Replace detected values of `address` by the arguments that are not None."""
     given = {"rank": rank, "world_size": world_size, "local_rank": local_rank, "host": host, "port": port}
     changed = {name: value for name, value in given.items() if value is not None}
+    # With a launcher, one of the two may correct its value. Without, the other one would be that of a single process.
     if (rank is None) != (world_size is None) and address.world_size == 1:
         raise LaunchError(f"launch(rank={rank}, world_size={world_size}): give both or neither", code="C020")
     result = replace(address, **changed) if changed else address  # type: ignore[arg-type]
@@ -243,11 +264,11 @@ def override(
 def _number(launcher: Launcher, variable: str, environ: Mapping[str, str]) -> int:
     text = environ.get(variable)
     if text is None:
-        left = [name for name in (launcher.rank, launcher.world_size) if name in environ]
-        alone = f"unset {left[0]}, which is left over," if left else "call launch(config)"
+        left_over = [name for name in (launcher.rank, launcher.world_size) if name in environ]
+        single = f"unset {left_over[0]}, which is left over," if left_over else "call launch(config)"
         raise LaunchError(
             f"the environment variable {variable} is not set, so {launcher.name} did not start this process. Start it "
-            f"with {launcher.name} or with `colonnade run --nproc N script.py`, or {alone} for a world of one.",
+            f"with {launcher.name} or with `colonnade run --nproc N script.py`, or {single} for a single process.",
             code="C020",
         )
     if not text.isdigit():

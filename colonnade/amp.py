@@ -1,6 +1,6 @@
-"""Kinds of mixed precision by Colossal-AI's names, for configs that say `fp16 = dict(mode=AMP_TYPE.TORCH)`.
+"""Mixed-precision modes by the names of Colossal-AI, for configs with `fp16 = dict(mode=AMP_TYPE.TORCH)`.
 
-All mean the same here: the forward pass in fp16 under autocast, fp32 weights, a loss scale that all ranks share.
+All modes mean the same here: forward passes in fp16 autocast, fp32 weights, and one loss scale for all ranks.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from enum import Enum
 
 
 class AMP_TYPE(Enum):
-    """What Colossal-AI tells apart."""
+    """The modes of Colossal-AI."""
 
     APEX = "apex"
     TORCH = "torch"

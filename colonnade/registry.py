@@ -1,7 +1,7 @@
-"""Registries: how a string in a config becomes a class.
+"""Registries: look-up of classes and functions by their name in a config.
 
-A registry knows its *home*, the module that defines the built-in entries, and imports it on the first
-look-up: importing this module stays cheap, and the built-ins are always listed.
+A registry knows its *home*, the module with the built-in entries, and imports it on the first look-up. So importing this module
+is cheap, and the built-in entries are always listed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ Entry = TypeVar("Entry", bound=Callable[..., Any])
 class Registry:
     """Classes and functions by name.
 
-    `what` is the noun used in messages ("gradient handler"). `home` is the module whose import registers
-    the built-ins. `libraries` are modules searched when a name is not registered (`torch.optim`, say).
+    Args:
+        what: the noun for messages, such as "gradient handler".
+        home: the module whose import registers the built-in entries.
+        libraries: modules that are searched for names that are not registered, such as `torch.optim`.
     """
 
     def __init__(self, what: str, *, home: str | None = None, libraries: tuple[str, ...] = ()) -> None:
@@ -42,22 +44,32 @@ class Registry:
         return lambda decorated: self._add(decorated, name)
 
     def get_module(self, name: str) -> Callable[..., Any]:
-        """Return the entry called `name`; an unknown name is an error that lists the known ones."""
+        """Return the entry called `name`.
+
+        Raises:
+            RegistryError: no such entry; the message lists the registered ones.
+        """
         self._fill()
         if name in self._entries:
             return self._entries[name]
         found = self._from_libraries(name)
         if found is None:
-            raise RegistryError(self._unknown(name), code="C004")
+            also = f" (or a class of {', '.join(self._libraries)})" if self._libraries else ""
+            hint = did_you_mean(str(name), self)
+            raise RegistryError(
+                f"no {self.what} {name!r}; registered: {listed(self)}{also}.{hint} Register your own with "
+                f"@{self._constant()}.register_module, and import the file that defines it before the config is used.",
+                code="C004",
+            )
         return found
 
     def has(self, name: str) -> bool:
-        """Whether `get_module(name)` would find something."""
+        """Whether `get_module(name)` would return an entry."""
         self._fill()
         return name in self._entries or self._from_libraries(name) is not None
 
     def remove(self, name: str) -> None:
-        """Forget an entry, so that a notebook cell may define it again."""
+        """Remove an entry, for example so that a notebook cell can define it again."""
         self.get_module(name)
         self._entries.pop(name, None)
 
@@ -96,7 +108,7 @@ class Registry:
         return entry
 
     def _fill(self) -> None:
-        home, self._home = self._home, None  # before the import: the home may look something up while it loads
+        home, self._home = self._home, None  # before the import, during which the home may look up entries itself
         if home is not None:
             try:
                 importlib.import_module(home)
@@ -111,21 +123,13 @@ class Registry:
                 return found
         return None
 
-    def _unknown(self, name: object) -> str:
-        also = f" (or a class of {', '.join(self._libraries)})" if self._libraries else ""
-        hint = did_you_mean(str(name), self)
-        return (
-            f"no {self.what} {name!r}; registered: {listed(self)}{also}.{hint} "
-            f"Register yours with @{self._constant()}.register_module, and import the file that defines it "
-            f"before the config is used."
-        )
-
     def _constant(self) -> str:
+        """The name of this registry in this module, for messages."""
         return next((key for key, value in globals().items() if value is self), "REGISTRY")
 
 
 def _where(entry: Any) -> str:
-    """`module.Name (file:line)` of a definition, as far as Python knows it."""
+    """`module.Name (file:line)` of a definition, or `module.Name` if it has no source file."""
     label = f"{entry.__module__}.{entry.__qualname__}"
     try:
         return f"{label} ({inspect.getsourcefile(entry)}:{inspect.getsourcelines(entry)[1]})"

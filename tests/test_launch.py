@@ -339,6 +339,6 @@ def test_the_default_parser_takes_both_spellings_of_local_rank():
 
 def test_a_variable_that_is_left_over_is_named_beside_the_one_that_is_missing():
     with pytest.raises(
-        LaunchError, match=r"RANK is not set.* or unset WORLD_SIZE, which is left over, for a world of one"
+        LaunchError, match=r"RANK is not set.* or unset WORLD_SIZE, which is left over, for a single process"
     ):
         detect({"WORLD_SIZE": "2"})

@@ -1,4 +1,4 @@
-"""The engine: gradient handlers, schedules, and what runs them."""
+"""The engine: gradient handlers, schedules, and the object that runs them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""initialize: from a model, an optimizer and a config to an engine.
+"""`initialize`: from a model, an optimizer and a config to an engine.
 
-What one rank can do alone stands in `engine.prepare`, which plans and explanations use too; here ranks compare what must be
-alike, make their weights equal, and join their gradients.
+The steps that need no other rank are in `engine.prepare`, shared with `colonnade plan` and `colonnade explain`. Here ranks
+compare the settings that must agree, make their weights equal, and set up the gradient reductions.
 """
 
 from __future__ import annotations
@@ -13,20 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.comm.messages import Alike, agreed_errors, gather_json
-from colonnade.config import Config
 from colonnade.config.config import text_of
-from colonnade.config.settings import (
-    ClipSettings,
-    ZeroSettings,
-)
+from colonnade.config.settings import ClipSettings, SyncSettings, ZeroSettings
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.checks import compare_stages
 from colonnade.engine.engine import Engine, announce
-from colonnade.engine.gradient_sync import GradientSync, build_sync
+from colonnade.engine.gradient_sync import build_sync
 from colonnade.engine.materialise import refuse_meta_state
 from colonnade.engine.prepare import (
-    SumSettings,
     prepare_model,
     prepare_optimizer,
     prepare_sums,
@@ -39,7 +34,6 @@ from colonnade.engine.schedule.pipeline import PipelineSchedule
 from colonnade.engine.stepper import SkipAwareScheduler, Stepper
 from colonnade.errors import ContextError, GradientError, listed
 from colonnade.gradients.ledger import is_waived
-from colonnade.gradients.sum_plan import waived_patterns
 from colonnade.logging import get_dist_logger
 from colonnade.parallel.held import Placements, broadcast_shared, check_placements, held_tensors
 from colonnade.parallel.split import Split, build_schedule
@@ -62,20 +56,48 @@ def initialize(
     *,
     context: ParallelContext | None = None,
 ) -> Initialized:
-    """Build the engine that the config of the launched context asks for. Collective over the world.
+    """Build the engine for the config of the launched context. Collective over the world.
 
-    `model` is a module, or what `colonnade.split` returned (this rank takes its stages of it), or a function without
-    arguments that returns one; `optimizer` is an instance, or a function of the parameters. Without a `criterion` the
-    model makes its loss itself. Weights that ranks share are made equal, handlers are attached, and everything that is
-    wrong is said now, on every rank.
+    Weights of replicas are made equal and gradient handlers are attached. Every inconsistency is raised here, on all ranks.
+
+    Args:
+        model: a module; or the result of `colonnade.split`, of which this rank takes its stages; or a function without
+            arguments that returns one of these.
+        optimizer: a torch optimizer, or a function of the parameters that returns one.
+        criterion: the loss; by default the model's own, as of Hugging Face models.
+        train_dataloader: returned as it is.
+        test_dataloader: returned as it is.
+        lr_scheduler: a learning-rate scheduler. If steps may be skipped, it is wrapped so that skipped steps do not advance it.
+        verbose: accepted for Colossal-AI scripts, and not read.
+        context: the launched context; by default the global one.
+
+    Returns:
+        (engine, train_dataloader, test_dataloader, lr_scheduler).
+
+    Raises:
+        ContextError: `colonnade.launch` was not called.
+        ConfigError: a setting does not fit the model, the optimizer or the device.
+        PlacementError: the placements of the parameters differ between ranks.
+        GradientError: a gradient reduction is missing, duplicated or has the wrong divisor, or ranks would step differently.
     """
-    context = _launched(context)
+    if context is None:
+        from colonnade.core import global_context  # a user who passes no context means this one
+
+        context = global_context
+    if not context.is_launched:
+        raise ContextError("initialize() needs a launched context: call colonnade.launch(config) first", code="C013")
+    context.waits.begin("in initialize()")
     config, device, num_ranks = context.config, context.device, context.pipeline_parallel_size
 
-    # This rank alone: its part of the model, in the dtypes of the config. What is wrong here is raised on all ranks, and what
-    # follows from different code or settings on the ranks is compared before anything is sent.
+    # This rank only: its stages of the model, in the dtypes of the config. An error of one rank is raised on all of them.
+    # Facts that follow from the code or the settings of each rank are compared before any tensor is sent: different shapes or
+    # dtypes would hang or corrupt the first collective.
     with agreed_errors(device, parts=(1, num_ranks, num_ranks)) as agreement:
-        _apply_backend_flags(config)
+        # Keys that are not in the config leave the user's own settings of torch alone.
+        if config.get("cudnn_benchmark") is not None:
+            torch.backends.cudnn.benchmark = config.cudnn_benchmark
+        if config.get("cudnn_deterministic") is not None:
+            torch.backends.cudnn.deterministic = config.cudnn_deterministic
         refuse_meta_state(optimizer)
         clip = ClipSettings.read(config.get("clip_grad_norm"))
         precision, zero = read_numerics(config)
@@ -92,18 +114,19 @@ def initialize(
         placements = Placements(built, context)
         agreement.require(numeric_settings(), placements.alike(), start.alike())
 
-    # Weights: what ranks share is made equal (from the meta device it is equal by itself), then sharded at stage 3. Parameters
-    # get memory after that, so that a rank never has more of them than its shard.
+    # Weights. Replicas are made equal by a broadcast, then sharded at stage 3. Parameters on the meta device get memory only
+    # afterwards, so that a rank never allocates more than its shards; they start equal because all ranks initialise them alike.
     placements.check(agreement.sizes[1])
     start.locate(sum(agreement.sizes[2]))
     unequal = broadcast_shared(built, context, compare=config.get("compare_weights") is not False)
     sharding = _shard_parameters(built, optimizer, context, zero)
     start.materialise(_home(zero, device))
-    uncut = compare_stages(built, stages.was_split, _num_stages(schedule, num_ranks), context)
+    num_stages = len(schedule.stage_ranks(num_ranks)) if isinstance(schedule, PipelineSchedule) else num_ranks
+    same_stages = compare_stages(built, stages.was_split, num_stages, context)
 
-    # The optimizer, when parameters are the tensors that it will step on; and the handlers, which may look at it.
+    # The optimizer, now that the parameters are the tensors it will step on; then the handlers, which may look at it.
     with agreed_errors(device, parts=(num_ranks,)) as agreement:
-        for problem in (unequal, uncut):
+        for problem in (unequal, same_stages):
             if problem is not None:
                 raise problem
         plain = prepare_optimizer(optimizer, built, context, others=stages.modules if stages.was_split else ())
@@ -113,12 +136,21 @@ def initialize(
     check_tied(plain, built, context)
     if sharding is not None:
         sharding.guard(plain)
-    sync = _synchronise(built, sums, schedule, context)
+
+    # Reductions: the ledger is checked and buckets are laid out. A sharded optimizer steps on its slices of the buckets.
+    if isinstance(schedule, PipelineSchedule):
+        schedule.open_groups(context)
+    options, wait = dict(config.get("sync") or {}), sums.optimizer.wait
+    sync = build_sync(
+        built, sums.user_optimizer, context, sums.handlers, options, sums.bucket_all, sums.shards, before_pass=wait
+    )
+    sums.optimizer.attach(sync.synchroniser, context.waits)
 
     with agreed_errors(device):
-        parts = built, sums.user_optimizer, precision.around(criterion, device)
         engine = Engine(
-            *parts,
+            built,
+            sums.user_optimizer,
+            precision.around(criterion, device),
             context=context,
             sync=sync,
             stepper=Stepper(built, sums.optimizer, context, sync, clip, scaler, bool(config.get("graph_step"))),
@@ -135,7 +167,7 @@ def initialize(
 def _shard_parameters(
     model: nn.Module, optimizer: Any, context: ParallelContext, settings: ZeroSettings
 ) -> ShardedModel | None:
-    """At stage 3: FSDP2 on the model, in place; an optimizer that was built before gets the new parameters."""
+    """At ZeRO stage 3, apply FSDP2 to the model in place; an optimizer built before gets the new parameters."""
     if settings.stage != 3:
         return None
     from colonnade.optim.zero.fsdp import shard_model
@@ -145,81 +177,39 @@ def _shard_parameters(
         sharding.carry_over(optimizer)
     check_placements(model, context)
     get_dist_logger().info(
-        f"ZeRO stage 3: {sharding.units} modules are gathered one by one (FSDP2); whole on every rank: "
-        f"{listed(sharding.whole)}"
+        f"ZeRO stage 3: {sharding.units} modules are gathered one by one (FSDP2); not sharded: {listed(sharding.whole)}"
     )
-    _warn_of_waived(model, sharding, context)
+
+    # FSDP2 reduces every gradient itself, so `sync.waive` cannot apply to its parameters.
+    waive = SyncSettings.read(context.config.get("sync")).waive
+    names = {name for name, _ in model.named_parameters()} - set(sharding.whole)
+    waived = sorted(name for name in names if is_waived(name, waive))
+    if waived and context.layout.distinct_data > 1:
+        get_dist_logger().warning(
+            f"sync=dict(waive={list(waive)}) has no effect on {listed(waived[:8])}{', ...' if len(waived) > 8 else ''}: "
+            f"ZeRO stage 3 reduces their gradients over the ranks that shard them, and clips by the norm of the sum. For "
+            f"replicas that differ on purpose use stage 0, 1 or 2",
+            ranks=[0],
+        )
     return sharding
 
 
-def _warn_of_waived(model: nn.Module, sharding: ShardedModel, context: ParallelContext) -> None:
-    """Say which parameters are summed though the config waives them: FSDP2 knows nothing of that."""
-    options = context.config.get("sync") or {}
-    waive, patterns = options.get("waive") or (), waived_patterns(options)
-    names = {name for name, _ in model.named_parameters()} - set(sharding.whole)
-    waived = sorted(name for name in names if is_waived(name, patterns))
-    if waived and context.layout.distinct_data > 1:
-        get_dist_logger().warning(
-            f"sync=dict(waive={waive!r}) has no effect on {listed(waived[:8])}{', ...' if len(waived) > 8 else ''}: "
-            f"ZeRO stage 3 sums their gradients over the ranks that share them, and clips by the norm of the sum. For replicas that "
-            f"differ on purpose use stage 0, 1 or 2",
-            ranks=[0],
-        )
-
-
 def _home(settings: ZeroSettings, device: torch.device) -> torch.device:
-    """Where parameters lie between steps."""
+    """The device of parameters between steps."""
     return torch.device("cpu") if settings.stage == 3 and settings.offload else device
 
 
-def _synchronise(model: nn.Module, sums: SumSettings, schedule: BaseSchedule, context: ParallelContext) -> GradientSync:
-    """The handlers with their buckets. A sharded optimizer takes its buckets over."""
-    if isinstance(schedule, PipelineSchedule):
-        schedule.open_groups(context)
-    optimizer, options = sums.optimizer, dict(context.config.get("sync") or {})
-    assert optimizer is not None
-    sync = build_sync(
-        model, sums.user_optimizer, context, sums.handlers, options, sums.bucket_all, sums.shards, optimizer.wait
-    )
-    optimizer.attach(sync.synchroniser, context.waits)
-    return sync
-
-
 def _scheduler(lr_scheduler: Any, engine: Engine) -> Any:
-    """The scheduler as it is, unless steps may be dropped (for another rank's sake too): those do not advance it."""
-    drops = engine.may_skip or engine.context.world_size > 1
-    return SkipAwareScheduler(lr_scheduler, engine) if lr_scheduler is not None and drops else lr_scheduler
+    """The scheduler, wrapped if steps may be skipped: for this rank's gradient, or because another rank fails."""
+    skips = engine.may_skip or engine.context.world_size > 1
+    return SkipAwareScheduler(lr_scheduler, engine) if lr_scheduler is not None and skips else lr_scheduler
 
 
-def _launched(context: ParallelContext | None) -> ParallelContext:
-    if context is None:
-        from colonnade.core import global_context  # what a user who passes no context means
-
-        context = global_context
-    if not context.is_launched:
-        raise ContextError("initialize() needs a launched context: call colonnade.launch(config) first", code="C013")
-    context.waits.begin("in initialize()")
-    return context
-
-
-def _apply_backend_flags(config: Config) -> None:
-    """Set what the config sets; else the user's own settings stay."""
-    if config.get("cudnn_benchmark") is not None:
-        torch.backends.cudnn.benchmark = config.cudnn_benchmark
-    if config.get("cudnn_deterministic") is not None:
-        torch.backends.cudnn.deterministic = config.cudnn_deterministic
-
-
-def _num_stages(schedule: BaseSchedule, pipeline_ranks: int) -> int:
-    """How many stages the model is to be cut into."""
-    return len(schedule.stage_ranks(pipeline_ranks)) if isinstance(schedule, PipelineSchedule) else pipeline_ranks
-
-
-# --- What ranks compare: settings of torch that change numbers, and the optimizer -----------------
+# --- Comparisons between ranks: numeric settings of torch, and the optimizer ----------------------
 
 
 def numeric_settings() -> Alike:
-    """The settings of torch that decide how numbers are computed."""
+    """The settings of torch that change the rounding of numbers."""
     backends: Any = torch.backends
     settings = {
         "torch.get_default_dtype()": torch.get_default_dtype(),
@@ -236,13 +226,13 @@ def numeric_settings() -> Alike:
     return Alike(
         "the setting",
         {name: str(value) for name, value in settings.items()},
-        "It decides how numbers are rounded, so replicas would drift apart: set it alike on every rank. (allow_tf32 and "
-        "torch.set_float32_matmul_precision set these too.)",
+        "It changes how numbers are rounded, so replicas would drift apart: use the same value on every rank. (allow_tf32 and "
+        "torch.set_float32_matmul_precision change these settings too.)",
     )
 
 
 def alike_optimizer(optimizer: Any, lr_scheduler: Any, model: nn.Module, stage: int) -> Alike:
-    """Class, groups and options of the optimizer and the settings of the scheduler, for all ranks of a stage."""
+    """Class, groups and options of the optimizer and settings of the scheduler, equal on all ranks of a pipeline stage."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     items = {"class": _class(optimizer)}
     for at, group in enumerate(optimizer.param_groups):
@@ -257,33 +247,34 @@ def alike_optimizer(optimizer: Any, lr_scheduler: Any, model: nn.Module, stage: 
     return Alike(
         "the optimizer's",
         items,
-        "Ranks that hold the same parameters must step on them alike, or they drift apart: build the same optimizer, groups "
-        "and scheduler on every rank of a pipeline stage.",
+        "Ranks that store the same parameters must make the same steps, or replicas drift apart: build the same optimizer, "
+        "groups and scheduler on every rank of a pipeline stage.",
         GradientError,
         part=stage,
     )
 
 
 def check_tied(optimizer: Any, model: nn.Module, context: ParallelContext) -> None:
-    """Refuse a weight that stages share and that they would step on differently. Collective along the pipeline."""
+    """Raise if stages would step differently on a tied weight. Collective along the pipeline."""
     if context.pipeline_parallel_size == 1:
         return
     keys = {id(held.tensor): held.placement.tied.key for held in held_tensors(model, context) if held.placement.tied}
-    mine: dict[str, dict[str, str]] = {}
+    local: dict[str, dict[str, str]] = {}
     for group in optimizer.param_groups:
         options = {key: _value(value) for key, value in group.items() if key != "params"}
-        mine |= {keys[id(parameter)]: options for parameter in group["params"] if id(parameter) in keys}
-    # All ranks of a stage say the same, so every pipeline comes to the same end.
-    everyone = gather_json(mine, context.device, context.get_group(ParallelMode.PIPELINE))
-    for key in sorted({key for said in everyone for key in said}):
-        (first, usual), *others = [(stage, said[key]) for stage, said in enumerate(everyone) if key in said]
+        local |= {keys[id(parameter)]: options for parameter in group["params"] if id(parameter) in keys}
+    # Ranks of a stage are known to have the same options, so all pipelines raise or none.
+    by_stage = gather_json(local, context.device, context.get_group(ParallelMode.PIPELINE))
+    for key in sorted({key for tied in by_stage for key in tied}):
+        (first, expected), *others = [(stage, tied[key]) for stage, tied in enumerate(by_stage) if key in tied]
         for stage, options in others:
-            differing = next((name for name in {**options, **usual} if options.get(name) != usual.get(name)), None)
+            names = {**options, **expected}
+            differing = next((name for name in names if options.get(name) != expected.get(name)), None)
             if differing is not None:
                 raise GradientError(
-                    f"the stages do not agree on the optimizer's {differing!r} for the tied weight {key!r}: "
-                    f"{usual.get(differing)} at stage {first}, {options.get(differing)} at stage {stage}. They hold the same weight, "
-                    f"so they must step on it alike."
+                    f"the optimizer's {differing!r} for the tied weight {key!r} differs between stages: "
+                    f"{expected.get(differing)} at stage {first}, {options.get(differing)} at stage {stage}. Both store the same "
+                    f"weight, so give both the same optimizer options for it."
                 )
 
 

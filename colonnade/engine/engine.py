@@ -1,8 +1,8 @@
-"""Engine: the model, its optimizer and its loss as one thing to call in a training loop.
+"""The engine: model, optimizer and loss behind the four calls of a training loop.
 
-`Engine.backward` and `Engine.step` are the protocol of a training step; `step` reads from the check of the calls to the step of the
-optimizer. `LossBook` has the factor that losses over uneven data need, `Observer` is for those who look on, and `LastStep` and
-`WholeWeights` are the parts of `Engine` that only answer questions: about the last step, and about the weights.
+`Engine.backward` and `Engine.step` are the protocol of a training step; `step` and the two halves below it read from top to bottom.
+`LossBook` computes the gradient factor for losses over uneven data, `Observer` is the base class of step callbacks. `LastStep` and
+`WholeWeights` are the read-only parts of `Engine`: queries about the last step, and export of the unsharded weights.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from colonnade.paths import local_path
 
 
 class LastStep:
-    """The part of `Engine` that answers questions about the last step: norms, clipping, whether it was dropped."""
+    """Queries of `Engine` about the last step: norms, clipping, whether it was skipped."""
 
     _stepper: Stepper
     _failed: bool
@@ -54,42 +54,42 @@ class LastStep:
         return self._stepper.last.norm if self._stepper.last is not None else None
 
     def grad_norms(self) -> dict[str, Tensor]:
-        """The norm of every group, layer or parameter at the last step, out of the same collective."""
+        """The norms of the last step by group, layer or parameter, from the same collective as `grad_norm`."""
         return self._stepper.norms()
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were dropped because their gradient was not finite, or a spike. Waits for the last one."""
+        """Number of steps skipped for a non-finite gradient or a spike. Waits for the flag of the last step."""
         self._stepper.report_skips(wait=True)
         return self._stepper.skips.total
 
     @property
     def last_step_skipped(self) -> bool:
-        """Whether the last step was dropped. Waits for its norm."""
+        """Whether the last step was skipped. Waits for its norm."""
         self._stepper.report_skips(wait=True)
         return self._stepper.skips.last
 
     @property
     def clip_divisor(self) -> Tensor | None:
-        """What the last step's gradient was divided by to clip it, at most: 1 if it was not; None if clipping is off."""
+        """The largest divisor of the last step's clipping: 1 if nothing was clipped; None if clipping is off."""
         return self._stepper.last.divisor.amax() if self._stepper.last is not None else None
 
     @property
     def last_skip_flag(self) -> HostCopy | None:
-        """Whether the last step was dropped, as a number that is on its way to the host; None before the first."""
+        """Whether the last step was skipped, as a number that is being copied to the host; None before the first step."""
         return HostCopy(torch.ones((), device="cpu")) if self._failed else self._stepper.skips.flag
 
     @property
     def may_skip(self) -> bool:
-        """Whether a step may be dropped for its gradient's sake."""
+        """Whether a step can be skipped because of its gradient."""
         return self._stepper.policy is not None
 
 
-# --- Whole weights ---
+# --- Unsharded weights ---
 
 
 class WholeWeights:
-    """The part of `Engine` that gives whole weights: at run time, and as folders that transformers loads. Collective."""
+    """Export of unsharded weights: as a state dict, a safetensors file, or a folder that transformers loads. Collective."""
 
     context: ParallelContext
 
@@ -102,52 +102,57 @@ class WholeWeights:
         raise NotImplementedError
 
     def full_state_dict(self, to: str | Path = "all", *, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """The whole weights and persistent buffers, on the CPU, whatever the layout; a tied weight under each name.
+        """Return the unsharded weights and persistent buffers, on the CPU, for any layout; a tied weight under each name.
 
-        `to="all"` gives them to every rank, `to="first"` to rank 0 alone: elsewhere the dict is empty. Any other text is
-        the safetensors file to write, one tensor at a time, and the dict is empty everywhere. With `dtype`, floating point
-        tensors have that type. A plain model takes them by `load_state_dict`, unless its modules have extra state.
+        The result fits `load_state_dict` of a plain model, unless its modules have extra state. Collective over the world.
+
+        Args:
+            to: "all" returns the tensors on every rank, "first" only on rank 0 (elsewhere the dict is empty). Any other
+                text is the safetensors file to write, one tensor at a time; the dict is then empty everywhere.
+            dtype: the dtype of floating point tensors; by default their own.
+
+        Raises:
+            CheckpointError: `to` is neither "all" nor "first" nor the name of a .safetensors file.
         """
-        if (
-            to not in ("all", "first")
-            and local_path(to, "the file of engine.full_state_dict()", CheckpointError).suffix != ".safetensors"
-        ):
+        to_file = to not in ("all", "first")
+        if to_file and local_path(to, "the file of engine.full_state_dict()", CheckpointError).suffix != ".safetensors":
             raise CheckpointError(f"to is 'all', 'first' or the name of a .safetensors file to write, not {str(to)!r}")
-        with self.context.waits.together("engine.full_state_dict()"):
-            return self._full_state_dict(to, dtype)
-
-    def _full_state_dict(self, to: str | Path, dtype: torch.dtype | None) -> dict[str, Tensor]:
-        # A run that exports nothing imports nothing of it.
+        # Imported here, so that a run without an export does not load the checkpoint code.
         from colonnade.checkpoint.full_weights import WholeTensors, save_full
 
-        self.wait_for_weights()
-        whole = WholeTensors(self.model, self.context)
-        if to not in ("all", "first"):
-            save_full(whole, to, self.context, dtype)
-            return {}
-        found: dict[str, Tensor] = {}
-        for record in whole.records:
-            value = whole.gather(record) if to == "all" else whole.gather_apart([(record, 0)])
-            if value is not None:
-                value = value.to(dtype) if dtype is not None and value.is_floating_point() else value
-                found |= dict.fromkeys(record.names, value)
-        return found
+        with self.context.waits.together("engine.full_state_dict()"):
+            self.wait_for_weights()
+            full = WholeTensors(self.model, self.context)
+            if to_file:
+                save_full(full, to, self.context, dtype)
+                return {}
+            state: dict[str, Tensor] = {}
+            for record in full.records:
+                value = full.gather(record) if to == "all" else full.gather_apart([(record, 0)])
+                if value is not None:
+                    value = value.to(dtype) if dtype is not None and value.is_floating_point() else value
+                    state |= dict.fromkeys(record.names, value)
+            return state
 
     def save_pretrained(
         self, folder: str | Path, *, max_shard_size: int | str | None = None, dtype: torch.dtype | None = None
     ) -> Path:
-        """Write the folder that `from_pretrained`, transformers' and ours, loads bit for bit: weights, index, configs.
+        """Write weights, index and configs to a folder that `from_pretrained` of transformers (or `colonnade.from_pretrained`) loads bit for bit.
 
-        All ranks write, each some of the files, and none holds more than one whole tensor at a time. The folder appears when
-        all of it is on disk, or its files take the place of earlier ones; what else lies there stays as it is.
-        `max_shard_size` ("5GB") is the size of a file; without it there is one for each rank, of 64 MiB to 5 GB.
-        Of a model with LoRA adapters it is the folder that peft loads: the adapters and their config alone.
+        Every rank writes some of the files and holds at most one unsharded tensor at a time. A new folder appears once it is
+        complete on disk. In an existing folder, earlier weight files are replaced and other files are kept. For a model with
+        LoRA adapters, the folder is in the format of peft: only the adapters and their config. Collective over the world.
+
+        Args:
+            folder: the folder to write.
+            max_shard_size: the largest size of a file, such as "5GB"; by default one file per rank, of 64 MiB to 5 GB.
+            dtype: the dtype of floating point tensors; by default their own.
         """
         from colonnade.checkpoint.full_weights import save_pretrained
 
         with self.context.waits.together("engine.save_pretrained()"):
             self.wait_for_weights()
-            # Asked of all: some stages of a pipeline may have nothing of it (no adapters, say).
+            # All ranks must take the same branch, but a pipeline stage may have no module of the family (no adapters, say).
             homes = gather_from_all(own_format_of(self.model), self.context)
             own_format = next((home for home in homes if home is not None), None)
             if own_format is not None:
@@ -155,7 +160,7 @@ class WholeWeights:
             return save_pretrained(self.model, folder, self.context, max_shard_size, dtype)
 
     def wait_for_weights(self) -> None:
-        """Every parameter is whole when this returns: with ZeRO's `gather_ahead` slices of the last step may be on their way."""
+        """Wait until every parameter has its new values: ZeRO's `gather_ahead` may still run all-gathers of the last step."""
         self.engine_optimizer.wait()
 
 
@@ -164,15 +169,15 @@ class WholeWeights:
 
 _NUMBERS = struct.Struct("2d")
 _LEAST = 1e-300
-"""A count is 0 or above this; the bits of a whole number of 8 bytes, read as a float, make a number below it."""
+"""A count is 0 or above this. A step number is sent as an 8-byte integer, whose bits make a float below this."""
 
 
 class LossBook:
-    """The counts of the losses of one step, and the factor on the summed gradients that they make.
+    """The loss counts of one step, and the factor on the reduced gradients that follows from them.
 
-    Plain means stay plain means and need no factor and no collective: their gradients are divided by `distinct_data` in the sums
-    and by `accumulation` in backward. A loss given as (sum, count) is divided once, by the count of all ranks and passes: then the
-    factor is distinct_data / count. Where ranks have uneven numbers of batches means are counted too: the factor is
+    Plain means need neither a factor nor a collective: their gradients are divided by `distinct_data` in the all-reduce and by
+    `accumulation` in backward. A loss given as (sum, count) is divided once, by the count of all ranks and micro-steps: the
+    factor is distinct_data / count. If ranks have different numbers of batches, means are counted too: the factor is
     distinct_data x accumulation / number of means.
     """
 
@@ -182,26 +187,26 @@ class LossBook:
         self._form = LossForm()
         self._watch = MeanWatch()
         self._divided = DivisionWatch({"gradient_accumulation": accumulation}, ranks=[0])
-        # One pass on one rank: its mean is the mean over the batch, whatever it leaves out.
+        # With one micro-step and one data rank the mean is the mean over the batch, whatever labels it ignores.
         self._one_mean = accumulation == 1 and context.layout.distinct_data == 1
         self._count: Tensor | float = 0.0
         self._means = 0
         self._totals: Tensor | None = None
         self._carried = False
-        # After a first count this rank takes part in every step: were it to leave out a step in which it gives a mean, ranks
-        # that give counts would wait for it.
+        # After its first count this rank joins the collective of every step. If it left out a step in which it has a mean, ranks
+        # with counts would wait for it forever.
         self._joins = False
         self.uneven = False
         """Set while ranks may run out of batches: then even plain means are counted, by all ranks."""
-        # Ranks that see the same data report the same count; each reports its share of it.
-        self._share = 1.0
+        # Ranks that see the same data have the same count. Each reports its fraction, so that the sum over the world is right.
+        self._fraction = 1.0
         for axis in context.layout.axes:
             if axis.data == "same" and axis.mode is not ParallelMode.PIPELINE:
-                self._share /= axis.size
+                self._fraction /= axis.size
 
     def read(self, loss: Any) -> tuple[Tensor, Count | None, Count | None]:
-        """(tensor to go backward from, its count or None for a mean, what it is a mean over if that is known)."""
-        self._joins = self._joins or isinstance(loss, (tuple, list))  # also with a wrong count, which is refused below
+        """Return (tensor to call backward on, its count or None for a mean, the number of labels of a mean if known)."""
+        self._joins = self._joins or isinstance(loss, (tuple, list))  # even if the count is invalid and raises below
         self._divided.look(loss)
         value, count = split_loss(loss)
         if isinstance(loss, Tensor) and (self._one_mean or count is None):
@@ -211,11 +216,11 @@ class LossBook:
         return value, count, count
 
     def add(self, count: Count | None, *, here: bool = True) -> None:
-        """Note one pass; all of a step are plain means, or all are (sum, count).
+        """Add the loss of one micro-step. All losses of a step are plain means, or all are (sum, count).
 
-        `here`: this rank reports it; of the ranks of a pipeline only one does, and all say which form it has.
+        `here`: this rank reports the count. In a pipeline only one rank does, and the others note only the form.
         """
-        # First of all: the form may be refused below, and the others wait for the counts of this rank all the same.
+        # Before anything can raise: the other ranks wait for this rank's count even if its form is refused below.
         self._joins = self._joins or count is not None
         self._form.keep(count is not None)
         if not here:
@@ -224,7 +229,7 @@ class LossBook:
             self._means += 1
         else:
             number = count_on(count, self._context.device)
-            # A negative count could hide in the sum of all ranks: NaN cannot, and drops the step.
+            # A negative count could vanish in the sum over the ranks. NaN cannot, and skips the step.
             self._count = self._count + torch.where(number < 0, torch.nan, number)
 
     @property
@@ -233,53 +238,55 @@ class LossBook:
         return self._form.counted
 
     def carry(self, synchroniser: Synchroniser, scaler: LossScaler | None = None) -> None:
-        """Before the last pass of a step, whose count is known by now: send the counts with the gradients, if a bucket can.
+        """Send the counts with the gradients, if a bucket can carry them. Called before the last backward pass of a step.
 
-        `scaler`: of fp16, by whose `count` sums were divided; it learns the count of the step.
+        `scaler`: the fp16 scaler, by whose `count` sums were divided; it is given the count of the step.
         """
         if self.takes_part:
             self._carried = synchroniser.carry(self._numbers(), lambda totals: self.factor(totals, scaler))
 
     def scale(self, sync: GradientSync, scaler: LossScaler | None = None) -> Tensor | None:
-        """After the last pass: what gradients must be multiplied by; None for nothing, or if `carry` has seen to it.
+        """The factor on the reduced gradients, after the last pass; None for 1, or if `carry` has sent the counts.
 
-        Collective over the world where this rank takes part.
+        Collective over the world if `takes_part`.
         """
         if self._carried or not self.takes_part:
             return None
-        mine, world = self._numbers(), sync.world
+        local, world = self._numbers(), sync.world
         with self._context.waits.during("adding up the counts of the losses"):
             if world is None:
-                dist.all_reduce(mine, group=self._context.get_group(ParallelMode.GLOBAL))
-                return self.factor(mine, scaler)
-            # Between ranks of one host sockets take a tenth of the time of a collective. On the same sockets a rank that gave
-            # a mean sends the number of its step already, to sum gradients: as a count that is far too small to be one.
-            numbers = [_NUMBERS.unpack(each) for each in world.exchange(_NUMBERS.pack(*mine.tolist()))]
-            others = [rank for rank, (count, _) in zip(world.ranks, numbers, strict=True) if 0 < count < _LEAST]
-            if others:
+                dist.all_reduce(local, group=self._context.get_group(ParallelMode.GLOBAL))
+                return self.factor(local, scaler)
+            # Between ranks of one host, sockets take a tenth of the time of a collective. A rank whose loss was a mean does not
+            # come here: it sends the number of its step on the same sockets, to reduce gradients. Read as a float, that
+            # number is far too small to be a count, which is how the two are told apart.
+            numbers = [_NUMBERS.unpack(received) for received in world.exchange(_NUMBERS.pack(*local.tolist()))]
+            means = [rank for rank, (count, _) in zip(world.ranks, numbers, strict=True) if 0 < count < _LEAST]
+            if means:
                 raise GradientError(
-                    f"rank {listed(others)} gave a mean, others their loss as (sum, count); {USE_ONE_FORM}", code="C045"
+                    f"rank {listed(means)} gave a mean, others their loss as (sum, count); {USE_ONE_FORM}", code="C045"
                 )
             return self.factor(torch.tensor(numbers, dtype=torch.float64, device="cpu").sum(0), scaler)
 
     @property
     def takes_part(self) -> bool:
-        """Whether this rank sends the counts of its losses of this step to the others."""
+        """Whether this rank sends its loss counts of this step to the others."""
         return self._joins or self.uneven
 
     def _numbers(self) -> Tensor:
-        """(count, number of means) of this rank."""
+        """This rank's contribution to (count, number of means)."""
         device = self._context.device
-        return torch.stack([count_on(value, device) for value in (self._count, self._means)]) * self._share
+        return torch.stack([count_on(value, device) for value in (self._count, self._means)]) * self._fraction
 
     def factor(self, totals: Tensor, scaler: LossScaler | None = None) -> Tensor:
-        """The factor on this step's summed gradients, made of the sums of all ranks' numbers. Nothing here waits for a device."""
+        """The factor on the reduced gradients, from the (count, number of means) of the world. Never waits for a device."""
         self._totals = totals
         counted, means = totals.unbind()
         divided = counted if scaler is None else counted / scaler.count
         divisor = torch.where(counted == 0, means / self._accumulation, divided)
+        # Both forms in one step have no meaning. NaN skips the step on the device; `refuse_two_forms` raises on the host.
         divisor = torch.where((counted > 0) & (means > 0), torch.nan, divisor)
-        # With nothing counted anywhere every gradient is zero and stays zero. A wrong count makes the factor NaN.
+        # If nothing was counted on any rank, every gradient is zero and stays zero. An invalid count makes the factor NaN.
         divisor = torch.where(divisor == 0, 1.0, divisor.where(divisor.isfinite(), torch.nan))
         if scaler is not None:
             expected = counted / self._context.layout.distinct_data
@@ -287,7 +294,7 @@ class LossBook:
         return self._context.layout.distinct_data / divisor
 
     def refuse_two_forms(self) -> None:
-        """Raise where some ranks gave counts and others means. On a device only those that gave means wait to see it."""
+        """Raise if some ranks gave counts and others means. On a GPU only ranks with means wait for the totals."""
         totals, self._totals = self._totals, None
         if totals is None or (totals.device.type != "cpu" and self._form.counted is not False):
             return
@@ -304,7 +311,7 @@ class LossBook:
             return bool(flag.item())
 
     def clear(self) -> None:
-        """Forget the counts of this step."""
+        """Reset the counts for the next step."""
         self._form, self._count, self._means, self._carried = LossForm(), 0.0, 0, False
 
 
@@ -312,56 +319,56 @@ class LossBook:
 
 
 ON_ENGINE = "COLONNADE_ON_ENGINE"
-"""If set in the environment, a function `module:name` that is called with every new engine, on every rank."""
+"""Environment variable with a function, as `module:name`, that is called with every new engine on every rank."""
 
 
 def announce(engine: Any) -> None:
-    """Call the function that the environment names."""
+    """Call the function named by the environment variable `COLONNADE_ON_ENGINE`, if it is set."""
     if ON_ENGINE in os.environ:
         module, _, name = os.environ[ON_ENGINE].partition(":")
         getattr(importlib.import_module(module), name)(engine)
 
 
 class Observer:
-    """Base class of objects in `engine.observers`, whose methods are called at each step; override those of interest.
+    """Base class of step callbacks: append an object to `engine.observers` and override the methods of interest.
 
-    Without observers nothing is computed, kept or sent for them.
+    Without observers nothing extra is computed, kept or sent.
     """
 
     def on_loss(self, loss: Any) -> None:
-        """A pass has this loss (a mean, or (sum, count)); its backward pass comes next, or has been with a pipeline."""
+        """Called with each loss (a mean, or (sum, count)): before its backward pass, or after it in a pipeline."""
 
     def on_reduced(self, scale: float | Tensor | None) -> None:
-        """All handlers have run: gradients are final and not clipped. `scale` is what sums were multiplied by, at the end."""
+        """Called when all handlers have run: gradients are final and not clipped. `scale`: the last factor on the sums."""
 
     def on_stepped(self) -> None:
-        """The optimizer has stepped."""
+        """Called after the optimizer has stepped."""
 
 
 class Observers(list[Observer]):
     """The observers of one engine, called in order."""
 
     def loss(self, loss: Any) -> None:
-        for each in self:
-            each.on_loss(loss)
+        for observer in self:
+            observer.on_loss(loss)
 
     def reduced(self, scale: float | Tensor | None) -> None:
-        for each in self:
-            each.on_reduced(scale)
+        for observer in self:
+            observer.on_reduced(scale)
 
     def stepped(self) -> None:
-        for each in self:
-            each.on_stepped()
+        for observer in self:
+            observer.on_stepped()
 
 
 _NO_BATCH = object()
 
 
 class Engine(LastStep, WholeWeights):
-    """Runs training steps: `zero_grad`, call, `criterion`, `backward`, `step`.
+    """Runs training steps: `zero_grad`, call, `criterion`, `backward`, `step`. Built by `colonnade.initialize`.
 
-    With `accumulation=k` the gradients of k backward passes make one step: `zero_grad` and `step` act on the
-    first and the last of them, so the loop is written the same way for any k. Built by `colonnade.initialize`.
+    With `accumulation=k` the gradients of k micro-steps make one step: `zero_grad` acts on the first and `step` on the last
+    of them, so the loop is the same for any k. All ranks call these methods in the same order, the same number of times.
     """
 
     def __init__(
@@ -380,28 +387,33 @@ class Engine(LastStep, WholeWeights):
     ) -> None:
         self._model, self._optimizer, self._criterion = model, optimizer, criterion
         self._forward = own_loss.run if own_loss is not None and criterion is None else model
-        self.own_loss = own_loss  # that of a model of transformers, where the user has given no criterion
+        self.own_loss = own_loss
+        """The loss of a transformers model, if the user has given no criterion."""
         self._schedule, self._sync, self._stepper = schedule, sync, stepper
         self._precision, self._book = precision, LossBook(context, accumulation)
-        self.same_batch = SameBatch(context)  # in some steps, ranks that see the same data compare what they were given
-        self.observers = Observers()  # are told of every pass and step
+        self.same_batch = SameBatch(context)
+        self.observers = Observers()
+        """Objects whose methods are called at each loss, reduction and step: append an `Observer`."""
+        # Parameters that the optimizer does not have, and whose gradients its zero_grad() does not clear.
         stepped_on = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         self._not_stepped_on = [parameter for parameter in model.parameters() if id(parameter) not in stepped_on]
         self._passes, self._total_passes, self._failed = 0, 0, False
         self._watch = LoopWatch(model, optimizer, context, sync)
         self.context, self.accumulation, self.training = context, accumulation, True
         self.loss_count: Count | None = None
-        """What the loss of the last pass is a mean over, where it was given as (sum, count) and this rank knows."""
-        self.gives_loss = criterion is not None or own_loss is not None  # or the model has been trained on its own
+        """The number of labels that the last loss is a mean over; None if this rank does not know."""
+        # Set later by `execute_schedule` too: a model may be trained on a loss that only its schedule computes.
+        self.gives_loss = criterion is not None or own_loss is not None
         schedule.pre_processing(self)
+        # The engine is built: from here on, the position of this rank is "outside the engine after 0 steps".
         context.waits.end_step()
 
     # -- the loop -----------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward pass. One that makes its own loss takes a batch as one argument too: engine(batch).
+        """Run the forward pass. A model with its own loss also accepts a batch as a single argument: `engine(batch)`.
 
-        In a pipeline this is the forward pass of this rank's stage, on activations; `execute_schedule` takes batches.
+        In a pipeline this runs the forward pass of this rank's stage, on activations; pass batches to `execute_schedule`.
         """
         if self.context.pipeline_parallel_size == 1:
             self.same_batch.see((args, kwargs))
@@ -411,8 +423,13 @@ class Engine(LastStep, WholeWeights):
             return self._forward(*args, **kwargs)
 
     def zero_grad(self) -> None:
-        """Clear the gradients, at the start of a step only. After a backward pass that failed, it gives the step up: all
-        ranks drop it, and go on with the next; where some would not hear of that, as they sum nothing with us, it raises.
+        """Clear the gradients at the start of a step; does nothing in later micro-steps.
+
+        After a failed backward pass this abandons the step on all ranks, so that training continues with the next batch.
+
+        Raises:
+            GradientError: a step must be abandoned, but this rank shares no all-reduce with some other rank, which could
+                not learn of it.
         """
         if self._failed:
             self._give_up_step()
@@ -423,25 +440,30 @@ class Engine(LastStep, WholeWeights):
                 parameter.grad = None
 
     def backward(self, loss: Any) -> None:
-        """Backward from a scalar loss (a mean), or from (sum, count); the last pass of a step synchronises.
+        """Run backward from a loss; in the last micro-step of a step, gradients are reduced while it runs.
 
-        A mean that torch's cross-entropy or ours has made counts as (sum, count): it may leave out labels.
+        Args:
+            loss: a scalar that is a mean, or (sum, count). A mean from cross-entropy (of torch, or of this library) is
+                treated as (sum, count), since it may ignore some labels.
+
+        Raises:
+            GradientError: the loss has another form than the earlier ones of the step, or the step is complete already.
         """
         self._check_not_failed()
-        # A loss of a wrong form, or one call too many, is an error of this rank alone; the other ranks would wait for its sums.
+        # A loss of the wrong form, or a call too many, is an error of this rank only. The others would wait for its gradients.
         with self._raise_on_all_ranks():
             value, count, self.loss_count = self._book.read(loss)
             self._book.add(count)
             self._begin_pass()
         self.observers.loss(loss)
-        # A mean is divided by the number of passes here. A sum is divided by the count of all passes and ranks, which is known
-        # only when the gradients are summed.
+        # A mean is divided by the number of micro-steps here. A sum is divided by the count of all ranks and micro-steps,
+        # which is known only when the gradients are reduced.
         with self._watched_pass():
             (value * (self.loss_scale if count is None else self.sum_scale)).backward()
 
     @contextmanager
     def _watched_pass(self) -> Iterator[None]:
-        """A backward pass. After an error its gradients are not whole: the step is given up, by the next `zero_grad`."""
+        """Around a backward pass. After an error its gradients are incomplete, and the next `zero_grad` abandons the step."""
         try:
             with self.context.waits.during("in the backward pass", "backward"):
                 yield
@@ -449,21 +471,20 @@ class Engine(LastStep, WholeWeights):
             self._failed = True
             if "out of bounds for storage of size 0" in str(error):
                 error.add_note(
-                    "zero stage 3 gives gathered weights back when they have been used, and a graph that goes through them twice "
-                    "(torch.autograd.grad with create_graph=True) finds them gone; use zero stage 2."
+                    "ZeRO stage 3 frees gathered weights after their use, so a graph that uses them twice "
+                    "(torch.autograd.grad with create_graph=True) fails; use zero stage 2."
                 )
             raise
         self._sync.synchroniser.end_backward()
 
     def _begin_pass(self) -> None:
-        """Count a pass and have gradients collected; in the last one of a step they are sent while backward runs."""
+        """Count a micro-step and prepare the gradient buckets; in the last one they are sent while backward runs."""
         self._count_pass()
         self._sync.prepare(last := self._passes == self.accumulation)
         if last:
             self._book.carry(self._sync.synchroniser, self._stepper.scaler)
 
     def _count_pass(self) -> None:
-        """Count one pass of a step; `unsummed` refuses `optimizer.step()` until `step` has summed the gradients."""
         if self._passes == self.accumulation:
             raise GradientError(
                 f"backward() was called {self._passes + 1} times for one step, which has {self.accumulation}; call "
@@ -472,10 +493,11 @@ class Engine(LastStep, WholeWeights):
             )
         self._passes += 1
         self._total_passes += 1
+        # From now on `optimizer.step()` raises, until `step` has reduced the gradients.
         self._watch.unsummed = True
 
     def backward_by_grad(self, tensor: Tensor, grad: Tensor) -> None:
-        """Backward from a tensor whose gradient is known, as at a pipeline stage."""
+        """Run backward from a tensor with a given gradient, as at a pipeline stage."""
         self._check_not_failed()
         self._begin_pass()
         with self._watched_pass():
@@ -484,25 +506,38 @@ class Engine(LastStep, WholeWeights):
     def backward_micro_batch(
         self, tensors: Sequence[Any], grads: Sequence[Tensor], *, inputs: Sequence[Tensor] | None, last: bool
     ) -> None:
-        """One of the backward passes of a schedule that runs them itself; the whole schedule is one pass."""
+        """Run backward for one micro-batch of a schedule that runs them itself; the schedule as a whole is one micro-step."""
         self._sync.prepare(last and self._passes + 1 == self.accumulation)
         torch.autograd.backward(tensors, grads, retain_graph=inputs is not None, inputs=inputs)
 
     def note_loss(self, count: Count | None, here: bool = True, *, trains: bool = True) -> None:
-        """Take the count of a loss given as (sum, count), or None for a mean, from a schedule that does not call `backward`: one
-        that runs its backward passes itself, or with `trains=False` only forward. `here`: this rank of a pipeline reports it."""
+        """Record the loss count of a schedule that does not call `backward`.
+
+        Args:
+            count: the count of a loss given as (sum, count); None for a mean.
+            here: whether this rank of a pipeline reports the count.
+            trains: whether the schedule runs backward passes itself; False if it runs only forward.
+        """
         self.loss_count = count
         if trains:
             self._book.add(count, here=here)
 
     def step(self) -> bool:
-        """Reduce, clip and step, if this was the last pass of the step; returns whether it was."""
-        # An error in the order of the calls is this rank's own, so the others must be told: they would wait for its sums.
+        """Reduce the gradients, clip and step, if this was the last micro-step; returns whether it was.
+
+        Collective over the world. A step is `_sum_gradients` (compare the batches, all-reduce, check) and then `_finish_step`
+        (norm, clipping, optimizer). Between the two, gradients are final and not clipped: `Observer.on_reduced` sees them there.
+
+        Raises:
+            GradientError: no backward pass was made, or the last one failed. Also, on all ranks, the error with which a
+                rank has abandoned the step, and disagreement between ranks on batches or on the form of the loss.
+        """
+        # A wrong order of calls is an error of this rank only. It raises on all ranks: the others would wait for its gradients.
         if self._passes == 0:
             with self._raise_on_all_ranks():
                 raise GradientError(
-                    "step() before backward(): there are no gradients to apply. Write engine.backward(loss), not "
-                    "loss.backward(): that one sums nothing over the ranks",
+                    "step() before backward(): there are no gradients to apply. Write engine.backward(loss) instead of "
+                    "loss.backward(), which reduces nothing over the ranks",
                     code="C046",
                 )
         self._check_not_failed()
@@ -512,107 +547,107 @@ class Engine(LastStep, WholeWeights):
         return True
 
     def _sum_gradients(self) -> StepOutcome:
-        """The first half of a step, the same on all ranks, also on one that gives the step up and has no gradients: check, sum,
-        learn whether the step is dropped. Gradients are final and not clipped afterwards."""
-        gave_up = self._failed
+        """First half of a step, up to final gradients. Also run, without gradients, by a rank that abandons the step."""
+        abandoned = self._failed
 
-        # Ranks that see the same data compare what they were given, before sums mix gradients of different batches.
-        self.same_batch.end_step(self._book.counted, whole=not gave_up)
+        # Compare batches first. Once gradients of different batches are added up, nothing shows the mistake.
+        self.same_batch.end_step(self._book.counted, complete=not abandoned)
 
-        # Sum gradients. Sums of losses are divided by the count of all ranks, which no rank knew when it went backward: it was
-        # sent with the first bucket, or is added up here, and is a factor on the summed gradients.
+        # Reduce. The divisor of losses given as (sum, count) is the count of all ranks, which no rank knew during backward. The
+        # counts were sent with the first bucket, or are added up here, and give a factor on the reduced gradients.
         scale = self._book.scale(self._sync, self._stepper.scaler)
         with self.context.waits.during("summing the gradients", "communication"):
             outcome = self._sync.finish(scale, counts=self._book.takes_part)
 
-        # A rank that gave the step up with a reason has raised an error, which all ranks raise: the mistake of one is likely
-        # to be that of all, and no rank goes on alone. Without a reason (a failed backward pass) the step is dropped.
+        # A rank that abandoned the step because of an error has sent the error as its reason, and all ranks raise it: the same
+        # mistake is probably in the code of all, and no rank may go on without the others. A failed backward pass has no reason;
+        # then the step is only skipped.
         if outcome.reasons:
-            first = next(iter(outcome.reasons.values()))
+            reason = next(iter(outcome.reasons.values()))
+            ranks = [rank for rank, other in outcome.reasons.items() if other == reason]
             self._watch.unsummed = False
             self._stepper.note_failed(outcome.failed_ranks)
             self._forget_passes()
-            raise error_of(
-                first, [one for one, why in outcome.reasons.items() if why == first], self.context.get_global_rank()
-            )
+            raise error_of(reason, ranks, self.context.get_global_rank())
         self._book.refuse_two_forms()
+
+        # Gradients are final. Observers come before the checks of the first step, which may raise.
         self.observers.reduced(outcome.scale)
-        self._watch.end_sums(complete=not gave_up)
+        self._watch.end_sums(complete=not abandoned)
         self._stepper.note_failed(outcome.failed_ranks)
         return outcome
 
     def _finish_step(self, outcome: StepOutcome) -> None:
-        """The second half of a step: norm, clipping, optimizer, scale of fp16, observers.
-
-        Where ranks do not agree on the host (NCCL), nobody knows yet whether a rank has given up, and all step: the flag of the
-        world drops it on the device.
-        """
+        """Second half of a step: norm, clipping, optimizer, fp16 loss scale, observers."""
+        # With NCCL the host does not know yet whether a rank has abandoned the step, so `failed_ranks` is empty and all ranks
+        # step, also the one that failed: the drop flag of the world makes the step a no-op on the device.
         try:
             if not outcome.failed_ranks:
                 self._stepper.step(outcome)
                 if not self._failed:
                     self.observers.stepped()
         except BaseException:
-            # Of a norm that is not finite, say. The loop may catch it: then the next step begins as any other.
+            # A norm that is not finite, for example. The loop may catch the error and begin the next step as usual.
             self._forget_passes()
             raise
         self._end_step()
 
     def _end_step(self) -> None:
-        """Count from the start, look at the whole step, and tell ranks that wait that this one has ended it."""
         self._forget_passes()
         self._watch.end_step()
+        # Last: from here on, ranks that wait see this one outside of the step.
         self.context.waits.end_step()
 
     def _forget_passes(self) -> None:
         self._passes, self._failed = 0, False
         self._book.clear()
 
-    # -- a step that one rank gives up ------------------------------------------------------------------------
+    # -- a step that a rank abandons --------------------------------------------------------------------------
 
     def _check_not_failed(self) -> None:
         if self._failed:
             raise GradientError(
-                "the last backward pass of this step failed, so its gradients are not whole; call engine.zero_grad(), which "
-                "gives the step up (the other ranks drop it too), and go on with the next batch",
+                "the last backward pass of this step failed, so its gradients are incomplete; call engine.zero_grad() to "
+                "abandon the step on all ranks, and continue with the next batch",
                 code="C046",
             )
 
     @contextmanager
     def _raise_on_all_ranks(self) -> Iterator[None]:
-        """Around calls whose error may be this rank's alone: it gives the step up with the error, and all ranks raise it."""
+        """Around code that may raise on this rank only: the step is abandoned with the error, which all ranks raise."""
         try:
             yield
         except GradientError as error:
             if self.context.world_size > 1 and not self._ranks_without_common_sum():
-                get_dist_logger().error(f"rank {self.context.get_global_rank()} gives this step up: {error}")
+                get_dist_logger().error(f"rank {self.context.get_global_rank()} abandons this step: {error}")
                 with suppress(GradientError):
                     self._give_up_step(note_of(error))
             raise
 
     def _ranks_without_common_sum(self) -> list[int]:
-        """The ranks with which this one sums no gradient: they could not learn that it gives a step up."""
+        """The ranks that share no gradient all-reduce with this one, and so cannot learn that it abandons a step."""
         return sorted(set(range(self.context.world_size)).difference(*self._sync.synchroniser.groups))
 
     def _give_up_step(self, why: str = "") -> None:
-        """Have all ranks drop this step, and raise an error if it was given up with a reason (`why`).
+        """Abandon the step on all ranks; with a reason (`why`), all ranks raise it as an error.
 
-        The other ranks are on their way to the end of the step and wait for this one there. So it takes part in the rest of the
-        step without gradients, with the same messages and collectives at the same places, and its notes say that it failed.
+        The other ranks continue to the end of the step and wait for this one in its collectives. So this rank goes through the
+        rest of the step too, without gradients, with the same messages and collectives in the same places, and with status
+        flags that mark it as failed.
         """
         others = self._ranks_without_common_sum()
         if others:
             raise GradientError(
-                f"backward failed on this rank, and no gradient is summed with ranks {listed(others)}, so ranks "
-                f"{listed(others)} would not hear of it and would step; end the run, and resume from a checkpoint",
+                f"backward failed on this rank, which shares no gradient all-reduce with ranks {listed(others)}: ranks "
+                f"{listed(others)} cannot learn of it and would step. Stop the run, and resume from a checkpoint",
                 code="C046",
             )
-        # Gradients of a pass that failed are not whole; zeros are sent in their place.
+        # Gradients of the failed pass are incomplete; zeros are sent in their place.
         self._failed = True
         for parameter in self._model.parameters():
             parameter.grad = None
-        # The passes that the others still make: each with the sums that are due at its end (ZeRO 2 sums at every pass), and in a
-        # loop over `batches` with the question for a batch. They are none of this rank's, so they are not counted in the total.
+        # The micro-steps that the others still make: each with the reductions at its end (ZeRO 2 reduces in every micro-step), and
+        # in a loop over `batches` with the agreement on a next batch. This rank did not make them, so its total stays.
         total = self._total_passes
         while self._passes < self.accumulation:
             self._sync.synchroniser.end_backward()
@@ -628,23 +663,31 @@ class Engine(LastStep, WholeWeights):
     # -- modes, schedules, uneven loaders ---------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> None:
-        """Put the model into training mode, or with False into evaluation mode."""
+        """Set the model to training mode, or with `mode=False` to evaluation mode."""
         self.training = self.same_batch.training = mode
         self._model.train(mode)
 
     def eval(self) -> None:
-        """Put the model into evaluation mode."""
+        """Set the model to evaluation mode."""
         self.train(False)
 
     def execute_schedule(self, data_iter: Iterator[Any], **kwargs: Any) -> StepResult:
-        """Run one step's passes by the schedule; returns (output, label, loss)."""
+        """Run the forward and backward passes of one micro-step by the schedule.
+
+        Args:
+            data_iter: yields the batch, or with a pipeline schedule the batch that it splits into micro-batches.
+            **kwargs: passed to the schedule: `forward_only`, `return_loss`, `return_output_label`.
+
+        Returns:
+            (output, label, loss).
+        """
         before = self._total_passes
         self.loss_count = None
         with self.context.waits.during("in the passes of the schedule", "forward"):
             result = checked_result(self._schedule, self._schedule.forward_back_step(self, data_iter, **kwargs))
         if not kwargs.get("forward_only", False):
             self.gives_loss = True
-            # No pass was counted by `backward`: a pipeline runs its backward passes itself, and the whole schedule is one pass.
+            # `backward` has counted no micro-step: a pipeline runs its backward passes itself, all of them as one micro-step.
             if self._total_passes == before:
                 if not self._schedule.runs_backward:
                     raise ScheduleError(
@@ -653,17 +696,25 @@ class Engine(LastStep, WholeWeights):
                     )
                 self._count_pass()
                 if self._passes == self.accumulation:
-                    # Where no backward pass was `last` (several chunks, or none that reached a parameter), sums start here.
+                    # If no backward pass was marked as the last (several chunks, or none that reached a parameter),
+                    # reductions start here.
                     self._sync.prepare(last=True)
                 self.observers.loss(result[2])
         return result
 
     def batches(self, loader: Iterable[Any], after_step: Callable[[], Any] | None = None) -> Iterator[Any]:
-        """The batches of `loader`, for loaders that are not equally long on all ranks.
+        """Iterate over the batches of `loader`, which may be of different length on each rank. Collective over the world.
 
-        A rank that has run out goes on taking part in the others' steps, inside this loop, with no weight in
-        the mean; `after_step` (an LR scheduler's step, say) is called after each of those. The body of the
-        loop must call `backward` and `step` once for every batch.
+        A rank without batches left takes part in the remaining steps of the others inside this loop, with weight 0 in the
+        mean. The loop body must call `backward` and `step` once per batch.
+
+        Args:
+            loader: the batches of this rank.
+            after_step: called after each step that this rank makes without a batch, such as `lr_scheduler.step`.
+
+        Raises:
+            GradientError: at ZeRO stage 3, where every forward pass needs all ranks; or the loop body does not call
+                `backward` and `step` exactly once.
         """
         if self.gathers_weights:
             raise GradientError(
@@ -683,6 +734,7 @@ class Engine(LastStep, WholeWeights):
                 else:
                     before = self._total_passes
                     yield batch
+                    # A loop that has caught the error of its backward pass may leave the rest to this generator.
                     if self._failed:
                         self._give_up_step()
                     passes = self._total_passes - before
@@ -693,13 +745,14 @@ class Engine(LastStep, WholeWeights):
                             f"ranks lose count of each other",
                             code="C046",
                         )
+            # No rank has a batch left, but the last step is not full: complete it, on all ranks.
             while self._passes:
                 self._pass_without_batch(after_step)
         finally:
             self._book.uneven = False
 
     def _pass_without_batch(self, after_step: Callable[[], Any] | None) -> None:
-        """Take part in a pass of the other ranks, without gradients: they count as zero, with no weight in the mean."""
+        """Take part in a micro-step of the other ranks with zero gradients and weight 0 in the mean."""
         self.zero_grad()
         self._begin_pass()
         self._sync.synchroniser.end_backward()
@@ -708,24 +761,24 @@ class Engine(LastStep, WholeWeights):
 
     @property
     def gathers_weights(self) -> bool:
-        """Whether the ranks gather weights of each other in every forward pass (zero stage 3), so that none may leave one out."""
+        """Whether every forward pass all-gathers weights (ZeRO stage 3), so that no rank may leave one out."""
         return any(hasattr(module, "unshard") for module in self._model.modules())
 
     def ledger(self) -> Ledger:
-        """Which reduction each parameter owes and which handler does it."""
+        """The ledger: every gradient reduction with its parameter, ranks, divisor and handler."""
         return self._sync.ledger
 
     def precision_table(self) -> PrecisionTable:
-        """What lies in which dtype, and how many bytes per parameter this rank has of it."""
+        """The dtypes of weights, gradients and optimizer state, with their bytes per parameter on this rank."""
         return precision_table(self._model, self.engine_optimizer, self._sync.synchroniser, self._precision.dtype)
 
     def memory(self, reset: bool = False) -> MemoryTable:
-        """What this rank's memory is for, now and at its peak; `reset`: the next peak is one from now on."""
+        """The memory of this rank by use, now and at its peak; `reset` restarts the measurement of the peak."""
         sizes, device = self.precision_table(), self.context.device
         return memory_table(self._model, self.engine_optimizer, self._sync.synchroniser, sizes, device, reset)
 
     def close(self) -> None:
-        """Remove hooks and give back shared memory; the model stays usable without the engine."""
+        """Remove hooks and free shared memory; the model remains usable without the engine."""
         self._watch.close()
         self._stepper.close()
         self._sync.close()
@@ -735,22 +788,22 @@ class Engine(LastStep, WholeWeights):
 
     @property
     def loss_scale(self) -> float | Tensor:
-        """What a mean loss is multiplied by before its backward pass: 1/accumulation, and the scale of fp16."""
+        """The factor on a mean loss before backward: 1/accumulation, times the fp16 loss scale."""
         scaler = self._stepper.scaler
         return (scaler.scale if scaler is not None else 1.0) / self.accumulation
 
     @property
     def sum_scale(self) -> float | Tensor:
-        """What a loss given as (sum, count) is multiplied by before its backward pass: the scale of fp16, and 1/count."""
+        """The factor on the sum of a (sum, count) loss before backward: with fp16 the loss scale divided by its `count`."""
         scaler = self._stepper.scaler
         return scaler.scale / scaler.count if scaler is not None else 1.0
 
     def extra_state(self) -> dict[str, Any]:
-        """What a checkpoint saves as `extra` beside model and optimizer: the history of a clip method, and the loss scale."""
+        """State for the `extra` of a checkpoint, in addition to model and optimizer: clip history and loss scale."""
         return self._stepper.extra_state()
 
     def load_extra_state(self, extra: Mapping[str, Any]) -> None:
-        """Take up what `extra_state` gave; other keys are passed over."""
+        """Load the result of `extra_state`; other keys are ignored."""
         self._stepper.load_extra_state(extra)
 
     # -- parts --------------------------------------------------------------------------------------------
@@ -765,7 +818,7 @@ class Engine(LastStep, WholeWeights):
 
     @property
     def engine_optimizer(self) -> EngineOptimizer:
-        """The optimizer as the engine drives it: slices of gradients, state, and weights on their way."""
+        """The optimizer as the engine drives it, with its sharded gradients and state and its pending all-gathers."""
         return self._stepper.optimizer
 
     @property
@@ -788,5 +841,5 @@ class Engine(LastStep, WholeWeights):
 
     @property
     def gradient_handlers(self) -> list[Any]:
-        """The handlers in the order they run."""
+        """The gradient handlers in the order in which they run."""
         return list(self._sync.handlers)

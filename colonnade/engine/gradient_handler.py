@@ -1,4 +1,4 @@
-"""Gradient handlers: the built-in ones, and the base classes for one's own."""
+"""Gradient handlers: the built-in ones, and the base classes of custom ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradient synchronisation of an engine: the handlers in their order, the sums they share, the ledger."""
+"""Gradient synchronisation of an engine: the handlers in their order, the all-reduces they share, and the ledger."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from colonnade.errors import GradientError
 from colonnade.gradients.handler import BaseGradientHandler, BuiltHandler, describe
 from colonnade.gradients.ledger import Ledger, is_waived
 from colonnade.gradients.sum_plan import plan_sums, waived_patterns
-from colonnade.gradients.sums import Claim, Demand, Shards, read_demands, with_groups
+from colonnade.gradients.sums import Claim, Shards, read_demands, with_groups
 from colonnade.gradients.synchroniser import StepOutcome, Synchroniser
 from colonnade.logging import get_dist_logger
 from colonnade.optim.bucket_step import scale_all
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 class GradientSync:
     """Runs every handler once per step: the automatic ones first, then the named ones in the config's order.
 
-    Automatic sums start during backward, so they are waited for before a user's handler may look at
-    a gradient. All sums are linear: the order does not change the result. `loose` are the parameters of each handler
-    whose gradients are in no bucket (and last those that no handler sums: FSDP's, say, which are final when they come).
+    Automatic reductions start during backward and are complete before a custom handler runs. Since all reductions are linear,
+    their order does not change the result. `loose`: the parameters of each handler whose gradients are in no bucket, and last
+    those that no handler reduces (FSDP2, for example, reduces them during backward).
     """
 
     def __init__(
@@ -45,13 +45,13 @@ class GradientSync:
         self.ledger = ledger
         self._loose = list(loose)
         self.before_pass = before_pass
-        """Called before anything else of a backward pass: gathers of weights that run on must end."""
+        """Called at the start of a backward pass: waits for all-gathers of weights that still run."""
         self.log: CallLog | None = None
-        """The log of the collectives that handlers make; the guard sets one."""
+        """The log of the collectives called by handlers; set by the guard."""
         self._outcome: StepOutcome | None = None
 
     def prepare(self, last: bool) -> None:
-        """Before each backward pass."""
+        """Prepare buckets and handlers. Called before each backward pass; `last`: it is the last one of the step."""
         self.before_pass()
         self._outcome = None
         self.synchroniser.prepare(last)
@@ -59,26 +59,26 @@ class GradientSync:
             handler.prepare(last)
 
     def finish(self, scale: float | Tensor | None = None, *, counts: bool = False) -> StepOutcome:
-        """After the last backward pass: every gradient is final when this returns.
+        """Complete all reductions after the last backward pass: every gradient is final when this returns. Collective.
 
-        `scale` and `counts` as of `Synchroniser.wait`, whose outcome is returned.
+        `scale` and `counts` are passed to `Synchroniser.wait`, whose outcome is returned.
         """
         if self._outcome is None:
-            # Gradients that were changed by hand are an error of this rank alone. The other ranks have begun to sum: they learn
-            # of it in the sums, so that all ranks raise the error, and none waits for this one.
+            # Gradients changed by hand are an error of this rank only, and the other ranks have started to reduce. They learn of
+            # it from the status flags that go with the reductions: so all ranks raise, and none waits for this one.
             try:
                 self.synchroniser.check_untouched()
             except GradientError as error:
                 self.synchroniser.fail(note_of(error))
 
-            # Sums of planned handlers come first: a user's handler may look at any gradient. They are made once: after a step
-            # that failed later than its sums the loop may call `step` again, and without a pass in between they are there.
+            # Planned reductions come first, since a custom handler may read any gradient. They run once: if a step has failed
+            # after its reductions, the loop may call `step` again, and without a backward pass in between the result is there.
             self._outcome = self.synchroniser.wait(scale, counts=counts)
         outcome = self._outcome
-        if outcome.failed_ranks:  # there is no gradient that a handler could look at
+        if outcome.failed_ranks:  # all gradients are None
             return outcome
 
-        # Handlers in their order. What is in no bucket is multiplied by its handler, if that can, or afterwards here.
+        # Handlers in their order. Gradients outside of buckets are scaled by their handler, if it supports that, or else below.
         scaling = [handler for handler in self.handlers if handler.set_scale(outcome.scale)]
         for handler in self.handlers:
             handler.handle_gradient() if self.log is None else self.log.run(handler)
@@ -89,7 +89,7 @@ class GradientSync:
 
     @property
     def world(self) -> RankGroup | None:
-        """All ranks, if they have sockets between them on which nothing is on its way, as may be where sums are sharded."""
+        """The group of all ranks, if it has idle sockets; with sharded reductions, messages may still be in flight on them."""
         if any(bucket.is_sharded for bucket in self.synchroniser.buckets):
             return None
         world = self.synchroniser.groups.get(tuple(range(dist.get_world_size())))
@@ -111,45 +111,48 @@ def build_sync(
     shards: Shards | None = None,
     before_pass: Callable[[], None] = lambda: None,
 ) -> GradientSync:
-    """Let the ledger see what the named handlers do, attach what is missing, lay out buckets. Collective.
+    """Build the ledger from the named handlers, attach automatic handlers for the rest, and lay out buckets.
 
-    `bucket_all`: gradients that owe no reduction lie in flat buckets too, for a flat optimizer step. `shards`: what is
-    to be sharded over the ranks that share it. `before_pass` as of `GradientSync`.
+    Collective over the world.
+
+    Args:
+        model: the model of this rank.
+        optimizer: the optimizer that steps.
+        context: the context of this rank.
+        handlers: the named handlers, each with its planned reductions, or None if a probe must find them.
+        options: the `sync` section of the config. Reductions combine it with the options of their handler.
+        bucket_all: whether gradients without a reduction are put into buckets too, for a flat optimizer step.
+        shards: the parameters whose gradients are sharded (ZeRO 1 and 2).
+        before_pass: see `GradientSync.before_pass`.
     """
     waive = waived_patterns(options)
     demands = read_demands(model, context.layout, context.get_global_rank())
-    mine = [handler for handler, _ in handlers]
+    named = [handler for handler, _ in handlers]
     touched: dict[str, str] = {}
     claims: list[Claim] = []
-    for handler, said in handlers:
-        if said is None:
-            from colonnade.gradients.probe import probe  # few runs have a handler that must be tried
+    for handler, reductions in handlers:
+        if reductions is None:
+            # A handler that calls collectives itself has no plan. Few runs have one, so the probe is imported here.
+            from colonnade.gradients.probe import probe
 
-            said = probe(handler, demands, context, lambda name: is_waived(name, waive), touched)
-        claims.append((handler, said))
+            reductions = probe(handler, demands, context, lambda name: is_waived(name, waive), touched)
+        claims.append((handler, reductions))
     with agreed_errors(context.device):
         plan = plan_sums(
             model, optimizer, context, claims, options, bucket_all=bucket_all, shards=shards, touched=touched
         )
-    get_dist_logger().info(describe(plan.attached, mine))
+    get_dist_logger().info(describe(plan.attached, named))
     sums = with_groups(plan.sums, context)
     with agreed_errors(context.device):
         synchroniser = Synchroniser(sums, log=get_dist_logger().info)
     for planner in plan.planned:
         planner.use(synchroniser)
-    loose = _loose(demands, claims, synchroniser)
-    return GradientSync([*plan.attached, *mine], synchroniser, plan.ledger, loose, before_pass)
 
-
-def _loose(
-    demands: Sequence[Demand],
-    claims: Sequence[Claim],
-    synchroniser: Synchroniser,
-) -> list[tuple[BaseGradientHandler | None, list[nn.Parameter]]]:
-    """The parameters that are in no sum, by who handles them."""
+    # Parameters outside of all buckets, by their handler: `finish` must scale their gradients itself.
     left = {id(d.parameter): d.parameter for d in demands if id(d.parameter) not in synchroniser.parameters}
-    found: list[tuple[BaseGradientHandler | None, list[nn.Parameter]]] = []
-    for handler, reductions in claims:
-        theirs = [p for reduction in reductions for p in reduction.parameters if left.pop(id(p), None) is not None]
-        found.append((handler, theirs))
-    return [*found, (None, list(left.values()))]
+    loose: list[tuple[BaseGradientHandler | None, list[nn.Parameter]]] = []
+    for handler, claimed in claims:
+        members = (parameter for reduction in claimed for parameter in reduction.parameters)
+        loose.append((handler, [p for p in members if left.pop(id(p), None) is not None]))
+    loose.append((None, list(left.values())))
+    return GradientSync([*plan.attached, *named], synchroniser, plan.ledger, loose, before_pass)

@@ -1,11 +1,11 @@
-"""The guard of a run (config key `guard`): now and then, and before each save, ranks compare what must be alike.
+"""The guard (config key `guard`): every so many steps, and before each save, ranks compare their replicas and collective calls.
 
-Two silent mistakes are caught. Replicas drift apart: weights, and what the optimizer keeps of them, are compared by checksum
-over the ranks that hold the same part by placement. Handlers make other calls on other ranks, so that gradients are summed
-with those of another parameter: `CallLog` notes what each handler calls, and the notes are compared.
+It finds two silent mistakes. Replicas diverge: weights and optimizer state are compared by checksum between the ranks that
+store the same shard. Handlers call collectives in a different order on some ranks, so that gradients of different parameters
+are added up: `CallLog` records the calls of each handler, and the records are compared.
 
-Ranks exchange digests, on a group that nothing else uses, so that calls which are out of step are not mixed up with it, and
-meet by the store first, so that a rank that waits in a call of another step is found. Names are exchanged where digests differ.
+Ranks exchange digests, and names only if digests differ. They use a process group of their own, since calls on the usual groups
+may be out of step; and they meet by the store first, so that a rank that is stuck in a call of another step is reported.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from colonnade.parallel.held import checksum, held_tensors
 from colonnade.texts import digest_of
 
 EVERY = 100
-"""Steps between two comparisons, unless the config says otherwise."""
+"""Steps between two comparisons, by default."""
 _PART = struct.Struct("<2q")
 _NAMED = 8
 
 
 class _Part(NamedTuple):
-    """A digest that all ranks which have this key must have alike; ranks that need not agree have other keys."""
+    """A digest that must be equal on all ranks with this key; ranks that need not agree have different keys."""
 
     key: int
     digest: int
@@ -57,16 +57,16 @@ class _Part(NamedTuple):
 
 @dataclass(eq=False)
 class _Replicas:
-    """Tensors that the same ranks hold, of one kind."""
+    """Tensors of one kind ("the weights of", "the optimizer's") that are stored by the same ranks."""
 
     kind: str
-    holders: str
+    ranks: str
     labels: list[str]
     tensors: list[Tensor]
 
     @property
     def key(self) -> int:
-        return digest_of(f"{self.kind} {self.holders} {self.labels}")
+        return digest_of(f"{self.kind} {self.ranks} {self.labels}")
 
 
 class Guard:
@@ -77,40 +77,57 @@ class Guard:
     ) -> None:
         self._model, self._optimizer, self._context, self._sync = weakref.ref(model), optimizer, context, sync
         self._every, self._steps, self._turns = every, 0, count()
+        # A group of its own: on the usual ones a comparison could pair with the very calls that are out of step.
         with groups_meet(context.world_size, "gloo"):
             self._group = dist.new_group(timeout=timeout_of(), backend="gloo")
         self._log = sync.log = CallLog(model.named_parameters, context.waits.at)
+        # A rank that waits in a call publishes its calls, for a rank that has come to the comparison without it (`_meet`).
         context.waits.details = lambda: self._log.so_far
+        # A checkpoint of diverged replicas must not replace a good one.
         before_save[model] = weakref.WeakMethod(self.check)
 
     def end_step(self) -> None:
-        """A step was made. Collective over the world at every `every`-th."""
+        """Called after each step. Collective over the world at every `every`-th."""
         self._log.end_step()
         self._steps += 1
         if self._steps % self._every == 0:
             self.check()
 
     def check(self) -> None:
-        """Raise the same error on every rank where ranks differ. Collective over the world."""
+        """Raise the same error on every rank if ranks differ. Collective over the world."""
         model = self._model()
         if model is None:
             return
         with self._context.waits.during("comparing the ranks"):
-            self._sync.before_pass()  # weights that are still being gathered
+            self._sync.before_pass()  # wait for all-gathers of weights that still run
             replicas = list(_replicas(model, self._optimizer, self._context))
-            everyone = self._exchange([*self._calls(), *_digests(replicas)])
-            apart = _apart(everyone)
+
+            # One digest for each kind of tensor and set of ranks, with one copy to the host per device.
+            sums = [ordered_sum(torch.cat([checksum(tensor) for tensor in part.tensors])) for part in replicas]
+            by_device: dict[torch.device, list[int]] = {}
+            for at, number in enumerate(sums):
+                by_device.setdefault(number.device, []).append(at)
+            digests: dict[int, int] = {}
+            for places in by_device.values():
+                digests |= zip(places, torch.stack([sums[at] for at in places]).tolist(), strict=True)
+            parts = [*self._calls(), *(_Part(part.key, digests[at]) for at, part in enumerate(replicas))]
+
+            # Only when all ranks are here: a rank that is stuck elsewhere would never come to the collective.
+            self._meet()
+            packed = b"".join(_PART.pack(*part) for part in parts)
+            rows = gather_bytes(packed, torch.device("cpu"), self._group)
+            apart = _apart([dict(_PART.iter_unpack(row)) for row in rows])
             if apart:
                 raise GradientError(self._explained(apart, replicas), code="C047")
         self._log.forget()
 
     @property
     def _in_order(self) -> int:
-        """The number of steps after which ranks were last found alike."""
+        """The number of steps after which the last comparison found no difference."""
         return self._steps - len(self._log.steps)
 
     def close(self) -> None:
-        """Compare no longer."""
+        """Stop comparing, and destroy the process group."""
         self._sync.log = self._context.waits.details = None
         model = self._model()
         if model is not None:
@@ -118,23 +135,23 @@ class Guard:
         if is_alive(self._group):
             dist.destroy_process_group(self._group)
 
-    # -- what is compared ---------------------------------------------------------------------------------
+    # -- facts that are compared --------------------------------------------------------------------------
 
     def _calls(self) -> Iterator[_Part]:
-        """What was called over each group of this rank, in which order its handlers ran, and what is planned."""
+        """Digests of the calls over each group of this rank, of the order of its handlers, and of the planned reductions."""
         for key, ranks in self._groups().items():
             yield _Part(key, self._log.digests[ranks])
         for ranks, planned in self._planned().items():
             yield _Part(_plan_key(ranks), digest_of(repr([places for places, _ in planned])))
 
     def _groups(self) -> dict[int, tuple[int, ...] | None]:
-        """By key: the sets of ranks over which calls are compared; None: the order of the handlers of a stage."""
+        """The sets of ranks over which calls are compared, by key; None stands for the order of handlers in a stage."""
         stage = self._context.get_local_rank(ParallelMode.PIPELINE)
         known = [None, *self._context.layout.rank_sets(self._context.get_global_rank()), *self._log.digests]
         return {digest_of(f"handlers {stage}" if ranks is None else f"calls {ranks}"): ranks for ranks in known}
 
     def _planned(self) -> dict[tuple[int, ...], list[tuple[Any, str]]]:
-        """The sums over each group in the order in which they are started: (their places in the plan, names)."""
+        """The reductions over each group in their order: (positions in the plan, name of the first parameter)."""
         found: dict[tuple[int, ...], list[tuple[Any, str]]] = {}
         for bucket in self._sync.synchroniser.buckets:
             places = bucket.positions, bucket.sum.divisor, bucket.sum.labels
@@ -142,78 +159,69 @@ class Guard:
             found.setdefault(bucket.sum.ranks, []).append((places, first))
         return found
 
-    def _exchange(self, mine: list[_Part]) -> list[dict[int, int]]:
-        """Every rank's parts, in rank order."""
-        self._meet()
-        parts = b"".join(_PART.pack(*part) for part in mine)
-        rows = gather_bytes(parts, torch.device("cpu"), self._group)  # its group is one of gloo
-        return [dict(_PART.iter_unpack(row)) for row in rows]
-
     def _meet(self) -> None:
-        """Return when all ranks are here; raise if one never will be."""
+        """Wait for all ranks. Raise if a rank is stuck in a call that needs this rank, which is here and did not make it."""
+        here, world_size = self._context.get_global_rank(), self._context.world_size
         store, key = default_store(), f"colonnade/guard/{self._group.group_name}/{next(self._turns)}"
-        here = store.add(key, 1)
+        arrived = store.add(key, 1)
         begin, after = time.monotonic(), 1.5 * waits.SAY_AFTER
-        # 20,000 looks a second at most: the more ranks ask one store, the less often each does.
-        for pause in waits.pauses(max(0.05, self._context.world_size / 20_000)):
-            if here >= self._context.world_size:
+        # At most 20,000 polls a second reach the store: the more ranks there are, the less often each of them polls.
+        for pause in waits.pauses(max(0.05, world_size / 20_000)):
+            if arrived >= world_size:
                 return
             time.sleep(pause)
-            here = store.add(key, 0)
+            arrived = store.add(key, 0)
             if time.monotonic() - begin > after:
-                self._look_for_stuck()
+                for stalled_at, rank in waits.stalled_places(here, world_size).items():
+                    if here not in _ranks_over(stalled_at):
+                        continue
+                    place, calls = waits.stalled_details(rank) or ("", None)
+                    found = _waits_in_vain(here, self._log.steps, place, calls)
+                    if found is not None:
+                        step, own, other = found
+                        raise GradientError(
+                            f"rank {rank} is {place} and waits for rank {here}, which has made all its calls of step "
+                            f"{self._steps - 1}; their calls differ from step {self._in_order + step} on: rank {here} {own}, "
+                            f"rank {rank} {other}. {_SAME_CALLS}",
+                            code="C043",
+                        )
                 after = 2 * (time.monotonic() - begin)
 
-    def _look_for_stuck(self) -> None:
-        """Raise if a rank stands in a call that needs this rank, which is here and has not made it."""
-        here = self._context.get_global_rank()
-        for what, rank in waits.stalled_places(here, self._context.world_size).items():
-            if here not in _ranks_over(what):
-                continue
-            place, calls = waits.stalled_details(rank) or ("", None)
-            found = _waits_in_vain(here, self._log.steps, place, calls)
-            if found is not None:
-                step, mine, theirs = found
-                raise GradientError(
-                    f"rank {rank} is {place} and waits for rank {here}, which has made all its calls of step {self._steps - 1}; "
-                    f"they part at step {self._in_order + step}: rank {here} {mine}, rank {rank} {theirs}. {_SAME_CALLS}",
-                    code="C043",
-                )
-
-    # -- what is said -------------------------------------------------------------------------------------
+    # -- the message --------------------------------------------------------------------------------------
 
     def _explained(self, apart: dict[int, dict[int, list[int]]], replicas: list[_Replicas]) -> str:
-        """The first difference in calls, or else all replicas that differ, with their ranks."""
-        speakers = sorted({ranks[0] for opinions in apart.values() for ranks in opinions.values()})
-        mine = {
+        """The first differences in calls and all differing replicas, with their ranks. Collective over the world."""
+        # One rank of each opinion sends its names; digests were enough to know which ranks these are.
+        senders = sorted({ranks[0] for opinions in apart.values() for ranks in opinions.values()})
+        report = {
             "calls": self._log.steps,
             "groups": [*self._groups().items()],
             "planned": {str(_plan_key(ranks)): planned for ranks, planned in self._planned().items()},
             "replicas": {
-                str(one.key): [one.kind, one.labels, [checksum(tensor).tolist() for tensor in one.tensors]]
-                for one in replicas
-                if one.key in apart
+                str(part.key): [part.kind, part.labels, [checksum(tensor).tolist() for tensor in part.tensors]]
+                for part in replicas
+                if part.key in apart
             },
         }
-        told = {
-            rank: json.loads(text)
-            for rank, text in share_texts(f"guard/{digest_of(repr(apart))}", json.dumps(mine), speakers).items()
-        }
-        since = f"after {self._steps} steps (in order after {self._in_order})"
-        called = [*_calls_apart(apart, told, self._in_order), *_plans_apart(apart, told)]
-        drifted = list(_replicas_apart(apart, told))
-        shown = [*called, *drifted][:_NAMED]
-        more = (
-            f"\n  ... and {len(called) + len(drifted) - len(shown)} more" if len(called) + len(drifted) > _NAMED else ""
+        texts = share_texts(f"guard/{digest_of(repr(apart))}", json.dumps(report), senders)
+        reports = {rank: json.loads(text) for rank, text in texts.items()}
+        calls = [*_calls_apart(apart, reports, self._in_order), *_plans_apart(apart, reports)]
+        lines = [*calls, *_replicas_apart(apart, reports)]
+        more = f"\n  ... and {len(lines) - _NAMED} more" if len(lines) > _NAMED else ""
+        return (
+            f"the ranks have diverged, after {self._steps} steps (in agreement after {self._in_order}):\n  "
+            + "\n  ".join(lines[:_NAMED])
+            + f"{more}\n{_SAME_CALLS if calls else _SAME_REPLICAS}"
         )
-        advice = _SAME_CALLS if called else _SAME_REPLICAS
-        return f"the ranks have come apart, {since}:\n  " + "\n  ".join(shown) + f"{more}\n{advice}"
 
 
-_SAME_CALLS = "A handler must make the same calls, in the same order, on every rank of a group; gradients were summed with others."
+_SAME_CALLS = (
+    "A handler must call the same collectives, in the same order, on every rank of a group; gradients of different parameters "
+    "were added up."
+)
 _SAME_REPLICAS = (
-    "Ranks that hold the same part must keep the same bits. Look for weights, gradients or state that one rank writes by "
-    "itself after they were summed, and for kernels that give other bits on other machines. Resume from a checkpoint before that."
+    "Ranks that store the same shard must have the same bits. Look for weights, gradients or state that only some ranks change "
+    "after the reduction, and for kernels that round differently on different machines. Resume from an earlier checkpoint."
 )
 
 
@@ -221,96 +229,99 @@ def _plan_key(ranks: tuple[int, ...]) -> int:
     return digest_of(f"planned {ranks}")
 
 
-def _waits_in_vain(here: int, mine: Steps, place: str, told: Any) -> tuple[int, str, str] | None:
-    """Where the calls part of rank `here`, which makes none, and of one that stands at `place` and tells its calls.
+def _waits_in_vain(here: int, steps: Steps, place: str, calls: Any) -> tuple[int, str, str] | None:
+    """The first difference between the calls of rank `here` and those (`calls`) of a rank that is stuck at `place`.
 
-    None where it does not wait for `here`, or may wait for a third rank that is late: then all its calls were made here too.
+    None if that rank does not wait for `here`, or if all its calls were made here too: then it may wait for a third rank.
     """
     over = _ranks_over(place)
-    if told is None or here not in over:
+    if calls is None or here not in over:
         return None
-    return first_difference(mine, read_steps(told), over, under_way=True)
+    return first_difference(steps, read_steps(calls), over, under_way=True)
 
 
 def _ranks_over(place: str) -> list[int]:
-    """The ranks of the call at which a rank stands; none where it stands elsewhere."""
+    """The ranks of the collective named in the position of a rank; empty if the position is no collective."""
     over = re.search(r" over ranks (\[.*?\])", place)
     return json.loads(over[1]) if over is not None else []
 
 
-def _apart(everyone: list[dict[int, int]]) -> dict[int, dict[int, list[int]]]:
-    """Of each key of which there are several digests: the ranks of each."""
+def _apart(parts_by_rank: list[dict[int, int]]) -> dict[int, dict[int, list[int]]]:
+    """The keys with several digests: for each digest ("opinion"), the ranks that have it."""
     found: dict[int, dict[int, list[int]]] = {}
-    for rank, parts in enumerate(everyone):
+    for rank, parts in enumerate(parts_by_rank):
         for key, digest in parts.items():
             found.setdefault(key, {}).setdefault(digest, []).append(rank)
     return {key: opinions for key, opinions in found.items() if len(opinions) > 1}
 
 
-def _calls_apart(apart: dict[int, dict[int, list[int]]], told: dict[int, Any], begin: int) -> Iterator[str]:
-    """`begin`: the number of the first step that is told of."""
-    steps = {rank: read_steps(said["calls"]) for rank, said in told.items()}
-    groups = {key: ranks for said in told.values() for key, ranks in said["groups"]}
+def _calls_apart(apart: dict[int, dict[int, list[int]]], reports: dict[int, Any], begin: int) -> Iterator[str]:
+    """A line for each difference in calls. `begin`: the number of the first step in the reports."""
+    steps = {rank: read_steps(report["calls"]) for rank, report in reports.items()}
+    groups = {key: ranks for report in reports.values() for key, ranks in report["groups"]}
     for key, opinions in apart.items():
         first, *others = sorted(opinions.values())
         for other in others if key in groups else ():
             found = first_difference(steps[first[0]], steps[other[0]], groups[key], under_way=False)
             if found is not None:
-                step, mine, theirs = found
+                step, left, right = found
                 over = " (the order of handlers)" if groups[key] is None else f" over ranks {groups[key]}"
-                yield f"calls at step {begin + step}{over}: rank {listed(first)} {mine}, rank {listed(other)} {theirs}"
+                yield f"calls at step {begin + step}{over}: rank {listed(first)} {left}, rank {listed(other)} {right}"
 
 
-def _plans_apart(apart: dict[int, dict[int, list[int]]], told: dict[int, Any]) -> Iterator[str]:
+def _plans_apart(apart: dict[int, dict[int, list[int]]], reports: dict[int, Any]) -> Iterator[str]:
+    """A line for each difference in the order of planned reductions."""
     for key, opinions in apart.items():
-        plans = [(ranks, told[ranks[0]]["planned"].get(str(key))) for ranks in opinions.values()]
-        (first, mine), *others = plans
-        for other, theirs in others if mine is not None else ():
+        plans = [(ranks, reports[ranks[0]]["planned"].get(str(key))) for ranks in opinions.values()]
+        (first, plan), *others = plans
+        for other, other_plan in others if plan is not None else ():
             ended = None, "another number of sums"
-            unlike = ((one, two) for one, two in zip(mine, theirs, strict=False) if one != two)
-            (_, one), (_, two) = next(unlike, (ended, ended))
+            differing = ((left, right) for left, right in zip(plan, other_plan, strict=False) if left != right)
+            (_, left), (_, right) = next(differing, (ended, ended))
             yield (
-                f"the planned sums: rank {listed(first)} starts that of {one!r} where rank {listed(other)} starts that of {two!r}"
+                f"the planned sums: rank {listed(first)} starts that of {left!r} where rank {listed(other)} starts that of {right!r}"
             )
 
 
-def _replicas_apart(apart: dict[int, dict[int, list[int]]], told: dict[int, Any]) -> Iterator[str]:
+def _replicas_apart(apart: dict[int, dict[int, list[int]]], reports: dict[int, Any]) -> Iterator[str]:
+    """A line for each tensor in which replicas differ. The value of most ranks is taken as the correct one."""
     for key, opinions in apart.items():
-        usual, *others = sorted(opinions.values(), key=lambda ranks: (-len(ranks), ranks))
-        known = told[usual[0]]["replicas"].get(str(key))
+        majority, *others = sorted(opinions.values(), key=lambda ranks: (-len(ranks), ranks))
+        known = reports[majority[0]]["replicas"].get(str(key))
         for ranks in others if known is not None else ():
-            kind, labels, right = known
-            *_, theirs = told[ranks[0]]["replicas"][str(key)]
-            for label, one, other in zip(labels, right, theirs, strict=True):
-                if one != other:
-                    yield f"{kind} {label!r}: rank {listed(ranks)} has other bits than rank {listed(usual)}"
+            kind, labels, sums = known
+            *_, other_sums = reports[ranks[0]]["replicas"][str(key)]
+            for label, expected, found in zip(labels, sums, other_sums, strict=True):
+                if expected != found:
+                    yield f"{kind} {label!r}: rank {listed(ranks)} differs bitwise from rank {listed(majority)}"
 
 
 # -- replicas ---------------------------------------------------------------------------------------------
 
 
 def _replicas(model: nn.Module, optimizer: Any, context: ParallelContext) -> Iterator[_Replicas]:
-    """Weights by who holds them, and the optimizer's state by who keeps it."""
+    """Weights and optimizer state that several ranks store, by these ranks."""
     weights: dict[Any, _Replicas] = {}
     states: dict[Any, _Replicas] = {}
-    for held in sorted(held_tensors(model, context), key=lambda one: one.placement.tie_key):
+    for held in sorted(held_tensors(model, context), key=lambda entry: entry.placement.tie_key):
+        # A tensor that only this rank stores has no replica to compare with.
         if held.holding.count == 1:
             continue
-        holders = str(held.holding.ranks)
-        whole = weights.setdefault((holders, held.tensor.device), _Replicas("the weights of", holders, [], []))
-        whole.labels.append(held.label)
-        whole.tensors.append(local_part(held.tensor))
+        ranks = str(held.holding.ranks)
+        weight = weights.setdefault((ranks, held.tensor.device), _Replicas("the weights of", ranks, [], []))
+        weight.labels.append(held.label)
+        weight.tensors.append(local_part(held.tensor))
         for name, value in _state_of(optimizer, held.tensor):
-            # Counts of steps may lie on the host: by device, or the host would wait for each checksum by itself.
-            kept = states.setdefault((holders, value.device), _Replicas("the optimizer's", holders, [], []))
-            kept.labels.append(f"{name} of {held.label}")
-            kept.tensors.append(value)
+            # Step counts may be on the host. Grouped by device, or the host would wait for each checksum separately.
+            state = states.setdefault((ranks, value.device), _Replicas("the optimizer's", ranks, [], []))
+            state.labels.append(f"{name} of {held.label}")
+            state.tensors.append(value)
     yield from weights.values()
     yield from states.values()
 
 
 def _state_of(optimizer: Any, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """What is kept for a parameter; of a sharded optimizer for this rank's elements, which are part of the name."""
+    """The optimizer state of a parameter by name; for a sharded optimizer of this rank's slice, which is part of the name."""
     if isinstance(optimizer, ShardedOptimizer):
         shard = optimizer.flat_shard(parameter)
         state, where = ({}, "") if shard is None else (shard.state, f"[{shard.start}:{shard.stop}]")
@@ -321,30 +332,18 @@ def _state_of(optimizer: Any, parameter: Tensor) -> Iterator[tuple[str, Tensor]]
             yield f"{name}{where}", local_part(value)
 
 
-def _digests(replicas: list[_Replicas]) -> list[_Part]:
-    """One number for each kind and set of holders; one copy to the host for all of them on a device."""
-    mixed = [ordered_sum(torch.cat([checksum(tensor) for tensor in one.tensors])) for one in replicas]
-    by_device: dict[torch.device, list[int]] = {}
-    for at, number in enumerate(mixed):
-        by_device.setdefault(number.device, []).append(at)
-    numbers: dict[int, int] = {}
-    for places in by_device.values():
-        numbers |= zip(places, torch.stack([mixed[at] for at in places]).tolist(), strict=True)
-    return [_Part(one.key, numbers[at]) for at, one in enumerate(replicas)]
-
-
 # -- calls of handlers ------------------------------------------------------------------------------------
 
 Entry = tuple[str, str, tuple[int, ...]]
-"""(handler, what it calls, over which ranks); no ranks: it does what it has planned."""
+"""(handler, its call, ranks of the call); without ranks: the start of the handler, or its planned reductions."""
 Steps = list[tuple[Entry, ...]]
-"""What was called in each step."""
+"""The calls of each step."""
 
 _PLANNED = "does its planned sums"
 
 
 class CallLog:
-    """Runs handlers and notes what they call. `at` is told of each collective before it is made."""
+    """Runs handlers and records the collectives that they call. `at` is called with the position before each collective."""
 
     def __init__(self, named: Callable[[], Iterable[tuple[str, nn.Parameter]]], at: Callable[[str], None]) -> None:
         self._named, self._at = named, at
@@ -353,15 +352,16 @@ class CallLog:
         self._names: dict[int, str] = {}
         self._parameters: list[tuple[str, nn.Parameter]] = []
         self._texts: dict[Any, tuple[Entry, str] | None] = {}
-        """By what is called: what is noted of it. Made once, since a step may make hundreds of calls."""
+        """Cache of the entries by call, since a step may make hundreds of calls."""
         self.steps: Steps = []
-        """Since `forget`."""
+        """The calls of each step since `forget`."""
         self.digests: Counter[tuple[int, ...] | None] = Counter()
-        """What was called so far over each set of ranks, and (under None) in which order handlers ran, as a number."""
+        """A digest of all calls so far over each set of ranks; under None, of the order in which handlers ran."""
 
     def run(self, handler: BaseGradientHandler) -> None:
-        """Let a handler do its part of a step."""
+        """Run a handler for one step."""
         name = type(handler).__name__
+        # The reductions of a planned handler are compared as a plan (`Guard._planned`): one entry keeps the order of handlers.
         if isinstance(handler, PlannedGradientHandler):
             self._entries.append((name, _PLANNED, ()))
             handler.handle_gradient()
@@ -373,32 +373,39 @@ class CallLog:
         self._at("summing the gradients")
 
     def end_step(self) -> None:
-        """All handlers have run, or none."""
+        """End a step, in which all handlers have run, or none."""
         called, self._entries = tuple(self._entries), []
         if called not in self._known:
-            self._known[called] = called, _by_ranks(called)
-        called, digests = self._known[called]  # one object for all steps that are alike
+            by_ranks: dict[tuple[int, ...] | None, list[Entry]] = {None: []}
+            for entry in called:
+                *_, over = entry
+                by_ranks.setdefault(over or None, []).append(entry)
+            self._known[called] = called, {over: digest_of(repr(entries)) for over, entries in by_ranks.items()}
+        called, digests = self._known[called]  # the same object for all equal steps, to save memory
         for ranks, digest in digests.items():
             self.digests[ranks] = digest_of(f"{self.digests[ranks]} {digest}")
         self.steps.append(called)
 
     def forget(self) -> None:
-        """What was called so far was alike on all ranks."""
+        """Drop the recorded steps, after a comparison without differences."""
         self.steps.clear()
         self._known.clear()
         self._texts.clear()
 
     @property
     def so_far(self) -> Steps:
-        """With the step that is under way."""
+        """The recorded steps, with the current one."""
         return [*self.steps, tuple(self._entries)]
 
     def _note(self, handler: str, name: str, group: Any, given: Any) -> None:
-        """A handler is about to make this collective."""
+        """Record a collective that a handler is about to call."""
+        # The parameter is recognised by the memory of its gradient.
         if not self._names:
-            self._names = self._places()
+            self._parameters = self._parameters or list(self._named())
+            gradients = ((label, p.grad) for label, p in self._parameters if p.grad is not None)
+            self._names = {local_part(grad).data_ptr(): label for label, grad in gradients if not grad.is_sparse}
         match given:
-            case [Tensor()]:  # of an all_reduce; looking into anything else takes longer than all the rest
+            case [Tensor()]:  # an all_reduce, the usual case; flattening other arguments takes longer than all the rest
                 tensors = given
             case _:
                 tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
@@ -411,54 +418,41 @@ class CallLog:
             self._entries.append(entry)
             self._at(at)
 
-    def _places(self) -> dict[int, str]:
-        """By the memory of a gradient: the parameter's name."""
-        self._parameters = self._parameters or list(self._named())
-        gradients = ((name, p.grad) for name, p in self._parameters if p.grad is not None)
-        return {local_part(grad).data_ptr(): name for name, grad in gradients if not grad.is_sparse}
-
 
 def _noted(handler: str, name: str, group: Any, of: str | int) -> tuple[Entry, str] | None:
-    """What is noted, and where the rank is meanwhile; None for a group of one rank."""
+    """The entry of a call, and the position of the rank during it; None for a group of one rank."""
     ranks = tuple(dist.get_process_group_ranks(group))
     what = f"of {of!r}" if isinstance(of, str) else f"of {of} elements"
     at = f"in {handler}, at {name} {what} over ranks {list(ranks)}"
     return ((handler, f"{name} {what}", ranks), at) if len(ranks) > 1 else None
 
 
-def _by_ranks(called: Sequence[Entry]) -> dict[tuple[int, ...] | None, int]:
-    found: dict[tuple[int, ...] | None, list[Entry]] = {None: []}
-    for entry in called:
-        *_, ranks = entry
-        found.setdefault(ranks or None, []).append(entry)
-    return {ranks: digest_of(repr(entries)) for ranks, entries in found.items()}
-
-
 def first_difference(
     one: Steps, other: Steps, ranks: Sequence[int] | None, *, under_way: bool
 ) -> tuple[int, str, str] | None:
-    """(step, what was called on the first, what on the other) where two ranks first differ in calls over `ranks`.
+    """The first difference between two ranks in calls over `ranks`: (step, call of the one, call of the other).
 
-    `ranks` None: in the order of handlers. `under_way`: the other may still make further calls of its last step.
+    With `ranks=None` the order of handlers is compared. `under_way`: the other rank may make further calls in its last step.
     """
     wanted = tuple(ranks or ())
     for step, both in enumerate(zip(one, other, strict=False)):
         left, right = ([entry for *entry, over in called if over == wanted] for called in both)
+        # What the other rank has not called yet in its unfinished step is no difference.
         if under_way and step + 1 == len(other):
             left = left[: len(right)]
-        for at, (mine, theirs) in enumerate(zip_longest(left, right)):
-            if mine != theirs:
-                return step, _text_of(mine, at), _text_of(theirs, at)
+        for at, (entry, other_entry) in enumerate(zip_longest(left, right)):
+            if entry != other_entry:
+                return step, _text_of(entry, at), _text_of(other_entry, at)
     return None
 
 
-def read_steps(told: Any) -> Steps:
-    """Steps that came as JSON."""
-    return [tuple((who, what, tuple(ranks)) for who, what, ranks in called) for called in told]
+def read_steps(steps: Any) -> Steps:
+    """Steps from their JSON form."""
+    return [tuple((handler, call, tuple(ranks)) for handler, call, ranks in called) for called in steps]
 
 
 def _text_of(entry: Sequence[str] | None, at: int) -> str:
     if entry is None:
         return f"makes no further call after {at}"
-    who, what = entry
-    return f"{who} {what}" if what in ("begins", _PLANNED) else f"{who} calls {what}"
+    handler, call = entry
+    return f"{handler} {call}" if call in ("begins", _PLANNED) else f"{handler} calls {call}"

@@ -1,4 +1,4 @@
-"""What the memory of this rank is for: measured on the tensors that there are, beside what the layout says it takes."""
+"""Memory of this rank by use: measured on the existing tensors, and computed from the parallel layout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MB = 1 << 20
 
 @dataclass(frozen=True)
 class KindBytes:
-    """Bytes of one kind: on the device, in the host's memory beside it, and by the layout."""
+    """Bytes of one kind of tensors: on the device, in host memory (offloaded), and as computed from the layout."""
 
     device: int
     host: int
@@ -28,11 +28,12 @@ class KindBytes:
 
 @dataclass(frozen=True)
 class MemoryTable:
-    """Bytes of this rank. On the CPU nobody counts allocations: there `other`, `activations` and `peak` are None.
+    """Bytes of this rank by use.
 
-    `state` is the optimizer's, with master copies. `other` is what else is allocated now: buffers, what collectives and
-    libraries keep, tensors of your own. `activations` is what the peak had beyond all that is held, with the temporary memory of
-    its moment. `peak` is since the last reset of torch.cuda's.
+    `state` is the optimizer state with master weights. `other` is allocated now, but none of these: buffers, memory of
+    collectives and libraries, your own tensors. `activations` is the peak minus everything that is allocated permanently:
+    activations plus temporary buffers. `peak` is measured since the last reset of torch.cuda's peak statistics. On the CPU
+    torch does not count allocations: there `other`, `activations` and `peak` are None.
     """
 
     device: str
@@ -78,7 +79,7 @@ def memory_table(
     device: torch.device,
     reset: bool,
 ) -> MemoryTable:
-    """The table of this moment; `layout` has the bytes that each kind should have."""
+    """Measure the memory of this rank now; `layout` has the expected bytes of each kind."""
     parameters = list(model.parameters())
     known: set[int] = set()
 
@@ -86,6 +87,7 @@ def memory_table(
         by_layout = sum((layout[what].bytes or 0.0) * layout.parameters for what in formulas)
         return _held(tensors, device, known, round(by_layout))
 
+    # In this order: `known` grows with each call, and a storage counts for the first kind that uses it.
     weights = measured(parameters, WEIGHTS)
     gradients = measured(_gradients(parameters, synchroniser), GRADIENTS)
     state = measured(_state(optimizer), STATE, MASTERS)
@@ -93,7 +95,7 @@ def memory_table(
     if device.type == "cuda":
         allocated, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
         other = allocated - weights.device - gradients.device - state.device
-        # Gradients that were given back since were there at the peak.
+        # Gradients that have been freed since were allocated at the peak.
         gone = max(gradients.formula - gradients.device - gradients.host, 0)
         activations = max(peak - allocated - gone, 0)
         if reset:
@@ -102,7 +104,7 @@ def memory_table(
 
 
 def _gradients(parameters: Iterable[nn.Parameter], synchroniser: Synchroniser) -> Iterable[Tensor]:
-    """Every memory that gradients are kept in, but for that which buckets take turns in."""
+    """All gradient memory, except buffers that buckets share in turns."""
     yield from (parameter.grad for parameter in parameters if parameter.grad is not None)
     for bucket in synchroniser.layout:
         if bucket.keeps_gradients:
@@ -119,7 +121,7 @@ def _state(optimizer: EngineOptimizer) -> Iterable[Tensor]:
 
 
 def _held(tensors: Iterable[Tensor], device: torch.device, known: set[int], formula: int) -> KindBytes:
-    """The memory of tensors, each once, and none that is known as something else."""
+    """The memory of the tensors, counting each storage once, and none in `known`, which gets the counted ones."""
     here = host = 0
     for tensor in tensors:
         local = local_part(tensor)

@@ -1,8 +1,8 @@
-"""Dtypes of a run: float8 products, the loss scale of fp16, autocast and master weights, and the table of what lies in which dtype.
+"""Mixed precision: float8 matrix products, the fp16 loss scale, autocast and master weights, and a table of the dtypes in use.
 
-`Precision` is what the keys `fp16` and `bf16` ask for: the dtype of the forward pass, and whether the optimizer steps on fp32
-weights. `LossScaler` keeps fp16 gradients from vanishing. `convert_to_float8` replaces linear layers. `precision_table` reads the dtypes and
-bytes of the tensors that there are.
+`Precision` reads the keys `fp16` and `bf16`: the autocast dtype of the forward pass, and whether the optimizer steps on fp32
+weights. `LossScaler` keeps fp16 gradients from underflowing. `convert_to_float8` converts linear layers. `precision_table` lists
+the dtypes and bytes of the existing tensors.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import wraps
@@ -32,17 +32,21 @@ from colonnade.optim.zero.formula import dtypes_of, make_fp32
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.forward import override_forward, restore_forward
 
-# --- Linear layers in float8 by torchao, an optional extra: plain ones, and ours under tensor parallelism ---
+# --- Linear layers in float8 by torchao, an optional extra: nn.Linear, and the tensor-parallel layers of colonnade.nn ---
 
 
 _MULTIPLE = 16
-"""What float8 products want of every side of a weight."""
+"""Both sides of a weight must be multiples of this for float8 products."""
 _CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0), "rowwise_with_gw_hp": (9, 0)}
 _SHOWN = 6
 
 
 def convert_to_float8(model: nn.Module, settings: Float8Settings, device: torch.device) -> None:
-    """Let the linear layers of a model that suit it multiply in float8, in place; parameters stay the same objects."""
+    """Make suitable linear layers of a model multiply in float8, in place; parameters stay the same objects.
+
+    Raises:
+        ConfigError: torchao is not installed, or the device has no float8.
+    """
     _require_float8(settings, device)
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -51,13 +55,18 @@ def convert_to_float8(model: nn.Module, settings: Float8Settings, device: torch.
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding) or layer_kind(m) == "embedding"}
     chosen, left = [], []
     for root in model if isinstance(model, nn.ModuleList) else [model]:
-        for name, layer in _linears(root):
+        for name, layer in root.named_modules():
+            # Exactly nn.Linear: subclasses in torch (as in its attention) use the weight without calling forward.
+            linear = layer_kind(layer) in ("linear", "classifier") or type(layer) is nn.Linear
+            if not name or not linear:
+                continue
             reason = _why_not_float8(name, layer, settings.skip, tied)
             if reason is not None:
                 left.append(f"{name} ({reason})")
                 continue
             chosen.append(name)
             if layer_kind(layer) is not None:
+                # The arrangement is shared by the layers of a model, and only this one is to use float8.
                 layer.arrangement = copy.copy(layer.arrangement)
                 layer.arrangement.multiply = _multiplier(config)
         convert_to_float8_training(root, module_filter_fn=lambda _, name: name in chosen, config=config)
@@ -69,7 +78,7 @@ def convert_to_float8(model: nn.Module, settings: Float8Settings, device: torch.
 
 
 def _require_float8(settings: Float8Settings, device: torch.device) -> None:
-    """Refuse what is not there: the package, or the hardware."""
+    """Raise if torchao is not installed or the device does not support the recipe."""
     if importlib.util.find_spec("torchao") is None:
         raise ConfigError(
             "float8 needs torchao, which is not installed: pip install torchao, or leave float8 out", code="C024"
@@ -89,7 +98,7 @@ def _require_float8(settings: Float8Settings, device: torch.device) -> None:
 
 
 def _why_not_float8(name: str, layer: Any, skip: Sequence[str], tied: set[int]) -> str | None:
-    """Why a layer keeps its dtype; None if it does not."""
+    """The reason why a layer keeps its dtype; None if it can use float8."""
     if layer_kind(layer) == "classifier" or id(layer.weight) in tied:
         return "the classifier"
     if any(fnmatchcase(name, pattern) or name.rpartition(".")[2] == pattern for pattern in skip):
@@ -104,15 +113,8 @@ def _why_not_float8(name: str, layer: Any, skip: Sequence[str], tied: set[int]) 
     return None
 
 
-def _linears(root: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The linear layers inside a model, by name. Torch's own kinds (as in its attention) use the weight by themselves."""
-    for name, module in root.named_modules():
-        if name and (layer_kind(module) in ("linear", "classifier") or type(module) is nn.Linear):
-            yield name, module
-
-
 def _multiplier(config: Any) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-    """`F.linear` in float8."""
+    """A float8 version of `F.linear`."""
     from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
 
     how = Float8Linear.from_float(nn.Linear(_MULTIPLE, _MULTIPLE, device="meta"), config).linear_mm_config
@@ -126,38 +128,37 @@ def _multiplier(config: Any) -> Callable[[Tensor, Tensor, Tensor | None], Tensor
     return multiply
 
 
-# --- The loss scale of fp16: its decisions are the same on every rank ---
+# --- The fp16 loss scale ---
 #
-# The scaled gradients are never unscaled in a pass of their own: the norm is divided by the scale, and the scale joins the
-# clip divisor inside the optimizer step. Whether a step is dropped follows from the norm of the whole world, so every rank
-# drops it, and the scale falls, together.
+# No separate pass unscales the gradients: the norm is divided by the scale, and the scale is part of the clipping divisor inside
+# the optimizer step. Skipping follows from the global norm, so all ranks skip a step, and lower the scale, together.
 
 
 class LossScaler:
-    """The loss scale as a device tensor; grows after `growth_interval` good steps, falls after a dropped one."""
+    """The fp16 loss scale as a device tensor: grows after `growth_interval` good steps, shrinks after an overflow."""
 
     def __init__(self, device: torch.device, settings: Fp16Settings) -> None:
         self.scale = torch.tensor(float(settings.init_scale), device=device)
         self.count = torch.ones((), device=device)
-        """What a loss given as (sum, count) is divided by for its backward pass, so that fp16 meets the gradients of a mean:
-        about the count of the step before, as a power of two, by which dividing costs no precision."""
+        """The divisor of a loss given as (sum, count) in backward, so that its gradients are about those of a mean and fit
+        fp16: the count of the last step, rounded to a power of two, so that the division costs no precision."""
         self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
         self._factors = (settings.growth_factor, settings.backoff_factor, settings.growth_interval)
         self._limits = (settings.min_scale, settings.max_scale)
         self._dynamic = settings.dynamic_grad_scale
 
     def unscaled(self, norms: Norms) -> Norms:
-        """The norms of the gradients as they would be without the scale."""
+        """The norms of the unscaled gradients."""
         p = norms.p
         factor = self.scale.double() if p == float("inf") else self.scale.double() ** p
         return Norms(p, norms.sums / factor, norms.nonfinite)
 
     def expect(self, count: Tensor) -> None:
-        """The losses of the next step will have about this count."""
+        """Set `count` for the next step, from the count of this one."""
         self.count.copy_(torch.where(count.isfinite() & (count > 1), count, 1.0).log2().floor().exp2())
 
     def update(self, found_inf: Tensor) -> None:
-        """After a step; `found_inf`: whether its gradient was not finite."""
+        """Grow or shrink the scale after a step. `found_inf`: whether its gradient was not finite."""
         if not self._dynamic:
             return
         torch._amp_update_scale_(self.scale, self._good_steps, found_inf.float().reshape(()), *self._factors)
@@ -176,7 +177,7 @@ class LossScaler:
 
 @dataclass(frozen=True)
 class Precision:
-    """What the config asks for: the autocast dtype (None: off), and the settings of a loss scaler (None: off)."""
+    """Mixed precision as configured: the autocast dtype (None: off), and the settings of the loss scaler (None: off)."""
 
     dtype: torch.dtype | None = None
     scaler: Fp16Settings | None = None
@@ -185,18 +186,41 @@ class Precision:
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Precision:
-        """From the `fp16` and `bf16` keys; `master_weights` may stand under `zero` as well."""
-        masters = _masters(config)
+        """Read the `fp16` and `bf16` sections. `master_weights` is also allowed in `zero`, with the same meaning.
+
+        Raises:
+            ConfigError: `bf16.master_weights` and `zero.master_weights` differ.
+        """
+        sections = {key: config.get(key) for key in ("bf16", "zero")}
+        masters = {
+            key: section["master_weights"]
+            for key, section in sections.items()
+            if isinstance(section, Mapping) and "master_weights" in section
+        }
+        if len(set(masters.values())) > 1:
+            raise ConfigError(
+                f"bf16.master_weights={masters['bf16']} and zero.master_weights={masters['zero']} both decide whether the "
+                f"optimizer steps on fp32 weights. Set only one of them, or both to the same value.",
+                code="C003",
+            )
         fp16, bf16 = Fp16Settings.read(config.get("fp16")), Bf16Settings.read(config.get("bf16"))
         dtype = torch.float16 if fp16 is not None else torch.bfloat16 if bf16 is not None else None
-        return cls(dtype, fp16, masters)
+        return cls(dtype, fp16, bool(next(iter(masters.values()), True)))
 
     def apply(self, model: nn.Module, device: torch.device, stage: int) -> None:
-        """Run the model's forward passes in the chosen dtype, beside this stage of ZeRO.
+        """Make the model's forward passes run in the configured dtype, in place.
 
-        With master weights (the default) the optimizer steps on fp32: parameters are fp32, and autocast casts them where
-        it pays. Those of half precision are made fp32 here, but where ZeRO keeps an fp32 copy of its own. Without,
-        parameters are cast, and the optimizer steps on what the model computes with.
+        With master weights (the default) the optimizer steps on fp32: parameters are fp32, and autocast casts them for the
+        operations that profit. Without, parameters are cast, and the optimizer steps on the cast ones.
+
+        Args:
+            model: the model of this rank.
+            device: the device of its forward passes.
+            stage: the ZeRO stage. Stages 1 to 3 keep fp32 master weights themselves; at stage 0 parameters in half
+                precision are made fp32 here.
+
+        Raises:
+            ConfigError: all parameters are float64, which autocast does not change.
         """
         if self.dtype is None:
             return
@@ -204,61 +228,46 @@ class Precision:
             model.to(self.dtype)
         elif stage == 0:
             make_fp32(model.parameters())
-        _check_castable(model, self.dtype)
+        floating = {name: p.dtype for name, p in model.named_parameters() if p.is_floating_point()}
+        if floating and all(found is torch.float64 for found in floating.values()):
+            key = "bf16" if self.dtype is torch.bfloat16 else "fp16"
+            raise ConfigError(
+                f"{key} has no effect on this model: {next(iter(floating))} and all its other parameters are float64, which "
+                f"autocast leaves as they are. Pass model.float(), or leave {key} out.",
+                code="C003",
+            )
         for module in model if isinstance(model, nn.ModuleList) else [model]:
             _autocast_module(module, device.type, self.dtype)
 
     def undo(self, *modules: Any) -> None:
-        """Give modules their own forward pass back; of others, and of None, this does nothing."""
+        """Restore the forward passes of modules; other objects and None are ignored."""
         for module in modules:
-            for one in module if isinstance(module, nn.ModuleList) else [module]:
-                if isinstance(one, nn.Module):
-                    restore_forward(one, "autocast")
+            for part in module if isinstance(module, nn.ModuleList) else [module]:
+                if isinstance(part, nn.Module):
+                    restore_forward(part, "autocast")
 
     def around(self, criterion: Any, device: torch.device) -> Any:
-        """The criterion under the same rule, which takes most losses in fp32 whatever the model's output is."""
+        """The criterion under autocast, which computes most losses in fp32 whatever the dtype of the model's output."""
         if self.dtype is None or criterion is None:
             return criterion
         if isinstance(criterion, nn.Module):
             return _autocast_module(criterion, device.type, self.dtype)
-        return _autocast(criterion, device.type, self.dtype)
+        dtype = self.dtype
+
+        @wraps(criterion)
+        def autocast_criterion(*args: Any, **kwargs: Any) -> Any:
+            with torch.autocast(device.type, dtype=dtype):
+                return criterion(*args, **kwargs)
+
+        return autocast_criterion
 
     def build_scaler(self, device: torch.device) -> LossScaler | None:
-        """The loss scaler of fp16; bf16 has the range of fp32 and needs none."""
+        """The fp16 loss scaler; None for bf16, which has the range of fp32."""
         return LossScaler(device, self.scaler) if self.scaler is not None else None
 
 
-def _masters(config: Mapping[str, Any]) -> bool:
-    """`master_weights` has one meaning, whichever section it stands in."""
-    sections = {key: config.get(key) for key in ("bf16", "zero")}
-    given = {
-        key: one["master_weights"]
-        for key, one in sections.items()
-        if isinstance(one, Mapping) and "master_weights" in one
-    }
-    if len(set(given.values())) > 1:
-        raise ConfigError(
-            f"bf16.master_weights={given['bf16']} and zero.master_weights={given['zero']}: both say whether the optimizer "
-            f"steps on fp32 weights. Give one of them, or both the same value.",
-            code="C003",
-        )
-    return bool(next(iter(given.values()), True))
-
-
-def _check_castable(model: nn.Module, dtype: torch.dtype) -> None:
-    """Refuse a model in float64: autocast leaves that as it is, so the config would have no effect."""
-    floating = {name: p.dtype for name, p in model.named_parameters() if p.is_floating_point()}
-    if floating and all(found is torch.float64 for found in floating.values()):
-        key = "bf16" if dtype is torch.bfloat16 else "fp16"
-        raise ConfigError(
-            f"{key} has no effect on this model: {next(iter(floating))} and all its other parameters are float64, which "
-            f"autocast leaves as they are. Pass model.float(), or leave {key} out.",
-            code="C003",
-        )
-
-
 def _autocast_module(module: nn.Module, device_type: str, dtype: torch.dtype) -> nn.Module:
-    """Let the module's forward pass run under autocast."""
+    """Make the module's forward pass run under autocast."""
 
     def forward(self: nn.Module, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with torch.autocast(device_type, dtype=dtype):
@@ -269,16 +278,7 @@ def _autocast_module(module: nn.Module, device_type: str, dtype: torch.dtype) ->
     return module
 
 
-def _autocast(forward: Callable[..., Any], device_type: str, dtype: torch.dtype) -> Callable[..., Any]:
-    @wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(device_type, dtype=dtype):
-            return forward(*args, **kwargs)
-
-    return run
-
-
-# --- What lies in which dtype on this rank, and how many bytes of it there are per parameter ---
+# --- Table of the dtypes on this rank, with bytes per parameter ---
 
 
 WEIGHTS, COMPUTED, MASTERS = "weights", "computed with", "master copies"
@@ -287,7 +287,7 @@ GRADIENTS, REDUCED, STATE = "gradients", "reduced in", "optimizer state"
 
 @dataclass(frozen=True)
 class PrecisionRow:
-    """One kind of tensors: their dtypes, and the bytes that this rank keeps of them per parameter (None: none of its own)."""
+    """One kind of tensors: the dtypes, and the bytes per parameter on this rank (None: the kind has no memory of its own)."""
 
     what: str
     dtypes: tuple[str, ...]
@@ -296,14 +296,14 @@ class PrecisionRow:
 
 @dataclass(frozen=True)
 class PrecisionTable:
-    """The rows, and how many parameters of the model this rank holds or has a share in."""
+    """The rows, and the number of parameters of this rank's model (of its stage, before ZeRO 3 shards them)."""
 
     parameters: int
     rows: tuple[PrecisionRow, ...]
 
     @property
     def bytes_per_parameter(self) -> float:
-        """What this rank keeps between steps, with the gradients at the end of a backward pass."""
+        """Bytes per parameter kept between steps, including the gradients at the end of a backward pass."""
         return sum(row.bytes or 0.0 for row in self.rows)
 
     def __getitem__(self, what: str) -> PrecisionRow:
@@ -320,10 +320,10 @@ class PrecisionTable:
 def precision_table(
     model: nn.Module, optimizer: EngineOptimizer, synchroniser: Synchroniser, autocast: torch.dtype | None
 ) -> PrecisionTable:
-    """From the tensors that there are.
+    """Build the table from the existing tensors.
 
-    State comes with the first step. Before it, that of torch's own optimizers is known from a trial on a small matrix;
-    others may talk to other ranks in theirs, and are not tried.
+    Optimizer state exists from the first step on. Before it, the state of torch's own optimizers is found by a trial step on
+    a small matrix; other optimizers may communicate in a step, and are not tried.
     """
     parameters = list(model.parameters())
     count = sum(parameter.numel() for parameter in parameters) or 1
@@ -334,12 +334,14 @@ def precision_table(
         dtype, reduced_in = bucket.layout.dtype, bucket.transport.reduced_in
         if bucket.keeps_gradients:
             gradients[dtype] += bucket.numel * dtype.itemsize
+        # A shard of the same dtype is a slice of the gradients that the bucket keeps, and is not counted twice.
         if bucket.shard is not None and not (bucket.keeps_gradients and bucket.shard.flat.dtype is dtype):
             gradients[bucket.shard.flat.dtype] += bucket.shard.flat.nbytes
         reduced += [reduced_in] if reduced_in is not None else []
     for parameter in parameters:
         gathered, summed = dtypes_of(parameter)
         own = gathered or parameter.dtype
+        # Autocast casts all floating point dtypes except float64.
         computed.append(autocast if autocast is not None and own is not torch.float64 else own)
         if id(parameter) not in synchroniser.parameters and parameter.requires_grad:
             gradients[parameter.dtype] += local_part(parameter).nbytes
@@ -358,19 +360,19 @@ def precision_table(
 
 
 def _state(optimizer: EngineOptimizer) -> Counter[torch.dtype]:
-    """Bytes of the optimizer's state by dtype; without single numbers, such as counts of steps."""
+    """Bytes of the optimizer state by dtype, without scalars such as step counts."""
     stepped = optimizer.stepped
     if not isinstance(stepped, Optimizer):
         return Counter()
-    held = [value for state in stepped.state.values() for value in state.values() if isinstance(value, Tensor)]
-    if held:
-        return _sizes(local_part(value) for value in held if value.dim() > 0)
+    existing = [value for state in stepped.state.values() for value in state.values() if isinstance(value, Tensor)]
+    if existing:
+        return _sizes(local_part(value) for value in existing if value.dim() > 0)
     sizes: Counter[torch.dtype] = Counter()
     if not type(stepped).__module__.startswith("torch.optim"):
         return sizes
     known: dict[torch.dtype, tuple[torch.dtype, ...]] = {}
     for group in stepped.param_groups:
-        # Slices take no gradient from autograd; all of them are stepped on.
+        # Slices of ZeRO do not require gradients, and all of them are stepped on.
         for parameter in [p for p in group["params"] if p.requires_grad or stepped is not optimizer.user_optimizer]:
             if parameter.dtype not in known:
                 known[parameter.dtype] = state_dtypes(stepped, parameter.dtype)

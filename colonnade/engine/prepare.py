@@ -1,8 +1,8 @@
-"""From a model, an optimizer and a config to what one rank trains: everything of `initialize` that needs no other rank.
+"""The part of `initialize` that needs no other rank: from a model, an optimizer and a config to the objects that one rank trains.
 
-`initialize` calls these functions and then talks to the other ranks. `colonnade plan` and `colonnade explain` call the same
-functions for one rank of each kind, on a model without memory, and stop there: so all three change a model in the same
-order, read the same settings and know the same handlers, and what one refuses all refuse, in the same words.
+`initialize` calls these functions and then communicates. `colonnade plan` and `colonnade explain` call the same functions
+for one rank of each kind, on a model without memory, and stop there. So all three change a model in the same order, read the
+same settings, find the same handlers, and raise the same errors.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from colonnade.parallel.split import Split, take_stages
 
 
 def read_numerics(config: Config) -> tuple[Precision, ZeroSettings]:
-    """The dtypes of the config, and its ZeRO settings with the dtypes that other sections decide."""
+    """The mixed precision of the config, and its ZeRO settings, completed with the dtypes that other sections set."""
     precision = Precision.read(config)
     sync = SyncSettings.read(config.get("sync"))
     zero = replace(
         ZeroSettings.read(config.get("zero")),
         master_weights=precision.master_weights,
         gather_dtype=precision.dtype,
-        # Stage 3 reduces gradients itself (FSDP2), in one dtype: that in which they are sent, if it is another.
+        # Stage 3 reduces gradients itself (FSDP2), in a single dtype: the one in which they are sent, if `sync` sets one.
         reduce_dtype=sync.narrow or sync.reduce_dtype,
     )
     return precision, zero
@@ -63,7 +63,7 @@ def read_numerics(config: Config) -> tuple[Precision, ZeroSettings]:
 
 @dataclass(frozen=True)
 class Stages:
-    """A model as it was given: all its stages, or the one module that this rank has built."""
+    """A model as given by the user: all its pipeline stages, or the single module that this rank has built."""
 
     given: nn.Module | Split
     modules: list[nn.Module]
@@ -74,29 +74,33 @@ class Stages:
         return isinstance(self.given, Split)
 
     def own(self, context: ParallelContext, schedule: BaseSchedule | None) -> nn.Module:
-        """The part of the rank that `context` is."""
+        """The stage of the rank of `context`, or its chunks under an interleaved schedule."""
         if not isinstance(self.given, Split):
             return self.given
         if not isinstance(schedule, PipelineSchedule):
             raise ConfigError(
-                f"the model is split into {len(self.modules)} stages, but {type(schedule).__name__} runs no pipeline; choose one, as "
-                f"in schedule=dict(type='OneFOneB', num_microbatches=8), or pass the whole model"
+                f"the model is split into {len(self.modules)} stages, but {type(schedule).__name__} runs no pipeline; "
+                f"set one that does, such as schedule=dict(type='OneFOneB', num_microbatches=8), or pass the model without split()"
             )
         stage = context.get_local_rank(ParallelMode.PIPELINE)
         return take_stages(self.given, schedule.stage_ranks(context.pipeline_parallel_size), stage)
 
 
 def read_stages(model: nn.Module | Split | Callable[[], nn.Module | Split]) -> Stages:
-    """The stages of what a user gives as a model; a model whose weights are not what they seem is refused."""
+    """Build the model if it is a function, and check its parameters: none without a shape, tied weights declared.
+
+    Raises:
+        ConfigError: the result is neither a module nor a `Split`, or a parameter has no shape yet.
+    """
     built = model if isinstance(model, (nn.Module, Split)) else model()
     if not isinstance(built, (nn.Module, Split)):
         raise ConfigError(
-            f"model is a torch.nn.Module, what colonnade.split returns, or a function that returns one of these, not "
+            f"model is a torch.nn.Module, the result of colonnade.split, or a function that returns one of these, not "
             f"{type(built).__name__}"
         )
     stages = Stages(built, list(built) if isinstance(built, Split) else [built])
     refuse_lazy(stages.modules)
-    # Of all stages at once: weights that were tied before the cut may lie in two of them.
+    # All stages together: weights that were tied before the split may be in two of them.
     check_ties(stages.modules)
     return stages
 
@@ -104,16 +108,23 @@ def read_stages(model: nn.Module | Split | Callable[[], nn.Module | Split]) -> S
 def prepare_model(
     stages: Stages, context: ParallelContext, schedule: BaseSchedule | None, device: torch.device | None
 ) -> tuple[nn.Module, MetaStart]:
-    """What this rank trains of a model, and how its parameters start. `Precision.apply` sets its dtypes later.
+    """Take this rank's stage of a model and apply the settings that change modules. `Precision.apply` sets dtypes later.
 
-    `device=None` is for plans and explanations: the model stays without memory, and nobody is warned of how it will train.
-    `schedule=None`: the config's cannot be built, which is an error for stages that `colonnade.split` made.
+    Args:
+        stages: the model, from `read_stages`.
+        context: the context of this rank.
+        schedule: the schedule of the config; None if it cannot be built, which is an error for a model from `split`.
+        device: the device to train on. None for plans and explanations: the model stays without memory, and warnings
+            about its training are omitted.
+
+    Returns:
+        (the model of this rank, the initialization of its parameters on the meta device).
     """
     config = context.config
-    # Before the rank takes its stages: names are those of the whole model.
-    recipes = read_recipes(stages.given, context) if device is not None else {}
+    # Before the rank takes its stage, since parameter names are those of the unsplit model.
+    inits = read_recipes(stages.given, context) if device is not None else {}
     model = stages.own(context, schedule)
-    # Of a model that each rank builds for itself, a rank of a pipeline knows one stage: another may have the blocks.
+    # If every rank builds its own stage, this rank knows only one of them, and another may have the blocks to checkpoint.
     complete = len(stages.modules) > 1 or context.pipeline_parallel_size == 1
     activations = ActivationSettings.read(config.get("activation_checkpoint"))
     apply_activations(model, activations, stages.modules, complete)
@@ -123,18 +134,19 @@ def prepare_model(
         return model, MetaStart(model, {}, context)
     warn_of_batch_norm(model, context)
     warn_of_repeated_work(model, context)
-    # Parameters on the meta device get memory when they are sharded: for this rank's part alone.
-    model = (
-        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device)) if recipes else model.to(device)
-    )
+    # Parameters on the meta device get memory after sharding, only for the shards of this rank.
+    model = model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device)) if inits else model.to(device)
     float8 = Float8Settings.read(config.get("float8"))
     if float8 is not None:
         convert_to_float8(model, float8, device)
-    return model, MetaStart(model, recipes, context)
+    return model, MetaStart(model, inits, context)
 
 
 def read_losses(model: nn.Module, criterion: Any, schedule: BaseSchedule) -> tuple[Any, TrainingLoss | None]:
-    """(criterion, the model's own loss): that one is taken where none is given, and is the criterion of a pipeline."""
+    """Return (criterion, the model's own loss or None).
+
+    The model's own loss is used if no criterion is given. In a pipeline it also is the criterion, called on the last stage.
+    """
     own = training_loss_of(model) if criterion is None else None
     if own is None or not isinstance(schedule, PipelineSchedule):
         return criterion, own
@@ -148,7 +160,7 @@ def read_losses(model: nn.Module, criterion: Any, schedule: BaseSchedule) -> tup
 def prepare_optimizer(
     optimizer: Any, model: nn.Module, context: ParallelContext, others: Sequence[nn.Module] = ()
 ) -> Any:
-    """The optimizer of a model, built and checked; it may have parameters of `others`, the stages of the whole model."""
+    """Build the optimizer if it is a function, and check it. Its parameters may also be of `others`: the other stages."""
     built = optimizer if hasattr(optimizer, "param_groups") else optimizer(model.parameters())
     if not hasattr(built, "step") or not hasattr(built, "param_groups"):
         raise ConfigError(
@@ -156,8 +168,8 @@ def prepare_optimizer(
         )
     if getattr(built, "is_sharded_elsewhere", False):
         raise GradientError(
-            "the optimizer was sharded by an earlier initialize(), which has its state; build a new one, and give it "
-            "load_state_dict(engine.optimizer.state_dict()) of that engine if it is to go on from there",
+            "the optimizer was sharded by an earlier initialize(), whose engine has its state; build a new optimizer. To "
+            "continue with that state, call load_state_dict(engine.optimizer.state_dict()) on the new one",
             code="C070",
         )
     refuse_optimizer(built, [model, *others], context)
@@ -167,13 +179,13 @@ def prepare_optimizer(
 
 @dataclass(frozen=True)
 class SumSettings:
-    """What sums are planned from (`gradients.sum_plan.plan_sums`), beside the model and the layout."""
+    """The inputs of `gradients.sum_plan.plan_sums`, in addition to model, layout and the `sync` options."""
 
     optimizer: EngineOptimizer | None
-    """The given one as an engine drives it, sharded at stages 1 and 2; None where none was given."""
+    """The optimizer as the engine drives it, sharded at ZeRO stages 1 and 2; None if none was given."""
     handlers: list[BuiltHandler]
     bucket_all: bool
-    """Whether gradients that owe no sum lie in buckets too, as the flat step reads them there."""
+    """Whether gradients without a reduction are in buckets too, because the flat step reads them there."""
     shards: Shards | None
 
     @property
@@ -190,17 +202,22 @@ def prepare_sums(
     planned_on: str | None = None,
     failed: Callable[[str, ColonnadeError], None] | None = None,
 ) -> SumSettings:
-    """The handlers of a config, the optimizer as it is stepped, and which gradients lie in buckets.
+    """Build the handlers of the config, wrap the optimizer for its ZeRO stage, and decide which gradients are in buckets.
 
-    Without an `optimizer`, as in an explanation, nothing is sharded and no step is flat. `planned_on`: the kind of device of a
-    machine that is not here ("cpu", "cuda"). `failed`: as of `build_handlers`.
+    Args:
+        model: the model of this rank.
+        optimizer: the user's optimizer; None, as in `colonnade explain`, means no sharding and no flat step.
+        context: the context of this rank.
+        zero: the settings from `read_numerics`.
+        planned_on: the device type ("cpu", "cuda") of the machine that a plan is for.
+        failed: passed to `build_handlers`.
     """
     config = context.config
     driven: EngineOptimizer | None = None
     if zero.stage in (1, 2) and optimizer is not None:
         if not isinstance(optimizer, Optimizer):
             raise ConfigError(
-                f"zero stages 1 and 2 shard a torch optimizer, not {type(optimizer).__name__}; give one, or turn zero off",
+                f"zero stages 1 and 2 shard a torch optimizer, not {type(optimizer).__name__}; pass one, or turn zero off",
                 code="C070",
             )
         driven = ZeroOptimizer(optimizer, model, zero, config.get("flat_step"))
@@ -208,7 +225,7 @@ def prepare_sums(
         driven = PlainOptimizer(optimizer, model, config.get("flat_step"))
     shards = driven.plan_shards(pipeline=context.pipeline_parallel_size > 1) if driven is not None else None
 
-    # Handlers may look at the optimizer that steps: one with `sync_grad()` brings its own.
+    # Handlers get the optimizer that steps: one with `sync_grad()` brings a handler of its own.
     named = list(config.get("gradient_handler") or config.get("gradient_handlers") or ())
     handlers = build_handlers(named, model, None if driven is None else driven.user_optimizer, context, failed)
     bucket_all = driven is not None and driven.needs_buckets(bool(config.get("graph_step")), planned_on)

@@ -70,7 +70,7 @@ def test_variables_that_make_no_sense_are_named(environ, message):
 
 
 def test_without_any_variable_of_its_launcher_a_process_is_told_to_launch_alone():
-    with pytest.raises(LaunchError, match=r"or call launch\(config\) for a world of one"):
+    with pytest.raises(LaunchError, match=r"or call launch\(config\) for a single process"):
         read(SLURM, {})
 
 

@@ -186,7 +186,7 @@ def test_a_class_of_blocks_comes_twice_or_elsewhere_in_the_model(monkeypatch):
     assert of_blocks == [
         "activation_checkpoint: mode 'full', 2 of 2 blocks (Block)",
         "activation_checkpoint: mode 'full', 2 of 2 blocks (Block, Sequential)",
-        "activation_checkpoint: mode 'none', 2 of 2 blocks (Block), what they keep on the host",
+        "activation_checkpoint: mode 'none', 2 of 2 blocks (Block), offloaded to the host",
     ]
     assert warning.startswith("warning: activation_checkpoint finds no blocks")
     assert warning.endswith("the classes are Linear (in the stage of this rank)")
@@ -227,7 +227,7 @@ def test_bad_settings_are_refused_by_name():
     plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with pytest.raises(ConfigError, match=r"finds no blocks in the model.*classes are Linear, Sequential"):
         apply_activations(plain, ActivationSettings.read("full"), [plain])
-    with pytest.raises(ConfigError, match=r"blocks=\['Linar'\] names no module.*Did you mean.*Linear"):
+    with pytest.raises(ConfigError, match=r"blocks=\['Linar'\] matches no module.*Did you mean.*Linear"):
         apply_activations(plain, ActivationSettings.read({"blocks": ["Linar"]}), [plain])
     with pytest.raises(ConfigError, match=r"no op 'aten\.matmull'"):
         apply_activations(plain, ActivationSettings.read({"mode": "selective", "keep": ["aten.matmull"]}), [plain])

@@ -103,7 +103,7 @@ CHECKS = [
     *("Precision.build_scaler", "Precision.apply", "Precision.around", "ClipSettings.read", "Agreement.require"),
     *("refuse_meta_state", "Placements.check", "MetaStart.alike", "MetaStart.locate", "MetaStart.materialise"),
     *("ActivationSettings.read", "apply_activations", "Float8Settings.read", "SyncSettings.read", "ZeroSettings.read"),
-    *("_apply_backend_flags", "check_ties", "read_recipes", "refuse_marks", "refuse_lazy", "refuse_unfit"),
+    *("check_ties", "read_recipes", "refuse_marks", "refuse_lazy", "refuse_unfit"),
     *("warn_of_batch_norm", "warn_of_repeated_work", "training_loss_of", "numeric_settings", "broadcast_shared"),
     *("compare_stages", "alike_optimizer", "refuse_optimizer", "refuse_parts", "build_handlers", "check_tied"),
     *("wants_flat", "build_sync", "announce", "_scheduler"),
@@ -163,21 +163,6 @@ def test_a_name_that_no_layer_has_is_a_slip_where_the_whole_model_is_known(monke
     assert told == [layers[0], layers, complete]
 
 
-@pytest.mark.parametrize(
-    ("given", "compares"), [({}, True), ({"compare_weights": True}, True), ({"compare_weights": False}, False)]
-)
-def test_weights_are_compared_unless_the_config_says_otherwise(monkeypatch, given, compares):
-    told: list[Any] = []
-    errors = build.agreed_errors
-    monkeypatch.setattr(build, "broadcast_shared", lambda *_, compare: told.append(compare))
-    monkeypatch.setattr(
-        build, "agreed_errors", lambda device, **more: told.append(more.get("parts")) or errors(device, **more)
-    )
-    with launch(given, context=ParallelContext(), verbose=False) as gpc:
-        initialize(nn.Linear(2, 2), torch.optim.SGD, context=gpc)[0].close()
-    assert told == [(1, 1, 1), compares, (1,), None]
-
-
 def test_an_engine_is_being_built_until_it_is_outside(monkeypatch):
     with launch({}, context=ParallelContext(), verbose=False) as gpc:
         during: list[Any] = []
@@ -217,18 +202,6 @@ def test_a_plan_says_where_gradients_lie_on_another_machine(device, in_buckets):
     assert prepare.prepare_sums(model, optimizer, context, ZeroSettings(), planned_on=device).bucket_all is in_buckets
 
 
-def test_an_optimizer_takes_the_buckets_over(monkeypatch):
-    told: list[Any] = []
-    monkeypatch.setattr(build, "build_sync", lambda *given: told.append(given[5:]) or SimpleNamespace(synchroniser=1))
-    optimizer: Any = SimpleNamespace(user_optimizer=None, attach=lambda *given: told.append(given), wait="wait")
-    schedule = PipelineSchedule.__new__(PipelineSchedule)
-    monkeypatch.setattr(PipelineSchedule, "open_groups", lambda self, context: told.append("groups are opened"))
-    context: Any = SimpleNamespace(config={}, waits="waits")
-    shards: Any = "shards"
-    build._synchronise(nn.Linear(1, 1), prepare.SumSettings(optimizer, [], False, shards), schedule, context)
-    assert told == ["groups are opened", (False, "shards", "wait"), (1, "waits")]
-
-
 @pytest.mark.parametrize(("pipeline", "between"), [(1, False), (2, True), (3, True)])
 def test_a_sharded_optimizer_is_told_whether_there_is_a_pipeline(monkeypatch, pipeline, between):
     told: list[bool] = []
@@ -250,21 +223,6 @@ def test_what_lacks_a_step_or_parameters_is_no_optimizer(given):
         pytest.raises(ConfigError, match=r"^optimizer is a"),
     ):
         initialize(nn.Linear(1, 1), lambda parameters: SimpleNamespace(**given), context=gpc)
-
-
-def test_each_check_is_told_how_many_there_are_of_what_it_checks(monkeypatch):
-    told: dict[str, object] = {}
-    monkeypatch.setattr(build.Placements, "check", lambda self, counts: told.update(parameters=counts))
-    locate = prepare.MetaStart.locate
-    monkeypatch.setattr(
-        prepare.MetaStart, "locate", lambda self, count: (told.update(on_meta=count), locate(self, count))
-    )
-    with launch({}, context=ParallelContext(), verbose=False) as gpc:
-        with meta_init():
-            added = nn.Linear(2, 2, bias=False)
-        model = nn.Sequential(nn.Linear(2, 2), added)
-        initialize(model, lambda parameters: torch.optim.SGD(parameters), context=gpc)[0].close()
-    assert told == {"parameters": [3], "on_meta": 1}
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,7 @@ def _clipped(name: str, clip: object, p: float) -> tuple[float, bytes, int]:
             scale = min(1.0, limit / (true + 1e-6))
             moved = {key: before[key] - after[key] for key in before}
             assert scale < 1
+            assert engine.clip_divisor.item() == pytest.approx(1 / scale)
             compare({key: value * scale for key, value in whole.items()}, moved, 1e-9)
             assert norm_of(moved, p) <= limit * (1 + 1e-9)
             assert seen.host_reads == (0 if engine._stepper._step.flat is not None else 1)
@@ -165,7 +166,7 @@ def test_a_nan_on_one_rank_drops_the_step_on_all_names_the_culprit_and_stops_the
         assert skipped == 1
         assert lr == pytest.approx(0.1 * 0.5**3)
         assert finite
-    assert "step dropped: first in norm.weight on rank" in result.stderr[1]
+    assert "step skipped: first in norm.weight on rank" in result.stderr[1]
 
 
 def test_propagate_lets_it_through():
@@ -178,30 +179,10 @@ def test_propagate_lets_it_through():
 # -- groups, layers, methods ------------------------------------------------------------------------------
 
 
-def _grouped() -> tuple[dict[str, float], dict[str, float]]:
-    groups = {
-        "head": {"params": "head.*", "max_norm": 0.01},
-        "free": {"params": "norm.*", "counted": False, "clipped": False},
-    }
-    config = {"parallel": {"tensor": 2}, "clip_grad_norm": {"max_norm": 0.1, "groups": groups, "report": "layer"}}
+def _clipped_step(clip: dict[str, Any], config: dict[str, Any]) -> tuple[float, dict[str, float], dict[str, float]]:
+    """One step of SGD with a learning rate of 1: its norm, its reported norms, and how far each parameter moved."""
+    config = {"parallel": {"tensor": 2}, "clip_grad_norm": clip, **config}
     with launch(config, context=ParallelContext(), verbose=False) as gpc:
-        scenario = SCENARIOS["data 2 x tensor 2"]
-        engine = initialize(lambda: scenario.build(gpc), lambda p: torch.optim.SGD(p, lr=1.0), context=gpc)[0]
-        before = gather_weights(engine.model, gpc)
-        engine.zero_grad()
-        scenario.run(engine, gpc)
-        engine.step()
-        after = gather_weights(engine.model, gpc)
-        engine.close()
-        return {k: v.item() for k, v in engine.grad_norms().items()}, {
-            k: (before[k] - after[k]).norm().item() for k in before
-        }
-
-
-def _each_by_its_own(per: str, config: dict[str, Any]) -> tuple[float, dict[str, float], dict[str, float]]:
-    groups = {"head": {"params": "head.*", "max_norm": 0.01}, "free": {"params": "norm.*", "clipped": False}}
-    clip = {"max_norm": 0.05, "groups": groups, "per": per}
-    with launch({**config, "clip_grad_norm": clip}, context=ParallelContext(), verbose=False) as gpc:
         scenario = SCENARIOS["data 2 x tensor 2"]
         engine = initialize(lambda: scenario.build(gpc), lambda p: torch.optim.SGD(p, lr=1.0), context=gpc)[0]
         before = gather_weights(engine.model, gpc)
@@ -225,7 +206,9 @@ def test_each_layer_or_parameter_is_clipped_by_its_own_norm(per, config):
         sizes[part_of[name]] = math.hypot(sizes.get(part_of[name], 0.0), value.norm().item())
     whole, head = math.hypot(*sizes.values()), math.hypot(*(v for k, v in sizes.items() if k.startswith("head")))
     assert any(size > 0.05 for size in sizes.values())
-    for norm, norms, moved in run_world(4, _each_by_its_own, per, {"parallel": {"tensor": 2}, **config}).values:
+    groups = {"head": {"params": "head.*", "max_norm": 0.01}, "free": {"params": "norm.*", "clipped": False}}
+    clip = {"max_norm": 0.05, "groups": groups, "per": per}
+    for norm, norms, moved in run_world(4, _clipped_step, clip, config).values:
         assert norm == pytest.approx(whole, rel=1e-12)
         assert norms == {name: pytest.approx(size, rel=1e-12) for name, size in sizes.items()}
         for name, value in truth.items():
@@ -241,7 +224,12 @@ def test_groups_have_limits_of_their_own_and_layers_their_norms():
         return math.sqrt(sum(v.norm().item() ** 2 for k, v in truth.items() if k.startswith(name)))
 
     counted = math.sqrt(sum(layer(name) ** 2 for name in ("up", "down", "head")))
-    for norms, moved in run_world(4, _grouped).values:
+    groups = {
+        "head": {"params": "head.*", "max_norm": 0.01},
+        "free": {"params": "norm.*", "counted": False, "clipped": False},
+    }
+    clip = {"max_norm": 0.1, "groups": groups, "report": "layer"}
+    for _, norms, moved in run_world(4, _clipped_step, clip, {}).values:
         assert norms == {name: pytest.approx(layer(name), rel=1e-12) for name in ("norm", "up", "down", "head")}
         for name, value in truth.items():
             size = value.norm().item()

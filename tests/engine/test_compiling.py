@@ -17,7 +17,7 @@ from colonnade.comm.torch_versions import COMPILES_COLLECTIVES
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
-from colonnade.engine.compile import _refuse_lost_sums, blocks_of, compile_model
+from colonnade.engine.compile import blocks_of, compile_model
 from colonnade.errors import ConfigError
 from colonnade.models import GPT, ViT
 from colonnade.nn import CrossEntropyLoss
@@ -96,7 +96,7 @@ def _refused() -> None:
     with launch({"parallel": TENSOR, "compile": True}, context=ParallelContext(), verbose=False) as gpc:
         model = GPT(16, 8, 16, 4, 2, context=gpc)
         with pytest.raises(
-            ConfigError, match=r"leaves sums over .*TENSOR.* out of the backward pass.*torch 2.13 or later"
+            ConfigError, match=r"omits all-reduces over .*TENSOR.* from the compiled backward.*torch 2.13 or later"
         ):
             initialize(model, torch.optim.SGD(model.parameters()), context=gpc)
 
@@ -112,8 +112,8 @@ def test_a_torch_that_loses_sums_in_the_backward_pass_compiles_no_split_model():
 def test_only_sums_inside_a_model_are_lost(monkeypatch, known, size, compiles, refused):
     monkeypatch.setattr(torch_versions, "COMPILES_COLLECTIVES", compiles)
     context: Any = SimpleNamespace(is_initialized=lambda mode: known, get_world_size=lambda mode: size)
-    with pytest.raises(ConfigError, match="leaves sums over") if refused else nullcontext():
-        _refuse_lost_sums(context)
+    with pytest.raises(ConfigError, match="omits all-reduces over") if refused else nullcontext():
+        compile_model(nn.ModuleList(), None, True, context)
 
 
 def test_blocks_are_the_members_of_the_outer_containers():

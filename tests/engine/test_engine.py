@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import copy
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
 from colonnade.engine.schedule.base import BaseSchedule
 from colonnade.errors import ConfigError, ContextError, GradientError
-from colonnade.gradients.synchroniser import StepOutcome
 from colonnade.testing import compare, gather_gradients, gather_weights, plain_gradients, run_world
 
 RTOL = 1e-12
@@ -219,19 +219,36 @@ def test_means_and_sums_in_one_step_are_refused():
             engine.backward((engine.criterion(engine(x), y), 3))
 
 
-def test_a_run_takes_up_what_it_has_itself_and_passes_over_the_rest():
-    clipped = {"clip_grad_norm": {"method": "zclip"}}
-    with world_of_one(**clipped) as gpc:
-        saved = start(gpc).extra_state()
+def compare_states(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    one, other = ({**extra["engine.clip"]["state"], **extra["engine.scaler"]} for extra in (found, expected))
+    torch.testing.assert_close(one, other, equal_nan=True)
+
+
+def test_a_run_takes_up_the_state_that_it_has_itself_and_passes_over_the_rest():
+    config = {"clip_grad_norm": {"method": "zclip"}, "fp16": {"init_scale": 8.0}}
+    x = numbers(3, 4, seed=0).float()
+    with world_of_one(**config) as gpc:
+        engine = start(gpc, model().float())
+        engine.backward(engine(x).square().mean())
+        engine.step()
+        saved = {part: copy.deepcopy(state) for part, state in engine.extra_state().items()}
     with world_of_one() as gpc:
         engine = start(gpc)
         assert not engine.may_skip
         engine.load_extra_state(saved)
-    with world_of_one(**clipped) as gpc:
-        engine = start(gpc)
+        assert engine.extra_state() == {"engine.clip": {}, "engine.scaler": {}}
+    saved["engine.scaler"]["scale"].fill_(4.0)
+    with world_of_one(**config) as gpc:
+        engine = start(gpc, model().float())
         assert engine.may_skip
-        for extra in ({}, {"engine.clip": {}}, {"engine.scaler": {"scale": 3}}, saved):
+        for extra in ({}, {"engine.clip": {}}, {"engine.scaler": {}}):
             engine.load_extra_state(extra)
+            with pytest.raises(AssertionError):
+                compare_states(engine.extra_state(), saved)
+        for part, state in saved.items():
+            engine.load_extra_state({part: state})
+        compare_states(engine.extra_state(), saved)
+        assert engine.loss_scale == 4.0
 
 
 def test_a_loop_that_forgets_a_step_is_told_so():
@@ -274,47 +291,6 @@ def test_a_graph_through_weights_that_were_given_back_is_explained():
             engine.zero_grad()
             assert engine.last_step_skipped
         engine.close()
-
-
-@pytest.mark.parametrize(("failed_ranks", "uneven"), [((), False), ((), True), ((0,), False)])
-def test_a_step_that_is_given_up_takes_part_in_what_the_others_do(failed_ranks, uneven):
-    """Where nobody hears of it on the host, the step is made and dropped on the device."""
-    told: list[object] = []
-    with world_of_one(gradient_accumulation=3) as gpc:
-        engine = start(gpc)
-        engine.backward(engine(numbers(3, 4, seed=0)).sum())
-        synchroniser = SimpleNamespace(
-            groups={(0,): None},
-            end_backward=lambda: told.append("end"),
-            fail=lambda why: told.append("fail"),
-        )
-        engine._sync = SimpleNamespace(synchroniser=synchroniser, prepare=told.append)
-        engine._sum_gradients = lambda: told.append("sum") or StepOutcome(failed_ranks=failed_ranks)
-        engine._stepper.step = lambda outcome: told.append("step")
-        engine._book.carry = lambda *_: None
-        engine._book.any_rank_has_batch = lambda here: told.append(("someone has", here))
-        engine._book.uneven, engine._failed, total = uneven, True, engine._total_passes
-        engine._give_up_step()
-        asked = [("someone has", True)] * uneven
-        ends = ["fail", "end", "sum", *["step"] * (not failed_ranks)]
-        assert told == ["end", *asked, False, "end", *asked, True, *ends]
-        assert (engine._failed, engine._passes, engine._total_passes) == (False, 0, total)
-        assert all(parameter.grad is None for parameter in engine.model.parameters())
-
-
-@pytest.mark.parametrize(
-    ("last", "passes", "ends"),
-    [(True, 1, True), (True, 0, False), (False, 1, False)],
-)
-def test_sums_begin_in_the_last_micro_batch_of_the_last_pass(last, passes, ends):
-    with world_of_one(gradient_accumulation=2) as gpc:
-        engine, told = start(gpc), list[bool]()
-        engine._sync.prepare = told.append
-        engine._passes = passes
-        out = numbers(1, seed=0).requires_grad_()
-        engine.backward_micro_batch([out.sum()], [torch.ones(()).double()], inputs=None, last=last)
-        assert told == [ends]
-        assert out.grad.item() == 1.0
 
 
 def test_an_engine_that_is_closed_leaves_nothing_behind():

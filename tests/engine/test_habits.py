@@ -102,7 +102,7 @@ def _without_engine() -> None:
                 optimizer.step()  # on nothing
                 optimizer.zero_grad()
                 _loss(model, rank, 7).backward()
-                with pytest.raises(GradientError, match=r"not summed over the ranks.*engine\.backward\(loss\)"):
+                with pytest.raises(GradientError, match=r"neither reduced over the ranks.*engine\.backward\(loss\)"):
                     optimizer.step()
                 engine.zero_grad()
                 engine.backward(_loss(engine, rank, 8))
@@ -189,7 +189,7 @@ def _steps_on_parts() -> None:
             (Normed(model.parameters(), lr=0.1), "0.weight"),
             (Normed([{"params": whole}, {"params": columns, "momentum": 0.1, "nesterov": True}], lr=0.1), "1.weight"),
         ):
-            message = rf"{type(optimizer).__name__} steps otherwise on a part .* '{name}' is split.*Shard"
+            message = rf"{type(optimizer).__name__} steps differently on a shard .* '{name}' is sharded.*Shard"
             with pytest.raises(GradientError, match=message):
                 initialize(model, optimizer, context=gpc)
         drawn = torch.get_rng_state()
@@ -226,7 +226,7 @@ def _parameters_elsewhere() -> None:
         with launch(config, context=ParallelContext(), verbose=False) as gpc:
             model, criterion = Net(), Weighted()
             optimizer = torch.optim.AdamW([*model.parameters(), *criterion.parameters()], lr=0.1)
-            with pytest.raises(GradientError, match=r"\(\).*not the model's.*part of the model"):
+            with pytest.raises(GradientError, match=r"\(\).*not the model's.*submodule of the model"):
                 initialize(model, optimizer, criterion, context=gpc)
 
 

@@ -254,7 +254,7 @@ def _with_state() -> None:
             for name, make in OF_STATE.items():
                 with meta_init():
                     model = nn.Linear(4, 3)
-                with pytest.raises(GradientError, match=rf"^{name} has state .*meta_init.*Give initialize.*\[C034\]$"):
+                with pytest.raises(GradientError, match=rf"^{name} has state .*meta_init.*Pass initialize.*\[C034\]$"):
                     initialize(model, make(model.parameters()), context=gpc)
             with meta_init():
                 model = nn.Linear(4, 3)

@@ -126,7 +126,7 @@ def _unheard() -> None:
             else:
                 with pytest.raises(RuntimeError, match="out of memory"):
                     engine.backward(loss)
-                with pytest.raises(GradientError, match=r"ranks 0 would not hear of it"):
+                with pytest.raises(GradientError, match=r"ranks 0 cannot learn of it"):
                     engine.zero_grad()
             engine.close()
 
@@ -381,7 +381,7 @@ def _repeated() -> list[str]:
 def test_ranks_that_would_repeat_each_others_work_are_told_of_it_once():
     first, second = run_world(2, _repeated).values
     repeat = "no parameter of the model is split over the 2 ranks of TENSOR: they repeat each other's work"
-    whole = "layers of colonnade.nn in the model are whole on each of the 2 ranks of TENSOR"
+    whole = "layers of colonnade.nn in the model are replicated on all 2 ranks of TENSOR"
     assert [(text.count(repeat), text.count(whole)) for text in first] == [(1, 0), (1, 1), (1, 0), *[(0, 0)] * 4]
     assert "tensor=dict(size=2, mode='1d')" in first[0]
     assert not any(second)

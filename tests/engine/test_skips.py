@@ -186,4 +186,5 @@ def test_without_clipping_the_scheduler_is_the_users_own() -> None:
         assert got is inner
         assert engine.last_step_skipped is False
         assert engine.skipped_steps == 0
+        assert (engine.grad_norm, engine.clip_divisor, engine.grad_norms()) == (None, None, {})
         engine.close()

@@ -15,7 +15,6 @@ from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine import stepper
 from colonnade.engine.build import initialize
-from colonnade.engine.engine import LastStep
 from colonnade.engine.stepper import Stepper
 from colonnade.errors import ConfigError
 from colonnade.gradients.synchroniser import StepOutcome
@@ -146,29 +145,23 @@ def policy_of(known: Decision) -> Any:
     return SimpleNamespace(decide=lambda norms: {id(known): known}[id(norms)], method=SimpleNamespace(state={}))
 
 
-@pytest.mark.parametrize(("nonfinite", "refused"), [(None, False), ("skip", False), ("raise", True)])
-def test_a_step_that_the_host_reads_is_no_graph(nonfinite, refused):
-    captured: list[bool] = []
-    made = bare(
-        _step=SimpleNamespace(capture=lambda: captured.append(True)),
-        policy=None if nonfinite is None else SimpleNamespace(nonfinite=nonfinite),
-    )
-    if refused:
-        with pytest.raises(ConfigError, match="nonfinite='raise'"):
-            made._captured()
-    else:
-        assert isinstance(made._captured(), stepper.Capture)
-    assert captured == [True]
+def test_a_graph_step_cannot_raise_on_the_host():
+    config = {"graph_step": True, "clip_grad_norm": {"max_norm": 1.0, "nonfinite": "raise"}}
+    with (
+        launch(config, context=ParallelContext(), verbose=False) as gpc,
+        pytest.raises(ConfigError, match=r"^graph_step=True is not available with .* use nonfinite='skip'"),
+    ):
+        initialize(nn.Linear(1, 1), lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)
 
 
 @pytest.mark.parametrize(
     ("dropped", "bad", "rank", "said"),
     [
         (0, "w", 0, None),
-        (1, "", 0, "step dropped: its gradient norm is 5 (7 dropped so far)"),
+        (1, "", 0, "step skipped: its gradient norm is 5 (7 skipped so far)"),
         (1, "", 1, None),
-        (2, "w", 0, "step dropped: first in w on rank 0; its gradient norm is 5"),
-        (1, "w", 1, "step dropped: first in w on rank 1; its gradient norm is 5"),
+        (2, "w", 0, "step skipped: first in w on rank 0; its gradient norm is 5"),
+        (1, "w", 1, "step skipped: first in w on rank 1; its gradient norm is 5"),
     ],
 )
 @pytest.mark.parametrize("wait", [False, True])
@@ -186,46 +179,6 @@ def test_dropped_steps_are_said_by_rank_0_and_by_whom_it_concerns(monkeypatch, d
     assert not told or told[0].startswith(said)
 
 
-def test_what_is_kept_and_taken_up_and_closed():
-    taken: list[Any] = []
-    part = SimpleNamespace(
-        state_dict=lambda: {"a": 1}, load_state_dict=taken.append, close=lambda: taken.append("closed")
-    )
-    both, none = bare(policy=part, scaler=part, optimizer=part), bare(policy=None, scaler=None)
-    assert both.extra_state() == {"engine.clip": {"a": 1}, "engine.scaler": {"a": 1}}
-    assert none.extra_state() == {"engine.clip": {}, "engine.scaler": {}}
-    for extra in ({}, {"engine.clip": {}, "engine.scaler": {}}):
-        both.load_extra_state(extra)
-    none.load_extra_state({"engine.clip": {"b": 2}, "engine.scaler": {"c": 3}})
-    assert taken == []
-    both.load_extra_state({"engine.clip": {"b": 2}})
-    both.load_extra_state({"engine.scaler": {"c": 3}})
-    both.close()
-    assert taken == [{"b": 2}, {"c": 3}, "closed"]
-
-
-def test_norms_by_slot_and_the_slot_of_what_is_not_clipped():
-    slots: Any = SimpleNamespace(names=("a", "b"), of_parameter={"w": 4})
-    assert bare(last=decision(), _slots=slots).norms() == {"a": 3.0, "b": 4.0}
-    assert bare(last=None, _slots=slots).norms() == bare(last=decision(), _slots=None).norms() == {}
-    one: Any = SimpleNamespace(label="w")
-    assert (stepper._slot_of(slots, one), stepper._slot_of(None, one)) == (4, 0)
-
-
-def test_what_an_engine_says_of_its_last_step():
-    waited: list[bool] = []
-    skips = SimpleNamespace(total=3, last=True, flag="flag")
-    engine = LastStep()
-    engine._stepper = bare(last=None, skips=skips, policy=None, report_skips=lambda wait: waited.append(wait))
-    engine._failed = False
-    assert (engine.skipped_steps, engine.last_step_skipped, waited) == (3, True, [True, True])
-    assert (engine.grad_norm, engine.clip_divisor, engine.may_skip) == (None, None, False)
-    assert engine.last_skip_flag == "flag"
-    engine._stepper.last, engine._stepper.policy, engine._failed = decision(), object(), True
-    assert (engine.grad_norm, engine.clip_divisor, engine.may_skip) == (5.0, 2.0, True)
-    assert engine.last_skip_flag.read() == 1.0  # type: ignore[union-attr]
-
-
 def test_a_dropped_step_is_said_when_the_next_one_begins(caplog):
     with launch({"clip_grad_norm": 1.0}, context=ParallelContext(), verbose=False) as gpc:
         model = nn.Linear(1, 1)
@@ -236,6 +189,6 @@ def test_a_dropped_step_is_said_when_the_next_one_begins(caplog):
             engine.backward(engine(torch.full((1, 1), float("inf") if bad else 1.0)).sum())
             engine.step()
         engine.zero_grad()
-        assert caplog.text.count("step dropped") == 1
+        assert caplog.text.count("step skipped") == 1
         assert all(parameter.grad is None for parameter in model.parameters())
         engine.close()

@@ -99,6 +99,6 @@ def test_layers_of_ours_that_split_nothing(said, split, size):
     for layer, own in zip(layers, split, strict=True):
         layer.arrangement = SimpleNamespace(is_split=lambda side, own=own: side == own)  # type: ignore[assignment]
     checks.warn_of_repeated_work(nn.Sequential(*layers), world(2, tensor=2) if size == 2 else world(2))
-    assert [text.startswith("the layers of colonnade.nn in the model are whole") for text in said] == [True] * (
+    assert [text.startswith("the layers of colonnade.nn in the model are replicated") for text in said] == [True] * (
         size == 2 and split == (None, None)
     )

@@ -102,9 +102,9 @@ def check_drift() -> None:
     if gpc.get_global_rank() == 1:
         one_ulp(engine.model[1].weight)
     told = said(train, engine, 2)
-    assert re.search(r"after 6 steps \(in order after 4\)", told)
+    assert re.search(r"after 6 steps \(in agreement after 4\)", told)
     assert engine._watch._guard._log.steps  # of which the message told
-    assert "the weights of '1.weight': rank 1 has other bits than rank 0, 2, 3" in told
+    assert "the weights of '1.weight': rank 1 differs bitwise from rank 0, 2, 3" in told
     assert "'0.weight'" not in told.partition("the optimizer")[0]
     engine.close()
     gpc.destroy()
@@ -117,8 +117,8 @@ def check_drift() -> None:
         engine._sync.before_pass = partial(waited.append, True)  # for weights that are on their way
         told = said(guard.check)
         assert waited
-        assert "after 1 steps (in order after 0)" in told
-        assert "the optimizer's 'exp_avg_sq of 0.bias': rank 2 has other bits than rank 0, 1, 3" in told
+        assert "after 1 steps (in agreement after 0)" in told
+        assert "the optimizer's 'exp_avg_sq of 0.bias': rank 2 differs bitwise from rank 0, 1, 3" in told
         if flat:
             engine.close()
             assert not is_alive(guard._group)
@@ -141,7 +141,7 @@ def check_parts() -> None:
             if gpc.get_global_rank() == 3:
                 one_ulp(engine.model[0].weight)
             told = said(engine._watch._guard.check)
-            assert "the weights of '0.weight': rank 3 has other bits than rank 1" in told
+            assert "the weights of '0.weight': rank 3 differs bitwise from rank 1" in told
             assert "2.bias" not in told
         engine.close()
         gpc.destroy()
@@ -230,7 +230,7 @@ def test_a_rank_that_skips_a_sum_is_named_where_the_others_would_wait_for_ever()
         "rank 0 is in LastByHand, at all_reduce of '1.weight' over ranks [0, 1] of step 5 and waits for rank 1" in told
     )
     assert (
-        "they part at step 3: rank 1 LastByHand calls all_reduce of '1.weight', rank 0 FirstByHand calls all_reduce of "
+        "their calls differ from step 3 on: rank 1 LastByHand calls all_reduce of '1.weight', rank 0 FirstByHand calls all_reduce of "
         "'0.weight'" in told
     )
 
@@ -369,11 +369,11 @@ def test_replicas_that_part_are_said_of_the_few():
 
     said = {0: has(1, 9, 3), 2: has(1, 2, 3), 5: has(8, 2, 3)}
     assert list(module._replicas_apart({1: {7: [0, 1], 8: [2, 3, 4], 9: [5, 6]}, 2: {7: [0], 8: [2]}}, said)) == [
-        "the weights of 'b': rank 0, 1 has other bits than rank 2, 3, 4",
-        "the weights of 'a': rank 5, 6 has other bits than rank 2, 3, 4",
+        "the weights of 'b': rank 0, 1 differs bitwise from rank 2, 3, 4",
+        "the weights of 'a': rank 5, 6 differs bitwise from rank 2, 3, 4",
     ]
     assert list(module._replicas_apart({1: {7: [2, 3], 8: [0, 1]}}, said)) == [
-        "the weights of 'b': rank 2, 3 has other bits than rank 0, 1"
+        "the weights of 'b': rank 2, 3 differs bitwise from rank 0, 1"
     ]
 
 

@@ -58,35 +58,6 @@ def test_a_watch_that_is_gone_looks_at_nothing_and_one_whose_model_is_gone_neith
     watch.close()
 
 
-def part(said: list[Any], name: str, **more: Any) -> Any:
-    """Of a watch: notes when it is told of a step, or closed."""
-    calls = {
-        call: lambda *given, call=call: said.append((name, call, *given)) for call in ("end_step", "check", "close")
-    }
-    return SimpleNamespace(**calls, **more)
-
-
-def test_its_parts_are_told_of_steps_and_closed():
-    said: list[Any] = []
-    _, _, watch = watched()
-    watch._first_step, watch._guard = [part(said, "first")], part(said, "guard")
-    watch._same_gradients = part(said, "same", is_due=False)
-    for step in range(3):
-        watch.end_sums(complete=True)
-        watch._same_gradients.is_due = step < 1
-        watch.end_step()
-    assert said == [
-        ("first", "close"),
-        ("guard", "end_step"),
-        ("same", "check", True),
-        ("guard", "end_step"),
-        ("guard", "end_step"),
-    ]
-    said.clear()
-    watch.close()
-    assert sorted(said) == [("first", "close"), ("guard", "close"), ("same", "close")]
-
-
 def steps(optimizer: torch.optim.Optimizer) -> bool:
     try:
         optimizer.step()

@@ -205,7 +205,7 @@ def test_a_steady_step_looks_at_nothing(monkeypatch):
         watch.see(step)
         with torch.no_grad():
             watch.see(-1)
-        watch.end_step(None, whole=True)
+        watch.end_step(None, complete=True)
     assert [step for step in looked if step is not None] == [0, 1, 64, 128, 256]
     idle = SameBatch(ParallelContext())
     idle.see(-2)  # nobody sees the same data
@@ -227,11 +227,11 @@ def test_what_a_rank_says_of_its_step(monkeypatch):
     watch._looks = True
     x, y = torch.ones(4, 2), torch.zeros(3)
 
-    def said(*passes: Any, counted: bool | None = None, whole: bool = True) -> _BatchNote:
+    def said(*passes: Any, counted: bool | None = None, complete: bool = True) -> _BatchNote:
         watch._step = 0
         for given in passes:
             watch.see(*given)
-        watch.end_step(counted, whole=whole)
+        watch.end_step(counted, complete=complete)
         return told[-1]
 
     assert said() == (0, 0, 0, 0, 0)
@@ -242,7 +242,7 @@ def test_what_a_rank_says_of_its_step(monkeypatch):
     assert len({0, one.inputs, one.labels, two.inputs, two.labels, turned.inputs, turned.labels}) == 5
     assert (two.inputs, two.labels) == (turned.labels, turned.inputs)
     assert said((x,))[1:] == (one.inputs, 0, 4, 0)
-    assert said((x, y), counted=True, whole=False) == (0, 0, 0, 0, 0)  # it has not made all its passes
+    assert said((x, y), counted=True, complete=False) == (0, 0, 0, 0, 0)  # it has not made all its passes
 
 
 def rank(form: int = 0, inputs: tuple[int, int] = (0, 0), labels: tuple[int, int] = (0, 0)) -> _BatchNote:

@@ -49,7 +49,7 @@ def test_what_differs_is_named(ranks, dtype, found):
     with pytest.raises(GradientError) as error:
         compare(*ranks, dtype=dtype)
     assert str(error.value).startswith(
-        f"the plan leaves {found} whole, but the ranks of the tensor group have different"
+        f"the plan leaves {found} replicated, but the ranks of the tensor group have different"
     )
 
 
@@ -64,10 +64,10 @@ def test_what_is_just_as_large_as_rounding_passes():
 def test_eight_are_named():
     with pytest.raises(GradientError) as error:
         compare([(1.0, 1.0)] * 9, [(-1.0, 1.0)] * 9)
-    assert "'p0', 'p1', 'p2', 'p3', 'p4', 'p5', 'p6', 'p7' ... whole" in str(error.value)
+    assert "'p0', 'p1', 'p2', 'p3', 'p4', 'p5', 'p6', 'p7' ... replicated" in str(error.value)
     with pytest.raises(GradientError) as error:
         compare([(1.0, 1.0)] * 8, [(-1.0, 1.0)] * 8)
-    assert "'p7' whole" in str(error.value)
+    assert "'p7' replicated" in str(error.value)
 
 
 # -- one rank, beside another that is made up ---------------------------------------------------------------
@@ -157,7 +157,7 @@ def test_what_only_one_rank_has_is_named(other):
             passes(model)
             model.bias.sum().backward()
             other.row = lambda mine, at=at: mine.index_fill(0, torch.tensor(at), 1e4)
-            with pytest.raises(GradientError, match=f"leaves '{name}' whole"):
+            with pytest.raises(GradientError, match=f"leaves '{name}' replicated"):
                 watch.check(complete=True)
             assert not watch.is_due
 

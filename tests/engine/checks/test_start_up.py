@@ -127,7 +127,12 @@ CASES: dict[str, Case] = {
     "model fails": ({}, fails, sgd, "out of memory, say"),
     "handler fails": ({"gradient_handler": ["FailsOnRankOne"]}, net, sgd, "no such file"),
     "placement of a stage": (PIPE, misplaced, sgd, "stage"),
-    "tied": (PIPE, tied, lambda p, rank: SGD(p, lr=0.1 + rank), "'lr' for the tied weight 'w': 0.1 at stage 0, 1.1 at"),
+    "tied": (
+        PIPE,
+        tied,
+        lambda p, rank: SGD(p, lr=0.1 + rank),
+        "'lr' for the tied weight 'w' differs between stages: 0.1 at stage 0, 1.1 at",
+    ),
 }
 
 

@@ -51,7 +51,7 @@ def test_only_what_is_split_over_several_ranks_is_tried():
         Normed([{"params": [one]} for one in model.parameters()], lr=0.1),
     ):
         refuse_parts(optimizer, model, world(1))
-        with pytest.raises(GradientError, match=r"Normed steps otherwise on a part .* '1.weight' is split"):
+        with pytest.raises(GradientError, match=r"Normed steps differently on a shard .* '1.weight' is sharded"):
             refuse_parts(optimizer, model, world(2, tensor=2))
         refuse_parts(SimpleNamespace(param_groups=optimizer.param_groups), model, world(2, tensor=2))
         optimizer.steps_on_parts = True
@@ -73,7 +73,7 @@ def test_parameters_that_are_not_the_models_matter_where_ranks_see_other_data():
 
 def test_a_step_that_wants_arguments_and_parameters_without_a_shape_are_refused():
     model = nn.Linear(1, 1)
-    with pytest.raises(ConfigError, match=r"Asks.step\(\) needs 'loss', and"):
+    with pytest.raises(ConfigError, match=r"Asks.step\(\) needs 'loss', which"):
         refuse_optimizer(Asks(model.parameters(), lr=0.1), [model], world(1))
     refuse_optimizer(SimpleNamespace(param_groups=[]), [model], world(1))
     refuse_lazy([model])

@@ -292,7 +292,7 @@ def _forgotten(gpc: ParallelContext) -> None:
                 assert engine.step()
             elif hidden:
                 engine.backward(summed_loss(engine(tokens(4)), labels(4)))
-                said = r"'blocks\.0\.attention\.q_norm\.weight', 'blocks\.0\.attention\.q_norm\.bias' whole, .*'replicated_with"
+                said = r"'blocks\.0\.attention\.q_norm\.weight', 'blocks\.0\.attention\.q_norm\.bias' replicated, .*'replicated_with"
                 with pytest.raises(GradientError, match=said):
                     engine.step()
             else:
