@@ -278,9 +278,19 @@ class WholeBucket(OwnedBucket):
     def members(self) -> Sequence[Tensor]:
         return self._bucket.parameters
 
+    @torch.no_grad()
     def take_gradients(self) -> list[int]:
-        grads = self._bucket.grads
-        return [at for at, parameter in enumerate(self._bucket.parameters) if parameter.grad is not grads[at]]
+        missing = []
+        for at, (parameter, own) in enumerate(zip(self._bucket.parameters, self._bucket.grads, strict=True)):
+            grad = parameter.grad
+            # A gradient that was replaced (by a handler on a rank without a batch, say) moves into the bucket. Left outside, it
+            # would make this rank alone take the optimizer's own step, which differs in the last bits and in what it leaves in `.grad`.
+            if grad is not None and grad is not own and _fits(grad, own):
+                own.copy_(grad)
+                parameter.grad = grad = own
+            if grad is not own:
+                missing.append(at)
+        return missing
 
     def blocks(self, absent: Sequence[int]) -> list[GradientBlock]:
         ranks = self._bucket.sum.ranks
@@ -296,6 +306,12 @@ class WholeBucket(OwnedBucket):
 
     def flat(self) -> FlatBucket:
         return FlatBucket(self._bucket.layout, self._bucket.parameters, self._bucket.gradient, self.slots)
+
+
+def _fits(gradient: Tensor, place: Tensor) -> bool:
+    """Whether a gradient can be copied into its place in a bucket as it is."""
+    plain = type(gradient) is type(place) is Tensor and gradient.layout is torch.strided
+    return plain and (gradient.dtype, gradient.device) == (place.dtype, place.device)
 
 
 class ShardedBucket(OwnedBucket):

@@ -9,17 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
+from colonnade.engine.gradient_handler import BaseGradientHandler
 from colonnade.errors import GradientError
 from colonnade.optim import bucket_step
 from colonnade.optim.bucket_step import BucketStep, OwnedBucket, WholeBucket, wants_flat
 from colonnade.optim.flat_step import FlatBucket
 from colonnade.optim.norm import GradientBlock, bucket_blocks, reduce_norms
 from colonnade.parallel.flat import FlatLayout
+from colonnade.registry import GRADIENT_HANDLER
+from colonnade.testing import run_world
 
 
 def built() -> nn.Module:
@@ -89,6 +93,44 @@ def _second_norm() -> float:
         norm = model[0].bias.grad.norm().item()
         optimizer.step()
     return norm
+
+
+class SumsByHand(BaseGradientHandler):
+    def handle_gradient(self) -> None:
+        for parameter in self._model.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+
+
+def _uneven_by_hand(dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Gradients after each step, and weights at the end; rank 1 has no batch for the second of two steps."""
+    GRADIENT_HANDLER.register_module(SumsByHand)
+    config = {"clip_grad_norm": 0.01, "gradient_handler": ["SumsByHand"]}
+    with launch(config, context=ParallelContext(), verbose=False) as gpc:
+        model = built().to(dtype)
+        engine = initialize(model, torch.optim.AdamW(model.parameters(), lr=0.1), context=gpc)[0]
+        grads: list[torch.Tensor] = []
+
+        def keep() -> None:
+            grads.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).clone())
+
+        for x in engine.batches([torch.ones(5, 3, dtype=dtype)] * (2 - gpc.get_global_rank()), after_step=keep):
+            engine.zero_grad()
+            engine.backward(engine(x).square().sum())
+            engine.step()
+            keep()
+        weights = [parameter.detach().clone() for parameter in model.parameters()]
+        engine.close()
+        return grads, weights
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_rank_that_is_out_of_batches_steps_as_the_others_do(dtype):
+    (grads, weights), (other_grads, other_weights) = run_world(2, _uneven_by_hand, dtype).values
+    torch.testing.assert_close(other_grads, grads, rtol=0, atol=0)
+    torch.testing.assert_close(other_weights, weights, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("whole", [True, False])

@@ -218,6 +218,11 @@ class ZeroOptimizer(EngineOptimizer, Optimizer):
         # step passes over such hooks; a step that the user takes asks them here.
         for hook in [one for one in self._optimizer_step_pre_hooks.values() if getattr(one, "only_looks", False)]:
             hook(self, (), {})
+        # Summing gradients keeps ranks together, and a second step by hand comes without a sum: another rank may still be reading
+        # the weights of the last step, in shared memory that this rank would write its next slice to.
+        self.wait()
+        for gather in self._gathers:
+            gather.meet()
         self.step_divided(None, None)
 
     def wait(self) -> None:
