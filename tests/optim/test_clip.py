@@ -206,9 +206,9 @@ def eight(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_how_many_ranks_hold_an_element_follows_from_the_mesh(eight: None) -> None:
-    assert clip._holders_by_mesh(torch.zeros(1)) == 8
+    assert clip._replicas_by_mesh(torch.zeros(1)) == 8
     for cut, holders in (((False, False), 8), ((True, False), 4), ((False, True), 2), ((True, True), 1)):
-        assert clip._holders_by_mesh(placed(None, (2, 4), cut)) == holders
+        assert clip._replicas_by_mesh(placed(None, (2, 4), cut)) == holders
 
 
 def test_a_rank_tells_its_place_and_what_it_measured_where_a_mesh_is_not_the_world(eight: None) -> None:
@@ -218,7 +218,7 @@ def test_a_rank_tells_its_place_and_what_it_measured_where_a_mesh_is_not_the_wor
 
     def told(*gradients: Any) -> list[list[float]]:
         held: Any = [*(SimpleNamespace(grad=one) for one in gradients), SimpleNamespace(grad=None)]
-        return clip._place_and_sum(held, measured).view(2, 8).tolist()
+        return clip._coordinates_and_sum(held, measured).view(2, 8).tolist()
 
     assert told() == told(whole) == told(plain) == told(whole, plain) == [[0.0] * 8] * 2
     for gradients in ((part,), (part, plain), (plain, part), (whole, part)):
@@ -240,7 +240,7 @@ def test_a_rank_tells_its_place_and_what_it_measured_where_a_mesh_is_not_the_wor
 )
 def test_ranks_at_one_place_have_measured_the_same(places: list[int], measured: list[float], copies: bool) -> None:
     told = torch.tensor([places, measured], dtype=torch.float64).flatten()
-    assert clip._are_copies(told).item() is copies
+    assert clip._are_replicas(told).item() is copies
 
 
 def test_dtensors_in_a_world_of_one() -> None:
@@ -262,7 +262,7 @@ def test_dtensors_in_a_world_of_one() -> None:
         with pytest.raises(GradientError, match=r"order 2.0 is nan"):  # no word of stages
             grad_norm(parameter, error_if_nonfinite=True)
         pending = DTensor.from_local(torch.ones(4), mesh, [TorchReplicate(), Partial()])
-        with pytest.raises(GradientError, match="a sum is still pending"):
+        with pytest.raises(GradientError, match="not reduced yet"):
             grad_norm([SimpleNamespace(grad=pending, device=torch.device("cpu"))])  # type: ignore[list-item]
 
 
