@@ -301,7 +301,7 @@ class WholeBucket(OwnedBucket):
             self.slots,
             absent=absent,
             # Holders outside the bucket's ranks may keep it among other neighbours.
-            alone=[at for at, entry in enumerate(self.entries) if entry.holding.ranks != ranks],
+            separate=[at for at, entry in enumerate(self.entries) if entry.holding.ranks != ranks],
         )
 
     def flat(self) -> FlatBucket:
