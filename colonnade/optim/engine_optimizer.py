@@ -30,7 +30,7 @@ from colonnade.gradients.synchroniser import Synchroniser
 from colonnade.optim.bucket_step import (
     BucketStep,
     OwnedBucket,
-    WholeBucket,
+    ReplicatedBucket,
     can_scatter,
     scattered_buckets,
     wants_flat,
@@ -176,7 +176,7 @@ class PlainOptimizer(EngineOptimizer):
             made: list[OwnedBucket] = []
             for bucket in synchroniser.layout:
                 entries = [entry_of[id(parameter)] for parameter in bucket.parameters]
-                made.append(WholeBucket(bucket, entries, [slot_of(entry) for entry in entries], whole))
+                made.append(ReplicatedBucket(bucket, entries, [slot_of(entry) for entry in entries], whole))
             mine = [entry for entry in alone if entry.tensor.requires_grad]
             return [*made, *scattered_buckets(mine, [slot_of(entry) for entry in mine], whole)]
 

@@ -161,7 +161,7 @@ def test_limits_that_are_none(max_norm: float) -> None:
 
 @pytest.mark.parametrize("p", [0.0, -2.0])
 def test_orders_that_are_none(p: float) -> None:
-    with pytest.raises(GradientError, match="above 0 and up to 32, or inf"):
+    with pytest.raises(GradientError, match="above 0 and at most 32, or inf"):
         grad_norm(held(), p)
 
 
