@@ -314,8 +314,8 @@ def _second_group(parameters: Any) -> Neighbours:
 def _refusals() -> None:
     cases: list[tuple[Callable[[Any], Any], dict[str, Any], str]] = [
         (torch.optim.LBFGS, {}, r"LBFGS.step\(\) needs 'closure'"),
-        (lambda p: Neighbours(p, lr=0.1), {}, "Neighbours is none"),
-        (_second_group, {}, "Neighbours is none: in group 1 it steps otherwise"),
+        (lambda p: Neighbours(p, lr=0.1), {}, "Neighbours is not element-wise"),
+        (_second_group, {}, "Neighbours is not element-wise: in group 1"),
         (lambda p: torch.optim.Adafactor(p), {}, "Adafactor"),
         (torch.optim.Adagrad, {"flat_step": True}, "flat_step=True"),
     ]
