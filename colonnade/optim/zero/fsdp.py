@@ -85,19 +85,11 @@ def shard_model(model: nn.Module, context: ParallelContext, settings: ZeroSettin
             if root in units.done:
                 units.guards.append(ForwardGuard(root, of_root))
 
-    # FSDP2 has created new parameters, without the placements of the old ones. Over data, FSDP2 returns reduced gradients: a shard
-    # over DATA shows that itself, but where another group stands for DATA the placement must say so.
+    # FSDP2 has created new parameters, without the placements of the old ones.
     sharding = ShardedModel(old, model, units)
     for name, parameter in model.named_parameters():
-        if name not in old or not is_dtensor(parameter):
-            continue
-        before, over = old[name], shard_modes[id(old[name])]
-        modes: dict[ParallelMode, Spec] = dict(placement_of(before).modes)
-        if over is not None and over.sharded_over is not ParallelMode.DATA:
-            modes[ParallelMode.DATA] = Replicate(owes="nothing")
-        if modes:
-            place(before, modes, placement_of(before).shape)
-            copy_placement(before, parameter)
+        if name in old and is_dtensor(parameter):
+            _copy_modes(old[name], parameter, shard_modes[id(old[name])])
     if not context.is_simulated:
         units.watch(old)
     return sharding
@@ -219,7 +211,9 @@ class _Units:
             if parameter.requires_grad:
                 dtypes.setdefault(parameter.dtype, name)
         if len(kinds) > 1:
-            shown = "; ".join(f"{name} over {key.sharded_over.name} / {key.divisor}" for key, name in kinds.items() if key)
+            shown = "; ".join(
+                f"{name} over {key.sharded_over.name} / {key.divisor}" for key, name in kinds.items() if key
+            )
             raise PlacementError(
                 f"zero stage 3 gathers the parameters of a module together, but these are sharded differently: {shown}. Put the "
                 f"experts into a module of their own."
@@ -305,6 +299,18 @@ def _shares(module: nn.Module, root: nn.Module, parameters: Iterable[nn.Paramete
     wanted, inside = set(map(id, parameters)), set(module.modules())
     outside = (p for other in root.modules() if other not in inside for p in other._parameters.values())
     return any(id(p) in wanted for p in outside)
+
+
+def _copy_modes(old: nn.Parameter, new: Tensor, over: ShardModes | None) -> None:
+    """Copy the placement on other modes to a new parameter that is sharded `over` these modes."""
+    modes: dict[ParallelMode, Spec] = dict(placement_of(old).modes)
+    # FSDP2 returns reduced gradients. A shard over DATA shows that itself; where another group stands for DATA, the placement
+    # must say that the gradient needs no reduction over DATA.
+    if over is not None and over.sharded_over is not ParallelMode.DATA:
+        modes[ParallelMode.DATA] = Replicate(owes="nothing")
+    if modes:
+        place(old, modes, placement_of(old).shape)
+        copy_placement(old, new)
 
 
 # --- The ranks over which a parameter is sharded ---

@@ -26,7 +26,7 @@ from colonnade.optim.zero.fsdp import (
     shard_modes_of,
     shards_between_hosts,
 )
-from colonnade.parallel.placement import Shard, place
+from colonnade.parallel.placement import Replicate, Shard, place, placement_of
 from tests.gradients.scenarios import MINE
 
 DATA, EXPERT_DATA = ParallelMode.DATA, ParallelMode.EXPERT_DATA
@@ -191,6 +191,22 @@ def test_parameters_that_are_gathered_together_are_alike(modes, dtype, message):
         units = fsdp._Units(layer, shard_modes, gpc, ZeroSettings(stage=3))
         with nullcontext() if message is None else pytest.raises(PlacementError, match=message):
             units.shard(layer.to(gpc.device), layer)
+
+
+def test_a_placement_on_other_modes_is_kept_and_data_is_final_where_a_twin_stands_for_it():
+    for modes, specs in (
+        (DENSE, {ParallelMode.TENSOR: Shard(0)}),
+        (None, {ParallelMode.TENSOR: Shard(0)}),
+        (ShardModes((MINE, DATA), 4), {ParallelMode.TENSOR: Shard(0)}),
+        (SPARSE, {ParallelMode.TENSOR: Shard(0), DATA: Replicate(owes="nothing")}),
+    ):
+        old, new = (nn.Parameter(torch.zeros(4)) for _ in range(2))
+        place(old, {ParallelMode.TENSOR: Shard(0)})
+        fsdp._copy_modes(old, new, modes)
+        assert dict(placement_of(new).modes) == specs
+    old, new = (nn.Parameter(torch.zeros(4)) for _ in range(2))
+    fsdp._copy_modes(old, new, DENSE)
+    assert dict(placement_of(new).modes) == {}
 
 
 def test_what_fsdp_cannot_shard_is_left_whole():
