@@ -288,7 +288,7 @@ def grad_norm(
         placed: Any = parameter.grad if is_dtensor(parameter.grad) else parameter
         if is_dtensor(parameter.grad) and any(spec.is_partial() for spec in placed.placements):
             raise GradientError(
-                f"a gradient has placements {placed.placements}: it is not reduced yet (Partial) and has no norm. "
+                f"a gradient has placements {placed.placements}: a reduction is still pending (Partial), so it has no norm. "
                 f"Redistribute it to Shard or Replicate first."
             )
         count: int = 1

@@ -210,7 +210,7 @@ def test_dtensors_in_a_world_of_one() -> None:
         with pytest.raises(GradientError, match=r"order 2.0 is nan"):  # no word of stages
             grad_norm(parameter, error_if_nonfinite=True)
         pending = DTensor.from_local(torch.ones(4), mesh, [TorchReplicate(), Partial()])
-        with pytest.raises(GradientError, match="not reduced yet"):
+        with pytest.raises(GradientError, match="reduction is still pending"):
             grad_norm([SimpleNamespace(grad=pending, device=torch.device("cpu"))])  # type: ignore[list-item]
 
 
