@@ -74,10 +74,10 @@ nn.sequence.ring.ring_attention: causal=False dropout=0.0 balanced=False
 nn.sequence.ulysses.ulysses_attention: causal=False dropout=0.0
 optim.norm.GradientBlock: count=1 index=0 slot=0
 optim.clip.grad_norm: norm_type=2.0 error_if_nonfinite=False
-optim.clip_history.AdaGC: factor=1.05 beta=0.98 warmup=100 max_norm=1.0
-optim.clip_history.PercentileClip: percentile=10.0 window=1000
-optim.clip_history.SkipOnSpike: sigmas=6.0 window=128 bound=inf max_norm=inf
-optim.clip_history.ZClip: z_max=2.5 alpha=0.97 warmup=25 max_norm=inf
+optim.clip_method.AdaGC: factor=1.05 beta=0.98 warmup=100 max_norm=1.0
+optim.clip_method.PercentileClip: percentile=10.0 window=1000
+optim.clip_method.SkipOnSpike: sigmas=6.0 window=128 bound=inf max_norm=inf
+optim.clip_method.ZClip: z_max=2.5 alpha=0.97 warmup=25 max_norm=inf
 optim.clip.ClipPolicy: group_of=(0,) nonfinite='skip'
 optim.norm.Meter: p=2.0 slots=1 once=False
 optim.norm.powsums: p=2.0 slots=1

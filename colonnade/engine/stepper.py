@@ -31,7 +31,7 @@ from colonnade.gradients.ledger import Ledger
 from colonnade.gradients.synchroniser import StepOutcome, Synchroniser
 from colonnade.gradients.uneven import PiggybackedFlags
 from colonnade.logging import get_dist_logger
-from colonnade.optim.clip import ClipPolicy, Decision, build_clip_method
+from colonnade.optim.clip import ClipPolicy, Decision
 from colonnade.optim.engine_optimizer import EngineOptimizer
 from colonnade.optim.flat_step import Capture
 from colonnade.optim.norm import Meter, Norms, reduce_norms
@@ -301,14 +301,7 @@ class Stepper:
         if clip is not None:
             # Every rank sends the sums of all slots in one vector, so all must number them alike.
             self._slots = number_slots([entry.label for entry in held], clip, context)
-            self.policy = ClipPolicy(
-                build_clip_method(clip),
-                clip.clip_groups(),
-                self._slots.group_of,
-                names=self._slots.names,
-                nonfinite=clip.nonfinite,
-                each=clip.per != "group",
-            )
+            self.policy = ClipPolicy.from_settings(clip, self._slots.group_of, self._slots.names)
             self._norm_type = clip.norm_type
         if self._slots is not None:
             self._own = OwnNorms.of(sync.ledger, held, len(self._slots.names), context)

@@ -22,6 +22,12 @@ class Gather:
         self.values = list(values)
         self._works: dict[int, Any] = {}
         self._signalled = False
+        self._shares_memory = any(one.memory.every is not None for one in self.values)
+
+    def meet(self) -> None:
+        """Wait until every rank is here, if ranks write into each other's memory. Collective over the group."""
+        if self._shares_memory:
+            self.group.exchange(b"m")
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -29,7 +35,7 @@ class Gather:
         for one in reversed(self.values):
             one.publish()
             self._works[id(one)] = send_slice(self.group, one.memory, one.bucket.own)
-        if any(one.memory.every is not None for one in self.values):
+        if self._shares_memory:
             self.group.signal(b"p")
             self._signalled = True
 

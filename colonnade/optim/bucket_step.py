@@ -1,15 +1,15 @@
-"""Measuring and stepping over gradient buckets, whoever owns which part of them.
+"""The gradient norm and the optimizer step over gradient buckets, replicated or sharded.
 
-`BucketStep` measures this rank's part of the gradient norm and steps, flat or by the optimizer itself. What it measures and
-steps on comes as `OwnedBucket`s, of three kinds:
+`BucketStep` measures this rank's contribution to the gradient norm and steps, over flat memory or with the optimizer's own
+`step()`. It works on three kinds of `OwnedBucket`:
 
-- `WholeBucket`: plain data parallelism. Every rank owns all of the bucket, and steps on the parameters themselves.
-- `ShardedBucket`: ZeRO 1 and 2. This rank owns a slice, and steps on the parts of parameters in it.
-- `ScatteredBucket`: on a GPU, parameters that owe no sum. Their gradients stay where autograd has put them.
+- `ReplicatedBucket`: plain data parallelism. Every rank steps on the parameters of the full bucket.
+- `ShardedBucket`: ZeRO 1 and 2. This rank steps on its slice of the bucket, and so on shards of the parameters.
+- `ScatteredBucket`: on a GPU, parameters whose gradients need no reduction. Gradients stay where autograd has put them.
 
-Gradients in no bucket (sparse ones, DTensors of FSDP2, those that somebody replaced) are measured and stepped on one by one.
+Gradients in no bucket (sparse gradients, DTensors of FSDP2) are measured one by one, and the optimizer's own step updates them.
 
-Whether a step can be flat is decided by `wants_flat`; `ScaledStep` is the way of all other optimizers.
+`wants_flat` decides whether a step can be flat; `ScaledStep` is the step of all other optimizers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -44,11 +43,17 @@ from colonnade.parallel.placement import is_dtensor
 
 
 class BucketStep:
-    """Measures and steps over what `buckets()` gives, together with gradients that are in no bucket.
+    """Measures and steps over buckets, and over gradients that are in none. `flat` is the flat step, once there is one.
 
-    `generation()` changes whenever there are new buckets. `flat` as in the config: None is "where it can be".
-    `loose` are the parameters whose gradients may lie outside: in no bucket, or put elsewhere by somebody. `self.flat` is
-    the flat step, once one has been taken.
+    Args:
+        optimizer: The optimizer of the bucket members.
+        buckets: Creates the buckets.
+        generation: Returns a value that changes whenever `buckets` would return others.
+        loose: The parameters whose gradient may be in no bucket.
+        slot_of: The slot of a parameter in the norm and in the divisor.
+        flat: Whether steps are flat where they can be, as decided by `wants_flat`.
+        model: For names in messages; only a weak reference is kept.
+        measures_whole: Whether every rank measures the full gradient, so that norms need no collective.
     """
 
     def __init__(
@@ -60,7 +65,7 @@ class BucketStep:
         slot_of: Callable[[Held], int],
         flat: bool,
         model: nn.Module,
-        whole: bool,
+        measures_whole: bool,
     ) -> None:
         self._optimizer, self._is_flat = optimizer, flat
         self._make_buckets, self._generation = buckets, generation
@@ -74,28 +79,33 @@ class BucketStep:
         self.flat: FlatStep | None = None
         self._flat_key: object = None
         self._model = weakref.ref(model)
-        self.measures_whole = whole
-        """Whether every rank measures the whole gradient, so that norms need not be joined."""
+        self.measures_whole = measures_whole
         self.captured = False
-        """Whether gradients stay where they are, and flat steps are CUDA graphs; see `capture`."""
+        """Whether flat steps are CUDA graphs; see `capture`."""
         self._sizes = _sizes(optimizer)
         self._known = {id(entry.tensor) for entry in loose}
 
     def capture(self) -> None:
-        """Take flat steps as CUDA graphs; refused where there is none, or none can be."""
+        """Record flat steps as CUDA graphs. Raises GradientError if steps are not flat or cannot be recorded."""
         owned = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         check_capturable(owned, wants_flat(owned, self._optimizer, True, "graph_step") and self._is_flat)
         self.captured = True
 
     def meter(self, norm_type: float, slots: int, device: torch.device) -> Meter:
-        """What measures this rank's part of the whole gradient now. Only over buckets is it the same as before: their memory stays."""
+        """The meter of this rank's gradients in this step. Over buckets alone it is reused, as their memory stays the same."""
         absent = self._take_gradients()
         if self._outside or any(bucket.scattered for bucket in self._buckets):
-            blocks = [*self._blocks(absent), *map(self._loose_block, self._outside)]
+            blocks = self._blocks(absent)
+            for entry in self._outside:
+                # A DTensor's gradient is brought to its parameter's placement first, which completes pending reductions.
+                gradient = local_part(entry.tensor.grad, entry.tensor)  # type: ignore[arg-type]
+                gradient = gradient.coalesce().values() if gradient.is_sparse else gradient
+                count, index = (1, 0) if self.measures_whole else (entry.holding.count, entry.holding.index)
+                blocks.append(GradientBlock(gradient, count, index, self._slot_of(entry)))
             return Meter(blocks, norm_type, slots=slots, device=device, once=True)
         key = (self._made_for, absent, norm_type, slots)
         if key != self._meter_key:
-            self._meter = None  # before its successor comes
+            self._meter = None  # frees its memory before the next one is allocated
             self._meter = Meter(self._blocks(absent), norm_type, slots=slots, device=device)
             self._meter_key = key
         assert self._meter is not None
@@ -103,7 +113,7 @@ class BucketStep:
 
     @property
     def drops_on_device(self) -> bool:
-        """Whether a step can be dropped without a decision on the host."""
+        """Whether a step can be skipped without a decision on the host."""
         return self._is_flat or (
             isinstance(self._optimizer, Optimizer) and not ScaledStep(self._optimizer).waits_for_device
         )
@@ -113,7 +123,7 @@ class BucketStep:
 
         None: a step that is neither clipped nor dropped.
         """
-        # A clipped step has taken its gradients when it measured them; they are the same still.
+        # With clipping, the meter has taken up the gradients of this step already.
         absent = self._absent if self._absent is not None else self._take_gradients()
         self._absent = None
         flat = self._flat_step()
@@ -134,30 +144,34 @@ class BucketStep:
             ScaledStep(self._optimizer, slots).step(divisor, found_inf)
 
     def first_bad(self) -> str | None:
-        """The name of a parameter whose gradient here is not finite. Waits for the device."""
+        """The name of the first parameter with a non-finite gradient on this rank. Waits for the device."""
         stepped = [pair for bucket in self._buckets for pair in zip(bucket.entries, bucket.members, strict=True)]
-        loose = [(entry, entry.tensor) for entry in self._loose_entries]  # in the model's order, where they are all
+        loose = [(entry, entry.tensor) for entry in self._loose_entries]  # in the model's order
         for entry, tensor in [*loose, *stepped]:
             if tensor.grad is not None and not bool(torch.isfinite(local_part(tensor.grad)).all()):
                 return entry.name
         return None
 
     def close(self) -> None:
+        """Remove hooks and drop buckets."""
         if self.flat is not None:
             self.flat.close()
         self.flat = self._meter = None
         self._buckets = []
 
     def _take_gradients(self) -> list[list[int]]:
-        """Take up the gradients of this step, in buckets and outside; for each bucket, the places of members without one."""
+        """Find the gradients of this step. Returns, per bucket, the places of members without a gradient in the bucket."""
         generation = self._generation()
         if generation != self._made_for:
             self._meter, self._buckets = None, []
-            self._buckets, self._made_for = [one for one in self._make_buckets() if len(one.members)], generation
+            self._buckets, self._made_for = (
+                [bucket for bucket in self._make_buckets() if len(bucket.members)],
+                generation,
+            )
         self._absent = [bucket.take_gradients() for bucket in self._buckets]
 
-        # A parameter of a bucket may have its gradient elsewhere in this step (somebody replaced it, or it is sparse): then it
-        # is absent from the bucket, and measured outside.
+        # The gradient of a bucket's parameter may be outside of the bucket in this step, if it is sparse or of another dtype. Then it
+        # is absent from the bucket and treated like that of a parameter in no bucket.
         inside: set[int] = set()
         for bucket, missing in zip(self._buckets, self._absent, strict=True):
             gone = set(missing)
@@ -172,20 +186,13 @@ class BucketStep:
             block for bucket, missing in zip(self._buckets, absent, strict=True) for block in bucket.blocks(missing)
         ]
 
-    def _loose_block(self, entry: Held) -> GradientBlock:
-        """A gradient of no bucket; a DTensor's comes as the parameter lies, sums that were pending included."""
-        gradient = local_part(entry.tensor.grad, entry.tensor)  # type: ignore[arg-type]
-        gradient = gradient.coalesce().values() if gradient.is_sparse else gradient
-        count, index = (1, 0) if self.measures_whole else (entry.holding.count, entry.holding.index)
-        return GradientBlock(gradient, count, index, self._slot_of(entry))
-
     def _flat_step(self) -> FlatStep | None:
-        """The flat step, if it can be taken now; it is made anew when the buckets, or the groups, are others.
+        """The flat step, or None if this step cannot be flat. Rebuilt when buckets or parameter groups have changed.
 
-        Also the first step is flat: else a run that is resumed would differ from one that was not, by an ulp.
+        The first step is flat, too; otherwise a resumed run would differ from an uninterrupted one in the last bit.
         """
-        # Parameters may be added to the optimizer between steps, if the model had them in initialize(): their gradients are
-        # summed then. Of any others they are not.
+        # Parameters may be added to the optimizer between steps if the model had them at initialize(): their gradients are
+        # reduced in that case, and in no other.
         sizes = _sizes(self._optimizer)
         if sizes != self._sizes:
             self._sizes = sizes
@@ -195,40 +202,41 @@ class BucketStep:
                     if id(parameter) not in known:
                         model = self._model()
                         names = () if model is None else model.named_parameters()
-                        name = next((name for name, one in names if one is parameter), "a parameter")
+                        name = next((name for name, other in names if other is parameter), "a parameter")
                         raise GradientError(
-                            f"{name} of shape {tuple(parameter.shape)} came to the optimizer (group {at}) after initialize(), and "
-                            f"the model did not have it then, so nobody sums its gradient. Have it in the model before "
-                            f"initialize(); it may be frozen, and come to the optimizer later.",
+                            f"{name} of shape {tuple(parameter.shape)} was added to optimizer group {at} after initialize() and was "
+                            f"not a parameter of the model then, so its gradient would not be reduced. Create it before "
+                            f"initialize(); it may be frozen and added to the optimizer later.",
                             code="C070",
                         )
 
-        # A flat step is of all parameters that the optimizer steps on, or none: what lies outside the buckets would be left out.
-        if not self._is_flat or not self._buckets:  # a stage may be frozen as a whole
+        # A flat step updates the members of buckets only, so all gradients of the optimizer's parameters must be in buckets.
+        if not self._is_flat or not self._buckets:  # all parameters of a pipeline stage may be frozen
             return None
         owned = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
         if any(id(entry.tensor) in owned for entry in self._outside):
             return None
-        homeless = owned.difference(id(member) for bucket in self._buckets for member in bucket.members)
-        if homeless and any(one.tensor.requires_grad and id(one.tensor) in homeless for one in self._loose_entries):
-            return None  # its gradients are sparse, though this step has none
+        bucketless = owned.difference(id(member) for bucket in self._buckets for member in bucket.members)
+        loose = self._loose_entries if bucketless else []
+        if any(entry.tensor.requires_grad and id(entry.tensor) in bucketless for entry in loose):
+            return None  # its gradients are sparse, even if it has none in this step
 
         key = (self._made_for, self._sizes)
         if key != self._flat_key:
             if self.flat is None:
                 get_dist_logger().info(
-                    f"{type(self._optimizer).__name__} steps over flat buffers (the same result, in fewer passes); "
-                    f"flat_step=False in the config turns this off"
+                    f"{type(self._optimizer).__name__} steps over flat buffers (same result, fewer kernel launches); "
+                    f"set flat_step=False in the config to turn this off"
                 )
             else:
                 self.flat.close()
-                self.flat = None  # before its successor comes, or both would hold their memory
+                self.flat = None  # frees its memory before the next one is allocated
             self.flat = FlatStep(self._optimizer, [bucket.flat() for bucket in self._buckets], self.captured)
             self._flat_key = key
         return self.flat
 
     def _where_stepped(self, number: Tensor | None, default: Callable[..., Tensor]) -> Tensor:
-        """A number on the device that is stepped on: not where the norm was joined, if the state is offloaded."""
+        """A number on the device of the stepped tensors, which with offloading is not the device of the norm."""
         home = next((member.device for bucket in self._buckets for member in bucket.members), None)
         return default((), dtype=torch.float32, device=home) if number is None else number.to(home)
 
@@ -237,13 +245,16 @@ def _sizes(optimizer: Any) -> list[int]:
     return [len(group["params"]) for group in optimizer.param_groups]
 
 
-# --- What is stepped on ---
+# --- Buckets as the step sees them ---
 
 
 class OwnedBucket(ABC):
-    """What norm and step see of one bucket: names, tensors to step on, their gradients in flat memory, their holders."""
+    """One bucket as norm and step see it: tensors to step on, their flat gradients, and the replicas of each.
 
-    scattered = False  # whether its gradients may lie anywhere
+    `entries` and `slots` are in the order of `members`.
+    """
+
+    scattered = False  # whether gradients may be at any address
 
     def __init__(self, entries: Sequence[Held], slots: Sequence[int]) -> None:
         self.entries, self.slots = entries, slots
@@ -251,55 +262,73 @@ class OwnedBucket(ABC):
     @property
     @abstractmethod
     def members(self) -> Sequence[Tensor]:
-        """What the optimizer steps on."""
+        """The tensors that the optimizer steps on."""
 
     @abstractmethod
     def take_gradients(self) -> list[int]:
-        """Take up the gradients of this step; the places of the members that have none, and take no part in it."""
+        """Attach the gradients of this step to the members. Returns the places of members without one."""
 
     @abstractmethod
     def blocks(self, absent: Sequence[int]) -> list[GradientBlock]:
-        """This rank's part of the norm."""
+        """This rank's contribution to the norm, without the members at the places `absent`."""
 
     @abstractmethod
     def flat(self) -> FlatBucket:
-        """The same for a flat step."""
+        """The bucket for a flat step."""
 
 
-class WholeBucket(OwnedBucket):
-    """A bucket of which every rank owns all; its members are the parameters."""
+class ReplicatedBucket(OwnedBucket):
+    """A bucket that every rank steps on in full; its members are the parameters.
 
-    def __init__(self, bucket: Bucket, entries: Sequence[Held], slots: Sequence[int], whole: bool) -> None:
-        """`whole`: this rank measures all of it, not just its part among those that hold it too."""
+    `measures_whole`: this rank measures the full bucket, not only its slice among the replicas.
+    """
+
+    def __init__(self, bucket: Bucket, entries: Sequence[Held], slots: Sequence[int], measures_whole: bool) -> None:
         super().__init__(entries, slots)
-        self._bucket, self._whole = bucket, whole
+        self._bucket, self._measures_whole = bucket, measures_whole
 
     @property
     def members(self) -> Sequence[Tensor]:
         return self._bucket.parameters
 
+    @torch.no_grad()
     def take_gradients(self) -> list[int]:
-        grads = self._bucket.grads
-        return [at for at, parameter in enumerate(self._bucket.parameters) if parameter.grad is not grads[at]]
+        missing = []
+        for at, (parameter, own) in enumerate(zip(self._bucket.parameters, self._bucket.grads, strict=True)):
+            grad = parameter.grad
+            # A gradient that was replaced (for example by a handler, on a rank without a batch) moves into the bucket. Outside of it,
+            # only this rank would use the optimizer's own step, which differs in the last bits and in the scale of `.grad`.
+            if grad is not None and grad is not own and _fits(grad, own):
+                own.copy_(grad)
+                parameter.grad = grad = own
+            if grad is not own:
+                missing.append(at)
+        return missing
 
     def blocks(self, absent: Sequence[int]) -> list[GradientBlock]:
         ranks = self._bucket.sum.ranks
         return bucket_blocks(
             self._bucket.layout,
             self._bucket.gradient,
-            [(1, 0) if self._whole else (entry.holding.count, entry.holding.index) for entry in self.entries],
+            [(1, 0) if self._measures_whole else (entry.holding.count, entry.holding.index) for entry in self.entries],
             self.slots,
             absent=absent,
-            # Holders outside the bucket's ranks may keep it among other neighbours.
-            alone=[at for at, entry in enumerate(self.entries) if entry.holding.ranks != ranks],
+            # Replicas outside the bucket's ranks may have other neighbours around the parameter.
+            separate=[at for at, entry in enumerate(self.entries) if entry.holding.ranks != ranks],
         )
 
     def flat(self) -> FlatBucket:
         return FlatBucket(self._bucket.layout, self._bucket.parameters, self._bucket.gradient, self.slots)
 
 
+def _fits(gradient: Tensor, place: Tensor) -> bool:
+    """Whether a gradient can be copied into its place in a bucket as it is."""
+    plain = type(gradient) is type(place) is Tensor and gradient.layout is torch.strided
+    return plain and (gradient.dtype, gradient.device) == (place.dtype, place.device)
+
+
 class ShardedBucket(OwnedBucket):
-    """A bucket of which this rank owns a slice; its members are the parts of parameters in there."""
+    """A bucket of which this rank steps on a slice; its members are the shards of parameters in that slice."""
 
     def __init__(self, values: BucketValues, entries: Sequence[Held], slots: Sequence[int]) -> None:
         spans = values.bucket.spans
@@ -307,7 +336,7 @@ class ShardedBucket(OwnedBucket):
         self._values = values
         self._layout = FlatLayout(values.parts) if values.parts else None
         if self._layout is not None:
-            # Where the parts lie in the slice, which a master copy in another dtype keeps.
+            # The offsets of the shards in the slice, which are also those in a master copy of another dtype.
             self._layout.spans = [Span(span.at, span.numel) for span in spans]
             self._layout.numel = values.bucket.used
 
@@ -316,23 +345,21 @@ class ShardedBucket(OwnedBucket):
         return self._values.parts
 
     def take_gradients(self) -> list[int]:
-        # A part's gradient is its range of the bucket, or None where no rank had a gradient of the parameter.
-        missing = self._values.bucket.absent
-        places = []
-        for place, (span, part, grad) in enumerate(
-            zip(self._values.bucket.spans, self._values.parts, self._values.grads, strict=True)
-        ):
-            if span.index in missing:
-                places.append(place)
-                part.grad = None
+        # A shard's gradient is its range of the bucket, or None if no rank had a gradient of the parameter.
+        values = self._values
+        missing = []
+        for place, (span, shard, grad) in enumerate(zip(values.bucket.spans, values.parts, values.grads, strict=True)):
+            if span.index in values.bucket.absent:
+                missing.append(place)
+                shard.grad = None
             else:
-                part.grad = grad
-        return places
+                shard.grad = grad
+        return missing
 
     def blocks(self, absent: Sequence[int]) -> list[GradientBlock]:
         assert self._layout is not None
         size = len(self._values.bucket.sum.ranks)
-        # Other holders may have cut the parameter elsewhere: each counts all it has, in its proportion.
+        # Replicas may split the parameter at other offsets, so each counts its full slice with a weight of 1 / replicas.
         holdings = [(entry.holding.count // size, None) for entry in self.entries]
         return bucket_blocks(self._layout, self._values.bucket.gradient, holdings, self.slots, absent=absent)
 
@@ -347,14 +374,16 @@ _ALIGNED = 16
 
 
 class ScatteredBucket(OwnedBucket):
-    """Parameters in flat memory whose gradients stay where they are: nothing is copied, and no memory is kept for them."""
+    """Parameters in flat memory whose gradients stay at their addresses, without a copy or memory for a flat gradient.
+
+    `measures_whole` as for `ReplicatedBucket`.
+    """
 
     scattered = True
 
-    def __init__(self, entries: Sequence[Held], slots: Sequence[int], whole: bool) -> None:
-        """`whole` as of WholeBucket."""
+    def __init__(self, entries: Sequence[Held], slots: Sequence[int], measures_whole: bool) -> None:
         super().__init__(entries, slots)
-        self._whole = whole
+        self._measures_whole = measures_whole
         self._members = [entry.tensor for entry in entries]
         self._layout = FlatLayout(self._members)
         self._gradient = ScatteredGradient(self._layout)
@@ -364,7 +393,7 @@ class ScatteredBucket(OwnedBucket):
         return self._members
 
     def take_gradients(self) -> list[int]:
-        # A kernel is told by addresses where the gradients are. One that it could not read there is copied.
+        # A kernel reads the gradients by their addresses; gradients that it could not read (strides, alignment) are copied.
         addresses, missing = [], []
         for at, (member, span) in enumerate(zip(self._members, self._layout.spans, strict=True)):
             grad = member.grad
@@ -379,10 +408,10 @@ class ScatteredBucket(OwnedBucket):
         return missing
 
     def blocks(self, absent: Sequence[int]) -> list[GradientBlock]:
-        gone, found = set(absent), []
+        missing, found = set(absent), []
         for at, (entry, member) in enumerate(zip(self.entries, self._members, strict=True)):
-            if at not in gone and member.grad is not None:
-                count, index = (1, 0) if self._whole else (entry.holding.count, entry.holding.index)
+            if at not in missing and member.grad is not None:
+                count, index = (1, 0) if self._measures_whole else (entry.holding.count, entry.holding.index)
                 found.append(GradientBlock(flattened(member.grad), count, index, self.slots[at]))
         return found
 
@@ -390,8 +419,8 @@ class ScatteredBucket(OwnedBucket):
         return FlatBucket(self._layout, self._members, self._gradient, self.slots)
 
 
-def scattered_buckets(entries: Sequence[Held], slots: Sequence[int], whole: bool) -> list[OwnedBucket]:
-    """Buckets of parameters of one dtype on one device, none of which is large."""
+def scattered_buckets(entries: Sequence[Held], slots: Sequence[int], measures_whole: bool) -> list[OwnedBucket]:
+    """Scattered buckets, each of one dtype and device and of limited size."""
     groups: dict[tuple[torch.dtype, torch.device], list[list[int]]] = {}
     for at, entry in enumerate(entries):
         of_kind = groups.setdefault((entry.tensor.dtype, entry.tensor.device), [[]])
@@ -401,7 +430,7 @@ def scattered_buckets(entries: Sequence[Held], slots: Sequence[int], whole: bool
             of_kind.append(last)
         last.append(at)
     return [
-        ScatteredBucket([entries[at] for at in places], [slots[at] for at in places], whole)
+        ScatteredBucket([entries[at] for at in places], [slots[at] for at in places], measures_whole)
         for of_kind in groups.values()
         for places in of_kind
     ]
@@ -411,37 +440,44 @@ def scattered_buckets(entries: Sequence[Held], slots: Sequence[int], whole: bool
 
 
 def wants_flat(parameters: Sequence[Tensor], optimizer: Any, flat: bool | None, key: str = "flat_step") -> bool:
-    """Whether the flat step means the same as the optimizer's own; `flat=True` makes a no an error, False is no.
+    """Whether a flat step gives the same result as the optimizer's own step.
 
-    `key`: who asks, for the error.
+    Args:
+        parameters: All parameters that the optimizer may have.
+        optimizer: The user's optimizer.
+        flat: False turns flat steps off; True raises GradientError if a flat step is not possible.
+        key: The config key that requires flat steps, for the error message.
     """
     if flat is False:
         return False
-    reason = why_not(optimizer) if isinstance(optimizer, Optimizer) else "it is no torch optimizer"
+    reason = why_not(optimizer) if isinstance(optimizer, Optimizer) else "the optimizer is not a torch optimizer"
     if reason is None:
-        models = {id(parameter) for parameter in parameters}
+        known = {id(parameter) for parameter in parameters}
         owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if any(id(parameter) not in models for parameter in owned):
-            reason = "it has parameters that are not the model's"
+        if any(id(parameter) not in known for parameter in owned):
+            reason = "the optimizer has parameters that are not in the model"
         elif any(is_dtensor(parameter) for parameter in owned):
-            reason = "it has DTensor parameters"
+            reason = "the optimizer has DTensor parameters"
     if reason is not None and flat:
         raise GradientError(
-            f"{key}=True cannot be done: {reason}. Leave it out, or use a plain AdamW, Adam or SGD.", code="C070"
+            f"{key}=True is not available here: {reason}. Remove it, or use a plain AdamW, Adam or SGD.", code="C070"
         )
     return reason is None
 
 
 def can_scatter(parameter: Tensor, planned_on: str | None = None) -> bool:
-    """Whether the kernels can read the parameter's gradient wherever it lies; `planned_on`: on a device of this kind, elsewhere."""
+    """Whether the kernels can read the parameter's gradient at any address.
+
+    `planned_on`: for a simulated run, the device type of the machine that is planned for.
+    """
     has_kernels = planned_on == "cuda" if planned_on is not None else parameter.is_cuda and kernels_available()
     return has_kernels and parameter.dtype in (torch.float32, *HALVES) and not is_dtensor(parameter)
 
 
-# --- A step by a torch optimizer as it is: the divisor goes into the step instead of a pass of its own ---
+# --- The optimizer's own step, with the division inside where it can be ---
 #
-# Optimizers built with `fused=True` divide the gradient by their attribute `grad_scale` and do nothing when their attribute
-# `found_inf` is 1. All others get one foreach division, and a decision on the host whether to step.
+# Optimizers built with `fused=True` divide the gradient by their attribute `grad_scale` and do nothing if their attribute
+# `found_inf` is 1. All others need one foreach division, and a decision on the host whether to step.
 
 
 ATTRIBUTES = ("grad_scale", "found_inf")
@@ -449,12 +485,13 @@ DOUBLES = (torch.float64, torch.complex128)
 
 
 class ScaledStep:
-    """Runs `optimizer.step()` on the gradient divided by `divisor`, or not at all where `found_inf` is 1.
+    """Runs `optimizer.step()` on the gradient divided by `divisor`, or not at all if `found_inf` is 1.
 
-    `slot_of` gives the place of a parameter in a divisor with several numbers (0 for those it leaves
-    out). After the step the gradients hold the divided values, as torch's fused kernels leave them, so a
-    second step on the same gradients would divide twice. An optimizer that is not fused has no way to
-    drop a step on the device: then `found_inf` is read on the host, which on CUDA waits for the norm.
+    After the step the gradients hold the divided values, as torch's fused kernels leave them, so a second step on the same
+    gradients would divide twice. An optimizer that is not fused cannot skip a step on the device: then `found_inf` is read on
+    the host, which on CUDA waits for the norm.
+
+    `slot_of` has the index of a parameter's divisor, if there are several; 0 by default.
     """
 
     def __init__(self, optimizer: Optimizer, slot_of: Mapping[Tensor, int] | None = None) -> None:
@@ -463,23 +500,50 @@ class ScaledStep:
 
     @property
     def waits_for_device(self) -> bool:
-        """Whether dropping a step needs a decision on the host."""
-        return not _drops_on_device(self.optimizer)
+        """Whether skipping a step needs a decision on the host."""
+        return not _skips_on_device(self.optimizer)
 
     @torch.no_grad()
     def step(self, divisor: Tensor, found_inf: Tensor | None = None) -> None:
-        """One step; without `found_inf` it is never dropped and nothing is read on the host."""
-        if _drops_on_device(self.optimizer):
-            _give_momentum(self.optimizer)
-            # `grad_scale` is fp32: too coarse for fp64 parameters, which are divided beforehand instead.
-            inside = divisor.numel() == 1 and not any(p.dtype in DOUBLES for p in _params(self.optimizer))
-            if not inside:
+        """One step; without `found_inf` it is never skipped, and nothing is read on the host."""
+        optimizer = self.optimizer
+        if not _skips_on_device(optimizer):
+            if found_inf is None or not found_inf.item():
                 self._divide(divisor)
-            with _attributes(self.optimizer, divisor if inside else None, found_inf):
-                self.optimizer.step()
-        elif found_inf is None or not found_inf.item():
+                optimizer.step()
+            return
+
+        # A skipped first step would leave torch's own momentum buffers of SGD uninitialised, so they start as zeros. Without
+        # dampening (with it, steps are not skipped on the device) a first step from zeros equals torch's first step.
+        for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():
+            for param in group["params"]:
+                state = optimizer.state[param] if group["momentum"] and param.grad is not None else None
+                if state is not None and state.get("momentum_buffer") is None:
+                    state["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+
+        # `grad_scale` is one fp32 number. Several divisors, or fp64 parameters, need a division beforehand.
+        inside = divisor.numel() == 1 and not any(p.dtype in DOUBLES for p in _params(optimizer))
+        if not inside:
             self._divide(divisor)
-            self.optimizer.step()
+
+        # A loss scaler may have set both attributes already: they are combined for this step, and restored afterwards.
+        before = {name: getattr(optimizer, name) for name in ATTRIBUTES if hasattr(optimizer, name)}
+        scale, flag = before.get("grad_scale"), before.get("found_inf")
+        if inside:
+            divisor = divisor.reshape(()).float()
+            scale = divisor if scale is None else scale * divisor
+        if found_inf is not None:
+            found_inf = found_inf.reshape(()).float()
+            flag = found_inf if flag is None else torch.maximum(flag, found_inf)
+        optimizer.grad_scale, optimizer.found_inf = scale, flag  # type: ignore[attr-defined]
+        try:
+            optimizer.step()
+        finally:
+            for name in ATTRIBUTES:
+                if name in before:
+                    setattr(optimizer, name, before[name])
+                else:
+                    delattr(optimizer, name)
 
     def _divide(self, divisor: Tensor) -> None:
         by_slot: dict[int, list[Tensor]] = {}
@@ -493,14 +557,14 @@ class ScaledStep:
 
 @torch.no_grad()
 def scale_all(gradients: Iterable[Tensor], factor: float | Tensor, divide: bool = False) -> None:
-    """Multiply gradients, or divide them, in few launches: torch has one kernel for a factor of their own precision."""
+    """Multiply or divide gradients by a factor, in place, with few launches."""
     alike: dict[tuple[torch.device, torch.dtype, torch.layout], list[Tensor]] = {}
     for grad in map(local_part, gradients):
         wide = torch.float64 if grad.dtype in DOUBLES else torch.float32
         alike.setdefault((grad.device, wide, grad.layout), []).append(grad)
     for (device, wide, layout), grads in alike.items():
         by = factor.to(device, wide, non_blocking=True) if isinstance(factor, Tensor) else factor
-        # Of sparse ones, each by itself.
+        # A list of sparse gradients has no foreach kernel.
         for some in [grads] if layout is torch.strided else [[grad] for grad in grads]:
             (torch._foreach_div_ if divide else torch._foreach_mul_)(some, by)
 
@@ -509,46 +573,10 @@ def _params(optimizer: Optimizer) -> Iterator[Tensor]:
     return (param for group in optimizer.param_groups for param in group["params"])
 
 
-def _drops_on_device(optimizer: Optimizer) -> bool:
-    """Whether the step reads `grad_scale` and `found_inf`; others raise on them or, worse, ignore them."""
+def _skips_on_device(optimizer: Optimizer) -> bool:
+    """Whether the step supports `grad_scale` and `found_inf`; other optimizers raise or, worse, ignore them."""
     supports = getattr(optimizer, "_step_supports_amp_scaling", False)
     damped = isinstance(optimizer, SGD) and any(
         group["momentum"] and group["dampening"] for group in optimizer.param_groups
     )
     return supports and not damped and all(group.get("fused") for group in optimizer.param_groups)
-
-
-def _give_momentum(optimizer: Optimizer) -> None:
-    """Start SGD's momentum buffers as zeros: a dropped first step would leave torch's own uninitialised.
-
-    Without dampening a first step from zeros equals torch's first step.
-    """
-    if not isinstance(optimizer, SGD):
-        return
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            state = optimizer.state[param] if group["momentum"] and param.grad is not None else None
-            if state is not None and state.get("momentum_buffer") is None:
-                state["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-
-
-@contextmanager
-def _attributes(optimizer: Optimizer, divisor: Tensor | None, found_inf: Tensor | None) -> Iterator[None]:
-    """Set `grad_scale` and `found_inf` for one step, joined with a loss scaler's, and put those back."""
-    before = {name: getattr(optimizer, name) for name in ATTRIBUTES if hasattr(optimizer, name)}
-    scale, flag = before.get("grad_scale"), before.get("found_inf")
-    if divisor is not None:
-        divisor = divisor.reshape(()).float()
-        scale = divisor if scale is None else scale * divisor
-    if found_inf is not None:
-        found_inf = found_inf.reshape(()).float()
-        flag = found_inf if flag is None else torch.maximum(flag, found_inf)
-    optimizer.grad_scale, optimizer.found_inf = scale, flag  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        for name in ATTRIBUTES:
-            if name in before:
-                setattr(optimizer, name, before[name])
-            else:
-                delattr(optimizer, name)

@@ -1,17 +1,17 @@
-"""What an engine asks of its optimizer: one interface for a plain optimizer and for one that ZeRO 1 or 2 shards.
+"""The interface between an engine and its optimizer, for plain optimizers and for those sharded by ZeRO 1 or 2.
 
-The engine, its step, the guard, the tables of memory and precision and `colonnade.proof` ask this interface and nothing
-else; nobody probes an optimizer for attributes. `initialize` makes one of two kinds:
+The engine, its step, the replica check, the memory and precision tables and `colonnade.proof` use this interface only; none of
+them probes an optimizer for attributes. `initialize` creates one of two kinds:
 
-- `PlainOptimizer` here: the optimizer as the user gave it (also at stage 3, where FSDP2 has sharded its parameters).
-  Every rank owns all elements of its parameters. It steps over flat memory where that means the same, else by itself.
-- `ZeroOptimizer` in `colonnade.optim.zero`: each rank owns slices of the parameters, and steps on these.
+- `PlainOptimizer` here: the user's optimizer as it is (also at ZeRO stage 3, where FSDP2 has sharded its parameters). Every rank
+  steps on all elements of its parameters, over flat memory if that gives the same result.
+- `ZeroOptimizer` in `colonnade.optim.zero`: each rank steps on its slices of the parameters.
 
-The order of calls: `plan_shards` and `needs_buckets` before the gradient buckets are laid out, `attach` when they are,
-`make_step` when the engine knows the clip groups, then `step_divided` once a step, and `close`.
+The order of calls: `plan_shards` and `needs_buckets` before the gradient buckets are laid out, `attach` afterwards, `make_step`
+when the engine knows the clip groups, then `step_divided` once a step, and finally `close`.
 
-What a checkpoint must know of a sharded optimizer is a smaller interface that a user's own optimizer may have as well:
-`ShardedOptimizer` in `colonnade.parallel.flat`.
+Checkpoints use a smaller interface of sharded optimizers, which a user's own optimizer may have as well: `ShardedOptimizer` in
+`colonnade.parallel.flat`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from colonnade.gradients.synchroniser import Synchroniser
 from colonnade.optim.bucket_step import (
     BucketStep,
     OwnedBucket,
-    WholeBucket,
+    ReplicatedBucket,
     can_scatter,
     scattered_buckets,
     wants_flat,
@@ -38,51 +38,53 @@ from colonnade.optim.bucket_step import (
 from colonnade.parallel.held import Held
 
 GradientSlice = tuple[Tensor, int, int, Tensor | None]
-"""(parameter, first and last + 1 of this rank's elements in memory, their final gradient; None where no rank had one)."""
+"""(parameter, start and stop of this rank's elements in memory, their reduced gradient or None if no rank had one)."""
 
 
 class EngineOptimizer(ABC):
-    """An optimizer as an engine drives it."""
+    """An optimizer as the engine drives it."""
 
     is_sharded = False
-    """Whether final gradients lie in slices of the ranks (`gradient_slices`) instead of in `.grad`."""
+    """Whether reduced gradients are in `gradient_slices` instead of in `.grad`."""
 
     @property
     @abstractmethod
     def user_optimizer(self) -> Any:
-        """What users, schedulers and gradient handlers see: `engine.optimizer`."""
+        """The optimizer that users, schedulers and gradient handlers see: `engine.optimizer`."""
 
     @property
     @abstractmethod
     def stepped(self) -> Any:
-        """The optimizer that has the state of what this rank steps on; of one that is not sharded, itself."""
+        """The optimizer that holds the state of this rank; the optimizer itself if it is not sharded."""
 
     @property
     @abstractmethod
     def masters(self) -> Sequence[Tensor]:
-        """Copies of weights in another dtype, or on another device, that are stepped on."""
+        """Master copies of weights, in another dtype or on another device."""
 
     @property
     @abstractmethod
     def is_flat(self) -> bool:
-        """Whether steps go over flat memory, decided by `wants_flat` for what this rank steps on."""
+        """Whether steps are over flat memory, as decided by `wants_flat` for the tensors that this rank steps on."""
 
     # -- before the first step ----------------------------------------------------------------------------
 
     @abstractmethod
     def plan_shards(self, pipeline: bool) -> Shards | None:
-        """What of the gradients is to be sharded, and how; None: nothing. `pipeline`: a schedule runs many passes a step."""
+        """The parameters whose gradients are sharded, and how; None for none. `pipeline`: a schedule runs many passes a step."""
 
     @abstractmethod
     def needs_buckets(self, graph: bool, planned_on: str | None = None) -> bool:
-        """Whether all gradients must lie in buckets, also those that no other rank has a part in.
+        """Whether all gradients must be in buckets, including those that need no reduction.
 
-        `graph`: the key `graph_step` of the config. `planned_on`: for a plan, the kind of device of the machine that it is for.
+        Args:
+            graph: The key `graph_step` of the config.
+            planned_on: For a simulated run, the device type of the machine that is planned for.
         """
 
     @abstractmethod
     def attach(self, synchroniser: Synchroniser, waits: WaitWatch) -> None:
-        """Take over what of the laid out buckets is sharded. Collective."""
+        """Prepare the sharded buckets, once buckets are laid out. Collective."""
 
     @abstractmethod
     def make_step(
@@ -92,38 +94,48 @@ class EngineOptimizer(ABC):
         slot_of: Callable[[Held], int],
         context: ParallelContext,
     ) -> BucketStep:
-        """What measures this rank's part of the gradient, and steps. `held`: who else holds each parameter; `slot_of`:
-        its slot in the norm and in the divisor."""
+        """Create the object that measures this rank's contribution to the norm, and steps.
+
+        Args:
+            synchroniser: The gradient buckets.
+            held: The parameters of this rank, with their replicas.
+            slot_of: The slot of a parameter in the norm and in the divisor.
+            context: The parallel context.
+        """
 
     # -- each step ----------------------------------------------------------------------------------------
 
     @abstractmethod
     def step_divided(self, divisor: Tensor | None, found_inf: Tensor | None) -> None:
-        """Step on the final gradient divided by `divisor` (one number, or one per slot), unless `found_inf` is 1.
+        """Step on the reduced gradient divided by `divisor`, unless `found_inf` is 1.
 
-        None: a step that is neither clipped nor dropped.
+        Args:
+            divisor: One number, or one per slot; None if the step is not clipped.
+            found_inf: 1 to skip the step, on the device; None if the step is never skipped.
         """
 
     @abstractmethod
     def wait(self) -> None:
-        """Every parameter is whole when this returns."""
+        """Wait until all parameters are gathered."""
 
     @abstractmethod
     def gradient_slices(self) -> Iterator[GradientSlice]:
-        """What this rank owns of the final gradients of sharded parameters; of the others they are in `.grad`."""
+        """This rank's slices of the reduced gradients of sharded parameters; other gradients are in `.grad`."""
 
     @abstractmethod
     def close(self) -> None:
-        """Remove hooks; parameters and state stay where they are."""
+        """Remove hooks; parameters and state stay valid."""
 
 
 class PlainOptimizer(EngineOptimizer):
-    """An optimizer of whole parameters: torch's, or any object with `param_groups` and `step()`."""
+    """An unsharded optimizer: torch's, or any object with `param_groups` and `step()`.
+
+    `flat`: the key `flat_step` of the config.
+    """
 
     _step: BucketStep
 
     def __init__(self, optimizer: Any, model: nn.Module, flat: bool | None = None) -> None:
-        """`flat`: the key `flat_step` of the config."""
         self._optimizer, self._model, self._flat = optimizer, model, flat
 
     @property
@@ -132,7 +144,7 @@ class PlainOptimizer(EngineOptimizer):
 
     @property
     def stepped(self) -> Any:
-        # A sharded optimizer of the user's own may say both; see `ShardedOptimizer`.
+        # A user's own sharded optimizer may define `stepped` and `masters`; see `ShardedOptimizer`.
         return getattr(self._optimizer, "stepped", self._optimizer)
 
     @property
@@ -147,10 +159,10 @@ class PlainOptimizer(EngineOptimizer):
         return None
 
     def needs_buckets(self, graph: bool, planned_on: str | None = None) -> bool:
-        # Kernels find gradients wherever autograd has put them; but a graph of a step needs gradients that stay where they are.
+        # The Triton kernels read gradients at any address, but a CUDA graph needs them at the same addresses in every step.
         trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        anywhere = not graph and all(can_scatter(parameter, planned_on) for parameter in trained)
-        return self.is_flat and not anywhere
+        any_address = not graph and all(can_scatter(parameter, planned_on) for parameter in trained)
+        return self.is_flat and not any_address
 
     def attach(self, synchroniser: Synchroniser, waits: WaitWatch) -> None:
         pass
@@ -163,27 +175,29 @@ class PlainOptimizer(EngineOptimizer):
         context: ParallelContext,
     ) -> BucketStep:
         entry_of = {id(entry.tensor): entry for entry in held}
-        alone = [
+        scattered = [
             entry
             for entry in held
             if self.is_flat and id(entry.tensor) not in synchroniser.parameters and can_scatter(entry.tensor)
         ]
-        # On a GPU it costs less that every rank reads the whole gradient than a collective that joins parts of a norm.
-        everywhere = all(entry.holding.count == context.world_size for entry in held)
-        whole = everywhere and context.world_size > 1 and context.device.type == "cuda"
+        # On GPUs, reading the full gradient on every rank is cheaper than a collective that combines contributions to the norm.
+        replicated = all(entry.holding.count == context.world_size for entry in held)
+        measures_whole = replicated and context.world_size > 1 and context.device.type == "cuda"
 
         def buckets() -> list[OwnedBucket]:
             made: list[OwnedBucket] = []
             for bucket in synchroniser.layout:
                 entries = [entry_of[id(parameter)] for parameter in bucket.parameters]
-                made.append(WholeBucket(bucket, entries, [slot_of(entry) for entry in entries], whole))
-            mine = [entry for entry in alone if entry.tensor.requires_grad]
-            return [*made, *scattered_buckets(mine, [slot_of(entry) for entry in mine], whole)]
+                made.append(ReplicatedBucket(bucket, entries, [slot_of(entry) for entry in entries], measures_whole))
+            trained = [entry for entry in scattered if entry.tensor.requires_grad]
+            return [*made, *scattered_buckets(trained, [slot_of(entry) for entry in trained], measures_whole)]
 
         def generation() -> object:
-            return synchroniser.generation, [entry.tensor.requires_grad for entry in alone]
+            return synchroniser.generation, [entry.tensor.requires_grad for entry in scattered]
 
-        self._step = BucketStep(self._optimizer, buckets, generation, held, slot_of, self.is_flat, self._model, whole)
+        self._step = BucketStep(
+            self._optimizer, buckets, generation, held, slot_of, self.is_flat, self._model, measures_whole
+        )
         return self._step
 
     def step_divided(self, divisor: Tensor | None, found_inf: Tensor | None) -> None:

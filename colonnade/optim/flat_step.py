@@ -1,17 +1,16 @@
-"""An optimizer step over flat memory: parameters, gradients and moments of many parameters, updated in one launch.
+"""An optimizer step over flat memory: many parameters, with their gradients and moments, updated in one launch.
 
-`FlatStep` takes an ordinary torch AdamW, Adam or SGD and the flat gradient buckets, and does what `optimizer.step()`
-would do on the gradient divided by the clip's divisor: the division is part of the update, so that a clipped step reads
-the gradient once for the norm and once for the update, and writes no clipped gradient. The optimizer stays the user's: its
-parameter groups, hooks, schedulers, `zero_grad` and state dictionaries work as before, as its state are views of the flat
-memory.
+`FlatStep` takes a plain torch AdamW, Adam or SGD and the flat gradient buckets, and does what `optimizer.step()` would do on
+the gradient divided by the clip divisor. The division is part of the update: a clipped step reads the gradient once for the
+norm and once for the update, and no clipped gradient is written. The optimizer stays the user's: its parameter groups, hooks,
+schedulers, `zero_grad` and state dictionaries work as before, since its state tensors are views of the flat memory.
 
-One step: which parameters have a gradient gives a plan of launches (made anew only when that changes); step counts are
-advanced; each launch updates the spans of one bucket that share a parameter group and a divisor; counts are taken back
-where the step was dropped. The host reads nothing: divisor and drop flag stay on the device.
+One step: the parameters with a gradient determine a plan of launches, which is rebuilt only when they change. Step counts are
+incremented. Each launch updates the spans of one bucket that share a parameter group and a divisor. The counts are decremented
+again if the step is skipped. The host reads nothing: divisor and skip flag stay on the device.
 
 The file has, in this order: the step; the flat memory (buckets, parameters, moments, step counts); the launches (Triton
-kernels, or torch's fused ones); and the same launches as a CUDA graph.
+kernels, or torch's fused kernels); and the same launches as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -36,60 +35,91 @@ from colonnade.parallel.flat import FlatLayout, Span, padded
 
 
 def why_not(optimizer: Optimizer) -> str | None:
-    """Why this optimizer cannot take flat steps, or None when it can."""
+    """The reason why this optimizer cannot take flat steps; None if it can."""
     if type(optimizer) not in (AdamW, Adam, SGD):
-        return f"a flat step knows torch's AdamW, Adam and SGD themselves, not {type(optimizer).__name__}"
+        return f"a flat step supports torch's AdamW, Adam and SGD, not {type(optimizer).__name__}"
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if any(not param.is_floating_point() for param in params):
-        return "a flat step takes real parameters, not complex ones"
+        return "a flat step does not support complex parameters"
     if type(optimizer) is SGD and any(p.device.type == "cpu" and p.dtype in HALVES for p in params):
-        return "torch's fused SGD leaves half-precision parameters on a CPU as they are"
+        return "torch's fused SGD does not update half-precision parameters on a CPU"
     return next((reason for group in optimizer.param_groups if (reason := _unfit(group))), None)
 
 
 def _unfit(group: Mapping[str, Any]) -> str | None:
-    """What a flat step cannot do of the settings of a parameter group."""
+    """The reason why a flat step does not support the options of a parameter group; None if it does."""
     for flag in ("amsgrad", "maximize", "differentiable"):
         if group.get(flag):
-            return f"a flat step does not do {flag}=True"
+            return f"a flat step does not support {flag}=True"
     if any(isinstance(beta, Tensor) for beta in group.get("betas", ())):
-        return "a flat step takes betas as numbers, not as tensors"
+        return "a flat step needs betas as numbers, not as tensors"
     if group.get("eps") == 0:
-        return "a flat step needs eps above 0: with 0 the padding between parameters becomes NaN"
+        return "a flat step needs eps > 0: with eps=0 the padding between parameters becomes NaN"
     return None
 
 
 @dataclass
 class _LaunchPlan:
-    """What one step launches, for one set of parameters that have a gradient."""
+    """The launches of a step, for one set of parameters that have a gradient.
+
+    `launches` has (launch, parameter group, slot); `counted` is 1 for the parameters whose step is counted and 0 for others, or
+    None if all are counted.
+    """
 
     key: object
-    runs: list[tuple[StepLaunch, int, int]]
+    launches: list[tuple[StepLaunch, int, int]]
     counted: Tensor | None
 
 
 class FlatStep:
-    """Steps an optimizer over flat buckets; made once, before the first step.
+    """Steps an optimizer over flat buckets. Created once, before the first step.
 
-    Every parameter of the optimizer that may get a gradient must be in exactly one bucket, all buckets on one
-    device. Parameters move into flat buffers (they keep their identity), and so does existing state. On CUDA
-    the gradient is left as it is; torch's kernels, used elsewhere, leave the divided gradient in the bucket. Buckets
-    whose gradients are neighbours in memory are one.
+    Every parameter of the optimizer that can get a gradient must be in exactly one bucket, all on one device. Parameters move
+    into flat buffers (and stay the same objects), and so does existing optimizer state. Buckets whose gradients are adjacent in
+    memory are joined.
+
+    The Triton kernels leave the gradient unchanged. Torch's kernels, used elsewhere, leave the divided gradient in the bucket,
+    except for fp64.
+
+    Args:
+        optimizer: The optimizer, of a kind for which `why_not` returns None.
+        buckets: Its parameters and their gradients.
+        graph: Record the launches as a CUDA graph; gradients must then stay at the same addresses.
     """
 
     def __init__(self, optimizer: Optimizer, buckets: Sequence[FlatBucket], graph: bool = False) -> None:
-        """`graph`: the launches are recorded as a CUDA graph. Gradients must stay where they are then."""
         reason = why_not(optimizer)
         if reason is not None:
             raise GradientError(f"{reason}; use ScaledStep for this optimizer", code="C070")
         self.optimizer = optimizer
-        self._group_of = _groups_by_place(optimizer, buckets)
+        members = [param for bucket in buckets for param in bucket.members]
+        in_buckets = {id(param) for param in members}
+        if len(in_buckets) != len(members):
+            raise GradientError(
+                "a parameter is in the flat buckets twice; list a tied parameter only once", code="C070"
+            )
+        devices = {bucket.grad.device for bucket in buckets}
+        if len(devices) != 1:
+            found = ", ".join(sorted(map(str, devices))) or "no bucket at all"
+            raise GradientError(f"a flat step needs all buckets on one device, got: {found}", code="C070")
+        for number, group in enumerate(optimizer.param_groups):
+            for index, param in enumerate(group["params"]):
+                if param.requires_grad and id(param) not in in_buckets:
+                    raise GradientError(
+                        f"parameter {index} of group {number}, of shape {tuple(param.shape)}, is in no bucket, so a flat step "
+                        "would not update it; add it to a bucket or use ScaledStep",
+                        code="C070",
+                    )
+
+        # Parameters are known by their place, counted through all buckets. A bucket may have parameters that are not the optimizer's.
+        group_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self._group_of = [group_of.get(id(param), -1) for param in members]
         self._sizes = [len(group["params"]) for group in optimizer.param_groups]
         self._state = FlatState(optimizer, join_neighbours(buckets), self._group_of)
         self._plan = _LaunchPlan(None, [], None)
         self.graph = StepGraph() if graph else None
 
-        # The optimizer does not hold on to this object: a step that nobody takes any more must be able to go, with its memory.
+        # The hooks hold a weak reference: a discarded flat step must not be kept alive, with its memory, by the optimizer.
         this = weakref.ref(self)
 
         def loaded(_: Optimizer) -> None:
@@ -105,30 +135,43 @@ class FlatStep:
 
     @property
     def params(self) -> list[Tensor]:
-        """The flat parameter buffers, in the order of the buckets; neighbours in one gradient buffer share one."""
+        """The flat parameter buffers, in the order of the buckets; joined buckets share one."""
         return [state.params for state in self._state.buckets]
 
     def step(self, divisor: Tensor, found_inf: Tensor, absent: Collection[int] = ()) -> None:
-        """Step on the gradient divided by `divisor` (one number, or one per slot), unless `found_inf` is 1.
+        """Step on the gradient divided by `divisor`, unless `found_inf` is 1. Runs the optimizer's step hooks.
 
-        Both are device tensors, `found_inf` fp32 and exactly 0 or 1. The parameters at the places `absent` (counted
-        through all buckets) have no gradient and take no part, as in torch. The optimizer's step hooks run around it. In
-        a captured graph, only a learning rate in a device tensor can change.
+        Args:
+            divisor: One number, or one per slot, on the device.
+            found_inf: fp32, exactly 0 or 1, on the device.
+            absent: Places (counted through all buckets) of parameters without a gradient; as in torch they are not updated.
+
+        In a captured graph, only a learning rate in a device tensor can change.
         """
 
         def update(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-            # Someone may have changed the optimizer, or given parameters other memory (loaded weights), since the last step.
-            self._check_unchanged()
+            # Since the last step (or in a step hook) the options or groups may have changed, or parameters may have been given
+            # other memory by loading weights.
+            groups = optimizer.param_groups
+            reason = next((reason for group in groups if (reason := _unfit(group))), None)
+            if reason is not None:
+                raise GradientError(f"the optimizer was changed after its flat step was made: {reason}", code="C070")
+            if [len(group["params"]) for group in groups] != self._sizes:
+                raise GradientError(
+                    "parameters were added to the optimizer after its flat step was made; make a new FlatStep",
+                    code="C070",
+                )
             with torch.no_grad():
                 for state in self._state.buckets:
                     state.reclaim()
                 plan = self._planned(absent)
                 if self.graph is None:
-                    self._launch(plan, divisor, found_inf, optimizer.param_groups)
+                    self._launch(plan, divisor, found_inf, groups)
                 else:
-                    self.graph.step(self._launch, plan, divisor, found_inf, optimizer.param_groups)
+                    self.graph.step(self._launch, plan, divisor, found_inf, groups)
 
-        # Torch's wrapper runs step hooks and tells the profiler. Without either it takes longer than finding that out.
+        # Torch's wrapper runs step hooks and records the step in the profiler. It is slow, so it is used only if there is a hook
+        # or a profiler.
         hooks: list[Any] = [
             [
                 hook
@@ -143,52 +186,43 @@ class FlatStep:
             Optimizer.profile_hook_step(update)(self.optimizer)
         else:
             update(self.optimizer)
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what LR schedulers look for
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # LR schedulers check it
 
     def close(self) -> None:
-        """Forget the optimizer; its parameters and state stay where they are."""
+        """Remove the hooks from the optimizer; parameters and state stay in the flat memory."""
         for hook in self._hooks:
             hook.remove()
 
     def _launch(
         self, plan: _LaunchPlan, divisor: Tensor, found_inf: Tensor, groups: Sequence[Mapping[str, Any]]
     ) -> None:
-        # Bias corrections need the count of this step. If it is dropped, which only the device knows, the count goes back.
+        # Bias correction needs the count including this step. Only the device knows whether the step is skipped, so the count
+        # is incremented first and decremented by `found_inf` afterwards.
         _advance(self._state.steps, plan.counted, 1.0, 1)
         with on_device(divisor.device):
-            for run, group_index, slot in plan.runs:
-                update = run.sgd if isinstance(self.optimizer, SGD) else run.adam
+            for launch, group_index, slot in plan.launches:
+                update = launch.sgd if isinstance(self.optimizer, SGD) else launch.adam
                 update(groups[group_index], divisor if divisor.numel() == 1 else divisor[slot], found_inf)
         _advance(self._state.steps, plan.counted, found_inf, -1)
 
-    def _check_unchanged(self) -> None:
-        groups = self.optimizer.param_groups
-        reason = next((reason for group in groups if (reason := _unfit(group))), None)
-        if reason is not None:
-            raise GradientError(f"the optimizer was changed after its flat step was made: {reason}", code="C070")
-        if [len(group["params"]) for group in groups] != self._sizes:
-            raise GradientError(
-                "parameters were added to the optimizer after its flat step was made; make a new FlatStep", code="C070"
-            )
-
     def _planned(self, absent: Collection[int]) -> _LaunchPlan:
-        """The launches for the parameters that have a gradient now; the last ones if nothing changed."""
+        """The launch plan for all parameters but `absent`; that of the last step if nothing has changed."""
         key = (sorted(absent), self._state.names())
         if key == self._plan.key:
             return self._plan
         present = {place for place, group in enumerate(self._group_of) if group >= 0}.difference(absent)
         counted = self._state.count(sorted(present))
 
-        # 1 for the parameters whose step is counted and 0 for the others; None when all are.
         mask: Tensor | None = None
         if len(counted) < len(self._state.members):
             mask = torch.zeros(len(self._state.members), dtype=torch.float32, device="cpu")
             mask[torch.tensor(counted, dtype=torch.int64, device="cpu")] = 1.0
             mask = to_device(mask, self._state.steps.device)
 
-        # Neighbours in memory alike in group, slot and history are one fragment, padding and all; the fragments of a bucket
-        # alike in group and slot are one launch. Histories, not counts: those are known on the device alone.
-        runs: list[tuple[StepLaunch, int, int]] = []
+        # Adjacent parameters with equal group, slot and step count are one fragment, including padding, and all fragments of a
+        # bucket with equal group and slot are one launch. Step counts are on the device only, so their equality is known from
+        # histories: the sequences of steps in which parameters took part.
+        launches: list[tuple[StepLaunch, int, int]] = []
         for state in self._state.buckets:
             alike: dict[tuple[int, int], list[Fragment]] = {}
             before: tuple[int, int, object] | None = None
@@ -208,13 +242,13 @@ class FlatStep:
             for (group, slot), found in alike.items():
                 fragments = [fragment for fragment in found if fragment.start < fragment.stop]
                 if fragments:
-                    runs.append((prepare(state, self._state.steps, fragments), group, slot))
-        self._plan = _LaunchPlan(key, runs, mask)
+                    launches.append((prepare_launch(state, self._state.steps, fragments), group, slot))
+        self._plan = _LaunchPlan(key, launches, mask)
         return self._plan
 
     @torch.no_grad()
     def _adopt_state(self) -> None:
-        """Move what the optimizer's state holds (loaded, or from before) into flat memory; all launches are made anew."""
+        """Move the optimizer's state (existing or just loaded) into flat memory, and discard all launches."""
         self._state.adopt()
         self._plan = _LaunchPlan(None, [], None)
 
@@ -224,7 +258,7 @@ def _advance(steps: Tensor, counted: Tensor | None, amount: float | Tensor, sign
 
 
 def _steps_as_torch(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Torch keeps the step counts of plain optimizers on the host; so does the dictionary it gets from us."""
+    """A state-dict hook: move step counts to the host, where torch has them for optimizers that are not fused or capturable."""
     on_host = [not (group.get("fused") or group.get("capturable")) for group in state_dict["param_groups"]]
     state = dict(state_dict["state"])
     for group, wanted in zip(state_dict["param_groups"], on_host, strict=True):
@@ -234,40 +268,17 @@ def _steps_as_torch(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[st
     return {**state_dict, "state": state}
 
 
-def _groups_by_place(optimizer: Optimizer, buckets: Sequence[FlatBucket]) -> list[int]:
-    """The parameter group of every bucket member, -1 for one the optimizer does not have."""
-    group_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    members = [param for bucket in buckets for param in bucket.members]
-    if len({id(param) for param in members}) != len(members):
-        raise GradientError("a parameter is in the flat buckets twice; a tied parameter is one member", code="C070")
-    devices = {bucket.grad.device for bucket in buckets}
-    if len(devices) != 1:
-        found = ", ".join(sorted(map(str, devices))) or "no bucket at all"
-        raise GradientError(f"a flat step needs buckets on one device, met: {found}", code="C070")
-    held = {id(param) for param in members}
-    for number, group in enumerate(optimizer.param_groups):
-        for index, param in enumerate(group["params"]):
-            if param.requires_grad and id(param) not in held:
-                raise GradientError(
-                    f"parameter {index} of group {number}, of shape {tuple(param.shape)}, is in no bucket: "
-                    "a flat step would leave it out; put it into a bucket or use ScaledStep",
-                    code="C070",
-                )
-    return [group_of.get(id(param), -1) for param in members]
-
-
-# --- Flat memory: what a step touches, parameters, moments and step counts ---
+# --- Flat memory: parameters, gradients, moments and step counts ---
 #
-# The user's optimizer keeps its own state dictionary, in torch's format; its tensors are views of these buffers.
+# The user's optimizer keeps its state dictionary in torch's format; its tensors are views of these buffers.
 
 
 @dataclass(eq=False)
 class FlatBucket:
-    """Parameters, and the flat buffer of their gradients in the same order with the same offsets.
+    """Parameters, and the flat buffer of their gradients with the same order and offsets.
 
-    `slots` gives each parameter's place in the divisor. `params` is the flat buffer
-    that the parameters already are views of; without it one is made, and the parameters are moved into
-    it.
+    `slots` has the index of each parameter's divisor. `params` is the flat buffer of which the parameters are views already;
+    if it is None, one is allocated and the parameters are moved into it.
     """
 
     layout: FlatLayout
@@ -286,7 +297,7 @@ class FlatBucket:
 
 
 class ScatteredGradient:
-    """Gradients that lie anywhere, as a kernel finds them: where element 0 of the flat buffer would be for each of them."""
+    """Gradients at arbitrary addresses: for each, the address at which element 0 of the flat buffer would be."""
 
     def __init__(self, layout: FlatLayout) -> None:
         self.dtype, self.device = layout.dtype, layout.device
@@ -296,97 +307,106 @@ class ScatteredGradient:
         self._numel, self._known = layout.numel, list[int]()
 
     def numel(self) -> int:
-        """The elements of the flat buffer."""
+        """The number of elements of the flat buffer."""
         return self._numel
 
     def point_to(self, addresses: list[int]) -> None:
-        """The gradients are there now."""
+        """Set the addresses for the next step."""
         if addresses != self._known:
             self.addresses.copy_(pinned(torch.tensor(addresses, device="cpu")), non_blocking=True)
             self._known = addresses
 
 
 def pinned(numbers: Tensor) -> Tensor:
-    """The same, where the device can fetch them while the host goes on."""
+    """The same in pinned memory, from which the device can copy asynchronously."""
     return numbers.pin_memory()
 
 
 JOINED = 1 << 26
-"""Elements of joined buckets at most. Moving in and out needs as much memory again, for a moment."""
+"""The most elements of joined buckets. Moving parameters into flat memory temporarily needs as much memory again."""
 
 
 def join_neighbours(buckets: Sequence[FlatBucket]) -> list[FlatBucket]:
-    """The same buckets, those made one whose gradients follow each other in one buffer: one launch instead of many."""
+    """Join buckets whose gradients are adjacent in one buffer, so that they need one launch instead of several."""
     groups: list[list[FlatBucket]] = []
     for bucket in buckets:
-        if groups and _follows(groups[-1], bucket):
+        last = groups[-1][-1] if groups else None
+        adjacent = (
+            last is not None
+            and isinstance(last.grad, Tensor)
+            and isinstance(bucket.grad, Tensor)
+            and last.params is None
+            and bucket.params is None
+            and (last.layout.dtype, last.grad.dtype) == (bucket.layout.dtype, bucket.grad.dtype)
+            and last.grad.untyped_storage().data_ptr() == bucket.grad.untyped_storage().data_ptr()
+            and last.grad.storage_offset() + last.grad.numel() == bucket.grad.storage_offset()
+            and sum(each.grad.numel() for each in groups[-1]) + bucket.grad.numel() <= JOINED
+        )
+        if adjacent:
             groups[-1].append(bucket)
         else:
             groups.append([bucket])
-    return [_joined(*group) for group in groups]
 
-
-def _follows(group: Sequence[FlatBucket], bucket: FlatBucket) -> bool:
-    last = group[-1]
-    return (
-        isinstance(last.grad, Tensor)
-        and isinstance(bucket.grad, Tensor)
-        and last.params is None
-        and bucket.params is None
-        and (last.layout.dtype, last.grad.dtype) == (bucket.layout.dtype, bucket.grad.dtype)
-        and last.grad.untyped_storage().data_ptr() == bucket.grad.untyped_storage().data_ptr()
-        and last.grad.storage_offset() + last.grad.numel() == bucket.grad.storage_offset()
-        and sum(each.grad.numel() for each in group) + bucket.grad.numel() <= JOINED
-    )
-
-
-def _joined(*group: FlatBucket) -> FlatBucket:
-    first, *others = group
-    if not others:
-        return first
-    members = [member for bucket in group for member in bucket.members]
-    layout = FlatLayout(members)
-    grads = [bucket.grad for bucket in group if isinstance(bucket.grad, Tensor)]
-    start = min(int(grad.storage_offset()) for grad in grads)
-    layout.spans = [
-        Span(span.start + int(grad.storage_offset()) - start, span.numel)
-        for bucket, grad in zip(group, grads, strict=True)
-        for span in bucket.layout.spans
-    ]
-    layout.numel = sum(grad.numel() for grad in grads)
-    slots = [slot for bucket in group for slot in bucket.slots]
-    return FlatBucket(layout, members, next(iter(grads)).as_strided((layout.numel,), (1,), start), slots)
+    joined: list[FlatBucket] = []
+    for group in groups:
+        first, *others = group
+        if not others:
+            joined.append(first)
+            continue
+        # A layout of all members, whose spans stay at their offsets in the common buffer: gradients do not move.
+        members = [member for bucket in group for member in bucket.members]
+        layout = FlatLayout(members)
+        grads = [bucket.grad for bucket in group if isinstance(bucket.grad, Tensor)]
+        start = min(int(grad.storage_offset()) for grad in grads)
+        layout.spans = [
+            Span(span.start + int(grad.storage_offset()) - start, span.numel)
+            for bucket, grad in zip(group, grads, strict=True)
+            for span in bucket.layout.spans
+        ]
+        layout.numel = sum(grad.numel() for grad in grads)
+        slots = [slot for bucket in group for slot in bucket.slots]
+        grad = next(iter(grads)).as_strided((layout.numel,), (1,), start)
+        joined.append(FlatBucket(layout, members, grad, slots))
+    return joined
 
 
 class BucketState:
-    """The flat parameters and moments of one bucket; `first` is the place of its step counts among all."""
+    """The flat parameters and moments of one bucket; `first` is the place of its first parameter among all buckets."""
 
     def __init__(self, bucket: FlatBucket, first: int) -> None:
         self.bucket = bucket
         self.first = first
         self.slots = list(bucket.slots)
-        self.params = bucket.params if bucket.params is not None else _move_in(bucket)
-        self._homes = bucket.layout.views(self.params) if bucket.params is None else []
+        self._homes: list[Tensor] = []
+        if bucket.params is not None:
+            self.params = bucket.params
+        else:
+            (dtype,) = {member.dtype for member in bucket.members}
+            self.params = bucket.layout.allocate(dtype)
+            self._homes = bucket.layout.views(self.params)
+            for param, home in zip(bucket.members, self._homes, strict=True):
+                home.copy_(param.detach())
+                param.data = home
         self._pointers = [home.data_ptr() for home in self._homes]
         self.moments: dict[str, Tensor] = {}
         self._views: dict[str, list[Tensor]] = {}
 
     def moment(self, name: str) -> Tensor:
-        """The flat buffer of a moment, made of zeros when first asked for."""
+        """The flat buffer of a moment, allocated with zeros at the first call."""
         if name not in self.moments:
             self.moments[name] = torch.zeros_like(self.params)
             self._views[name] = self.bucket.layout.views(self.moments[name])
         return self.moments[name]
 
     def reclaim(self) -> None:
-        """Bring parameters that were given other memory (`p.data = ...`, weights that were swapped) back, with their values."""
+        """Move parameters that were given other memory (`p.data = ...`, swapped weights) back, with their new values."""
         if not self._homes or [param.data_ptr() for param in self.bucket.members] == self._pointers:
             return
         for param, home in zip(self.bucket.members, self._homes, strict=True):
             if param.data_ptr() != home.data_ptr():
                 if (param.shape, param.dtype, param.device) != (home.shape, home.dtype, home.device):
                     raise GradientError(
-                        f"a parameter of shape {tuple(home.shape)}, {home.dtype} on {home.device}, has become one of shape "
+                        f"a parameter of shape {tuple(home.shape)}, {home.dtype} on {home.device}, was changed to shape "
                         f"{tuple(param.shape)}, {param.dtype} on {param.device}; change the model before initialize()",
                         code="C070",
                     )
@@ -399,20 +419,11 @@ class BucketState:
         return self._views[name][index]
 
 
-def _move_in(bucket: FlatBucket) -> Tensor:
-    (dtype,) = {member.dtype for member in bucket.members}
-    flat = bucket.layout.allocate(dtype)
-    for param, view in zip(bucket.members, bucket.layout.views(flat), strict=True):
-        view.copy_(param.detach())
-        param.data = view
-    return flat
-
-
 class FlatState:
-    """The state of an optimizer in flat buffers, kept in step with `optimizer.state` in both directions.
+    """The state of an optimizer in flat buffers, kept consistent with `optimizer.state` in both directions.
 
-    `group_of` gives every parameter's group, -1 for none. `steps` counts the steps of every parameter that were
-    not dropped; for SGD, which has no such state, those with momentum, to tell the first from the later ones.
+    `group_of` has the parameter group of every place, -1 for none. `steps` counts the steps of every parameter that were not
+    skipped. SGD has no such state in torch; for parameters with momentum, the count distinguishes the first step.
     """
 
     def __init__(self, optimizer: Optimizer, buckets: Sequence[FlatBucket], group_of: Sequence[int]) -> None:
@@ -427,20 +438,20 @@ class FlatState:
         (device,) = {bucket.grad.device for bucket in buckets}
         self.steps = torch.zeros(len(self.members), dtype=torch.float32, device=device)
         self.histories: list[object] = []
-        """Which parameters have equal step counts; of `adopt`, which comes before the first step."""
+        """One object per place, equal where step counts are equal; set by `adopt` before the first step."""
         self._step_views = list(self.steps.unbind())
 
     def names(self) -> list[tuple[str, ...]]:
-        """The moments that every group keeps now."""
+        """The names of the moments of every group, under its current options."""
         if not self._sgd:
             return [("exp_avg", "exp_avg_sq")] * len(self._optimizer.param_groups)
         return [("momentum_buffer",) if group["momentum"] else () for group in self._optimizer.param_groups]
 
     def count(self, present: Sequence[int]) -> list[int]:
-        """Those of these parameters whose steps are counted; from now on, only they take counted steps.
+        """Those of the places `present` whose steps are counted; their state is created, as by torch at the first step.
 
-        They get their state, as in torch at the first step in which they take part. Parameters with equal
-        `histories` have equal step counts, whatever was dropped on the device.
+        Places that are counted together keep a common history; all others have another from now on. So equal histories mean
+        equal step counts, whichever steps the device skips.
         """
         names = self.names()
         counted = [place for place in present if names[self._group_of[place]]]
@@ -452,7 +463,7 @@ class FlatState:
         return counted
 
     def adopt(self) -> None:
-        """Move what `optimizer.state` holds (loaded, or from before) into the flat buffers."""
+        """Move `optimizer.state` (existing or just loaded) into the flat buffers."""
         counts = [0.0] * len(self.members)
         names = self.names()
         for bucket in self.buckets:
@@ -460,27 +471,26 @@ class FlatState:
                 loaded = self._optimizer.state.get(param, {})
                 place = bucket.first + index
                 kept = names[self._group_of[place]] if self._group_of[place] >= 0 else ()
-                counts[place] = self._copy_in(bucket, index, kept, loaded)
+
+                # A moment that was not loaded starts from zeros, also where an earlier state has left values.
+                for name in {*kept, *bucket.moments}:
+                    value, view = loaded.get(name), bucket.view(name, index)
+                    if value is None:
+                        view.zero_()
+                    elif value.data_ptr() != view.data_ptr():
+                        view.copy_(value)
+                if self._sgd:
+                    counts[place] = 1.0 if loaded.get("momentum_buffer") is not None else 0.0
+                elif loaded:
+                    counts[place] = float(loaded["step"])
                 if loaded:
                     self._point(place, [name for name in kept if loaded.get(name) is not None])
         self.steps.copy_(torch.tensor(counts, device="cpu"))
-        alike = {count: object() for count in counts}
-        self.histories = [alike[count] for count in counts]
-
-    def _copy_in(self, bucket: BucketState, index: int, names: Sequence[str], loaded: Mapping[str, Any]) -> float:
-        """Fill one parameter's moments with what was loaded, else zeros; returns its step count."""
-        for name in {*names, *bucket.moments}:
-            value = loaded.get(name)
-            view = bucket.view(name, index)
-            if value is None:
-                view.zero_()
-            elif value.data_ptr() != view.data_ptr():
-                view.copy_(value)
-        if self._sgd:
-            return 1.0 if loaded.get("momentum_buffer") is not None else 0.0
-        return float(loaded["step"]) if loaded else 0.0
+        history = {count: object() for count in counts}
+        self.histories = [history[count] for count in counts]
 
     def _point(self, place: int, names: Sequence[str]) -> None:
+        """Make the optimizer's state of one parameter views of the flat buffers."""
         if self._sgd and not names:
             return
         bucket = next(b for b in reversed(self.buckets) if b.first <= place)
@@ -493,14 +503,14 @@ class FlatState:
 
 # --- Launches: spans of one bucket that share hyper-parameters and a divisor ---
 #
-# `KernelRun` is one Triton launch that leaves the gradient alone. `TorchRun` is one call of torch's fused kernels over flat
-# pieces, anywhere they exist; those write the divided gradient back while it is in cache, which on a CPU is faster than a
-# second copy of it in small pieces.
+# `TritonLaunch` is one launch that leaves the gradient unchanged. `TorchLaunch` is one call of torch's fused kernels on slices of
+# the flat buffers, on any device. These kernels write the divided gradient back while it is in cache, which on a CPU is faster
+# than dividing a copy in small pieces.
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """Elements [start, stop) of parameters with equal step counts, to be found at place `step`."""
+    """Elements [start, stop) of parameters with equal step counts; `step` is the place of the count."""
 
     start: int
     stop: int
@@ -508,7 +518,7 @@ class Fragment:
 
 
 class StepLaunch(ABC):
-    """A prepared launch. `group` is the torch parameter group as it is now; counts are already advanced."""
+    """A prepared launch. `group` is the current torch parameter group; step counts include this step already."""
 
     @abstractmethod
     def adam(self, group: Mapping[str, Any], divisor: Tensor, found_inf: Tensor) -> None:
@@ -519,21 +529,21 @@ class StepLaunch(ABC):
         """SGD with or without momentum."""
 
 
-def prepare(state: BucketState, steps: Tensor, fragments: Sequence[Fragment]) -> StepLaunch:
-    """The fastest run for these spans on their device."""
+def prepare_launch(state: BucketState, steps: Tensor, fragments: Sequence[Fragment]) -> StepLaunch:
+    """The fastest launch for these spans on their device."""
     kinds = (torch.float32, *HALVES)
     if state.params.is_cuda and state.params.dtype in kinds and kernels_available():
-        return KernelRun(state, steps, fragments)
-    return TorchRun(state, steps, fragments)
+        return TritonLaunch(state, steps, fragments)
+    return TorchLaunch(state, steps, fragments)
 
 
-class TorchRun(StepLaunch):
-    """Torch's fused kernels on one piece per fragment."""
+class TorchLaunch(StepLaunch):
+    """Torch's fused kernels on one slice per fragment."""
 
     def __init__(self, state: BucketState, steps: Tensor, fragments: Sequence[Fragment]) -> None:
         self._state = state
         self._fragments = fragments
-        self._params = self._cut(state.params)
+        self._params = self._slices(state.params)
         self._steps = [steps[fragment.step] for fragment in fragments]
         self._moments: dict[str, list[Tensor]] = {}
 
@@ -563,8 +573,13 @@ class TorchRun(StepLaunch):
         grads, scale = self._divided(divisor)
         momentum = group["momentum"]
         buffers = self._moment("momentum_buffer") if momentum else []
+        # Only dampening treats the first step differently. Reading the counts costs nothing on a CPU; on CUDA, where only fp64 with
+        # dampening gets here, it waits for the device.
+        first_steps = [False] * len(self._fragments)
+        if momentum and group["dampening"]:
+            first_steps = [count == 1.0 for count in torch.stack(self._steps).tolist()]
         for first in (False, True):
-            chosen = [place for place, is_first in enumerate(self._firsts(group)) if is_first == first]
+            chosen = [place for place, is_first in enumerate(first_steps) if is_first == first]
             if chosen:
                 torch._fused_sgd_(
                     [self._params[place] for place in chosen],
@@ -581,35 +596,26 @@ class TorchRun(StepLaunch):
                     found_inf=found_inf,
                 )
 
-    def _firsts(self, group: Mapping[str, Any]) -> list[bool]:
-        """Which fragments take their first step, where that matters: only dampening treats it differently.
-
-        Reading the counts costs nothing on a CPU; on CUDA (fp64 with dampening alone comes here) it waits.
-        """
-        if not (group["momentum"] and group["dampening"]):
-            return [False] * len(self._fragments)
-        return [count == 1.0 for count in torch.stack(self._steps).tolist()]
-
     def _divided(self, divisor: Tensor) -> tuple[list[Tensor], Tensor | None]:
-        """The gradient pieces, and the divisor torch's kernel is to apply (fp32: too coarse for fp64)."""
+        """The gradient slices, and the divisor that torch's kernel applies. It is fp32, so fp64 gradients are divided here."""
         flat, dtype = self._state.bucket.grad, self._state.params.dtype
         assert isinstance(flat, Tensor)
-        grads = self._cut(flat)
+        grads = self._slices(flat)
         if flat.dtype == dtype and dtype != torch.float64:
             return grads, divisor.float()
         return [torch.div(grad, divisor).to(dtype) for grad in grads], None
 
     def _moment(self, name: str) -> list[Tensor]:
         if name not in self._moments:
-            self._moments[name] = self._cut(self._state.moment(name))
+            self._moments[name] = self._slices(self._state.moment(name))
         return self._moments[name]
 
-    def _cut(self, flat: Tensor) -> list[Tensor]:
+    def _slices(self, flat: Tensor) -> list[Tensor]:
         return [flat[fragment.start : fragment.stop] for fragment in self._fragments]
 
 
-class KernelRun(StepLaunch):
-    """The Triton kernels on a table of chunks: one launch whatever the number of fragments."""
+class TritonLaunch(StepLaunch):
+    """The Triton kernels on a table of chunks: one launch for any number of fragments."""
 
     def __init__(self, state: BucketState, steps: Tensor, fragments: Sequence[Fragment]) -> None:
         from colonnade.optim.kernels import step_kernels
@@ -628,7 +634,7 @@ class KernelRun(StepLaunch):
         )
 
     def _pieces(self, fragments: Sequence[Fragment]) -> Iterator[tuple[int, int, int, int]]:
-        """(start, stop, place of the step count, which member): gradients that are scattered are read one by one."""
+        """(start, stop, place of the step count, member) of every piece. Scattered gradients are one piece each."""
         layout = self._state.bucket.layout
         for fragment in fragments:
             if isinstance(self._state.bucket.grad, Tensor):
@@ -676,43 +682,43 @@ class KernelRun(StepLaunch):
 
 
 def _scalar(lr: float | Tensor) -> float | Tensor:
-    """A learning rate for a kernel: a device tensor stays one, so that a captured graph reads it anew."""
+    """A learning rate for a kernel. A device tensor is kept, so that every replay of a captured graph reads it."""
     return lr if isinstance(lr, Tensor) and lr.is_cuda else float(lr)
 
 
-# --- CUDA graphs: work that launches the same kernels on the same memory is recorded once, and repeated as one launch ---
+# --- CUDA graphs: the same launches on the same memory, recorded once and replayed as one launch ---
 
 
 Result = TypeVar("Result")
 
 WARM_UP = 2
-"""How often work runs as it is before it is recorded: kernels are compiled and tables made by then."""
+"""How often work runs before it is recorded; by then kernels are compiled and tables built."""
 
 
 def check_capturable(parameters: Sequence[Tensor], flat: bool) -> None:
-    """Refuse parameters whose step cannot be a CUDA graph."""
+    """Raise if the step on these parameters cannot be a CUDA graph."""
     reason = None if flat else "flat_step is False"
     for parameter in parameters:
         if not parameter.is_cuda:
-            reason = f"a parameter, or its state, is on {parameter.device}, and CUDA graphs are of a GPU"
+            reason = f"a parameter or its state is on {parameter.device}, and CUDA graphs need a GPU"
         elif parameter.dtype not in (torch.float32, *HALVES) or not kernels_available():
-            reason = f"a parameter is of {parameter.dtype}; it can be done for fp32, bf16 and fp16, with Triton"
+            reason = f"a parameter has dtype {parameter.dtype}; supported are fp32, bf16 and fp16, with Triton"
     if reason is not None:
-        raise GradientError(f"graph_step=True cannot be done: {reason}. Leave it out.")
+        raise GradientError(f"graph_step=True is not available here: {reason}. Remove it from the config.")
 
 
 class Capture:
-    """A piece of work, recorded. What it returns lies in memory of its own, and is written over when it is repeated."""
+    """Work recorded as a CUDA graph. Its result is in memory of the graph, and is overwritten by every replay."""
 
     def __init__(self) -> None:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._holds: Sequence[object] = ()
-        self._values: object = object()  # the first run is anew
+        self._values: object = object()  # equal to nothing, so the first run starts a recording
         self._runs: int
         self._result: Any = None
 
     def run(self, holds: Sequence[object], values: object, work: Callable[[], Result]) -> Result:
-        """Do the work. It is recorded anew when one of the objects that it reads is another, or a value has changed."""
+        """Run or replay the work. A new recording starts if an object in `holds` is not the same one, or `values` has changed."""
         same = len(holds) == len(self._holds) and all(a is b for a, b in zip(holds, self._holds, strict=True))
         if not same or values != self._values:
             self._graph, self._result, self._runs = None, None, 0
@@ -730,7 +736,7 @@ class Capture:
 
 
 class StepGraph:
-    """The launches of a flat step as a CUDA graph. Divisor, drop flag and learning rates are read from device memory."""
+    """The launches of a flat step as a CUDA graph, which reads divisor, skip flag and learning rates from device memory."""
 
     def __init__(self) -> None:
         self._capture = Capture()
@@ -745,26 +751,25 @@ class StepGraph:
         found_inf: Tensor,
         groups: Sequence[Mapping[str, Any]],
     ) -> None:
-        """`launch(plan, divisor, found_inf, groups)`, whose groups have their learning rates on the device."""
+        """Run or replay `launch(plan, divisor, found_inf, groups)`, with the groups' learning rates in device memory."""
+        # A replay reads the addresses that were recorded, so all inputs are copied to tensors that stay.
         if self._divisor.shape != divisor.shape or self._divisor.device != divisor.device:
             self._divisor, self._found_inf = divisor.clone(), found_inf.clone()
         else:
             self._divisor.copy_(divisor)
             self._found_inf.copy_(found_inf)
-        rates = self._on_device(groups)
-        moved = [{**group, "lr": rate} for group, rate in zip(groups, rates, strict=True)]
-        settings = [{key: group[key] for key in group if key not in ("params", "lr")} for group in groups]
-        inputs = self._divisor, self._found_inf
-        self._capture.run((plan, *inputs, *rates), settings, lambda: launch(plan, *inputs, moved))
-
-    def _on_device(self, groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
-        """The groups' learning rates as they are now, each where it was before."""
         if len(self._rates) != len(groups):
             self._rates = [(torch.empty((), device=self._divisor.device), -1.0) for _ in groups]
-        for at, (group, (held, known)) in enumerate(zip(groups, self._rates, strict=True)):
-            rate = group["lr"]
-            if isinstance(rate, Tensor) and rate.is_cuda:
-                self._rates[at] = rate, -1.0
-            elif float(rate) != known:
-                self._rates[at] = held.fill_(float(rate)), float(rate)
-        return [rate for rate, _ in self._rates]
+        for at, (group, (rate, known)) in enumerate(zip(groups, self._rates, strict=True)):
+            given = group["lr"]
+            if isinstance(given, Tensor) and given.is_cuda:
+                self._rates[at] = given, -1.0
+            elif float(given) != known:
+                self._rates[at] = rate.fill_(float(given)), float(given)
+
+        # Another plan, tensor or option is another recording; a learning rate is not.
+        rates = [rate for rate, _ in self._rates]
+        groups_there = [{**group, "lr": rate} for group, rate in zip(groups, rates, strict=True)]
+        options = [{key: group[key] for key in group if key not in ("params", "lr")} for group in groups]
+        inputs = self._divisor, self._found_inf
+        self._capture.run((plan, *inputs, *rates), options, lambda: launch(plan, *inputs, groups_there))

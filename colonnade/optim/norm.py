@@ -1,14 +1,13 @@
-"""The norm of the whole world's gradient: local sums of powers, one collective, one root.
+"""The norm of the global gradient: local sums of powers, one all-reduce, one root.
 
-A rank describes what it holds by `GradientBlock`s: a tensor, how many ranks hold the same elements, and a slot, which is
-what gets a norm of its own. `Meter` reads the blocks of this rank once, by a reader that suits their device, and leaves a
-small fp64 vector there: a sum of powers per slot, and a count of blocks that are not finite per slot. `reduce_norms` adds
-up the vectors of all ranks with one all-reduce, so that every rank has the same bits, and gives them as `Norms`, which
-takes roots.
+A rank describes its gradients by `GradientBlock`s: a tensor, the number of ranks that hold the same elements, and a slot. A
+slot is whatever gets a norm of its own: a clip group, a layer or a parameter. `Meter` reads this rank's blocks once and leaves
+a small fp64 vector on the device: a sum of powers per slot, and a count of non-finite blocks per slot. `reduce_norms`
+all-reduces the vectors, so every rank has the same bits, and returns them as `Norms`, which takes roots.
 
-Nothing here waits for the device or looks at a value on the host. Sums over ranks are in fp64, whatever the gradients are:
-each element is in exactly one rank's sum (or in fixed proportions in several), so the norm does not depend on the layout
-but for the last digits of fp64.
+Nothing here waits for the device or reads a value on the host. Sums over blocks and ranks are in fp64 whatever the dtype of
+the gradients, and each element is counted by exactly one rank (or by several in fixed proportions). So the norm depends on
+the parallel layout only in the last digits of fp64.
 """
 
 from __future__ import annotations
@@ -29,24 +28,21 @@ from colonnade.errors import GradientError
 from colonnade.gradients.sums import HALVES
 from colonnade.parallel.flat import FlatLayout, flattened, padded
 
-# --- Blocks: what a rank adds to a norm ---
+# --- Blocks: the contribution of a rank ---
 #
-# `count` ranks hold the elements of a block alike, and this rank is number `index` among them. Each element must be counted
-# once: replica i of n reads only the i-th slice, so that replicas also share the work. Where the others may have cut the
-# parameter elsewhere (a sharded optimizer), there are no slices to agree on: without an index a rank reads all it has, and
-# counts 1/n of it.
+# `count` ranks hold the same elements of a block, and this rank is number `index` among these replicas. Each element must be
+# counted once: replica i of n reads only the i-th slice, so that replicas also share the work. A sharded optimizer may have
+# split the parameter at different places on different ranks, so they could not agree on slices. A rank without an index
+# therefore reads all it has, and its sum counts with weight 1/n.
 
 
 SLICE = 64
-"""Slices of a replicated block start at multiples of this many elements, so that their loads stay aligned."""
+"""Slices of a replicated block start at multiples of this many elements, to keep loads aligned."""
 
 
 @dataclass(frozen=True, eq=False)
 class GradientBlock:
-    """A local gradient, the `count` ranks that hold the same elements, this rank's `index`, and its slot.
-
-    A slot is what gets a norm of its own: a clip group, a layer, a parameter.
-    """
+    """A local gradient, its number of replicas, the index of this rank among them, and its slot."""
 
     tensor: Tensor
     count: int = 1
@@ -56,14 +52,14 @@ class GradientBlock:
     def __post_init__(self) -> None:
         if self.index is not None and not 0 <= self.index < self.count:
             raise GradientError(
-                f"the index of a block held by {self.count} ranks is 0 to {self.count - 1}, not {self.index}"
+                f"the index of a block with {self.count} replicas must be 0 to {self.count - 1}, not {self.index}"
             )
         if self.slot < 0:
-            raise GradientError(f"a slot is a number from 0 on, not {self.slot}")
+            raise GradientError(f"a slot must be 0 or larger, not {self.slot}")
 
     @property
     def owned(self) -> Tensor:
-        """The slice of the block this rank reads; the slices of all holders make up the block once."""
+        """The slice of the block that this rank reads; the slices of all replicas make up the block once."""
         if self.count == 1 or self.index is None:
             return self.tensor
         flat = flattened(self.tensor)
@@ -73,7 +69,7 @@ class GradientBlock:
 
     @property
     def weight(self) -> float:
-        """How much of what is read counts."""
+        """The factor on the sum of powers of `owned`."""
         return 1.0 / self.count if self.index is None else 1.0
 
 
@@ -84,16 +80,21 @@ def bucket_blocks(
     slots: Sequence[int] | None = None,
     *,
     absent: Collection[int] = (),
-    alone: Collection[int] = (),
+    separate: Collection[int] = (),
 ) -> list[GradientBlock]:
-    """The blocks of a flat gradient bucket: neighbours with equal (count, index) and slot become one block.
+    """The blocks of a flat gradient bucket.
 
-    `absent` are the indices without a gradient this step. `alone` are those that another holder may keep in
-    another bucket or at another place (tied parameters): their slices must not depend on their neighbours.
-    Padding must be zero, as `FlatLayout.allocate` leaves it.
+    Args:
+        layout: Places of the parameters in the buffer. Padding must be zero, as `FlatLayout.allocate` leaves it.
+        buffer: The flat gradients.
+        holdings: (count, index) of every parameter, as in `GradientBlock`.
+        slots: The slot of every parameter; 0 for all if omitted.
+        absent: Parameters without a gradient in this step.
+        separate: Parameters that a replica may keep in another bucket or at another offset (tied parameters). Each becomes a
+            block of its own, as its slice must not depend on its neighbours in the buffer.
     """
-    # A block needs a tensor of its own, a chunk and a row of the reader: the fewer, the faster. Parameters that follow each
-    # other in the buffer join when they agree on all that a block says, padding and all.
+    # Each block costs a tensor, a chunk and a row of the reader, so neighbours in the buffer with equal (count, index) and slot
+    # become one block, including the padding between them.
     keys = [(*holding, slot) for holding, slot in zip(holdings, slots or [0] * len(layout), strict=True)]
     runs: list[tuple[int, int]] = []
     for index in range(len(layout)):
@@ -101,7 +102,7 @@ def bucket_blocks(
             continue
         before = index - 1
         joins = runs and runs[-1][1] == before and keys[before] == keys[index]
-        if joins and index not in alone and before not in alone:
+        if joins and index not in separate and before not in separate:
             runs[-1] = (runs[-1][0], index)
         else:
             runs.append((index, index))
@@ -115,21 +116,28 @@ def bucket_blocks(
 
 
 def check_order(p: float) -> float:
-    """A norm order: a positive number, or inf; sums of powers above the 32nd of small gradients vanish in fp64."""
+    """Validate a norm order. Orders above 32 are refused: such powers of small gradients underflow in fp64."""
     try:
         order = float(p)
     except (TypeError, ValueError, OverflowError):
         order = math.nan
     if not 0 < order <= 32 and order != math.inf:
-        raise GradientError(f"the order of a gradient norm is a number above 0 and up to 32, or inf, not {p!r}")
+        raise GradientError(f"the order of a gradient norm must be above 0 and at most 32, or inf, not {p!r}")
     return order
 
 
 class Meter:
-    """Reads a fixed list of blocks and returns this rank's part of the norm, as often as asked.
+    """Measures a fixed list of blocks, any number of times.
 
-    The blocks must stay where they are (flat gradient buffers do); only their values may change between
-    measurements. With `once` nothing is prepared on the device that only a second measurement would pay back.
+    The memory of the blocks must stay the same (as that of flat gradient buffers does); only values may change between
+    measurements.
+
+    Args:
+        blocks: The blocks of this rank, on any devices.
+        p: The order of the norm.
+        slots: The number of slots, the same on every rank.
+        device: The device of the result; by default the first that is not the CPU.
+        once: Skip preparations on the device that pay off only from the second measurement on.
     """
 
     @torch.no_grad()
@@ -145,17 +153,17 @@ class Meter:
         self.p = check_order(p)
         self.slots = slots
         for slot in (block.slot for block in blocks if block.slot >= slots):
-            raise GradientError(f"a block has slot {slot}, but there are only {slots} slots (0 to {slots - 1})")
+            raise GradientError(f"a block has slot {slot}, but slots are 0 to {slots - 1}")
         devices = list(dict.fromkeys(block.tensor.device for block in blocks))
         self.device = device or next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
-        self._parts = [
+        self._sums = [
             _DeviceSums([b for b in blocks if b.tensor.device == d], self.p, slots, once=once) for d in devices
         ]
 
     @torch.no_grad()
     def measure(self) -> Tensor:
-        """The vector for `reduce_norms`: a value per slot, then a count of non-finite blocks per slot."""
-        vectors = [part.vector().to(self.device, non_blocking=True) for part in self._parts]
+        """The vector for `reduce_norms`: a sum of powers per slot, then a count of non-finite blocks per slot."""
+        vectors = [sums.vector().to(self.device, non_blocking=True) for sums in self._sums]
         if not vectors:
             return torch.zeros(2 * self.slots, dtype=torch.float64, device=self.device)
         first, *others = vectors
@@ -166,7 +174,7 @@ class Meter:
 
 
 class _DeviceSums:
-    """Sums of powers of the blocks of one device, a value per slot; the plan is made once, `vector` runs it."""
+    """Sums of powers per slot, of the blocks on one device; planned once, then run by `vector`."""
 
     def __init__(self, blocks: Sequence[GradientBlock], p: float, slots: int, *, once: bool) -> None:
         self._p = p
@@ -176,35 +184,35 @@ class _DeviceSums:
         if once:
             self._read: Callable[[], Tensor] = TorchReader(rows, p)
         else:
-            # A reader that is kept reads the same memory again: what `flattened` had to copy would be read out of date.
+            # A reader that is kept reads the same memory again, but a copy made by `flattened` would be out of date by then.
             for tensor, row in zip(owned, rows, strict=True):
                 if row.numel() and row.data_ptr() != tensor.data_ptr():
                     raise GradientError(
-                        f"a gradient of shape {tuple(tensor.shape)} and strides {tensor.stride()} has holes or "
+                        f"a gradient of shape {tuple(tensor.shape)} and strides {tensor.stride()} has gaps or "
                         "overlaps, so it cannot be measured in place; make it contiguous or use powsums()"
                     )
             self._read = KernelReader(rows) if suits_kernel(rows, p) else TorchReader(rows, p)
 
-        # Blocks of which this rank counts a proportion are weighted; a maximum has no proportions.
+        # Blocks that replicas read in full have a weight below 1. A maximum needs none.
         (device,) = {block.tensor.device for block in blocks}
         self._weights: Tensor | None = None
         weights = [block.weight for block in self._blocks]
         if not math.isinf(p) and any(weight != 1.0 for weight in weights):
             self._weights = numbers_on(tuple(weights), torch.float64, device)
-        # One block per slot, in order, needs no sum over blocks: a launch less.
-        self._one_each = [block.slot for block in self._blocks] == list(range(slots))
+        # With one block per slot, in order, there is no sum over blocks, which saves a launch.
+        self._one_block_per_slot = [block.slot for block in self._blocks] == list(range(slots))
         counts = Counter(block.slot for block in self._blocks)
         self._lengths = numbers_on(tuple(counts[slot] for slot in range(slots)), torch.int64, device)
 
     def vector(self) -> Tensor:
-        """2 x slots fp64 numbers: a value per slot, then how many of its blocks were not finite."""
+        """2 x slots fp64 numbers: a sum of powers per slot, then the number of its non-finite blocks."""
         values = self._read()
         if self._weights is not None:
-            sums, marks = values
-            values = torch.stack([sums * self._weights, marks])
-        if self._one_each:
+            sums, nonfinite = values
+            values = torch.stack([sums * self._weights, nonfinite])
+        if self._one_block_per_slot:
             return values.reshape(-1)
-        return join(values.t().contiguous(), self._lengths, self._p).t().reshape(-1)
+        return segment_sums(values.t().contiguous(), self._lengths, self._p).t().reshape(-1)
 
 
 def powsums(
@@ -214,24 +222,29 @@ def powsums(
     *,
     device: torch.device | None = None,
 ) -> Tensor:
-    """One measurement of blocks that will not be seen again; see `Meter`."""
+    """Measure blocks once; arguments as for `Meter`."""
     return Meter(blocks, p, slots=slots, device=device, once=True).measure()
 
 
 def reduce_norms(
     vector: Tensor, p: float = 2.0, group: dist.ProcessGroup | None = None, *, piggybacked: int = 0, whole: bool = False
 ) -> Norms:
-    """Join the vectors of all ranks of `group` (None: the world) with exactly one all-reduce, in place.
+    """Reduce the vectors of all ranks to norms, with exactly one all-reduce, in place.
 
-    Every rank of the group must call it, with the same number of slots, also a rank without blocks. The last `piggybacked`
-    numbers are not part of the norm: they travel in the same collective. `whole`: every rank has measured everything, so
-    that there is nothing to join.
+    Collective over `group`, including ranks without blocks.
+
+    Args:
+        vector: The result of `Meter.measure`, with the same number of slots on every rank.
+        p: The order of the norm.
+        group: The ranks that hold the gradient; None for the world.
+        piggybacked: The number of trailing entries that are not part of the norm and only share its collective.
+        whole: Every rank has measured the full gradient, so nothing is communicated.
     """
     order = check_order(p)
     if not whole and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
         dist.all_reduce(vector, dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM, group=group)
     values, nonfinite = vector[: len(vector) - piggybacked].view(2, -1).unbind(0)
-    if math.isinf(order):  # a MAX may drop a NaN, so it travelled as inf with the mark 2
+    if math.isinf(order):  # MAX may ignore a NaN, so the readers send it as inf with the number 2
         values = torch.where(nonfinite > 1.5, math.nan, values)
         nonfinite = nonfinite.clamp(max=1.0)
     return Norms(order, values, nonfinite)
@@ -239,10 +252,9 @@ def reduce_norms(
 
 @dataclass(frozen=True)
 class Norms:
-    """The reduced sums of powers (for p = inf: maxima) per slot, fp64, the same bits on every rank.
+    """The reduced sums of powers per slot (maxima for p = inf), fp64, with the same bits on every rank.
 
-    `nonfinite` is above 0 for a slot with a non-finite block: how many blocks there were in the world, or
-    just 1 for p = inf.
+    `nonfinite` is above 0 for a slot with a non-finite block: the number of such blocks in the world, or just 1 for p = inf.
     """
 
     p: float
@@ -254,7 +266,7 @@ class Norms:
         return self._root(self.sums)
 
     def total(self, counted: Tensor | None = None) -> Tensor:
-        """The norm over the slots of the mask `counted` (all of them without one), as a 0-dim tensor."""
+        """The norm over all slots, or over those in the mask `counted`, as a 0-dim tensor."""
         sums = self.sums if counted is None else torch.where(counted, self.sums, 0.0)
         if sums.numel() == 1:
             return self._root(sums.view(()))
@@ -273,28 +285,28 @@ class Norms:
 
 # --- Readers: sums of powers of many tensors, without a copy and without waiting for the device ---
 #
-# A reader is made of flat tensors and called without arguments: it gives (2, tensors) in fp64, a sum of powers (for p = inf a
-# maximum) and a mark for values that are not finite, per tensor.
+# A reader is made of flat tensors and called without arguments. It returns (2, tensors) in fp64: per tensor a sum of powers (for
+# p = inf a maximum), and a number above 0 if a value is not finite.
 #
-# Rows too short to lose digits in fp32 are added up in fp32, and the rows in fp64: as fast as one read of the memory, and right
-# to about 1e-8. `KernelReader` does it for the 2-norm on CUDA, with one Triton launch per buffer and one to finish;
-# `TorchReader` does everything else.
+# Rows too short to lose digits in fp32 are summed in fp32, and the rows' sums in fp64: as fast as one read of the memory, and
+# accurate to about 1e-8. `KernelReader` does so for the 2-norm on CUDA, with one Triton launch per buffer and one to finish;
+# `TorchReader` handles everything else.
 
 
 ROW = 1024
-"""Elements added in fp32 before fp64 takes over; longer rows are no faster and less exact."""
+"""Elements summed in fp32 before fp64 takes over; longer rows are no faster and less accurate."""
 
 SMALL, LARGE = 1 << 14, 1 << 18
-"""On a CPU, tensors above SMALL elements are cut, and those from LARGE on read as a table by all threads.
+"""On a CPU, tensors above SMALL elements are split, and tensors from LARGE elements on are read as a table by all threads.
 
-Squares of half-precision values are so short that their sums err to one side: those are cut at a quarter."""
+Half-precision tensors are split at a quarter of SMALL: their squares have so few digits that errors of long sums are biased."""
 
 PIECE = 1 << 20
-"""Half-precision elements turned into fp32 at a time on a CPU, whose norm cannot do that on the fly."""
+"""Half-precision elements converted to fp32 at a time on a CPU, whose norm kernel cannot convert while it reads."""
 
 
 class TorchReader:
-    """Norms of rows of at most 1K elements on a CPU, of whole tensors elsewhere; their powers added per tensor."""
+    """Torch norms of short rows on a CPU, and of full tensors elsewhere; their powers are summed per tensor."""
 
     def __init__(self, rows: Sequence[Tensor], p: float) -> None:
         self._p = p
@@ -303,8 +315,8 @@ class TorchReader:
         of_tables: list[int] = []
         of_small: dict[torch.dtype, list[int]] = {}
         (device,) = {row.device for row in rows}
-        # On a CPU large tensors become tables of rows, all but what is left over at their end, and the rest is cut into pieces.
-        # Elsewhere torch's norm of a whole tensor is right and fast: its sums are made in many short runs.
+        # On a CPU a large tensor becomes a table of rows, and the remainder at its end is split into pieces, as small tensors are.
+        # On other devices torch's norm of a full tensor is accurate and fast: it already sums in many short runs.
         cpu = device.type == "cpu"
         for owner, row in enumerate(rows):
             if p == 2.0 and row.is_complex():
@@ -321,8 +333,8 @@ class TorchReader:
                 self._small.setdefault(row.dtype, []).extend(pieces)
                 of_small.setdefault(row.dtype, []).extend([owner] * len(pieces))
 
-        # What comes out of all these norms is one vector. `lengths` says how many numbers of it each tensor has, and `order`
-        # where they lie, if tables and pieces have torn the tensors' order.
+        # The norms of all rows and pieces make one vector. `lengths` has the number of its entries per tensor, and `order` puts
+        # the entries of each tensor next to each other where tables and pieces have separated them.
         owners = [*of_tables, *(owner for dtype in self._small for owner in of_small[dtype])]
         counts = [*map(len, self._tables), *[1] * (len(owners) - len(of_tables))]
         lengths = [0] * len(rows)
@@ -331,7 +343,14 @@ class TorchReader:
         self._lengths = numbers_on(tuple(lengths), torch.int64, device)
         self._order: Tensor | None = None
         if owners != sorted(owners):
-            self._order = _order_on(tuple(owners), tuple(counts), device)
+
+            def order() -> Tensor:
+                starts = [0, *accumulate(counts)]
+                by_owner = sorted(range(len(owners)), key=owners.__getitem__)
+                runs = [torch.arange(starts[at], starts[at + 1], device="cpu") for at in by_owner]
+                return to_device(torch.cat(runs), device)
+
+            self._order = _cached((tuple(owners), tuple(counts), device), order)
         self._shape, self._device = (2, len(rows)), device
 
     def __call__(self) -> Tensor:
@@ -354,7 +373,7 @@ class TorchReader:
         if not norms:
             return torch.zeros(self._shape, dtype=torch.float64, device=self._device)
 
-        # Norms back to sums of powers, in fp64, in the order of the tensors, and added up per tensor.
+        # Norms become sums of powers again, in fp64, in the order of the tensors, and are summed per tensor.
         first, *others = norms
         values = (torch.cat(norms) if others else first).double()
         if p == 2.0:
@@ -363,10 +382,10 @@ class TorchReader:
             values.pow_(p)
         if self._order is not None:
             values = values[self._order]
-        values = join(values, self._lengths, p)
+        values = segment_sums(values, self._lengths, p)
 
-        # A sum that meets an inf or a NaN keeps it, and the mark only counts blocks. A MAX over ranks may drop a NaN, so for
-        # p = inf it travels as inf with the mark 2.
+        # A sum over ranks keeps any inf or NaN, so the second number only counts blocks. MAX over ranks may ignore a NaN, so for
+        # p = inf a NaN is sent as inf with the number 2.
         if not math.isinf(p):
             return torch.stack([values, (values * 0).nan_to_num_(nan=1.0)])  # inf * 0 is NaN as well
         nan = values.isnan()
@@ -375,25 +394,25 @@ class TorchReader:
 
 
 def _row_length(numel: int) -> int:
-    """At most ROW, and if possible such that nothing is left over: every further operation costs its launch."""
+    """At most ROW, and a divisor of `numel` if possible: a remainder would cost a further launch."""
     return next((length for length in range(ROW, ROW // 2, -1) if numel % length == 0), ROW)
 
 
 class KernelReader:
-    """2-norms through the Triton kernels: flat, aligned tensors of fp32 or half precision on CUDA."""
+    """2-norms by Triton kernels, of flat, aligned tensors of fp32 or half precision on CUDA."""
 
     def __init__(self, rows: Sequence[Tensor]) -> None:
         from colonnade.optim.kernels import norm_kernels
 
         self._kernels = norm_kernels
         (self._device,) = {row.device for row in rows}
-        # One launch per buffer: tensors that lie in one storage are read by offsets from the first of them.
+        # One launch per buffer: tensors of one storage are read by offsets from the first of them.
         members_of: dict[tuple[int, torch.dtype], list[int]] = {}
         for index, row in enumerate(rows):
             if row.numel():
                 members_of.setdefault((row.untyped_storage().data_ptr(), row.dtype), []).append(index)
 
-        # Each launch leaves a partial sum per chunk; `ranges` says which partial sums are a tensor's.
+        # Each launch leaves a partial sum per chunk; `ranges` has the range of partial sums of each tensor.
         self._bases: list[Tensor] = []
         self._launches: list[tuple[Tensor, int]] = []
         chunks_of = [-(-row.numel() // CHUNK) for row in rows]
@@ -422,7 +441,7 @@ class KernelReader:
 
 
 def suits_kernel(rows: Sequence[Tensor], p: float) -> bool:
-    """Whether `KernelReader` can read these flat tensors of one device."""
+    """Whether `KernelReader` can read these flat tensors, all on one device."""
     return (
         p == 2.0
         and kernels_available()
@@ -431,80 +450,70 @@ def suits_kernel(rows: Sequence[Tensor], p: float) -> bool:
     )
 
 
-def join(values: Tensor, lengths: Tensor, p: float) -> Tensor:
-    """Sums (maxima for p = inf) of consecutive rows of `values`, `lengths` of them each; 0 for none."""
+def segment_sums(values: Tensor, lengths: Tensor, p: float) -> Tensor:
+    """Sums (maxima for p = inf) of consecutive segments of rows of `values`; 0 for an empty segment."""
     if len(values) and len(lengths) == 1:
         return values.amax(0, keepdim=True) if math.isinf(p) else values.sum(0, keepdim=True)
     how = "max" if math.isinf(p) else "sum"
-    # `unsafe` leaves out checks of the lengths that would wait for the device.
+    # `unsafe` skips checks of the lengths, which would wait for the device.
     return torch.segment_reduce(values, how, lengths=lengths, unsafe=True, initial=0.0)
 
 
-_KEPT = 256
-"""How many small constant tensors are kept on devices."""
+_CACHE_SIZE = 256
 
-_made: dict[object, Tensor] = {}
+_cache: dict[object, Tensor] = {}
 
 
-def _kept(key: object, make: Callable[[], Tensor]) -> Tensor:
-    """The tensor that was made for this key before: a meter of loose gradients is built anew in every step, out of the same
-    numbers. Not to be written to."""
-    found = _made.get(key)
+def _cached(key: object, make: Callable[[], Tensor]) -> Tensor:
+    """A small constant tensor on a device, from the cache if it has one for `key`. Must not be written to.
+
+    A meter of gradients outside of buckets is made in every step, and needs the same constants each time.
+    """
+    found = _cache.get(key)
     if found is None:
         found = make()
-        if type(found) is Tensor:  # not a fake one of a plan
-            if len(_made) == _KEPT:
-                _made.clear()
-            _made[key] = found
+        if type(found) is Tensor:  # a fake tensor of a simulated run must not stay
+            if len(_cache) == _CACHE_SIZE:
+                _cache.clear()
+            _cache[key] = found
     return found
 
 
 def numbers_on(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """These numbers on a device. The host does not wait for it, nor for what another default device would make of them."""
+    """These numbers as a cached tensor on a device, without waiting for it."""
+    # Built on the host explicitly, as the default device may be another.
     key = numbers, dtype, device
-    return _kept(key, lambda: to_device(torch.tensor(numbers, dtype=dtype, device="cpu"), device))
+    return _cached(key, lambda: to_device(torch.tensor(numbers, dtype=dtype, device="cpu"), device))
 
 
-def _order_on(owners: tuple[int, ...], counts: tuple[int, ...], device: torch.device) -> Tensor:
-    """Where the values of each owner lie, owner after owner, if `counts` of them come for each of `owners` in turn."""
-
-    def make() -> Tensor:
-        starts = [0, *accumulate(counts)]
-        ordered = sorted(range(len(owners)), key=owners.__getitem__)
-        runs = [torch.arange(starts[at], starts[at + 1], device="cpu") for at in ordered]
-        return to_device(torch.cat(runs), device)
-
-    return _kept((owners, counts, device), make)
-
-
-# --- What the kernels of norm and step share ---
+# --- Shared by the kernels of norm and step ---
 
 
 CHUNK = 1 << 16
-"""Elements that one program of the CUDA norm adds up."""
+"""Elements that one program of the CUDA norm kernel sums."""
 
 STEP_CHUNK = 1024
-"""Elements that one program of the CUDA optimizer step updates."""
+"""Elements that one program of the CUDA step kernel updates."""
 
 UNIT = 8
-"""The CUDA kernels take all starts and lengths to be multiples of this many elements."""
+"""All starts and lengths that the CUDA kernels see are multiples of this many elements."""
 
 
 def kernels_available() -> bool:
-    """Whether Triton kernels can be built here."""
+    """Whether Triton kernels can be compiled here."""
     return torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
 
 
 def chunk_table(spans: Sequence[tuple[int, int]], size: int, device: torch.device) -> Tensor:
-    """Cut spans [start, stop) into chunks of at most `size` elements: int32 rows (start, stop, span index).
+    """Split spans [start, stop) into chunks of at most `size` elements: int32 rows (start, stop, span index).
 
-    Starts and stops are in units of `UNIT` elements, so that a kernel knows them to be aligned; a stop is
-    rounded up, into the padding.
+    Starts and stops are in units of `UNIT` elements, so that the compiler knows their alignment. Stops are rounded up, into
+    the padding.
     """
     step = size // UNIT
     pairs = [(start // UNIT, -(-stop // UNIT)) for start, stop in spans]
     total = sum(-(-(stop - start) // step) for start, stop in pairs)
-    # On the host also where another device is the default one.
+    # Built on the host explicitly, as the default device may be another.
     starts, stops = torch.tensor(pairs, dtype=torch.int64, device="cpu").view(-1, 2).unbind(1)
     counts = (stops - starts + step - 1) // step
     owner = torch.repeat_interleave(torch.arange(len(spans), device="cpu"), counts, output_size=total)
@@ -515,14 +524,14 @@ def chunk_table(spans: Sequence[tuple[int, int]], size: int, device: torch.devic
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """Copy a host tensor without making the host wait for the device."""
+    """Copy a host tensor to a device without waiting for it."""
     if device.type == "cuda":
         return host.pin_memory().to(device, non_blocking=True)
     return host.to(device)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Make a CUDA device the current one, as kernel launches need it; free when it already is."""
+    """Make a CUDA device the current one, as kernel launches require; costs nothing if it is."""
     if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
         return nullcontext()
     return torch.cuda.device(device)

@@ -1,7 +1,8 @@
-"""What an optimizer does, found out by trying: two steps of a twin of it on small matrices, on the host.
+"""Properties of an optimizer, found by a trial: a twin of it takes steps on small matrices.
 
-`two_steps` shows whether an optimizer steps on parts of a matrix as on the whole (ZeRO, stage 3 and split tensors need that),
-`state_dtypes` what it will keep of each element. The user's optimizer, its state and its hooks are left alone.
+`two_steps` shows whether an optimizer steps on shards of a matrix as on the full matrix, which ZeRO, stage 3 and tensor
+parallelism need. `state_dtypes` shows which state it will keep per element. The user's optimizer, its state and its hooks are
+left unchanged.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from colonnade.parallel.dtensor import local_part
 
 
 def kinds_of_groups(optimizer: Optimizer) -> list[list[int]]:
-    """The numbers of its groups with parameters, those together that differ only in how large an option is."""
+    """The indices of non-empty parameter groups, grouped by options; a number counts only as zero or non-zero."""
     found: dict[str, list[int]] = {}
     for at, group in enumerate(optimizer.param_groups):
         options = {
@@ -35,40 +36,51 @@ def kinds_of_groups(optimizer: Optimizer) -> list[list[int]]:
 def two_steps(
     optimizer: Optimizer, at: int, shape: tuple[int, ...], cut: Callable[[Tensor], list[Any]], device: str = "cpu"
 ) -> tuple[Tensor, list[Any]]:
-    """A matrix, and what `cut` makes of it, each after two steps on the same gradients in group `at` of such an optimizer."""
+    """Run two steps on a random matrix, and on its shards with the same gradients.
+
+    Args:
+        optimizer: The optimizer of which a twin is tried.
+        at: The parameter group with the options to use.
+        shape: The shape of the matrix.
+        cut: Splits a matrix into shards.
+        device: The device of the matrix.
+
+    Returns:
+        The matrix and its shards after the steps.
+    """
     numbers = torch.Generator().manual_seed(0)
-    whole, *grads = (
+    full, *grads = (
         torch.randn(shape, generator=numbers, dtype=torch.float64, device="cpu").to(device) for _ in range(3)
     )
-    parts = cut(whole)
-    trials = [_trial_of(optimizer, at, [whole]), _trial_of(optimizer, at, parts)]
+    shards = cut(full)
+    trials = [_trial_of(optimizer, at, [full]), _trial_of(optimizer, at, shards)]
     with torch.random.fork_rng(devices=[]):
         for grad in grads:
-            whole.grad = grad
-            for part, piece in zip(parts, cut(grad), strict=True):
-                part.grad = piece
+            full.grad = grad
+            for shard, piece in zip(shards, cut(grad), strict=True):
+                shard.grad = piece
             for trial in trials:
                 trial.step()
-    return whole, parts
+    return full, shards
 
 
 def state_dtypes(optimizer: Optimizer, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    """The dtypes of the state that it will keep of every element of a parameter; none where a trial fails."""
+    """The dtypes of the state that the optimizer will keep per element of a parameter; empty if the trial fails."""
     parameter = torch.zeros(2, 2, dtype=dtype, device="cpu")
     parameter.grad = torch.ones_like(parameter)
     try:
         trial = _trial_of(optimizer, 0, [parameter])
         trial.step()
-    except Exception:  # it says why at its first step
+    except Exception:  # the optimizer raises the same error at its first step
         return ()
     kept = [value for value in trial.state[parameter].values() if isinstance(value, Tensor)]
     return tuple(value.dtype for value in kept if value.shape == parameter.shape)
 
 
 def _trial_of(optimizer: Optimizer, at: int, parameters: list[Tensor]) -> Optimizer:
-    """The optimizer's group `at` alone, on small tensors of the host, without hooks."""
+    """A twin with only the parameter group `at`, over small tensors, without hooks."""
     trial = twin_of(optimizer, [parameters for _ in optimizer.param_groups])
-    # Lists and dicts that it changes in place must not be the user's.
+    # The trial may change lists and dicts in place, so it gets copies.
     own = {key: copy.copy(value) for key, value in trial.__dict__.items() if type(value) in (list, dict)}
     trial.__dict__.update({key: value for key, value in own.items() if key != "param_groups"})
     group = {key: value if key == "params" else copy.deepcopy(value) for key, value in trial.param_groups[at].items()}
@@ -81,26 +93,29 @@ def _trial_of(optimizer: Optimizer, at: int, parameters: list[Tensor]) -> Optimi
             group[option] = float(value)
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(trial, name, OrderedDict())
-    # Some optimizers make their state when they are built: the trial gets a sample of it, of the new shapes.
-    held = [(p, optimizer.state[p]) for p in optimizer.param_groups[at]["params"] if optimizer.state.get(p)]
-    like, sample = next((one for one in held if local_part(one[0]).numel()), held[0] if held else (None, {}))
+    # Some optimizers create their state in the constructor: the trial gets a sample of it, in the new shapes.
+    states = [(p, optimizer.state[p]) for p in optimizer.param_groups[at]["params"] if optimizer.state.get(p)]
+    like, sample = next(
+        (state for state in states if local_part(state[0]).numel()), states[0] if states else (None, {})
+    )
     for parameter in parameters:
         trial.state[parameter] = {key: _sample(value, like, parameter, key) for key, value in sample.items()}
     return trial
 
 
 def _sample(value: Any, like: Any, parameter: Tensor, name: str) -> Any:
+    """A state value for `parameter` like the `value` that was kept for the parameter `like`."""
     if isinstance(value, Tensor) and name != "step" and value.shape == like.shape:
-        own = local_part(value).flatten()  # a rank may hold none of it
+        own = local_part(value).flatten()  # may be empty on this rank
         return torch.full_like(parameter, float(own[0]) if own.numel() else 0.0)
     return torch.zeros((), device="cpu") if name == "step" and isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 def twin_of(optimizer: Optimizer, parameters: Sequence[Sequence[Tensor]]) -> Optimizer:
-    """A second object of the same class with the same attributes, over other tensors, without state."""
+    """A second optimizer of the same class with the same attributes, over other tensors and without state."""
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
-    twin.__dict__.pop("step", None)  # a scheduler puts there a method that steps the original
+    twin.__dict__.pop("step", None)  # a scheduler may have set it to a method bound to the original
     twin.state = defaultdict(dict)
     twin.param_groups = [
         {**group, "params": list(tensors)} for group, tensors in zip(optimizer.param_groups, parameters, strict=True)

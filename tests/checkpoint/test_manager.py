@@ -30,7 +30,7 @@ from colonnade.constants import SAVED
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import CheckpointError
-from colonnade.optim.clip_history import ZClip
+from colonnade.optim.clip_method import ZClip
 from colonnade.parallel.placement import Shard, place
 from colonnade.testing import run_world
 from tests.checkpoint.models import WAYS, launched

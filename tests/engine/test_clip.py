@@ -273,11 +273,11 @@ def _adaptive(clip: dict) -> list[tuple[str, list[float]]]:
     [
         ({"method": "zklip"}, "Did you mean 'zclip'"),
         ({"max_norm": 1.0, "groups": {"a": {"params": "heed.*"}}}, "matches no parameter"),
-        ({"method": {"type": "percentile", "window": 10**30}}, "window is a number of steps from 1 to 1000000"),
-        ({"method": {"type": "percentile", "percentile": 10**400}}, "takes no such options"),
+        ({"method": {"type": "percentile", "window": 10**30}}, "window must be a number of steps from 1 to 1000000"),
+        ({"method": {"type": "percentile", "percentile": 10**400}}, "does not accept these options"),
         ({"method": {"type": "zclip", "z_max": 10**400}}, "z_max is a number above 0"),
         ({"method": {"type": "norm", "max_norm": "1"}}, "max_norm is a number above 0"),
-        ({"method": {"type": "zclip", "sigma": 3}}, "takes no such options"),
+        ({"method": {"type": "zclip", "sigma": 3}}, "does not accept these options"),
     ],
 )
 def test_bad_clip_settings_are_named(clip, part):

@@ -169,7 +169,9 @@ def test_equal_blocks_are_compiled_once(blocks):
 def test_a_step_as_cuda_graphs_is_refused_on_a_cpu():
     with launch({"graph_step": True}, context=ParallelContext(), verbose=False) as gpc:
         layer = nn.Linear(2, 2)
-        with pytest.raises(Exception, match="graph_step=True cannot be done: a parameter, or its state, is on cpu"):
+        with pytest.raises(
+            Exception, match="graph_step=True is not available here: a parameter or its state is on cpu"
+        ):
             initialize(layer, torch.optim.AdamW(layer.parameters()), context=gpc)
 
 

@@ -78,7 +78,7 @@ def test_neighbours_with_one_holding_and_slot_become_one_block() -> None:
 def test_absent_and_tied_members_stand_apart() -> None:
     layout, buffer = bucket(5, 20, 16, 3)
     assert starts(bucket_blocks(layout, buffer, [(1, 0)] * 4, absent=[1])) == [(0, 16), (48, 32)]
-    assert starts(bucket_blocks(layout, buffer, [(2, 0)] * 4, alone=[1])) == [(0, 16), (16, 32), (48, 32)]
+    assert starts(bucket_blocks(layout, buffer, [(2, 0)] * 4, separate=[1])) == [(0, 16), (16, 32), (48, 32)]
 
 
 @settings(deadline=None)
@@ -128,16 +128,16 @@ def test_orders_that_are_a_norm(p: float) -> None:
 
 @pytest.mark.parametrize("p", [0, -1, math.nan, 32.5, 33, 10**400])
 def test_orders_that_are_no_norm(p: float) -> None:
-    with pytest.raises(GradientError, match="above 0 and up to 32, or inf"):
+    with pytest.raises(GradientError, match="above 0 and at most 32, or inf"):
         check_order(p)
 
 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"count": 2, "index": 2}, "the index of a block held by 2 ranks is 0 to 1, not 2"),
-        ({"count": 2, "index": -1}, "the index of a block held by 2 ranks is 0 to 1, not -1"),
-        ({"slot": -1}, "a slot is a number from 0 on, not -1"),
+        ({"count": 2, "index": 2}, "the index of a block with 2 replicas must be 0 to 1, not 2"),
+        ({"count": 2, "index": -1}, "the index of a block with 2 replicas must be 0 to 1, not -1"),
+        ({"slot": -1}, "a slot must be 0 or larger, not -1"),
     ],
 )
 def test_what_is_no_block_is_said(more: dict[str, int], message: str) -> None:

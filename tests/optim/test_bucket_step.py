@@ -9,17 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
+from colonnade.engine.gradient_handler import BaseGradientHandler
 from colonnade.errors import GradientError
 from colonnade.optim import bucket_step
-from colonnade.optim.bucket_step import BucketStep, OwnedBucket, WholeBucket, wants_flat
+from colonnade.optim.bucket_step import BucketStep, OwnedBucket, ReplicatedBucket, wants_flat
 from colonnade.optim.flat_step import FlatBucket
 from colonnade.optim.norm import GradientBlock, bucket_blocks, reduce_norms
 from colonnade.parallel.flat import FlatLayout
+from colonnade.registry import GRADIENT_HANDLER
+from colonnade.testing import run_world
 
 
 def built() -> nn.Module:
@@ -91,6 +95,44 @@ def _second_norm() -> float:
     return norm
 
 
+class SumsByHand(BaseGradientHandler):
+    def handle_gradient(self) -> None:
+        for parameter in self._model.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+
+
+def _uneven_by_hand(dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Gradients after each step, and weights at the end; rank 1 has no batch for the second of two steps."""
+    GRADIENT_HANDLER.register_module(SumsByHand)
+    config = {"clip_grad_norm": 0.01, "gradient_handler": ["SumsByHand"]}
+    with launch(config, context=ParallelContext(), verbose=False) as gpc:
+        model = built().to(dtype)
+        engine = initialize(model, torch.optim.AdamW(model.parameters(), lr=0.1), context=gpc)[0]
+        grads: list[torch.Tensor] = []
+
+        def keep() -> None:
+            grads.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).clone())
+
+        for x in engine.batches([torch.ones(5, 3, dtype=dtype)] * (2 - gpc.get_global_rank()), after_step=keep):
+            engine.zero_grad()
+            engine.backward(engine(x).square().sum())
+            engine.step()
+            keep()
+        weights = [parameter.detach().clone() for parameter in model.parameters()]
+        engine.close()
+        return grads, weights
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_rank_that_is_out_of_batches_steps_as_the_others_do(dtype):
+    (grads, weights), (other_grads, other_weights) = run_world(2, _uneven_by_hand, dtype).values
+    torch.testing.assert_close(other_grads, grads, rtol=0, atol=0)
+    torch.testing.assert_close(other_weights, weights, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_rank_measures_its_half_of_what_two_hold_or_all_of_it(whole):
     members = [nn.Parameter(torch.zeros(1000)), nn.Parameter(torch.zeros(24))]
@@ -101,7 +143,7 @@ def test_a_rank_measures_its_half_of_what_two_hold_or_all_of_it(whole):
     measured = 0
     for index in (0, 1):
         entries = [SimpleNamespace(holding=SimpleNamespace(count=2, index=index, ranks=(0, 1)))] * 2
-        blocks = WholeBucket(facts, entries, [0, 0], whole).blocks([])  # type: ignore[arg-type]
+        blocks = ReplicatedBucket(facts, entries, [0, 0], whole).blocks([])  # type: ignore[arg-type]
         assert len(blocks) == 1
         measured += blocks[0].owned.numel()
     assert measured == (2 if whole else 1) * layout.numel
@@ -312,11 +354,11 @@ def test_a_parameter_that_nobody_knows_is_refused_by_name():
     stranger, other = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(3))
     world.model.append(stranger)
     world.optimizer.param_groups[1]["params"].append(stranger)
-    with pytest.raises(GradientError, match=r"^5 of shape \(2, 2\) came to the optimizer \(group 1\) after"):
+    with pytest.raises(GradientError, match=r"^5 of shape \(2, 2\) was added to optimizer group 1 after"):
         world.step.step_divided(None, None)
     world.optimizer.param_groups[1]["params"][-1] = other
     world.optimizer.add_param_group({"params": []})
-    with pytest.raises(GradientError, match=r"^a parameter of shape \(3,\) came to the optimizer \(group 1\) after"):
+    with pytest.raises(GradientError, match=r"^a parameter of shape \(3,\) was added to optimizer group 1 after"):
         world.step.step_divided(None, None)
 
 
@@ -356,8 +398,8 @@ def test_gradients_that_are_in_no_bucket_are_stepped_on_by_the_optimizer_itself(
     [
         (lambda own, other: torch.optim.SGD(own), 0, None),
         (lambda own, other: torch.optim.NAdam(own), 0, "not NAdam"),
-        (lambda own, other: SimpleNamespace(param_groups=[]), 0, "no torch optimizer"),
-        (lambda own, other: torch.optim.SGD([*own, other]), 0, "not the model's"),
+        (lambda own, other: SimpleNamespace(param_groups=[]), 0, "not a torch optimizer"),
+        (lambda own, other: torch.optim.SGD([*own, other]), 0, "not in the model"),
         (lambda own, other: torch.optim.SGD(own), 1, "has DTensor parameters"),
     ],
 )
@@ -370,7 +412,7 @@ def test_who_is_stepped_flat(make, dtensors, reason, monkeypatch):
     if reason is None:
         assert wants_flat(own, optimizer, True) is True
         return
-    with pytest.raises(GradientError, match=f"^this=True cannot be done: .*{reason}"):
+    with pytest.raises(GradientError, match=f"^this=True is not available here: .*{reason}"):
         wants_flat(own, optimizer, True, "this")
-    with pytest.raises(GradientError, match=r"^flat_step=True cannot be done"):
+    with pytest.raises(GradientError, match=r"^flat_step=True is not available here"):
         wants_flat(own, optimizer, True)

@@ -90,9 +90,9 @@ FITS = {"is_cuda": True, "dtype": torch.bfloat16, "device": "cuda:0"}
         ({}, True, True, None),
         ({"dtype": torch.float32}, True, True, None),
         ({}, False, True, "flat_step is False"),
-        ({"is_cuda": False, "device": "cpu"}, True, True, "on cpu, and CUDA graphs are of a GPU"),
-        ({"dtype": torch.float64}, True, True, "of torch.float64; it can be done for fp32"),
-        ({}, True, False, "of torch.bfloat16; it can be done for fp32"),
+        ({"is_cuda": False, "device": "cpu"}, True, True, "on cpu, and CUDA graphs need a GPU"),
+        ({"dtype": torch.float64}, True, True, "dtype torch.float64; supported are fp32"),
+        ({}, True, False, "dtype torch.bfloat16; supported are fp32"),
     ],
     ids=str,
 )

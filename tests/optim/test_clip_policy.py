@@ -12,8 +12,7 @@ import torch
 from colonnade.config.settings import ClipGroup
 from colonnade.errors import CheckpointError, ConfigError, GradientError
 from colonnade.optim.clip import ClipPolicy, _Masks
-from colonnade.optim.clip_history import SkipOnSpike, ZClip
-from colonnade.optim.clip_method import NormClip
+from colonnade.optim.clip_method import NormClip, SkipOnSpike, ZClip
 from colonnade.optim.norm import Norms
 from tests.optim.watch import Operations
 
@@ -130,7 +129,7 @@ def test_history_goes_through_a_checkpoint() -> None:
     other = ClipPolicy(ZClip(warmup=2))
     other.load_state_dict(policy.state_dict())
     assert torch.equal(policy.decide(norms(9.0)).divisor, other.decide(norms(9.0)).divisor)
-    with pytest.raises(CheckpointError, match="the clip state is of ZClip, this run clips with NormClip"):
+    with pytest.raises(CheckpointError, match="the clip state was saved by ZClip, but this run clips with NormClip"):
         ClipPolicy(NormClip(1.0)).load_state_dict(policy.state_dict())
 
 
@@ -146,7 +145,7 @@ def test_nothing_is_read_on_the_host() -> None:
 def test_wrong_settings_are_said_at_once() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'raise'"):
         ClipPolicy(NormClip(1.0), nonfinite="rais")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="twice or more: a"):
+    with pytest.raises(ConfigError, match="more than once: a"):
         ClipPolicy(NormClip(1.0), [ClipGroup("a"), ClipGroup("a")], [0])
     with pytest.raises(ConfigError, match="from 0 to 0"):
         ClipPolicy(NormClip(1.0), group_of=[0, 1])

@@ -8,7 +8,8 @@ import pytest
 
 from colonnade.config.settings import ClipGroup, ClipSettings
 from colonnade.errors import ConfigError
-from colonnade.optim.clip import build_clip_method
+from colonnade.optim.clip import ClipPolicy
+from colonnade.optim.clip_method import NormClip
 
 HEAD = {"head": {"params": "head.*", "max_norm": 2}}
 HEAD_GROUP = (ClipGroup("head", ("head.*",), 2.0),)
@@ -60,10 +61,25 @@ def test_a_parameter_is_in_the_first_group_that_names_it_or_in_the_rest():
     assert [settings.group_of(name) for name in ("x", "y.z", "w", "v", "xx")] == [0, 0, 2, 3, 3]
 
 
+def policy(settings: ClipSettings | None) -> ClipPolicy:
+    assert settings is not None
+    return ClipPolicy.from_settings(settings, (0,), ("all",))
+
+
+def test_a_policy_has_the_method_the_groups_and_the_rules_of_its_settings():
+    entries = {"head": {"params": "head.*", "max_norm": 2}}
+    settings = ClipSettings.read({"max_norm": 5, "groups": entries, "nonfinite": "raise", "per": "layer"})
+    assert settings is not None
+    made = ClipPolicy.from_settings(settings, (1, 0), ("body", "head"))
+    assert isinstance(made.method, NormClip)
+    assert (made.method.max_norm, made.nonfinite, made.per_slot, made.names) == (5.0, "raise", True, ("body", "head"))
+    assert ([group.name for group in made.groups], made.group_of) == (["head", "rest"], (1, 0))
+    assert policy(ClipSettings(max_norm=3.0)).per_slot is False
+
+
 def test_options_that_the_method_does_not_take_are_refused():
-    assert build_clip_method(ClipSettings(max_norm=3.0)) is not None
-    with pytest.raises(ConfigError, match="method 'norm' takes no such options"):
-        build_clip_method(ClipSettings(max_norm=1.0, options={"no": 1}))
+    with pytest.raises(ConfigError, match="method 'norm' does not accept these options"):
+        policy(ClipSettings(max_norm=1.0, options={"no": 1}))
 
 
 @pytest.mark.parametrize("method", ["zclip", "percentile", "skip_on_spike"])
@@ -71,11 +87,9 @@ def test_options_that_the_method_does_not_take_are_refused():
 def test_methods_for_the_total_norm_refuse_to_clip_each_by_its_own(method, per):
     settings = ClipSettings.read({"method": method, "per": per})
     assert settings is not None
-    with pytest.raises(ConfigError, match=rf"one limit for the total norm.* Write report='{per}'"):
-        build_clip_method(settings)
-    told = ClipSettings.read({"method": method, "report": per})
-    assert told is not None
-    assert build_clip_method(told) is not None
+    with pytest.raises(ConfigError, match=rf"a single limit for the total norm.* Use report='{per}'"):
+        policy(settings)
+    assert policy(ClipSettings.read({"method": method, "report": per})).per_slot is False
 
 
 def test_a_report_of_other_parts_than_those_that_are_clipped_is_refused():

@@ -89,7 +89,7 @@ def test_a_meter_sees_new_values_and_refuses_what_it_cannot_see_again() -> None:
     first = reduce_norms(meter.measure()).total()
     tensor.mul_(3)
     torch.testing.assert_close(reduce_norms(meter.measure()).total(), 3 * first, rtol=1e-6, atol=0)
-    with pytest.raises(GradientError, match="holes or overlaps"):
+    with pytest.raises(GradientError, match="gaps or overlaps"):
         Meter([GradientBlock(torch.randn(40, 60)[:, :30])])
 
 
@@ -100,7 +100,7 @@ def test_the_parts_of_several_devices_are_joined(p: float) -> None:
         [GradientBlock(tensors[0]), GradientBlock(tensors[1], slot=1), GradientBlock(tensors[2])], p, slots=2
     )
     apart = Meter([GradientBlock(tensors[0]), GradientBlock(tensors[1], slot=1)], p, slots=2)
-    apart._parts += Meter([GradientBlock(tensors[2])], p, slots=2)._parts  # as if on another device
+    apart._sums += Meter([GradientBlock(tensors[2])], p, slots=2)._sums  # as if on another device
     torch.testing.assert_close(apart.measure(), together.measure())
 
 
@@ -111,7 +111,7 @@ def test_no_blocks_and_empty_blocks_are_zero() -> None:
 
 
 def test_a_slot_that_does_not_exist() -> None:
-    with pytest.raises(GradientError, match="slot 2, but there are only 2"):
+    with pytest.raises(GradientError, match="slot 2, but slots are 0 to 1"):
         Meter([GradientBlock(torch.zeros(1)), GradientBlock(torch.zeros(1), slot=2)], slots=2)
 
 

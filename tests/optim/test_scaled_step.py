@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 
-from colonnade.optim.bucket_step import ScaledStep, _give_momentum, scale_all
+from colonnade.optim.bucket_step import ScaledStep, scale_all
 from tests.optim.watch import Operations
 
 FUSED: dict[str, Callable[[list[Tensor]], Optimizer]] = {
@@ -203,12 +203,12 @@ def test_momentum_starts_as_zeros_where_it_is_wanted_and_there_is_a_gradient(mom
     one, other = params()
     one.grad = torch.ones_like(one)
     optimizer = SGD([one, other], lr=0.1, momentum=momentum, fused=True)
-    _give_momentum(optimizer)
-    assert [*optimizer.state] == ([one] if momentum else [])
-    assert not momentum or torch.equal(optimizer.state[one]["momentum_buffer"], torch.zeros_like(one))
-    optimizer.state[one]["momentum_buffer"] = kept = torch.ones_like(one)
-    _give_momentum(optimizer)
-    assert optimizer.state[one]["momentum_buffer"] is kept
+    ScaledStep(optimizer).step(torch.tensor(1.0), DROP)
+    kept = optimizer.state[one].get("momentum_buffer")
+    assert not optimizer.state[other]
+    assert kept is None if not momentum else torch.equal(kept, torch.zeros_like(one))
+    ScaledStep(optimizer).step(torch.tensor(1.0), DROP)
+    assert optimizer.state[one].get("momentum_buffer") is kept
 
 
 def test_one_group_that_is_not_fused_makes_the_whole_step_divided_beforehand() -> None:

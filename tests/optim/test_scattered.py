@@ -39,7 +39,7 @@ def python_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = SimpleNamespace(sgd=sgd)
     monkeypatch.setitem(sys.modules, "colonnade.optim.kernels.step_kernels", fake)
     monkeypatch.setattr(kernels, "step_kernels", fake, raising=False)
-    monkeypatch.setattr(flat_step, "prepare", flat_step.KernelRun)
+    monkeypatch.setattr(flat_step, "prepare_launch", flat_step.TritonLaunch)
     monkeypatch.setattr(flat_step, "pinned", lambda numbers: numbers)
     monkeypatch.setattr(engine_optimizer, "can_scatter", lambda *_: True)
 
@@ -64,7 +64,7 @@ def test_what_a_launch_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     sgd = {"lr": 0.25, "momentum": 0.0, "dampening": 0.5, "weight_decay": 0.2, "nesterov": False}
     for gradient in (layout.allocate(), flat_step.ScatteredGradient(layout)):
         state = flat_step.BucketState(FlatBucket(layout, members, gradient, [0, 0, 0]), 0)
-        run = flat_step.KernelRun(state, steps, fragments)
+        run = flat_step.TritonLaunch(state, steps, fragments)
         given.clear()
         run.adam(adam, *numbers)
         run.sgd(sgd, *numbers)
@@ -107,11 +107,11 @@ MOMENTS = (("exp_avg", "exp_avg_sq"), ("none",), ("momentum_buffer",))
 def test_who_is_stepped_and_read_by_kernels(cuda, dtype, triton, kernel, monkeypatch):
     for module in (flat_step, bucket_step):
         monkeypatch.setattr(module, "kernels_available", lambda: triton)
-    monkeypatch.setattr(flat_step, "KernelRun", lambda *given: given)
-    monkeypatch.setattr(flat_step, "TorchRun", lambda *given: None)
+    monkeypatch.setattr(flat_step, "TritonLaunch", lambda *given: given)
+    monkeypatch.setattr(flat_step, "TorchLaunch", lambda *given: None)
     fake: Any = SimpleNamespace(is_cuda=cuda, dtype=dtype)
     state: Any = SimpleNamespace(params=fake)
-    assert (flat_step.prepare(state, fake, []) is not None) is kernel
+    assert (flat_step.prepare_launch(state, fake, []) is not None) is kernel
     assert bucket_step.can_scatter(fake) is kernel
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from colonnade.optim.norm import CHUNK, UNIT
 
 TILE_BYTES = 1 << 15
-"""Bytes of a buffer that one program has in flight at a time."""
+"""Bytes of a buffer that one program loads at a time."""
 
 FINISH_TILE = 4096
 
@@ -56,7 +56,7 @@ def square_sums(data: Tensor, table: Tensor, out: Tensor) -> None:
 
 
 def add_ranges(values: Tensor, ranges: Tensor) -> Tensor:
-    """(2, ranges) in fp64: the sum of every range [first, last) of `values`, and 1 where it is not finite."""
+    """(2, ranges) in fp64: the sum of every range [first, last) of `values`, and 1 if the sum is not finite."""
     out = torch.empty(2, len(ranges), dtype=torch.float64, device=values.device)
     _add_ranges[(len(ranges),)](values, ranges, out, len(ranges), FINISH_TILE, num_warps=8)
     return out

@@ -1,7 +1,7 @@
 """Optimizer steps on CUDA over flat buffers: read once, divide the gradient in registers, write once.
 
-Parameters, moments and gradients may each be fp32 or half precision; the arithmetic is fp32. The divisor
-and the drop flag are read from device memory; a dropped step neither reads nor writes the buffers.
+Parameters, moments and gradients may each be fp32 or half precision; the arithmetic is fp32. The divisor and the skip flag are
+read from device memory; a skipped step neither reads nor writes the buffers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Scattered = tuple[Tensor, Tensor, Tensor] | None
 def _chunk(  # type: ignore[no-untyped-def]
     table, steps, divisor, found_inf, UNIT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The elements of this program, which of them to touch, their step count and 1 / divisor."""
+    """The elements of this program, the mask of those to update, their step count and 1 / divisor."""
     row = table + tl.program_id(0) * 3
     offsets = tl.load(row).to(tl.int64) * UNIT + tl.arange(0, BLOCK)
     stop = tl.load(row + 1).to(tl.int64) * UNIT
@@ -36,10 +36,10 @@ def _chunk(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _gradient(grad, addresses, limits, owners, offsets, mask, SCATTERED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The elements of the gradient: of the flat one, or of the one that this program's piece belongs to."""
+    """The gradient of this program's elements: from the flat buffer, or at the address of its own tensor."""
     if SCATTERED:
         owner = tl.load(owners + tl.program_id(0))
-        # Its address is that of element 0 of the flat buffer; both it and every span are aligned.
+        # The address is that of element 0 of a flat buffer with this gradient in its place; it is aligned, as every span is.
         grad = tl.multiple_of(tl.load(addresses + owner).to(grad.dtype), 16)
         mask = mask & (offsets < tl.load(limits + owner))
     return tl.load(grad + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -55,7 +55,7 @@ def _adam(  # type: ignore[no-untyped-def]
     offsets, mask, step, scale = _chunk(table, steps, divisor, found_inf, UNIT, BLOCK)
     if LR_IN_MEMORY:
         lr = tl.load(lr).to(tl.float32)
-    # 1 - beta^step without cancellation: right to the last fp32 digits also when beta^step is near 1.
+    # 1 - beta^step without cancellation: accurate in fp32 also when beta^step is near 1.
     correction1 = -libdevice.expm1(step * log1)
     correction2 = -libdevice.expm1(step * log2)
     step_size = tl.div_rn(lr, correction1)
@@ -113,7 +113,8 @@ def adam(
 ) -> None:
     """One launch on (param, grad, exp_avg, exp_avg_sq); `control` is (steps, divisor, found_inf).
 
-    `scattered`: the gradients are elsewhere; (addresses, limits) of each, and whose every row of the table is.
+    `scattered`, for gradients outside of a flat buffer: (addresses, limits, owners) - the address and end of each gradient, and
+    the gradient of each row of the table.
     """
     scalars = [number for beta in betas for number in (beta, 1.0 - beta, _log(beta))]
     _adam[(len(table),)](
@@ -143,5 +144,5 @@ def sgd(
 
 
 def _log(beta: float) -> float:
-    """log(beta); a beta of 0 keeps nothing of the past, and -inf times a step count gives just that."""
+    """log(beta), -inf for a beta of 0: then beta^step is 0 for any step count."""
     return math.log(beta) if beta > 0 else -math.inf

@@ -1,4 +1,4 @@
-"""What a stage holds and moves, by arithmetic: bytes per rank and per step, for any number of ranks."""
+"""Formulas for ZeRO: memory and communication per rank and step of every stage, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from colonnade.gradients.sums import HALVES
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """Bytes on one rank at the end of a backward pass, by what they are for."""
+    """Bytes on one rank at the end of a backward pass, by purpose; `turns` is staging memory."""
 
     parameters: float
     gradients: float
@@ -29,11 +29,16 @@ class HeldBytes:
 def bytes_held(
     stage: int, numel: int, ranks: int, *, width: int = 4, state: int = 8, master: int = 0, largest: int = 0
 ) -> HeldBytes:
-    """What each of `ranks` holds of `numel` elements of `width` bytes with `state` bytes of optimizer state each.
+    """The memory of each rank.
 
-    At stage 3 `width` is that of the shards: 4 with fp32 masters, which the shards are then. `master` is the width of a
-    master copy (0: none). `largest` is the number of elements of the largest bucket
-    (stage 2, whose buckets take turns in the memory of two).
+    Args:
+        stage: The ZeRO stage; 0 for plain data parallelism.
+        numel: The number of elements of all parameters.
+        ranks: The number of ranks that share shards.
+        width: Bytes of an element of the parameters. At stage 3, of the shards: 4 with fp32 master weights.
+        state: Bytes of optimizer state per element.
+        master: Bytes of an element of a master copy; 0 for none.
+        largest: Elements of the largest bucket, for the staging memory of stage 2.
     """
     per_rank = numel / ranks
     gradient_width = master or width
@@ -51,9 +56,9 @@ def bytes_held(
 
 
 def shard_dim(shape: Sequence[int], ranks: int) -> int:
-    """Along which dimension stage 3 shards a parameter: the first, unless that is short and another can be cut evenly.
+    """The dimension along which stage 3 shards a parameter: the first, unless it is short and another divides evenly.
 
-    FSDP2 takes on every rank the memory that the first rank needs: of [3, hidden, hidden] a third, on however many ranks.
+    FSDP2 allocates on every rank the memory that the first rank needs: for [3, hidden, hidden] a third, on any number of ranks.
     """
     if shape[0] % ranks == 0 or shape[0] // ranks >= 16:
         return 0
@@ -61,10 +66,10 @@ def shard_dim(shape: Sequence[int], ranks: int) -> int:
 
 
 def bytes_moved(stage: int, numel: int, ranks: int, *, width: int = 4, passes: int = 1) -> float:
-    """What one rank sends per step of `passes` backward passes, with ring collectives.
+    """Bytes that one rank sends per step of `passes` backward passes, with ring collectives.
 
-    Stages 0 and 1 sum once. Stage 2 sums at every pass (but under a pipeline), and stage 3 gathers parameters
-    twice besides.
+    Stages 0 and 1 reduce once. Stage 2 reduces in every pass (except with a pipeline). Stage 3 also all-gathers parameters twice
+    in every pass.
     """
     once = (ranks - 1) / ranks * numel * width
     return once * {0: 2, 1: 2, 2: passes + 1, 3: 3 * passes}[stage]
@@ -72,7 +77,7 @@ def bytes_moved(stage: int, numel: int, ranks: int, *, width: int = 4, passes: i
 
 @torch.no_grad()
 def make_fp32(parameters: Iterable[nn.Parameter]) -> None:
-    """Give those of half precision fp32 values; they stay the same objects."""
+    """Convert half-precision parameters and their gradients to fp32; the parameters stay the same objects."""
     for parameter in parameters:
         if parameter.dtype in HALVES:
             grad, parameter.grad = parameter.grad, None
@@ -81,6 +86,6 @@ def make_fp32(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def dtypes_of(parameter: Tensor) -> tuple[torch.dtype | None, torch.dtype | None]:
-    """What a shard is gathered in, and what its gradient is reduced in; None: as it is."""
+    """The dtypes of all-gather and reduce-scatter of a shard at stage 3; None if unchanged or unknown."""
     found: tuple[torch.dtype | None, torch.dtype | None] = getattr(parameter, "fsdp_dtypes", (None, None))
     return found

@@ -1,15 +1,16 @@
-"""ZeRO stage 3: parameters sharded too, by torch's own FSDP2, each over the ranks that hold it and see distinct data.
+"""ZeRO stage 3: parameters sharded by torch's FSDP2, each over the ranks that hold it and see distinct data.
 
 `shard_model` decides three things and leaves the rest to `fully_shard`:
 
-- over which ranks each parameter is sharded (`shard_modes_of`): over data for most, over the expert-data twin for experts,
-  whose gradients are divided by all ranks that sent tokens; not at all where FSDP2 cannot (`left_whole`);
-- which modules are units, gathered and given back as one (`chosen_modules`): the blocks of a model, and experts apart;
-- in which dtypes shards are gathered and gradients reduced.
+- the ranks over which each parameter is sharded (`shard_modes_of`): the data group for most, the expert-data group for experts,
+  whose gradients are divided by all ranks that sent tokens. Parameters that FSDP2 cannot shard stay unsharded (`left_whole`);
+- the FSDP units, modules whose parameters are gathered and freed together (`chosen_modules`): the blocks of a model, and experts
+  separately;
+- the dtypes of all-gather and gradient reduction.
 
-FSDP2 sums the gradients of what it shards. Parameters that are left whole are summed by our handlers. Placements on other
-modes (tensor, pipeline, experts) are carried over to the shards, so that norm, ledger and checkpoint read them as ever.
-That all ranks run the same units in the same order is checked in `colonnade.optim.zero.fsdp_checks`.
+FSDP2 reduces the gradients of sharded parameters; gradient handlers reduce those of unsharded ones. Placements on other modes
+(tensor, pipeline, expert) are copied to the shards, so that norm, ledger and checkpoint read them as usual.
+`colonnade.optim.zero.fsdp_checks` checks that all ranks run the same units in the same order.
 """
 
 from __future__ import annotations
@@ -50,75 +51,94 @@ from colonnade.parallel.placement import Replicate, Spec, copy_placement, is_dte
 
 
 def shard_model(model: nn.Module, context: ParallelContext, settings: ZeroSettings) -> ShardedModel:
-    """Apply FSDP2 to all of a model that is not sharded by it yet. Collective over the world."""
+    """Apply FSDP2 to all parameters that are not DTensors already. Collective over the world."""
     old = {name: p for name, p in model.named_parameters() if not is_dtensor(p)}
     roots = list(model) if isinstance(model, nn.ModuleList) else [model]
     with agreed_errors(context.device):
-        # Over which ranks each parameter is sharded; None: it stays whole.
+        # The modes over which each parameter is sharded; None if it stays unsharded.
         axis = replica_mode(context.layout, settings.replicate)
-        between = shards_between_hosts(context.layout, settings.replicate, os.environ.get("LOCAL_WORLD_SIZE"))
-        if between and not context.is_simulated:
-            get_dist_logger().warning(between, ranks=[0])
-        left = left_whole(model, roots)
+        warning = shards_between_hosts(context.layout, settings.replicate, os.environ.get("LOCAL_WORLD_SIZE"))
+        if warning and not context.is_simulated:
+            get_dist_logger().warning(warning, ranks=[0])
+        unsharded = left_whole(model, roots)
         shard_modes = {
-            id(p): None if id(p) in left else shard_modes_of(p, context.layout, context.get_global_rank(), axis)
+            id(p): None if id(p) in unsharded else shard_modes_of(p, context.layout, context.get_global_rank(), axis)
             for p in old.values()
         }
 
-        # `fully_shard` takes what is not in a unit yet, so inner modules come first: experts, which are sharded over other ranks,
-        # then the blocks, and the root takes the rest. The root is a unit even if nothing is left for it: it is what lets units
-        # gather ahead of each other.
+        # `fully_shard` takes the parameters that are in no unit yet, so inner modules come first: experts, which are sharded over
+        # other ranks, then the blocks. The root takes the rest, and is a unit even if nothing is left, since only units below a
+        # common root prefetch each other.
         units = _Units(model, shard_modes, context, settings)
         for root in roots:
             chosen, usual = chosen_modules(root, settings.wrap), _usual_modes(shard_modes, root)
             for module in [*_sharded_apart(root, shard_modes, usual), *chosen]:
                 units.shard(module, root)
             units.shard(root, root, usual)
-            ours = [module for module in root.modules() if module in units.done]
-            _prefetch(ours, settings.prefetch)
-            if root in units.done:
-                units.guards.append(ForwardGuard(root, ours))
 
-    # FSDP2 has made new parameters, which know nothing of the old ones' placements.
+            # FSDP2 prefetches the next unit by itself; `settings.prefetch` sets how many, in both directions.
+            of_root: list[Any] = [module for module in root.modules() if module in units.done]
+            ahead = settings.prefetch
+            for at, unit in enumerate(of_root if ahead else []):
+                unit.set_modules_to_forward_prefetch(of_root[at + 1 : at + 1 + ahead])
+                unit.set_modules_to_backward_prefetch(list(reversed(of_root[max(0, at - ahead) : at])))
+            if root in units.done:
+                units.guards.append(ForwardGuard(root, of_root))
+
+    # FSDP2 has created new parameters, without the placements of the old ones.
     sharding = ShardedModel(old, model, units)
     for name, parameter in model.named_parameters():
         if name in old and is_dtensor(parameter):
-            _keep_placement(old[name], parameter, shard_modes[id(old[name])])
+            _copy_modes(old[name], parameter, shard_modes[id(old[name])])
     if not context.is_simulated:
         units.watch(old)
     return sharding
 
 
 class ShardedModel:
-    """What `shard_model` has done: the new parameter for each old one, and what stands guard over both."""
+    """The result of `shard_model`: the new parameter for each old one, and the checks of both.
+
+    `units` is the number of FSDP units; `whole` has the names of unsharded parameters.
+    """
 
     def __init__(self, old: Mapping[str, nn.Parameter], model: nn.Module, units: _Units) -> None:
         self._model, self._units = model, units
         self.units = len(units.done)
         new = dict(model.named_parameters())
         self._new = {id(parameter): new[name] for name, parameter in old.items()}
-        self._kept = list(old.values())  # as long as this lives, no other tensor gets one of these ids
+        self._kept = list(old.values())  # keeps the ids in `_new` from being reused
         self.whole = [name for name in old if not is_dtensor(new[name])]
 
     def carry_over(self, optimizer: Any) -> None:
-        """Make an optimizer of the old parameters one of the new; state that it has already is cut as they are."""
+        """Replace the old parameters in an optimizer by the new ones, and shard existing state like them."""
         for group in optimizer.param_groups:
             group["params"] = [self._new.get(id(parameter), parameter) for parameter in group["params"]]
         for parameter in [p for p in optimizer.state if id(p) in self._new]:
-            new = self._new[id(parameter)]
-            held = optimizer.state.pop(parameter)
-            optimizer.state[new] = {name: _cut_state(value, parameter, new, name) for name, value in held.items()}
+            new: Any = self._new[id(parameter)]
+            state = dict(optimizer.state.pop(parameter))
+            for name, value in state.items():
+                # Step counts, and other values without an entry per element, are the same for the shard.
+                if isinstance(value, Tensor) and name != "step" and value.shape == parameter.shape and is_dtensor(new):
+                    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+                    shape, offset = compute_local_shape_and_global_offset(new.shape, new.device_mesh, new.placements)
+                    shard = value[tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))]
+                    state[name] = as_dtensor(shard.clone(), new)
+            optimizer.state[new] = state
 
     def guard(self, optimizer: Any) -> None:
-        """Try the optimizer on shards, and have the ranks compare what they ran before each of its steps."""
+        """Check that the optimizer can step on shards, and compare the order of collectives before each of its steps."""
         with agreed_errors(self._units.context.device):
             for mesh in self._units.meshes:
                 check_optimizer(optimizer, mesh)
-        _step_kinds_apart(optimizer)
+        # A multi-tensor step cannot mix DTensors and plain tensors: groups with both step on one tensor at a time.
+        for group in optimizer.param_groups:
+            if len({is_dtensor(parameter) for parameter in group["params"]}) > 1:
+                group.update({kind: False for kind in ("foreach", "fused") if kind in group})
         order, guards = self._units.order, self._units.guards
-        self._new, self._kept = {}, []  # the whole parameters go now
+        self._new, self._kept = {}, []  # frees the unsharded parameters
 
-        # Before weights change: all ranks have issued the same collectives, and nothing is gathered from the old weights.
+        # Before weights change, all ranks must have issued the same collectives, and nothing gathered from old weights may stay.
         def before_step(*_: Any) -> None:
             if order is not None:
                 order.step()
@@ -138,9 +158,10 @@ class ShardedModel:
 
 
 class _Units:
-    """Calls `fully_shard`, each parameter once.
+    """Calls `fully_shard`, with each parameter once.
 
-    A module that shares a parameter with one outside is no unit: it belongs to the innermost one around all who share.
+    A module that shares a parameter with one outside is no unit; the parameter belongs to the innermost unit around all modules
+    that share it.
     """
 
     def __init__(
@@ -163,77 +184,97 @@ class _Units:
         return list(self._meshes.values())
 
     def shard(self, module: nn.Module, root: nn.Module, usual: ShardModes | None = None) -> None:
-        """Make a module a unit: what of it is not in a unit yet is gathered and given back together.
+        """Make a module a unit, with all of its parameters that are in no unit yet.
 
-        With `usual` it is one even if nothing is left for it: units that have a root gather ahead of each other.
+        `usual`: the modes of a unit without parameters. Without it, a module without parameters is no unit.
         """
-        # Imported here: those who use no stage 3 need not wait for it.
+        # Imported here, as it takes time that only stage 3 needs.
         from torch.distributed import fsdp
         from torch.distributed.tensor import Shard
 
         if isinstance(module, fsdp.FSDPModule) or module in self.done:
             return
-        mine = {
+        parameters = {
             self._names[id(p)]: p
             for p in module.parameters()
             if self._shard_modes.get(id(p)) is not None and id(p) not in self._taken
         }
-        # A parameter that a module outside uses too would be given back while that one still needs it.
-        if module is not root and _shares(module, root, mine.values()):
+        # A parameter that is also used outside of the unit would be freed while it is still needed there.
+        if module is not root and _shares(module, root, parameters.values()):
             return
-        _check_alike(mine, self._shard_modes)
-        own = {id(p) for p in mine.values()}
+
+        # A unit gathers its parameters in one collective, so they need the same ranks, divisor and dtype.
+        kinds: dict[ShardModes | None, str] = {}
+        dtypes: dict[torch.dtype, str] = {}
+        for name, parameter in parameters.items():
+            kinds.setdefault(self._shard_modes[id(parameter)], name)
+            if parameter.requires_grad:
+                dtypes.setdefault(parameter.dtype, name)
+        if len(kinds) > 1:
+            shown = "; ".join(
+                f"{name} over {key.sharded_over.name} / {key.divisor}" for key, name in kinds.items() if key
+            )
+            raise PlacementError(
+                f"zero stage 3 gathers the parameters of a module together, but these are sharded differently: {shown}. Put the "
+                f"experts into a module of their own."
+            )
+        if len(dtypes) > 1:
+            shown = "; ".join(f"{name} is {dtype}" for dtype, name in dtypes.items())
+            raise PlacementError(
+                f"zero stage 3 gathers the parameters of a module together, which requires one dtype: {shown}. Convert them to one "
+                f"dtype, or name modules with a single dtype in zero.wrap."
+            )
+        own = {id(p) for p in parameters.values()}
         self._taken |= own
-        shard_modes = next((self._shard_modes[id(p)] for p in mine.values()), usual)
+        shard_modes = next((self._shard_modes[id(p)] for p in parameters.values()), usual)
         if shard_modes is None:
             return
 
-        # With master weights, shards are fp32 and are gathered in the dtype that the model computes in.
+        # With master weights, half-precision parameters become fp32 shards that are gathered in the dtype of the model's
+        # computation. fp32 parameters may be gathered in a smaller dtype; otherwise nothing is converted.
         offload = self._settings.offload and self.context.device.type != "cpu"
         mesh = self._mesh(shard_modes.modes)
         *_, shards = mesh.shape
-        gathered_in = self._gather_dtype(mine.values())
+        trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
+        dtype = next((parameter.dtype for parameter in trained), None)
+        gathered_in: torch.dtype | None = None
+        if dtype in HALVES and self._settings.master_weights:
+            make_fp32(trained)
+            gathered_in = dtype
+        elif dtype is torch.float32:
+            gathered_in = self._settings.gather_dtype
         reduced_in = self._settings.reduce_dtype or (None if gathered_in is None else torch.float32)
-        for parameter in mine.values():
+        for parameter in parameters.values():
             parameter.fsdp_dtypes = gathered_in, reduced_in or parameter.dtype  # type: ignore[attr-defined]
         reshard = self._settings.reshard and not getattr(module, "keeps_gathered", False)
         fsdp.fully_shard(
             module,
             mesh=mesh,
             shard_placement_fn=lambda parameter: Shard(shard_dim(parameter.shape, shards)),
-            # None: all but the root, whose parameters backward needs at once.
+            # None: all units but the root, whose parameters the backward pass needs first.
             reshard_after_forward=None if reshard else False,
-            # Autocast casts inputs, where it pays.
+            # Autocast converts the inputs.
             mp_policy=fsdp.MixedPrecisionPolicy(gathered_in, reduced_in, cast_forward_inputs=False),
             offload_policy=fsdp.CPUOffloadPolicy() if offload else fsdp.OffloadPolicy(),
             ignored_params={p for p in module.parameters() if id(p) not in own},
         )
-        self.done[module] = shard_modes, list(mine)
+        self.done[module] = shard_modes, list(parameters)
 
-        # FSDP2 divides by the ranks of its mesh; experts are divided by all ranks that sent them tokens.
+        # FSDP2 divides gradients by the size of its mesh, but those of experts are means over all ranks that sent tokens.
         if shard_modes.divisor != mesh.size():
             sharded: Any = module
             sharded.set_gradient_divide_factor(shard_modes.divisor)
-            # Only NCCL multiplies while it sums, as FSDP2 has it in fp32 and bf16.
+            # FSDP2 would use a reduce operation with a factor, which only NCCL has.
             sharded.set_force_sum_reduction_for_comms(self.context.device.type == "cpu")
 
-    def _gather_dtype(self, mine: Iterable[nn.Parameter]) -> torch.dtype | None:
-        """What these are gathered in, if not in what the optimizer steps on; with master weights that is fp32."""
-        trained = [parameter for parameter in mine if parameter.requires_grad]
-        dtype = next((parameter.dtype for parameter in trained), None)
-        if dtype in HALVES and self._settings.master_weights:
-            make_fp32(trained)
-            return dtype
-        return self._settings.gather_dtype if dtype is torch.float32 else None
-
     def watch(self, old: Mapping[str, nn.Parameter]) -> None:
-        """Have the order of the units' collectives compared, and users' gradient hooks run. Collective over the world."""
-        # Ranks whose meshes overlap wait for each other, if only through a third: they compare their order together.
-        mine = [mesh.mesh.flatten().tolist() for mesh in self.meshes]
-        everyone = gather_json(mine, self.context.device)
-        ranks = linked(self.context.get_global_rank(), [each for sets in everyone for each in sets])
-        self.context.ensure_groups([ranks] if mine else [])
-        if not mine:
+        """Compare the order of the units' collectives between ranks, and run users' gradient hooks. Collective over the world."""
+        # Ranks whose meshes overlap wait for each other, even if only through a third rank: they compare their order together.
+        own_groups = [mesh.mesh.flatten().tolist() for mesh in self.meshes]
+        groups_of_ranks = gather_json(own_groups, self.context.device)
+        ranks = linked(self.context.get_global_rank(), [group for groups in groups_of_ranks for group in groups])
+        self.context.ensure_groups([ranks] if own_groups else [])
+        if not own_groups:
             return
         self.order = RunOrder(self.context.group_of_ranks(ranks))
         new = dict(self._model.named_parameters())
@@ -241,7 +282,7 @@ class _Units:
         for name, module in self._model.named_modules():
             if module in self.done:
                 shard_modes, own = self.done[module]
-                members = [Member(each, self._model, old[each], new[each]) for each in own]
+                members = [Member(own_name, self._model, old[own_name], new[own_name]) for own_name in own]
                 unit, mesh = Unit(module, name or type(self._model).__name__, members), self._mesh(shard_modes.modes)
                 replicas = mesh.get_group(0) if mesh.ndim > 1 else None
                 module.set_custom_all_gather(WatchedGather(self.order, unit.name))
@@ -254,54 +295,25 @@ class _Units:
 
 
 def _shares(module: nn.Module, root: nn.Module, parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether a module of `root` that is not inside `module` has one of these parameters too."""
+    """Whether a module of `root` outside of `module` uses one of these parameters, too."""
     wanted, inside = set(map(id, parameters)), set(module.modules())
     outside = (p for other in root.modules() if other not in inside for p in other._parameters.values())
     return any(id(p) in wanted for p in outside)
 
 
-def _prefetch(units: Sequence[Any], ahead: int) -> None:
-    """Let each unit have the next ones gathered while it computes, in both directions."""
-    if not ahead:
-        return
-    for at, unit in enumerate(units):
-        unit.set_modules_to_forward_prefetch(list(units[at + 1 : at + 1 + ahead]))
-        unit.set_modules_to_backward_prefetch(list(reversed(units[max(0, at - ahead) : at])))
-
-
-def _keep_placement(old: nn.Parameter, new: Tensor, shard_modes: ShardModes | None) -> None:
-    """Carry the placement on other modes over; over data the gradient is final, also where a twin stands for it."""
+def _copy_modes(old: nn.Parameter, new: Tensor, over: ShardModes | None) -> None:
+    """Copy the placement on other modes to a new parameter that is sharded `over` these modes."""
     modes: dict[ParallelMode, Spec] = dict(placement_of(old).modes)
-    if shard_modes is not None and shard_modes.cut is not ParallelMode.DATA:
+    # FSDP2 returns reduced gradients. A shard over DATA shows that itself; where another group stands for DATA, the placement
+    # must say that the gradient needs no reduction over DATA.
+    if over is not None and over.sharded_over is not ParallelMode.DATA:
         modes[ParallelMode.DATA] = Replicate(owes="nothing")
     if modes:
         place(old, modes, placement_of(old).shape)
         copy_placement(old, new)
 
 
-def _check_alike(mine: Mapping[str, nn.Parameter], shard_modes: Mapping[int, ShardModes | None]) -> None:
-    """Refuse parameters that cannot be gathered together."""
-    kinds: dict[ShardModes | None, str] = {}
-    dtypes: dict[torch.dtype, str] = {}
-    for name, parameter in mine.items():
-        kinds.setdefault(shard_modes[id(parameter)], name)
-        if parameter.requires_grad:
-            dtypes.setdefault(parameter.dtype, name)
-    if len(kinds) > 1:
-        shown = "; ".join(f"{name} over {key.cut.name} / {key.divisor}" for key, name in kinds.items() if key)
-        raise PlacementError(
-            f"zero stage 3 gathers a module's parameters together, but these are sharded differently: {shown}. Put the "
-            f"experts into a module of their own."
-        )
-    if len(dtypes) > 1:
-        shown = "; ".join(f"{name} is {dtype}" for dtype, name in dtypes.items())
-        raise PlacementError(
-            f"zero stage 3 gathers a module's parameters together, which takes one dtype: {shown}. Give them one dtype, or "
-            f"name modules of one dtype each in zero.wrap."
-        )
-
-
-# --- Over which ranks a parameter is sharded ---
+# --- The ranks over which a parameter is sharded ---
 
 
 _DATA_MODES = (ParallelMode.DATA, ParallelMode.EXPERT_DATA, ParallelMode.MOE_DATA)
@@ -309,20 +321,23 @@ _DATA_MODES = (ParallelMode.DATA, ParallelMode.EXPERT_DATA, ParallelMode.MOE_DAT
 
 @dataclass(frozen=True)
 class ShardModes:
-    """Over which modes a parameter is sharded (the last) and replicated (one before it), and its divisor."""
+    """The modes over which a parameter is sharded (the last) and replicated (one before it), and its gradient's divisor."""
 
     modes: tuple[ParallelMode, ...]
     divisor: int
 
     @property
-    def cut(self) -> ParallelMode:
-        """The mode over which it is sharded."""
+    def sharded_over(self) -> ParallelMode:
+        """The mode over which the parameter is sharded."""
         *_, last = self.modes
         return last
 
 
 def shard_modes_of(parameter: Tensor, layout: Layout, rank: int, axis: ParallelMode | None) -> ShardModes | None:
-    """From what its gradient owes: a mean over data, or over what experts have of it; None if there is nothing."""
+    """The modes over which to shard a parameter: those over which its gradient is a mean of distinct data.
+
+    None if its gradient has no such mean over several ranks. `axis`: a mode over which shards are replicated.
+    """
     factors = owed(layout, placement_of(parameter), rank)
     over_data = [factor for factor in factors if factor.mode in _DATA_MODES and len(factor.ranks) > 1]
     over_axis = [factor for factor in factors if factor.mode is axis]
@@ -333,20 +348,20 @@ def shard_modes_of(parameter: Tensor, layout: Layout, rank: int, axis: ParallelM
 
 
 def _usual_modes(shard_modes: Mapping[int, ShardModes | None], root: nn.Module) -> ShardModes | None:
-    """How most elements are sharded: so is the root."""
+    """The modes of the root: those of most elements, preferably over DATA."""
     counts: Counter[ShardModes] = Counter()
     for parameter in root.parameters():
         key = shard_modes.get(id(parameter))
         if key is not None:
             counts[key] += parameter.numel()
     most = [key for key, _ in counts.most_common()]
-    return next((key for key in most if key.cut is ParallelMode.DATA), next(iter(most), None))
+    return next((key for key in most if key.sharded_over is ParallelMode.DATA), next(iter(most), None))
 
 
 def _sharded_apart(
     module: nn.Module, shard_modes: Mapping[int, ShardModes | None], usual: ShardModes | None
 ) -> list[nn.Module]:
-    """The largest modules all of whose parameters are sharded alike, and otherwise than usual: the experts."""
+    """The largest modules whose parameters are all sharded over the same modes, and not the usual ones: the experts."""
     keys = {shard_modes.get(id(p)) for p in module.parameters() if id(p) in shard_modes} - {None}
     if not keys or keys == {usual}:
         return []
@@ -356,9 +371,9 @@ def _sharded_apart(
 
 
 def left_whole(model: nn.Module, roots: Sequence[nn.Module]) -> set[int]:
-    """Parameters that FSDP2 cannot shard; they stay whole on every rank and are summed by our handlers.
+    """The ids of parameters that FSDP2 cannot shard; they stay unsharded, and gradient handlers reduce their gradients.
 
-    Scalars, empty and complex ones, those that are not contiguous, have sparse gradients, or are shared by two chunks.
+    Scalars, empty, complex and non-contiguous parameters, those with sparse gradients, and those shared by two model chunks.
     """
     left = {
         id(p) for p in model.parameters() if p.dim() == 0 or not p.numel() or p.is_complex() or not p.is_contiguous()
@@ -373,13 +388,13 @@ def left_whole(model: nn.Module, roots: Sequence[nn.Module]) -> set[int]:
 
 
 def replica_mode(layout: Layout, name: str | None) -> ParallelMode | None:
-    """The mode of the axis that shards are replicas on."""
+    """The mode of the mesh dimension `name`, over which shards are replicated."""
     if name is None:
         return None
     names = {axis.name: axis.mode for axis in layout.axes if axis.data == "distinct" and axis.name != "data"}
     if name not in names:
         raise ConfigError(
-            f"zero.replicate={name!r}: no axis beside data whose ranks see distinct data; there are "
+            f"zero.replicate={name!r} must name an axis other than data whose ranks see distinct data; the layout has "
             f"{listed(names) or 'none'}. Add one: parallel = dict({name}=dict(size=2, mode='replica'), ...)."
             f"{did_you_mean(name, names)}",
             code="C003",
@@ -388,7 +403,7 @@ def replica_mode(layout: Layout, name: str | None) -> ParallelMode | None:
 
 
 def shards_between_hosts(layout: Layout, name: str | None, ranks_per_host: str | None) -> str | None:
-    """What to say where the ranks that share shards lie on several hosts although smaller groups would not; else None."""
+    """A warning if the ranks that share shards are on several hosts although smaller groups would fit on one; else None."""
     here = int(ranks_per_host) if ranks_per_host and ranks_per_host.isdigit() else 0
     stride, data = layout.grid.digits["data"]
     span = stride * data
@@ -402,19 +417,22 @@ def shards_between_hosts(layout: Layout, name: str | None, ranks_per_host: str |
         return None
     return (
         f"zero.replicate={name!r}: the {data} ranks that share shards, such as {list(layout.group_of(ParallelMode.DATA, 0)[:8])}, "
-        f"do not lie on one host of {here} ranks (LOCAL_WORLD_SIZE), so every layer is gathered and scattered between hosts. "
-        f"With data={best} and {name} of size {copies // best} they would"
+        f"are not on one host of {here} ranks (LOCAL_WORLD_SIZE), so every all-gather and reduce-scatter crosses hosts. "
+        f"With data={best} and {name} of size {copies // best} they would be on one host"
     )
 
 
-# --- Which modules are gathered one by one ---
+# --- FSDP units: modules that are gathered one by one ---
 
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 def chosen_modules(root: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
-    """The modules that are gathered one by one, inner ones first: as named, else the members of outer containers."""
+    """The modules that become FSDP units, inner modules first.
+
+    They are the modules that match a pattern (by name or class), or without patterns the members of the outermost containers.
+    """
     if not patterns:
         return [module for module in outer_members(root) if any(True for _ in module.parameters())]
     named = [(name, module) for name, module in root.named_modules() if name]
@@ -427,13 +445,14 @@ def chosen_modules(root: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
         if not any(fnmatchcase(name, pattern) or type(module).__name__ == pattern for name, module in named):
             names = [name for name, _ in named]
             raise ConfigError(
-                f"zero.wrap: {pattern!r} names no module and no class.{did_you_mean(pattern, names)}", code="C003"
+                f"zero.wrap: {pattern!r} matches no module name and no class.{did_you_mean(pattern, names)}",
+                code="C003",
             )
     return list(reversed(found))
 
 
 def outer_members(module: nn.Module) -> Iterable[nn.Module]:
-    """The members of the outermost containers of a model: its blocks, and what is in a row with them."""
+    """The members of the outermost containers of a model, such as its blocks."""
     for child in module.children():
         if isinstance(module, _CONTAINERS) and not _is_list(child, module):
             yield child
@@ -442,7 +461,7 @@ def outer_members(module: nn.Module) -> Iterable[nn.Module]:
 
 
 def _is_list(child: nn.Module, parent: nn.Module) -> bool:
-    """Whether a member of a container is itself one of modules to gather: a list, or the blocks of a sequential model."""
+    """Whether a member of a container is itself a list of units: a container, or the blocks of a sequential model."""
     if isinstance(child, nn.Sequential):
         blocks = list(child)
         alike = len({type(block) for block in blocks}) == 1 and all(any(True for _ in b.children()) for b in blocks)
@@ -450,29 +469,8 @@ def _is_list(child: nn.Module, parent: nn.Module) -> bool:
     return isinstance(child, (nn.ModuleList, nn.ModuleDict))
 
 
-# --- The optimizer, and the ranks that wait for each other ---
-
-
-def _step_kinds_apart(optimizer: Any) -> None:
-    """torch steps on many tensors in one call, which cannot hold both shards and whole parameters: such a group goes one by one."""
-    for group in optimizer.param_groups:
-        if len({is_dtensor(parameter) for parameter in group["params"]}) > 1:
-            group.update({kind: False for kind in ("foreach", "fused") if kind in group})
-
-
-def _cut_state(value: Any, old: nn.Parameter, new: Any, name: str) -> Any:
-    """State of a whole parameter as the new parameter lies."""
-    if not isinstance(value, Tensor) or name == "step" or value.shape != old.shape or not is_dtensor(new):
-        return value
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offset = compute_local_shape_and_global_offset(new.shape, new.device_mesh, new.placements)
-    part = value[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
-    return as_dtensor(part.clone(), new)
-
-
 def linked(rank: int, rank_sets: Iterable[Iterable[int]]) -> tuple[int, ...]:
-    """The ranks that wait for each other: those of a set that has `rank` in it, and of all that overlap with those."""
+    """The ranks that wait for each other: those in a set with `rank`, and in all sets that overlap, also indirectly."""
     found, sets = {rank}, [set(ranks) for ranks in rank_sets]
     while more := set().union(*(ranks for ranks in sets if ranks & found)) - found:
         found |= more

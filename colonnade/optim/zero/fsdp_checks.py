@@ -1,10 +1,10 @@
-"""Checks of stage 3: optimizers that can step on shards, and ranks that run the same modules in the same order.
+"""Checks of ZeRO stage 3: the optimizer can step on shards, and all ranks run the same modules in the same order.
 
-FSDP2 pairs the collectives of modules by their order alone. A rank that skips a module would be given another
-module's weights, and the sums would mix their gradients. In the first step the ranks agree on every collective before it
-is issued. What was seen becomes the plan of later steps, which are compared once each, while nobody waits. A rank that is
-about to leave the plan takes part in the rest of it with zeros, so that nobody hangs, and then says so; ranks that all
-leave it in the same way (an evaluation) go on.
+FSDP2 pairs the collectives of modules by their order only. A rank that skips a module would receive another module's weights,
+and reductions would mix their gradients. In the first step the ranks agree on every collective before they issue it. The
+recorded sequence becomes the plan of later steps, which are compared once each, without waiting. A rank that is about to leave
+the plan first takes part in the rest of it with zeros, so that no rank hangs, and reports afterwards. If all ranks leave the
+plan in the same way (for an evaluation), training continues.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from colonnade.optim.optimizer_trial import kinds_of_groups, two_steps
 from colonnade.parallel.split import Chunks
 from colonnade.texts import digest_of
 
-_ADVICE = "Run every module on every rank (multiply by zero what is not wanted), or use zero stage 2."
+_ADVICE = "Run every module on every rank (multiply unwanted results by zero), or use zero stage 2."
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,12 @@ class Event:
 
     @property
     def code(self) -> int:
-        """The same number on every rank."""
+        """A digest of the event, equal on all ranks for the same event."""
         return digest_of(f"{self.text} {self.parts}")
 
     def __str__(self) -> str:
         has = [name for at, name in enumerate(self.names) if self.parts >> at & 1]
-        return f"{self.text}, of it {listed(has[:8])}" if 0 < len(has) < len(self.names) else self.text
+        return f"{self.text}, of these {listed(has[:8])}" if 0 < len(has) < len(self.names) else self.text
 
 
 STEP = Event("steps the optimizer")
@@ -54,36 +54,37 @@ _Planned = tuple[Event, Callable[[], None]]
 
 
 class RunOrder:
-    """Compares the order of collectives among the ranks of `group` (a group for this alone is made: collective)."""
+    """Compares the order of collectives among the ranks of `group`. Created on all of them, with a gloo group of its own."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.ranks = dist.get_process_group_ranks(group)
         self._gather = gloo_beside(group)
         self._plan: list[_Planned] = []
-        """The collectives of a whole step, each with a way to take part in it with zeros; empty before the first step."""
+        """The collectives of a step, each with a function that takes part in it with zeros; empty before the first step."""
         self._seen: list[_Planned] = []
-        """Those of this step so far, while it is careful."""
-        self._at: int  # the place in the plan, once there is one
+        """The collectives of this step so far, in careful mode."""
+        self._at: int  # the position in the plan, once there is one
         self._careful = True
-        """Whether the ranks compare every collective before it is issued; else only whether the plan was followed."""
-        self._missed: int  # how many steps in a row have left the plan, from the first plan on
+        """Whether ranks compare every collective before they issue it, or only compare once that the plan was followed."""
+        self._missed: int  # the number of steps in a row that have left the plan
         self._steps = 0
         self._stepped = self._sent_step = False
         self._pending: tuple[Tensor, Any] | None = None
 
     def issue(self, event: Event, replay: Callable[[], None]) -> None:
-        """Before a collective; `replay` does the same one with zeros. Raises on all ranks where they differ."""
+        """Announce a collective; `replay` issues the same one with zeros. Raises on all ranks if they differ."""
         if not self._careful:
-            if self._at == len(self._plan):  # a whole step's collectives, and no step: it was dropped
+            if self._at == len(self._plan):  # all collectives of a step, but no optimizer step: it was skipped
                 self._read_followed()
                 self._at = 0
             if self._plan[self._at][0] == event:
                 self._at += 1
-                # The last collective of the plan: send that it was followed. The answers are read at the end of backward, when they
-                # have come, and before gradients that others sum are waited for.
+                # After the last collective of the plan, ranks exchange that they have followed it. The answers are read at the end of
+                # backward: by then they have arrived, and gradients that handlers reduce are not waited for yet.
                 if self._at == len(self._plan):
                     self._pending = self._send(_FOLLOWED, 0)
-                    _at_end_of_backward(self._read_followed)
+                    if torch._C._current_graph_task_id() != -1:
+                        torch.autograd.Variable._execution_engine.queue_callback(self._read_followed)
                 return
             self._leave_plan(event)
         else:
@@ -91,7 +92,7 @@ class RunOrder:
         self._seen.append((event, replay))
 
     def step(self) -> None:
-        """Before weights change: returns if all ranks have issued the same collectives up to here."""
+        """Called before weights change; raises unless all ranks have issued the same collectives. Collective."""
         if self._careful:
             self._compare(STEP)
         elif self._at == len(self._plan):
@@ -100,8 +101,8 @@ class RunOrder:
         else:
             self._leave_plan(STEP)
 
-        # The collectives of a careful step become the plan, if there is none or if it was missed twice in a row. What happens
-        # just once, such as an evaluation between two steps, is no plan.
+        # The collectives of a careful step become the plan if there is none, or if two steps in a row have left it. One deviation,
+        # such as an evaluation between two steps, does not replace the plan.
         if self._careful and (not self._plan or self._missed > 1):
             self._plan, self._missed = self._seen, 0
         self._careful = not self._plan
@@ -114,16 +115,16 @@ class RunOrder:
             self._refuse(len(self._seen), event)
 
     def _leave_plan(self, event: Event) -> None:
-        """Free the ranks that keep to the plan, then see whether there are any."""
+        """Complete the plan with zeros, which frees ranks that follow it, then compare with them."""
         if torch.accelerator.is_available():
-            torch.accelerator.synchronize()  # collectives of other streams come first
+            torch.accelerator.synchronize()  # collectives on other streams come first
         try:
             for _, replay in self._plan[self._at :]:
                 replay()
-        except RuntimeError as error:  # they wait for this rank in some collective of the model's own, or are gone
+        except RuntimeError as error:  # the other ranks have failed, or wait in a collective of the model itself
             raise GradientError(
-                f"zero stage 3, step {self._steps + 1}: this rank {event}, where earlier steps have: "
-                f"{self._plan[self._at][0]}, and the others did not come along. {_ADVICE}",
+                f"zero stage 3, step {self._steps + 1}: this rank {event} where in earlier steps it "
+                f"{self._plan[self._at][0]}, and the other ranks did not take part. {_ADVICE}",
                 code="C070",
             ) from error
         rows = self._receive(self._send(1 + self._at, event.code))
@@ -132,50 +133,51 @@ class RunOrder:
         self._careful, self._seen, self._missed = True, self._plan[: self._at], self._missed + 1
 
     def _read_followed(self) -> None:
+        """Read the answers of the other ranks about the plan, if there are any to read."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             if len(set(self._receive(pending))) > 1:
                 self._refuse(None, None)
 
     def _send(self, at: int, code: int) -> tuple[Tensor, Any]:
-        mine = torch.tensor([[at, code, int(self._stepped)]], device="cpu")
+        own = torch.tensor([[at, code, int(self._stepped)]], device="cpu")
         self._sent_step, self._stepped = self._stepped, False
-        everyone = mine.new_empty(len(self.ranks), 3)
-        return everyone, self._gather(everyone, mine)
+        rows = own.new_empty(len(self.ranks), 3)
+        return rows, self._gather(rows, own)
 
     def _receive(self, sent: tuple[Tensor, Any]) -> list[tuple[int, ...]]:
-        everyone, work = sent
+        rows, work = sent
         try:
             work.wait()
         except RuntimeError as error:
             raise GradientError(
-                f"zero stage 3, step {self._steps + 1}: a rank of {listed(self.ranks)} left before all had compared the "
-                f"modules they run; look at its own output for the cause",
+                f"zero stage 3, step {self._steps + 1}: one of the ranks {listed(self.ranks)} exited before all had compared the "
+                f"modules they run; see its own output for the cause",
                 code="C070",
             ) from error
-        return [tuple(row) for row in everyone.tolist()]
+        return [tuple(row) for row in rows.tolist()]
 
     def _refuse(self, at: int | None, event: Event | None) -> NoReturn:
-        """Say what each rank was about to do where the first one parted. Collective."""
-        mine = [at, str(event)[:1000], self._sent_step]
-        everyone = gather_json_by(self._gather, len(self.ranks), mine)
-        first = min((place for place, *_ in everyone if place is not None), default=None)
-        difference = "another number of optimizer steps has been taken"
+        """Raise an error with the first collective in which ranks differ, and what each rank issued there. Collective."""
+        own = [at, str(event)[:1000], self._sent_step]
+        answers = gather_json_by(self._gather, len(self.ranks), own)
+        first = min((place for place, *_ in answers if place is not None), default=None)
+        difference = "the numbers of optimizer steps differ"
         if first is not None:
+            # Ranks that are at a later place, or follow the plan, issue what the plan has at the first one.
             planned = str(self._plan[first][0] if first < len(self._plan) else STEP)
-            doing: dict[str, list[int]] = {}
-            for rank, (place, text, stepped) in zip(self.ranks, everyone, strict=True):
-                after = (
-                    "" if len({said for *_, said in everyone}) == 1 else f", {'after' if stepped else 'without'} a step"
-                )
-                doing.setdefault((text if place == first else planned) + after, []).append(rank)
+            steps_differ = len({stepped for *_, stepped in answers}) > 1
+            ranks_by_text: dict[str, list[int]] = {}
+            for rank, (place, text, stepped) in zip(self.ranks, answers, strict=True):
+                after = f", {'after' if stepped else 'without'} a step" if steps_differ else ""
+                ranks_by_text.setdefault((text if place == first else planned) + after, []).append(rank)
             difference = "; ".join(
-                f"rank{'s' * (len(ranks) > 1)} {listed(ranks)} {text}" for text, ranks in doing.items()
+                f"rank{'s' * (len(ranks) > 1)} {listed(ranks)} {text}" for text, ranks in ranks_by_text.items()
             )
         raise GradientError(
             f"zero stage 3, step {self._steps + 1}: the ranks {listed(self.ranks)} do not run the same modules in the same "
-            f"order, and weights are gathered from all of them at once. First difference: {difference}. This step changes no "
-            f"weights. {_ADVICE}",
+            f"order, as all-gathers of weights require. First difference: {difference}. No weights were changed in this "
+            f"step. {_ADVICE}",
             code="C070",
         )
 
@@ -186,7 +188,7 @@ class _Allocates:
 
 
 class WatchedGather(_Allocates):
-    """FSDP2's all-gather of one module, announced first."""
+    """FSDP2's all-gather of one module, announced to `order` first."""
 
     def __init__(self, order: RunOrder, name: str) -> None:
         self._order, self._event = order, Event(f"gathers {name}")
@@ -205,9 +207,12 @@ class WatchedGather(_Allocates):
 
 
 class WatchedReduce(_Allocates):
-    """FSDP2's reduce-scatter of one module, announced first by what `event` gives then.
+    """FSDP2's reduce-scatter of one module, announced to `order` first.
 
-    `replicas` is the group of the sum that follows it where shards are replicas on another axis.
+    Args:
+        order: The order of this rank.
+        event: Returns the event at the time of the collective.
+        replicas: The group of the all-reduce that follows if shards are replicated.
     """
 
     def __init__(self, order: RunOrder, event: Callable[[], Event], replicas: dist.ProcessGroup | None) -> None:
@@ -219,27 +224,21 @@ class WatchedReduce(_Allocates):
         out, own, dtype, device = output_tensor.shape, input_tensor.shape, input_tensor.dtype, input_tensor.device
 
         def replay() -> None:
-            part = torch.empty(out, dtype=dtype, device=device)
-            reduce_scatter_flat(part, torch.zeros(own, dtype=dtype, device=device), group=group, op=op)
+            shard = torch.empty(out, dtype=dtype, device=device)
+            reduce_scatter_flat(shard, torch.zeros(own, dtype=dtype, device=device), group=group, op=op)
             if self._replicas is not None:
                 kind = dist.ReduceOp.AVG if op == dist.ReduceOp.AVG else dist.ReduceOp.SUM
-                dist.all_reduce(part, group=self._replicas, op=kind)
+                dist.all_reduce(shard, group=self._replicas, op=kind)
 
         self._order.issue(self._event(), replay)
         return reduce_scatter_flat(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
 
 
-def _at_end_of_backward(act: Callable[[], None]) -> None:
-    """Run `act` when the backward pass that runs now is over: before gradients that others sum are waited for."""
-    if torch._C._current_graph_task_id() != -1:
-        torch.autograd.Variable._execution_engine.queue_callback(act)
-
-
 class Member:
-    """A parameter of a unit: `shard` between passes, and gathered inside them, where its gradient hooks belong.
+    """A parameter of a unit, with the gradient hooks of users: `shard` between passes, gathered inside them.
 
-    Hooks of `register_hook` get the whole gradient of this rank, as without sharding. Those that run after accumulation
-    get the shard with its final gradient, which is where FSDP2 accumulates.
+    Hooks of `register_hook` get this rank's gradient of the full parameter, as without sharding. Hooks of
+    `register_post_accumulate_grad_hook` get the shard with its reduced gradient, which is what FSDP2 accumulates.
     """
 
     def __init__(self, name: str, model: nn.Module, old: nn.Parameter, shard: Any) -> None:
@@ -256,16 +255,17 @@ class Member:
             shard.register_post_accumulate_grad_hook(lambda parameter: self._run_later(later, parameter))
 
     def gathered(self, note: Callable[[Tensor], None]) -> nn.Parameter:
-        """The whole parameter while its unit is gathered; `note` is called when it has a gradient."""
-        whole: Any = self._owner._parameters[self._attribute]
-        if whole.requires_grad:
+        """The gathered parameter, inside a pass; `note` is called when it has a gradient."""
+        gathered: Any = self._owner._parameters[self._attribute]
+        # FSDP2 reuses this object in every pass, so each hook is registered once.
+        if gathered.requires_grad:
             if not self._ready:
-                whole.register_post_accumulate_grad_hook(note)
+                gathered.register_post_accumulate_grad_hook(note)
                 self._ready = True
             if not self._hooked and (self._old_hooks or self._shard._backward_hooks):
-                whole.register_hook(self._run_hooks)
+                gathered.register_hook(self._run_hooks)
                 self._hooked = True
-        return whole
+        return gathered
 
     def _run_hooks(self, grad: Tensor) -> Tensor:
         for hook in [*self._old_hooks.values(), *(self._shard._backward_hooks or {}).values()]:
@@ -279,24 +279,24 @@ class Member:
                 hook(parameter)
             except Exception as error:
                 raise GradientError(
-                    f"zero stage 3: a register_post_accumulate_grad_hook of {self.name} failed ({error}). It is given this "
-                    f"rank's shard, a DTensor, with the final gradient; use register_hook for whole gradients, or stage 2.",
+                    f"zero stage 3: a register_post_accumulate_grad_hook of {self.name} failed ({error}). Its argument is this "
+                    f"rank's shard, a DTensor, with the reduced gradient; use register_hook for full gradients, or stage 2.",
                     code="C070",
                 ) from error
 
 
 def _owner(model: nn.Module, path: str, attribute: str, shard: Any) -> nn.Module:
-    """The module that has this parameter. Several stages of a rank may have one of that name, the model itself say."""
+    """The module that holds this parameter. With several model chunks on a rank, names may be ambiguous."""
     for root in model if isinstance(model, Chunks) else [model]:
         with suppress(AttributeError):
             owner = root.get_submodule(path)
             if owner._parameters.get(attribute) is shard:
                 return owner
-    raise GradientError(f"zero stage 3: no module of the model holds {attribute!r} as {path!r}", code="C070")
+    raise GradientError(f"zero stage 3: no module {path!r} of the model holds the parameter {attribute!r}", code="C070")
 
 
 class Unit:
-    """A module whose parameters are gathered together, while it is used."""
+    """An FSDP unit: a module whose parameters are gathered together. Records which of them get a gradient."""
 
     def __init__(self, module: nn.Module, name: str, members: Sequence[Member]) -> None:
         self.name, self._members = name, members
@@ -306,7 +306,7 @@ class Unit:
         module.register_forward_pre_hook(self._enter)  # after FSDP2's own, which gathers
 
     def reduction(self) -> Event:
-        """What is about to be reduced."""
+        """The event of the reduce-scatter that is about to start; called once per backward pass."""
         parts, self._have_grad[:] = {1 << self._places[id(p)] for p in self._have_grad}, []
         return Event(f"reduces {self.name}", sum(parts), self._names)
 
@@ -316,10 +316,10 @@ class Unit:
 
 
 class ForwardGuard:
-    """Sees to it that no forward pass of `root` uses weights that were gathered before they changed.
+    """Prevents that a forward pass of `root` uses weights that were gathered before the last change.
 
-    FSDP2 keeps the root's parameters, and what was gathered ahead, for a backward pass, also where none comes. So an
-    evaluation gives everything back, a pass that raised is forgotten, and `give_back` is called before weights change.
+    FSDP2 keeps the root's parameters, and those that were prefetched, for a backward pass, even if none follows. So they are
+    freed after a forward pass without gradients, after one that raised, and by `give_back` before weights change.
     """
 
     def __init__(self, root: Any, units: Sequence[Any]) -> None:
@@ -331,16 +331,16 @@ class ForwardGuard:
         root.register_forward_hook(self._leave_always, always_call=True)
 
     def give_back(self) -> None:
-        """Have nothing gathered, nor under way."""
+        """Free all gathered parameters, including those of gathers under way."""
         if not self._has_run:
             return
-        if hasattr(self._root, "reset_iter_state"):  # of newer torch
+        if hasattr(self._root, "reset_iter_state"):  # newer versions of torch
             self._root.reset_iter_state()
         for unit in self._units:
             unit.reshard()
 
     def _make_memory(self, *_: Any) -> None:
-        """FSDP2 makes what it gathers into in the first pass; in inference mode no training pass could write to it."""
+        """Before a first pass in inference mode: let FSDP2 allocate its buffers outside, so that training can write to them."""
         if torch.is_inference_mode_enabled() and not self._has_run:
             with torch.inference_mode(False), torch.no_grad():
                 for unit in self._units:
@@ -361,14 +361,14 @@ class ForwardGuard:
         error: Any = sys.exception()
         if "DTensor" in str(error):
             error.add_note(
-                "zero stage 3: a DTensor in a forward pass is a weight that is used outside the module that holds it, "
-                "where it is not gathered. Name in zero.wrap modules that hold all they use, or use zero stage 2."
+                "zero stage 3: a DTensor in a forward pass is a weight that is used outside of its own module, where it is not "
+                "gathered. Name modules in zero.wrap that hold all weights they use, or use zero stage 2."
             )
         self.give_back()
 
 
 def check_optimizer(optimizer: Any, mesh: Any) -> None:
-    """Refuse an optimizer that cannot step on shards, or steps otherwise on them: two steps on a small matrix tell."""
+    """Raise GradientError if the optimizer cannot step on shards, or steps differently on them: a trial on a small matrix."""
     if not isinstance(optimizer, Optimizer):
         return
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -376,24 +376,24 @@ def check_optimizer(optimizer: Any, mesh: Any) -> None:
     *replicas, shards = mesh.shape
     name, specs = type(optimizer).__name__, [*(Replicate() for _ in replicas), Shard(0)]
 
-    def cut(tensor: Tensor) -> list[Any]:
-        return [distribute_tensor(tensor.clone(), mesh, specs, src_data_rank=None)]  # all have the same
+    def shards_of(tensor: Tensor) -> list[Any]:
+        return [distribute_tensor(tensor.clone(), mesh, specs, src_data_rank=None)]  # equal on all ranks already
 
     try:
-        apart = []
+        differences = []
         for first, *_ in kinds_of_groups(optimizer):
-            whole, (stepped,) = two_steps(optimizer, first, (2 * shards, 4), cut, mesh.device_type)
-            (truth,) = cut(whole)
-            apart.append((stepped.to_local() - truth.to_local()).abs().max().item())
+            full, (stepped,) = two_steps(optimizer, first, (2 * shards, 4), shards_of, mesh.device_type)
+            (expected,) = shards_of(full)
+            differences.append((stepped.to_local() - expected.to_local()).abs().max().item())
     except Exception as error:
         raise GradientError(
-            f"{name} could not step on a shard of a matrix, as zero stage 3 has it: {error}. Use AdamW, SGD or another "
-            f"optimizer that takes DTensors, or zero stage 0.",
+            f"{name} could not step on a shard of a matrix, as zero stage 3 requires: {error}. Use AdamW, SGD or another "
+            f"optimizer that supports DTensors, or zero stage 0.",
             code="C070",
         ) from error
-    for far in [far for far in apart if not far < 0.05]:  # some, such as Muon, round to bf16 on the way
+    for far in [far for far in differences if not far < 0.05]:  # some optimizers, such as Muon, compute in bf16
         raise GradientError(
-            f"zero stage 3: {name} steps otherwise on the shards of a matrix than on the whole (by {far:g}). Use AdamW, SGD "
-            f"or another optimizer that takes DTensors, or zero stage 0.",
+            f"zero stage 3: a step of {name} on the shards of a matrix differs from a step on the full matrix (by {far:g}). Use "
+            f"AdamW, SGD or another optimizer that supports DTensors, or zero stage 0.",
             code="C070",
         )

@@ -78,6 +78,11 @@ def _choices() -> None:
         with launch(config, context=ParallelContext(), verbose=False) as gpc:
             engine = initialize(Net(), adamw, context=gpc)[0]
             assert units_of(engine.model) == expected
+            ahead = zero.get("prefetch", 0)
+            states = [engine.model.get_submodule(name)._get_fsdp_state() for name in expected]  # type: ignore[operator]
+            for at, state in enumerate(states if ahead else []):
+                assert state._states_to_forward_prefetch == states[at + 1 :][:ahead]
+                assert state._states_to_backward_prefetch == states[:at][::-1][:ahead]
             check(engine, gpc, gpc.get_global_rank(), 2)
             assert {row.parameter for row in engine.ledger().rows} == {"gain"}
             engine.close()
@@ -140,7 +145,7 @@ def test_hybrid_shards_lie_inside_a_host_and_are_replicas_on_others():
 def test_shards_that_need_not_lie_on_two_hosts_are_told():
     world = run_world(4, _wide, env={"LOCAL_WORLD_SIZE": "2"})
     assert "the 4 ranks that share shards" in world.stderr[0]
-    assert "With data=2 and mine of size 2 they would" in world.stderr[0]
+    assert "With data=2 and mine of size 2 they would be on one host" in world.stderr[0]
     assert "zero.replicate" not in world.stderr[1]
 
 
@@ -190,8 +195,8 @@ def _refusals() -> None:
     with launch({"parallel": {"expert": 2}, "zero": 3}, context=gpc, verbose=False), mixed:
         initialize(SplitMoe(gpc), adamw, context=gpc)
     for zero, message in [
-        ({"stage": 3, "wrap": "laiers.*"}, "names no module"),
-        ({"stage": 3, "replicate": "mine"}, "no axis beside data"),
+        ({"stage": 3, "wrap": "laiers.*"}, "matches no module name"),
+        ({"stage": 3, "replicate": "mine"}, "must name an axis other than data"),
         ({"stage": 3, "bucket_mb": 4}, "for stages 1 and 2"),
         ({"stage": 2, "replicate": "mine"}, "is for stage 3"),
         ({"stage": 2, "reduce_scatter": False}, "is for stage 1"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,7 +56,7 @@ def test_over_which_ranks_a_parameter_is_sharded(parallel, ranks, axis, mode, ex
     if mode is not None:
         place(parameter, {mode: Shard(0)})
     assert shard_modes_of(parameter, layout, 0, axis) == expected
-    assert expected is None or expected.cut in (DATA, EXPERT_DATA)
+    assert expected is None or expected.sharded_over in (DATA, EXPERT_DATA)
 
 
 def test_shards_are_replicas_on_an_axis_beside_data_that_sees_distinct_data():
@@ -63,7 +64,7 @@ def test_shards_are_replicas_on_an_axis_beside_data_that_sees_distinct_data():
     assert replica_mode(layout, None) is None
     assert replica_mode(layout, "mine") is MINE
     for name in ("data", "tensor", "min"):
-        with pytest.raises(ConfigError, match=f"zero.replicate='{name}': no axis .* there are mine"):
+        with pytest.raises(ConfigError, match=f"zero.replicate='{name}' must name an axis .* has mine"):
             replica_mode(layout, name)
 
 
@@ -102,8 +103,8 @@ def test_without_replicas_of_shards_the_axes_stay_in_their_order():
         (8, 1, None, None),
         (8, 1, "1", None),
         (8, 1, "32", None),
-        (8, 1, "4", "With data=4 and mine of size 8 they would"),
-        (16, 1, "8", r"the 16 ranks .* such as \[0, 1, 2, 3, 4, 5, 6, 7\], do not lie on one host of 8 ranks"),
+        (8, 1, "4", "With data=4 and mine of size 8 they would be on one host"),
+        (16, 1, "8", r"the 16 ranks .* such as \[0, 1, 2, 3, 4, 5, 6, 7\], are not on one host of 8 ranks"),
         (8, 2, "8", "With data=4 and mine of size 4 they would"),
         (4, 4, "4", None),  # a host has no room for two
         (8, 1, "6", "With data=2 and mine of size 16 they would"),
@@ -151,37 +152,45 @@ def test_the_largest_modules_that_are_sharded_otherwise_stand_apart():
 def test_a_group_of_shards_and_whole_parameters_is_stepped_on_one_by_one(monkeypatch):
     shards, whole = [nn.Parameter(torch.zeros(1)) for _ in range(2)], nn.Parameter(torch.zeros(1))
     monkeypatch.setattr(fsdp, "is_dtensor", lambda one: any(one is p for p in shards))
+    monkeypatch.setattr(fsdp, "agreed_errors", lambda device: nullcontext())
     groups = [{"params": shards}, {"params": [whole]}, {"params": [shards[0], whole]}, {"params": []}]
     given: list[dict[str, Any]] = [{**group, "foreach": None, "lr": 1.0} for group in groups]
-    fsdp._step_kinds_apart(SimpleNamespace(param_groups=given))
+    units = SimpleNamespace(context=SimpleNamespace(device=None), meshes=[], order=None, guards=[])
+    optimizer = SimpleNamespace(param_groups=given, step=None)
+    ShardedModel.guard(SimpleNamespace(_units=units), optimizer)  # type: ignore[arg-type]
     assert [group["foreach"] for group in given] == [None, None, False, None]
     assert all(set(group) == {"params", "foreach", "lr"} for group in given)
 
 
 def test_only_what_has_an_element_for_each_is_cut(monkeypatch):
-    old, new = nn.Parameter(torch.zeros(2, 3)), SimpleNamespace()
+    old, new = nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(1, 3))
     monkeypatch.setattr(fsdp, "is_dtensor", lambda one: one is new)
-    state = torch.zeros(2, 3)
-    for value, name, target in (
-        (3, "count", new),
-        (state, "step", new),
-        (torch.zeros(3), "row", new),
-        (state, "exp_avg", old),
-    ):
-        assert fsdp._cut_state(value, old, target, name) is value
+    state = {"count": 3, "step": torch.zeros(2, 3), "row": torch.zeros(3)}
+    optimizer = torch.optim.SGD([old], lr=0.1)
+    optimizer.state[old] = state
+    ShardedModel.carry_over(SimpleNamespace(_new={id(old): new}), optimizer)  # type: ignore[arg-type]
+    assert all(optimizer.state[new][name] is value for name, value in state.items())
+    assert optimizer.state[new] is not state  # a state dictionary of before may have the old one
 
 
-def test_parameters_that_are_gathered_together_are_alike():
-    one, other = (nn.Parameter(torch.zeros(1)) for _ in range(2))
-    frozen = nn.Parameter(torch.zeros(1, dtype=torch.int8), requires_grad=False)
-    modes: dict[int, ShardModes | None] = {id(p): DENSE for p in (one, other, frozen)}
-    fsdp._check_alike({"a": one, "b": other}, modes)
-    fsdp._check_alike({"a": one, "b": frozen}, modes)
-    with pytest.raises(PlacementError, match=r"a over DATA / 4; b over EXPERT_DATA / 4\."):
-        fsdp._check_alike({"a": one, "b": other}, {**modes, id(other): SPARSE})
-    other.data = other.data.double()
-    with pytest.raises(PlacementError, match=r"a is torch.float32; b is torch.float64\."):
-        fsdp._check_alike({"a": one, "b": other}, modes)
+@pytest.mark.parametrize(
+    ("modes", "dtype", "message"),
+    [
+        (DENSE, torch.float32, None),
+        (SPARSE, torch.float32, r"weight over DATA / 4; bias over EXPERT_DATA / 4\."),
+        (DENSE, torch.float64, r"weight is torch.float32; bias is torch.float64\."),
+        (DENSE, torch.int8, None),  # frozen
+    ],
+    ids=str,
+)
+def test_parameters_that_are_gathered_together_are_alike(modes, dtype, message):
+    with launch({}, context=ParallelContext(), verbose=False) as gpc:
+        layer = nn.Linear(2, 2)
+        layer.bias = nn.Parameter(layer.bias.detach().to(dtype), dtype.is_floating_point)
+        shard_modes = {id(layer.weight): DENSE, id(layer.bias): modes}
+        units = fsdp._Units(layer, shard_modes, gpc, ZeroSettings(stage=3))
+        with nullcontext() if message is None else pytest.raises(PlacementError, match=message):
+            units.shard(layer.to(gpc.device), layer)
 
 
 def test_a_placement_on_other_modes_is_kept_and_data_is_final_where_a_twin_stands_for_it():
@@ -193,10 +202,10 @@ def test_a_placement_on_other_modes_is_kept_and_data_is_final_where_a_twin_stand
     ):
         old, new = (nn.Parameter(torch.zeros(4)) for _ in range(2))
         place(old, {ParallelMode.TENSOR: Shard(0)})
-        fsdp._keep_placement(old, new, modes)
+        fsdp._copy_modes(old, new, modes)
         assert dict(placement_of(new).modes) == specs
     old, new = (nn.Parameter(torch.zeros(4)) for _ in range(2))
-    fsdp._keep_placement(old, new, DENSE)
+    fsdp._copy_modes(old, new, DENSE)
     assert dict(placement_of(new).modes) == {}
 
 

@@ -114,7 +114,7 @@ CASES: list[tuple[tuple[int, ...], Change, str]] = [
     ((6, 8, 4), skip_one, r"rank 0 gathers layers\.1; rank 1 gathers layers\.2"),
     ((6, 6, 6), fewer, r"rank 0 .*; rank 1 gathers layers\.1"),
     ((6, 6, 6), more, r"rank 0 .*; rank 1 gathers layers\.1"),
-    ((6, 6, 6), other_weight, r"rank 0 reduces layers\.2, of it .*inside\.0\.weight.*; rank 1 .*inside\.1\.weight"),
+    ((6, 6, 6), other_weight, r"rank 0 reduces layers\.2, of these .*inside\.0\.weight.*; rank 1 .*inside\.1\.weight"),
 ]
 
 
@@ -134,7 +134,7 @@ def _parting(when: int, gain: bool, clip: float | None, accumulation: int) -> fl
                 passes(engine, 90, rank, accumulation)
             slowest = max(slowest, time.monotonic() - started)
             assert f"step {when + 1}:" in str(error.value)
-            assert "multiply by zero" in str(error.value)
+            assert "by zero" in str(error.value)
             assert "zero stage 2" in str(error.value)
             engine.model.reset_iter_state()
             assert all(torch.equal(a, b) for a, b in zip(before, copy_weights(engine), strict=True)), change

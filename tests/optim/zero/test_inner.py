@@ -13,10 +13,10 @@ from colonnade.errors import GradientError
 from colonnade.optim.optimizer_trial import _sample, _trial_of, kinds_of_groups, state_dtypes, two_steps
 from colonnade.optim.zero import ZeroOptimizer
 from colonnade.optim.zero.zero_optimizer import (
-    OwnedPart,
+    ParameterShard,
     check_elementwise,
     copy_options,
-    optimizer_of_parts,
+    twin_on_shards,
 )
 
 
@@ -67,9 +67,9 @@ def test_what_is_not_element_wise_is_told_whichever_group_it_is_in():
     first, second = made()
     check_elementwise(torch.optim.AdamW([first, second]))
     check_elementwise(Mixes([{"params": [first]}, {"params": [second]}], lr=0.1))
-    with pytest.raises(GradientError, match="Mixes is none: in group 1 it steps otherwise"):
+    with pytest.raises(GradientError, match="Mixes is not element-wise: in group 1"):
         check_elementwise(Mixes([{"params": [first]}, {"params": [second], "momentum": 0.5}], lr=0.1))
-    with pytest.raises(GradientError, match="Late is none"):
+    with pytest.raises(GradientError, match="Late is not element-wise"):
         check_elementwise(Late([first], lr=0.1))
     with pytest.raises(GradientError, match="LBFGS could not step on a slice"):
         check_elementwise(torch.optim.LBFGS([first]))
@@ -179,8 +179,8 @@ def test_parts_take_over_the_state_and_the_step_hooks_alone():
     heard: list[str] = []
     optimizer.register_state_dict_post_hook(lambda *_: heard.append("whole"))
     optimizer.register_step_post_hook(lambda *_: heard.append("step"))
-    parts = [OwnedPart(first, 0, 1, 3, torch.ones(2)), OwnedPart(second, 1, 0, 2, torch.ones(2))]
-    inner = optimizer_of_parts(optimizer, parts)
+    parts = [ParameterShard(first, 0, 1, 3, torch.ones(2)), ParameterShard(second, 1, 0, 2, torch.ones(2))]
+    inner = twin_on_shards(optimizer, parts)
     assert [[id(p) for p in group["params"]] for group in inner.param_groups] == [[id(part.value)] for part in parts]
     assert inner.state[parts[0].value]["momentum_buffer"].tolist() == [1.0, 2.0]
     assert parts[1].value not in inner.state
@@ -215,12 +215,12 @@ def test_what_is_sharded_at_which_stage(stage, pipeline):
 
 def test_what_cannot_be_sharded_is_told():
     model = nn.Linear(2, 2)
-    with pytest.raises(GradientError, match="parameters that are not the model's"):
+    with pytest.raises(GradientError, match="parameters that are not in the model"):
         zero(ZeroSettings(1), model, [model.weight, nn.Parameter(torch.zeros(1))]).plan_shards(False)
     turn = nn.ParameterDict({"turn": nn.Parameter(torch.zeros(1, dtype=torch.complex64))})
     with pytest.raises(GradientError, match=r"turn is torch\.complex64"):
         zero(ZeroSettings(1), turn).plan_shards(False)
-    with pytest.raises(GradientError, match="Mixes is none"):
+    with pytest.raises(GradientError, match="Mixes is not element-wise"):
         ZeroOptimizer(Mixes(model.parameters(), lr=0.1, momentum=0.5), model, ZeroSettings(1))
     optimizer = zero(ZeroSettings(1), model)
     model.weight.grad = torch.ones(2, 2)

@@ -12,7 +12,7 @@ from colonnade.config import load_config
 from colonnade.config.settings import ZeroSettings
 from colonnade.errors import ConfigError
 from colonnade.optim.zero import fsdp
-from colonnade.optim.zero.fsdp import ShardedModel, _prefetch
+from colonnade.optim.zero.fsdp import ShardedModel
 
 
 @pytest.mark.parametrize(
@@ -47,22 +47,6 @@ def test_forms(given, expected):
 def test_options_of_another_stage_are_refused(given):
     with pytest.raises(ConfigError, match=r"zero\."):
         ZeroSettings.read(given)
-
-
-@pytest.mark.parametrize("ahead", [1, 2])
-def test_each_unit_has_just_the_next_ones_gathered_ahead(ahead):
-    class Unit:
-        def set_modules_to_forward_prefetch(self, units):
-            self.forward = units
-
-        def set_modules_to_backward_prefetch(self, units):
-            self.backward = units
-
-    units = [Unit() for _ in range(4)]
-    _prefetch(units, ahead)
-    for at, unit in enumerate(units):
-        assert unit.forward == units[at + 1 :][:ahead]
-        assert unit.backward == units[:at][::-1][:ahead]
 
 
 @pytest.mark.parametrize("is_torchs", [True, False])

@@ -14,27 +14,27 @@ from colonnade.engine.build import initialize
 from colonnade.errors import CheckpointError, GradientError
 from colonnade.optim.optimizer_trial import state_dtypes
 from colonnade.optim.zero import ZeroOptimizer
-from colonnade.optim.zero.zero_optimizer import OwnedPart, _decoded, _fitting, _kind, cut
+from colonnade.optim.zero.zero_optimizer import ParameterShard, _as_shard, _decoded, _kind, shard_of
 
 WHOLE = nn.Parameter(torch.arange(6.0).reshape(2, 3))
-PART = OwnedPart(WHOLE, 0, 1, 4, torch.tensor([1.0, 2.0, 3.0]))
+PART = ParameterShard(WHOLE, 0, 1, 4, torch.tensor([1.0, 2.0, 3.0]))
 
 
 def test_a_state_is_cut_as_its_parameter_unless_it_is_a_step():
     state = 10 * WHOLE.detach()
-    assert torch.equal(cut(state, PART, "exp_avg"), torch.tensor([10.0, 20.0, 30.0]))
-    assert torch.equal(cut(state.t().contiguous().t(), PART, "exp_avg"), torch.tensor([10.0, 20.0, 30.0]))
-    assert torch.equal(cut(state, PART, "step"), state)
-    found = cut(state, PART, "exp_avg")
+    assert torch.equal(shard_of(state, PART, "exp_avg"), torch.tensor([10.0, 20.0, 30.0]))
+    assert torch.equal(shard_of(state.t().contiguous().t(), PART, "exp_avg"), torch.tensor([10.0, 20.0, 30.0]))
+    assert torch.equal(shard_of(state, PART, "step"), state)
+    found = shard_of(state, PART, "exp_avg")
     found.zero_()
     assert state[0, 1] == 10.0  # a copy
     step = torch.tensor(3.0)
-    taken = cut(step, PART, "step")
+    taken = shard_of(step, PART, "step")
     assert torch.equal(taken, step)
     assert taken is not step
     value = {"a": [1]}
-    assert cut(value, PART, "other") == value
-    assert cut(value, PART, "other") is not value
+    assert shard_of(value, PART, "other") == value
+    assert shard_of(value, PART, "other") is not value
     assert PART.local.shape == (2, 3)
 
 
@@ -49,14 +49,14 @@ def test_a_state_is_cut_as_its_parameter_unless_it_is_a_step():
     ],
 )
 def test_what_was_loaded_is_cut_where_it_is_for_the_whole(value, name, expected):
-    assert _fitting(value, PART, name).tolist() == expected
+    assert _as_shard(value, PART, name).tolist() == expected
 
 
 def test_a_slice_that_fits_is_taken_itself_and_a_step_is_not():
     slices = torch.tensor([7.0, 8.0, 9.0])
-    assert _fitting(slices, PART, "exp_avg") is slices
-    assert _fitting(slices, PART, "step") is not slices
-    assert _fitting(3, PART, "count") == 3
+    assert _as_shard(slices, PART, "exp_avg") is slices
+    assert _as_shard(slices, PART, "step") is not slices
+    assert _as_shard(3, PART, "count") == 3
 
 
 def test_kinds_of_state():
@@ -68,7 +68,9 @@ def test_kinds_of_state():
         found = _decoded(_kind(value, PART))
         assert found == value
         assert not isinstance(value, torch.Tensor) or (found.dtype, found.shape) == (value.dtype, value.shape)
-    with pytest.raises(CheckpointError, match=r"^state of shape \(2,\) belongs neither to elements nor to a parameter"):
+    with pytest.raises(
+        CheckpointError, match=r"^optimizer state of shape \(2,\) is neither one value nor one per element"
+    ):
         _kind(torch.zeros(2), PART)
 
 
@@ -213,7 +215,7 @@ def test_a_step_by_hand_weights_from_elsewhere_and_what_is_refused():
             torch.testing.assert_close(list(model.parameters()), list(plain.parameters()))
         for either in (optimizer, original):
             assert either._opt_called
-        with pytest.raises(GradientError, match="takes no closure"):
+        with pytest.raises(GradientError, match="does not support a closure"):
             optimizer.step(lambda: 0.0)
         model[2].bias.grad = torch.ones(2, dtype=torch.float64)
         with pytest.raises(GradientError, match=r"'2\.bias' was frozen when the optimizer was sharded"):
