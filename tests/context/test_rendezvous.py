@@ -367,7 +367,7 @@ def test_nobody_is_told_where_nothing_failed_or_nobody_else_is(monkeypatch, worl
 def test_ranks_meet_where_the_last_one_opens_the_door():
     store = HashStore()
     assert rendezvous._meet(None, 0, 1, timedelta(0)) is None
-    with pytest.raises(TimeoutError, match=r"^1 of 2 ranks came within 0 s$"):
+    with pytest.raises(TimeoutError, match=r"^1 of 2 ranks connected within 0 s$"):
         rendezvous._meet(store, 0, 2, timedelta(milliseconds=20))
     assert rendezvous._meet(store, 1, 2, timedelta(seconds=1)) is None
     assert store.get("colonnade/outcome") == b""
