@@ -224,7 +224,7 @@ def save_pretrained(
         target = local_path(folder, "the folder of engine.save_pretrained()", CheckpointError)
         limit = _bytes_of(max_shard_size) if max_shard_size is not None else None
         main: Any = model[0] if isinstance(model, nn.ModuleList) else model  # the first of a rank's stages
-        config = getattr(main, "config", None)
+        config: Any = getattr(main, "config", None)
         if not callable(getattr(config, "save_pretrained", None)):
             raise CheckpointError(
                 f"{type(main).__name__} has no transformers config, so no config.json can be written; to write the weights "

@@ -254,15 +254,17 @@ class RunLock:
         if refused is not None and refused.errno not in _NO_LOCKS:
             self._close()
             if refused.errno not in _HELD:
-                text = f"{self.path} cannot be locked: {refused.strerror}. Choose a folder on another file system."
+                message = f"{self.path} cannot be locked: {refused.strerror}. Choose a folder on another file system."
             elif owner.get("pid") == os.getpid() and owner.get("host") == socket.gethostname():
-                text = f"this process already has a CheckpointManager on {folder}; close() it before you open another"
+                message = (
+                    f"this process already has a CheckpointManager on {folder}; close() it before you open another"
+                )
             else:
-                text = (
+                message = (
                     f"another run writes checkpoints to {folder}: {_describe_owner(owner)}. Choose another folder, or end "
                     f"that run; to only load from here, pass read_only=True."
                 )
-            raise CheckpointError(text, code="C084")
+            raise CheckpointError(message, code="C084")
         if refused is not None:
             last = f" (last owner in the file: {_describe_owner(owner)})" if owner else ""
             get_dist_logger().warning(
@@ -290,9 +292,9 @@ class RunLock:
 @cache
 def _closed_in_children() -> weakref.WeakSet[RunLock]:
     """The locks that forked children close, so that a data loader worker does not keep the lock of its killed parent."""
-    held: weakref.WeakSet[RunLock] = weakref.WeakSet()
-    os.register_at_fork(after_in_child=lambda: [lock._close() for lock in list(held)])
-    return held
+    locks: weakref.WeakSet[RunLock] = weakref.WeakSet()
+    os.register_at_fork(after_in_child=lambda: [lock._close() for lock in list(locks)])
+    return locks
 
 
 def _describe_owner(owner: dict[str, Any]) -> str:

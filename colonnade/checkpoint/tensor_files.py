@@ -170,16 +170,16 @@ class StoredTensor:
 
     def _read(self, descriptor: int, memory: memoryview, box: Box) -> None:
         width, dims = self.dtype.itemsize, len(self.shape)
-        # After dimension `cut` the box spans the full tensor, so its elements in one row of `cut` form a contiguous run.
-        cut = next((dim for dim in reversed(range(dims)) if box.shape[dim] != self.shape[dim]), 0)
+        # After dimension `split_dim` the box spans the full tensor, so its elements in one row of `split_dim` form a contiguous run.
+        split_dim = next((dim for dim in reversed(range(dims)) if box.shape[dim] != self.shape[dim]), 0)
         strides = [width * prod(self.shape[dim + 1 :]) for dim in range(dims)]
         first = self.start + sum(at * stride for at, stride in zip(box.offset, strides, strict=True))
-        run = prod(box.shape[cut:]) * width
-        if not cut:
+        run = prod(box.shape[split_dim:]) * width
+        if not split_dim:
             self._fill(descriptor, memory, first)
             return
-        pitch, rows = strides[cut - 1], box.shape[cut - 1]
-        for number, outer in enumerate(itertools.product(*map(range, box.shape[: cut - 1]))):
+        pitch, rows = strides[split_dim - 1], box.shape[split_dim - 1]
+        for number, outer in enumerate(itertools.product(*map(range, box.shape[: split_dim - 1]))):
             begin = first + sum(at * stride for at, stride in zip(outer, strides, strict=False))
             part = memory[number * rows * run :][: rows * run]
             if run >= _LONG_RUN:

@@ -253,7 +253,7 @@ class Initializer_Expert(ProcessGroupInitializer):
 
     def init_parallel_groups(self) -> ModeGroups:
         blocks = self.grid.groups(*self.over.split("*"))
-        expert, expert_data = blocks.cut(self.expert_parallel_size)
+        expert, expert_data = blocks.split_into_runs(self.expert_parallel_size)
         return {
             ParallelMode.EXPERT: expert,
             ParallelMode.EXPERT_DATA: expert_data,

@@ -74,7 +74,7 @@ class Ranks(Sequence[int]):
 class Partition(Sequence[list[int]]):
     """The groups of one mode: a sequence of ascending rank lists; a rank is in at most one of them.
 
-    Made by `Grid.groups` and `cut` (correct by construction, so a million ranks need no check) or `Listed`.
+    Made by `Grid.groups` and `split_into_runs` (correct by construction, so a million ranks need no check) or `Listed`.
     """
 
     digits: tuple[Digit, ...] | None = None
@@ -130,7 +130,7 @@ class _ByDigits(Partition):
     def describe(self) -> str:
         return f"{self.outer}{self.inner}"
 
-    def cut(self, size: int) -> tuple[Partition, Partition]:
+    def split_into_runs(self, size: int) -> tuple[Partition, Partition]:
         """Split every group into runs of `size` ranks: (the runs, the groups of ranks at the same position in their runs)."""
         # Starting at the fastest digit, as much of each digit as still fits goes into the run; the rest numbers the runs.
         left = size
@@ -486,9 +486,9 @@ class Layout:
 
 
 def check_groups(
-    mode: ParallelMode, groups: Sequence[Sequence[int]], world_size: int, source: str, whole: bool
+    mode: ParallelMode, groups: Sequence[Sequence[int]], world_size: int, source: str, complete: bool
 ) -> None:
-    """Raise if rank lists overlap, have a rank outside the world, are not ascending or, with `whole`, miss a rank."""
+    """Raise if rank lists overlap, have a rank outside the world, are not ascending or, with `complete`, miss a rank."""
     if isinstance(groups, Partition):
         return
     where = f"{source} returned groups for {mode} that "
@@ -516,7 +516,7 @@ def check_groups(
             code="C011",
         )
     missing = [rank for rank in range(world_size) if rank not in seen]
-    if missing and whole:
+    if missing and complete:
         raise LayoutError(
             f"{where}miss rank{'s' if len(missing) > 1 else ''} {listed(missing[:8])}"
             f"{' ...' if len(missing) > 8 else ''} of {world_size}. Put each into a group (of one rank, if need be), "

@@ -155,8 +155,8 @@ def read_groups(returned: Any, initializer: Any, source: str, mode: str) -> Mode
             )
         found[ParallelMode(key)] = groups if isinstance(groups, Partition) else [list(group) for group in groups]
     for known, lists in found.items():
-        whole = getattr(initializer, "whole_world", True)
-        check_groups(known, lists, initializer.world_size, source, whole)
+        complete = getattr(initializer, "whole_world", True)
+        check_groups(known, lists, initializer.world_size, source, complete)
     return found
 
 

@@ -42,22 +42,26 @@ def mesh_of(
     """A mesh with the existing `groups` of `modes` as dimensions, outermost first, named by the values of the modes."""
     if not modes:
         raise ContextError("device_mesh() needs at least one mode, such as device_mesh(ParallelMode.DATA)", code="C012")
-    # The modes form a grid if walking along them from any of the reached ranks gives the same nested lists.
+    names = tuple(mode.value for mode in modes)
+    ranks = torch.tensor(_rank_grid(layout, modes, rank), device="cpu")
+    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
+
+
+def _rank_grid(layout: Layout, modes: list[ParallelMode], rank: int) -> Any:
+    """Nested lists of the ranks reached from `rank` along every mode; raises if the modes do not form a grid."""
+    # They do if walking from any of the reached ranks gives the same lists.
     grid = _walk(layout, modes, rank)
-    ranks = torch.tensor(grid, device="cpu")
-    flat = ranks.flatten().tolist()
+    flat = torch.tensor(grid, device="cpu").flatten().tolist()
     if len(set(flat)) != len(flat) or any(_walk(layout, modes, other) != grid for other in flat):
         raise ContextError(
             f"the modes {listed(mode.name for mode in modes)} do not form a grid around rank {rank}: "
             f"walking along them reaches {flat}. Use modes that vary independently.",
             code="C012",
         )
-    names = tuple(mode.value for mode in modes)
-    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
+    return grid
 
 
 def _walk(layout: Layout, modes: list[ParallelMode], start: int) -> Any:
-    """Nested lists of the ranks reached from `start` along every mode, outermost first."""
     if not modes:
         return start
     mode, *inner = modes

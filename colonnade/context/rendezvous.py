@@ -137,7 +137,7 @@ def _meet(store: Any, rank: int, world_size: int, limit: timedelta) -> Colonnade
             store.wait(["colonnade/outcome"], limit)
         else:
             for pause in pauses(_LOOK_SECONDS):
-                answers.give()
+                answers.answer_arrivals()
                 if store.check(["colonnade/outcome"]):
                     break
                 if time.monotonic() > until:
@@ -168,7 +168,7 @@ def _leave_store(store: Any, rank: int, world_size: int, key: str) -> None:
     answers = _Answers.of(store, rank) if key == "refused" else None
     while rank == 0 and left < world_size and time.monotonic() < until:
         if answers is not None:
-            answers.give()
+            answers.answer_arrivals()
         time.sleep(0.002)
         left = store.add(f"colonnade/{key}", 0)
 
@@ -199,13 +199,17 @@ def _wait_for_threads() -> None:
     idle = 0
     while idle < _IDLE_LOOKS and time.monotonic() < until:
         time.sleep(0.001)
-        busy = False
-        for task in Path("/proc/self/task").glob("*"):
-            with contextlib.suppress(OSError, IndexError, ValueError):  # the thread has ended
-                # "<id> (<name>) <state> ...", with state S for a sleeping thread
-                name, state = (task / "stat").read_text().split("(", 1)[1].rsplit(") ", 1)
-                busy |= name.startswith("pt_") and not state.startswith("S")
-        idle = 0 if busy else idle + 1
+        idle = 0 if any(_is_busy(task) for task in Path("/proc/self/task").glob("*")) else idle + 1
+
+
+def _is_busy(task: Path) -> bool:
+    """Whether this is a thread of torch that is not sleeping."""
+    try:
+        # "<id> (<name>) <state> ...", with state S for a sleeping thread
+        name, state = (task / "stat").read_text().split("(", 1)[1].rsplit(") ", 1)
+    except (OSError, IndexError, ValueError):  # the thread has ended
+        return False
+    return name.startswith("pt_") and not state.startswith("S")
 
 
 def default_backend() -> str:
@@ -319,7 +323,7 @@ class _Answers:
         """The answers of the launch at this store; None on other ranks than 0."""
         return cls(store.underlying_store, _last_prefix) if rank == 0 and isinstance(store, PrefixStore) else None
 
-    def give(self) -> None:
+    def answer_arrivals(self) -> None:
         """Answer the ranks that have arrived since the last call."""
         newest = self._base.add(_ARRIVALS, 0)
         found, self._open = [*self._open, *range(self._seen + 1, newest + 1)], []

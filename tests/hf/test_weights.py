@@ -358,7 +358,9 @@ def test_a_save_that_fails_leaves_the_folder_as_it_was(tmp_path: Path, monkeypat
             CheckpointError, match=r"to is 'all', 'first' or the name of a \.safetensors file .* 'frist'"
         ):
             engine.full_state_dict("frist")
-        with pytest.raises(CheckpointError, match=r"max_shard_size='5 parrots': pass a number of bytes, or text such as '5GB'"):
+        with pytest.raises(
+            CheckpointError, match=r"max_shard_size='5 parrots': pass a number of bytes, or text such as '5GB'"
+        ):
             engine.save_pretrained(out, max_shard_size="5 parrots")
         with pytest.raises(CheckpointError, match="is a file; give the name of a folder"):
             engine.save_pretrained(out / "config.json")
