@@ -13,7 +13,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import as_checkpoint_errors
 
 before_save: weakref.WeakKeyDictionary[nn.Module, Callable[[], Callable[[], None] | None]] = weakref.WeakKeyDictionary()
-"""Per model, a weak reference to a check that all ranks call before a save; it raises on all ranks if the model must not be saved."""
+"""Per model, a weak reference to a check that all ranks call before a save; the check raises if the model must not be saved."""
 
 
 @contextmanager

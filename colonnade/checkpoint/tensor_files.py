@@ -170,7 +170,7 @@ class StoredTensor:
 
     def _read(self, descriptor: int, memory: memoryview, box: Box) -> None:
         width, dims = self.dtype.itemsize, len(self.shape)
-        # After dimension `split_dim` the box spans the full tensor, so its elements in one row of `split_dim` form a contiguous run.
+        # After dimension `split_dim` the box spans the full tensor, so each row of `split_dim` has one contiguous run of the box.
         split_dim = next((dim for dim in reversed(range(dims)) if box.shape[dim] != self.shape[dim]), 0)
         strides = [width * prod(self.shape[dim + 1 :]) for dim in range(dims)]
         first = self.start + sum(at * stride for at, stride in zip(box.offset, strides, strict=True))

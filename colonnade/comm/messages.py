@@ -91,7 +91,7 @@ def gather_bytes(content: bytes, device: torch.device, group: Any = None) -> lis
 
 
 def gather_in_pieces(content: bytes, gather_equal_sizes: Callable[[bytes], list[bytes]]) -> list[bytes]:
-    """Every rank's bytes by a function that gathers equally many from each rank: first lengths and short contents, then the rest."""
+    """Every rank's bytes by a function that gathers equally many from each: first lengths and short contents, then the rest."""
     heads = gather_equal_sizes((len(content).to_bytes(8, "little") + content[:_SHORT]).ljust(8 + _SHORT))
     sizes = [int.from_bytes(head[:8], "little") for head in heads]
     longest = max(sizes) - _SHORT
@@ -209,14 +209,14 @@ def agreed_errors(device: torch.device, parts: Sequence[int] = (), group: Any = 
         digest = digest_of(json.dumps([*table.items.items()]))
         rows[start + table.part] = [digest, -digest, len(table.items)]
         start += count
-    least = torch.tensor(rows, dtype=torch.int64, device=message_device(device))
     try:
+        least = torch.tensor(rows, dtype=torch.int64, device=message_device(device))
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+        (any_failed, *_), *found = least.tolist()
     except RuntimeError:
         if failure is not None:  # a rank has exited, but the error of this rank is the more useful one
             raise failure from None
         raise
-    (any_failed, *_), *found = least.tolist()
     counts = iter([count for *_, count in found])
     agreement.sizes = [[*islice(counts, count)] for count in agreement.parts]
 

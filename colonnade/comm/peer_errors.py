@@ -31,7 +31,7 @@ _EXITED = "colonnade/gone"
 """The exited ranks, as found by the first rank that looked."""
 
 BEAT_SECONDS = 2.0
-"""Seconds between two heartbeats of a rank in a world of up to 2,000 ranks; in larger worlds the interval grows, for the store's sake."""
+"""Seconds between two heartbeats of a rank; worlds of more than 2,000 ranks have a longer interval, to limit the load on the store."""
 _EXIT_SECONDS = 3.0
 """How long to wait for a process to end: a rank that has raised closes its connections a little before its process ends."""
 _PAUSE = 0.05

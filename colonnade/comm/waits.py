@@ -470,7 +470,7 @@ class WaitWatch:
     def _describe_others(
         self, rank: int, world_size: int, place: RankPosition, store: Any
     ) -> tuple[str, list[int], bool] | None:
-        """(The places of ranks that are elsewhere as text, these ranks, whether one of them cannot arrive); None if all are here."""
+        """(Places of ranks that are elsewhere as text, these ranks, whether one of them cannot arrive); None if all are here."""
         keys = [_KEY.format(other) for other in range(world_size)]
         if not store.check(keys):
             return None

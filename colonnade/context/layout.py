@@ -431,7 +431,7 @@ class Layout:
 
     @cached_property
     def on_grid(self) -> Layout:
-        """The same groups with ranks renumbered by their places, so that axes are products of digits again; self without `places`."""
+        """The layout with ranks renumbered by their places, so that axes are products of digits; itself without `places`."""
         if self.places is None:
             return self
         axes = {axis.mode: axis.name for axis in self.axes}

@@ -285,10 +285,11 @@ def layout_of(axes: tuple[Axis, ...], groups: Groups, tensor_mode: str | None = 
                         reached.append(member)
         if len(reached) != size:
             sized = [axis for axis in model if axis.size > 1]
+            product = " x ".join(str(axis.size) for axis in sized)
             raise LayoutError(
-                f"parallel: along the groups of {listed(axis.mode.name for axis in sized)} rank {first} reaches {len(reached)} ranks, but a "
-                f"model replica has {' x '.join(str(axis.size) for axis in sized)} = {size}, so ranks have no unique data coordinate. "
-                f"Ranks of different replicas share no group of these modes; correct the initializer",
+                f"parallel: along the groups of {listed(axis.mode.name for axis in sized)} rank {first} reaches {len(reached)} "
+                f"ranks, but a model replica has {product} = {size}, so ranks have no unique data coordinate. Ranks of different "
+                f"replicas share no group of these modes; correct the initializer",
                 code="C161",
             )
         replicas += 1

@@ -364,5 +364,5 @@ def test_a_save_that_fails_leaves_the_folder_as_it_was(tmp_path: Path, monkeypat
             engine.save_pretrained(out, max_shard_size="5 parrots")
         with pytest.raises(CheckpointError, match="is a file; give the name of a folder"):
             engine.save_pretrained(out / "config.json")
-        with pytest.raises(CheckpointError, match="Linear has no config of transformers"):
+        with pytest.raises(CheckpointError, match="Linear has no transformers config"):
             started(torch.nn.Linear(2, 2), gpc).save_pretrained(tmp_path / "linear")
