@@ -263,7 +263,7 @@ def test_a_config_that_is_refused_on_one_rank_is_told_to_all_who_may_try_again(r
 
 
 def _misses_one(port: int) -> None:
-    with pytest.raises(LaunchError, match=r"rank 0 of 2 could not join .*: 1 of 2 ranks came within 1 s"):
+    with pytest.raises(LaunchError, match=r"rank 0 of 2 could not join .*: 1 of 2 ranks connected within 1 s"):
         launch({}, 0, 2, "127.0.0.1", port, context=ParallelContext(), timeout=1, verbose=False)
     with pytest.raises(ConfigError, match="clip_grad_norm"):  # nobody is there to be told
         launch({"gradient_clipping": 1.0}, 1, 2, "127.0.0.1", port, context=ParallelContext(), timeout=1)

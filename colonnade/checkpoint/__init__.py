@@ -1,11 +1,11 @@
 """Checkpoints that survive a kill at any moment and resume on another layout: written from placements, verified on load.
 
-Begin with `manager`. `save` is the whole save (`save_plan` decides which rank writes which tensors), `load` the whole load.
-`manifest` has the format, `tensor_files` and `values` write and read the files, `storage` has the folder of a run with its
-renames, syncs and lock, and `optimizer_state` has the state of an optimizer by parameter names. `full_weights` gathers whole tensors while training; `export`,
-`weights_folder` and `dcp` know other formats. Decision 0008 says why the format is our own.
+Start reading at `manager`. `save` is a save from top to bottom (`save_plan` assigns tensors to ranks), `load` a load. `manifest`
+defines the format; `tensor_files` and `values` write and read the files; `storage` has the renames, syncs and the lock of a run's
+folder; `optimizer_state` keys optimizer state by parameter name. `full_weights` gathers full tensors during training. `export`,
+`weights_folder` and `dcp` convert from and to other formats. Decision 0008 gives the reasons for a format of our own.
 
-Names are looked up on first use, so that checkpoints can be listed and verified without importing torch.
+Names are imported on first use, so that checkpoints can be listed and verified without importing torch.
 """
 
 from __future__ import annotations

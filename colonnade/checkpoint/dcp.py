@@ -1,7 +1,7 @@
 """Folders of torch.distributed.checkpoint (DCP), read and written in one process, one tensor at a time.
 
-Their metadata are a pickle, and so is each value that is no tensor: they are read only where they are trusted. Torch's own
-code reads and writes them. Decision 0008 says why our checkpoints are no such folders.
+Their metadata and all non-tensor values are pickles, so they are read only if the caller trusts them. torch's own code reads and
+writes them. Decision 0008 gives the reasons why Colonnade's checkpoints have another format.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from colonnade.errors import CheckpointError, listed
 _METADATA = ".metadata"
 _MODEL, _OPTIMIZERS = "model", ("optim", "optimizer", "optimizers")
 _BESIDE = ("lr_scheduler", "dataloader", "train_state", "extra_state", "scheduler", "step", "epoch")
-"""Names of the bookkeeping that trainers save beside weights at the top of a folder; it is left out."""
+"""Top-level names of other state that trainers save next to the weights; these entries are ignored."""
 
 
 def read_dcp(path: Path, trust: bool) -> ForeignState:
-    """The weights of a DCP folder and, where its names tell, the state of its optimizer.
+    """The weights of a DCP folder and, if its names follow torch's conventions, the state of its optimizer.
 
-    Weights lie under "model", as in torch's examples, or at the top beside the optimizer, as torchtitan's do.
+    Weights are under "model", as in torch's examples, or at the top level next to the optimizer, as in torchtitan.
     """
     if not (path / _METADATA).is_file():
-        raise CheckpointError(f"{path} has no {_METADATA}: it is no folder of torch.distributed.checkpoint")
+        raise CheckpointError(f"{path} has no {_METADATA}, so it is not a folder of torch.distributed.checkpoint")
     if not trust:
         raise CheckpointError(
-            f"{path / _METADATA} is a pickle, which can run code when it is read. If you trust who wrote it, pass --trust "
+            f"{path / _METADATA} is a pickle, which can run code when it is read. If you trust its author, pass --trust "
             f"(trust=True)",
             code="C086",
         )
@@ -48,12 +48,12 @@ def read_dcp(path: Path, trust: bool) -> ForeignState:
 
 
 def write_dcp(state: ForeignState, staged: Path, target: Path) -> None:
-    """Write weights under "model" and the optimizer under "optim", as torch's `get_state_dict` gives them.
+    """Write weights under "model" and the optimizer under "optim", in the form of torch's `get_state_dict`.
 
-    The folder appears, or its files take the place of an earlier DCP folder's, when all of it is written to `staged`.
+    The folder appears, or the files of an earlier DCP folder are replaced, when everything is written to `staged`.
     """
     if target.exists() and any(target.iterdir()) and not (target / _METADATA).is_file():
-        raise CheckpointError(f"{target} is there, and no folder of torch.distributed.checkpoint; give another name")
+        raise CheckpointError(f"{target} exists and is not a folder of torch.distributed.checkpoint; give another name")
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -75,7 +75,7 @@ def write_dcp(state: ForeignState, staged: Path, target: Path) -> None:
 
     class Planner(DefaultSavePlanner):
         def lookup_object(self, index: Any) -> Any:
-            """A tensor when its turn to be written comes."""
+            """Read a tensor just before torch writes it, so that one tensor is in memory at a time."""
             return entries[index.fqn].read() if index.fqn in entries else super().lookup_object(index)
 
     try:
@@ -83,12 +83,12 @@ def write_dcp(state: ForeignState, staged: Path, target: Path) -> None:
         with _without_warnings():
             save(content, storage_writer=writer, planner=Planner(), no_dist=True)
         place_folder(staged, target, lambda name: name.endswith(".distcp"), (_METADATA,))
-    except CheckpointException as error:  # which is no Exception
+    except CheckpointException as error:  # derives from BaseException
         raise CheckpointError(f"torch could not write {target}: {error}") from error
 
 
 class _Folder:
-    """A folder that is trusted: its tensors and other values by their keys, and the place of each in the state."""
+    """A trusted folder: its tensors and other values by key, and the path of each in the nested state."""
 
     def __init__(self, path: Path) -> None:
         from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -104,16 +104,15 @@ class _Folder:
         places: dict[str, tuple[Any, ...]] = metadata.planner_data or {}
         self.places = {key: tuple(map(str, places.get(key, (key,)))) for key in self._metadata}
         self.tensors: dict[str, Any] = {key: kept for key, kept in self._metadata.items() if hasattr(kept, "chunks")}
+        # Without nested paths, "model." may be part of a weight's own name; an optimizer next to it shows that it is not.
+        has_optimizer = any(_root(place) in _OPTIMIZERS for place in self.places.values())
         under = any(place[0] == _MODEL and len(place) > 1 for place in self.places.values()) or any(
-            key.startswith(f"{_MODEL}.") and self._has_optimizer for key in self.tensors
+            key.startswith(f"{_MODEL}.") and has_optimizer for key in self.tensors
         )
         self.weights = dict(self._weights(under))
 
-    @property
-    def _has_optimizer(self) -> bool:
-        return any(_root(place) in _OPTIMIZERS for place in self.places.values())
-
     def _weights(self, under: bool) -> Iterator[tuple[str, str]]:
+        """(name, key) of each weight; `under`: the weights are under "model"."""
         for key in self.tensors:
             place = self.places[key]
             text = ".".join(place)
@@ -123,13 +122,13 @@ class _Folder:
                 yield text, key
 
     def entry(self, key: str) -> FileEntry:
-        """A tensor, read when its turn comes."""
+        """A tensor, read on demand."""
         kept = self.tensors[key]
         shape, dtype = tuple(kept.size), kept.properties.dtype
         return FileEntry(key, name_of(dtype, key), shape, lambda: self._load(key, memory_for(shape, dtype)))
 
     def value(self, key: str) -> Any:
-        """A value that is no tensor."""
+        """A non-tensor value."""
         return self._load(key, None)
 
     def _load(self, key: str, target: Any) -> Any:
@@ -140,13 +139,13 @@ class _Folder:
         try:
             with _without_warnings():
                 load(state, storage_reader=self._reader, no_dist=True)
-        except CheckpointException as error:  # which is no Exception
+        except CheckpointException as error:  # derives from BaseException
             raise CheckpointError(f"{key} cannot be read from {self._path}: {error}") from error
         return state[key]
 
 
 def _optimizer(folder: _Folder, weights: Iterable[str]) -> tuple[dict[str, dict[str, Any]], Any]:
-    """The state of each weight, and the groups; nothing where the names are not those of `get_optimizer_state_dict`."""
+    """The state of each weight, and the groups; empty unless the names follow `get_optimizer_state_dict`."""
     state: dict[str, dict[str, Any]] = {}
     named: dict[str, dict[str, Any]] = {}
     numbered: dict[int, dict[str, Any]] = {}
@@ -164,7 +163,7 @@ def _optimizer(folder: _Folder, weights: Iterable[str]) -> tuple[dict[str, dict[
         elif kind == "param_groups" and text.partition(".")[0].isdigit():
             index, _, option = text.partition(".")
             _set(numbered.setdefault(int(index), {}), option.split("."), _plain(folder, key))
-    # Options lie flattened under their group's number, or, as `get_optimizer_state_dict` gives them, under each weight's name.
+    # Options are flattened under the index of their group or, by `get_optimizer_state_dict`, under the name of each weight.
     if numbered:
         groups = [
             (
@@ -186,7 +185,7 @@ def _plain(folder: _Folder, key: str) -> Any:
 
 
 def _set(options: dict[str, Any], path: list[str], value: Any) -> None:
-    """Put back what was flattened: a list is one entry for each of its values."""
+    """Undo the flattening of a list, which is stored as one entry for each of its values."""
     name, *places = path
     if places:
         (at,) = places
@@ -196,14 +195,14 @@ def _set(options: dict[str, Any], path: list[str], value: Any) -> None:
 
 
 def _listed(value: Any, key: str = "") -> Any:
-    """A flattened list as a list; betas are a tuple in every optimizer."""
+    """A flattened list as a list, and betas as a tuple, their type in every optimizer."""
     found = [value[at] for at in sorted(value)] if isinstance(value, dict) else value
     return tuple(found) if key == "betas" and isinstance(found, list) else found
 
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Torch warns that it works in one process even where `no_dist=True` asks for it."""
+    """Suppress torch's warning about a single process, which is intended here (`no_dist=True`)."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

@@ -1,7 +1,7 @@
-"""Checkpoints made into other files, and out of them, in one process without a process group.
+"""Import and export of checkpoints in other formats, in one process without a process group.
 
-`import_checkpoint` and `export_checkpoint` know safetensors files, folders of transformers (`weights_folder`) and folders of
-torch.distributed.checkpoint (`dcp`). Between them is a `ForeignState`, whose tensors are read when their turn comes.
+`import_checkpoint` and `export_checkpoint` convert safetensors files, folders of transformers (`weights_folder`) and folders of
+torch.distributed.checkpoint (`dcp`), by way of a `ForeignState`, whose tensors are read on demand.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ FORMATS = ("safetensors", "hf", "dcp")
 
 @dataclass
 class ForeignState:
-    """Whole weights by name, and what an optimizer kept for them: by their names, and by its own.
+    """Full weights by name, and the optimizer state of each by weight name and state name.
 
-    `groups` has the names and options of each parameter group; None where there is no optimizer.
+    `groups` has the weight names and options of each parameter group; None without an optimizer.
     """
 
     weights: dict[str, FileEntry]
@@ -49,9 +49,9 @@ class ForeignState:
 
 
 def write_checkpoint(state: ForeignState, folder: Path, step: int) -> Path:
-    """Write it as the checkpoint of `step` of the run in `folder`, one tensor in memory at a time; returns its path.
+    """Write the state as the checkpoint of `step` in a run's folder, one tensor in memory at a time; returns its path.
 
-    None of the run's other checkpoints is touched.
+    The run's other checkpoints are kept.
     """
     plan = SavePlan(0, None if state.groups is None else [])
     for name, entry in state.weights.items():
@@ -67,7 +67,7 @@ def write_checkpoint(state: ForeignState, folder: Path, step: int) -> Path:
         item = plan.add_item(f"optimizer/options/{index}", (0,), encode(options, f"param_groups[{index}]"))
         assert plan.groups is not None
         plan.groups.append((str(index), GroupRecord(index, tuple(names), item, None)))
-    # The same writer as that of a run, as its only rank; `keep` is so large that nothing is deleted.
+    # The same writer as in training, for a world of one rank; `keep` is so large that nothing is deleted.
     lock = RunLock(folder)
     try:
         staged = folder / staging_name(step)
@@ -90,36 +90,45 @@ def _add(plan: SavePlan, label: str, names: tuple[str, ...], state_name: str, en
 
 
 def find_checkpoint(folder: str | Path, step: int | None = None) -> Path:
-    """`folder` itself if it is a checkpoint; in a run's folder the newest good one, or that of `step`."""
+    """`folder` itself if it is a checkpoint; in a run's folder, the newest intact checkpoint (or that of `step`)."""
     path = local_path(folder, "the folder of checkpoints", CheckpointError)
     if step_of(path) is not None or (path / MANIFEST).exists():
         return path
     found, problems = newest_good(path, step)
     if found is None:
         wanted = f" of step {step}" if step is not None else ""
-        raise CheckpointError("\n  ".join([f"{path} has no good checkpoint{wanted}", *problems]), code="C080")
+        raise CheckpointError("\n  ".join([f"{path} has no intact checkpoint{wanted}", *problems]), code="C080")
     return found.path
 
 
 def import_checkpoint(source: str | Path, folder: str | Path, kind: str, step: int = 0, *, trust: bool = False) -> Path:
-    """Make the checkpoint of `step` of the run in `folder` out of a file or folder of another format; returns its path.
+    """Convert a file or folder of another format to a checkpoint. One full tensor is in memory at a time.
 
-    `kind` is "safetensors" (a file), "hf" (a folder as transformers writes it: weights alone) or "dcp" (a folder of
-    torch.distributed.checkpoint: weights and, where it has one, the optimizer). Names stay as they are. Pickles are read only
-    with `trust`. One whole tensor is in memory at a time.
+    Args:
+        source: The file or folder to read. Names of weights are not changed.
+        folder: The run's folder, which gets the new checkpoint.
+        kind: "safetensors" (a file), "hf" (a folder of transformers: only weights) or "dcp" (a folder of
+            torch.distributed.checkpoint: weights and, if present, the optimizer).
+        step: The step of the new checkpoint.
+        trust: Read files that can run code while they are read: DCP folders and pytorch_model.bin.
+
+    Returns:
+        The path of the new checkpoint.
     """
     path = local_path(source, "what is imported", CheckpointError)
     with as_checkpoint_errors(f"importing {path}"):
         _check_format(kind)
         if step < 0:
-            raise CheckpointError(f"a step is a whole number from 0 on, not {step!r}")
+            raise CheckpointError(f"step={step!r}: pass a whole number from 0 on")
         if kind == "dcp":
-            from colonnade.checkpoint.dcp import read_dcp  # which needs a part of torch that takes two seconds
+            from colonnade.checkpoint.dcp import read_dcp  # here, because its part of torch takes two seconds to import
 
             state = read_dcp(path, trust)
         else:
             if kind == "safetensors" and not path.is_file():
-                raise CheckpointError(f"{path} is no file; give a safetensors file, or say --format hf for a folder")
+                raise CheckpointError(
+                    f"{path} is not a file; give a safetensors file, or pass --format hf for a folder"
+                )
             found = tensors_in(path, trust)
             state = ForeignState(
                 {key: FileEntry(key, name_of(stored.dtype), stored.shape, stored.read) for key, stored in found.items()}
@@ -130,16 +139,24 @@ def import_checkpoint(source: str | Path, folder: str | Path, kind: str, step: i
 def export_checkpoint(
     checkpoint: str | Path, target: str | Path, kind: str, step: int | None = None, config: str | Path | None = None
 ) -> Path:
-    """Make a file or folder of another format out of a checkpoint; returns it. `kind` is as in `import_checkpoint`.
+    """Convert a checkpoint to a file or folder of another format. The checkpoint is verified first.
 
-    "hf" takes config.json, and what else is no file of weights, from the folder `config`. A checkpoint is verified first.
+    Args:
+        checkpoint: A checkpoint, or a run's folder (its newest intact checkpoint, or that of `step`).
+        target: The file or folder to write; an existing one is replaced.
+        kind: The format, as in `import_checkpoint`.
+        step: The step to export from a run's folder.
+        config: For "hf", a folder with config.json and tokenizer files to copy.
+
+    Returns:
+        The path of the file or folder.
     """
     with as_checkpoint_errors(f"exporting {checkpoint}"):
         _check_format(kind)
         out = local_path(target, "what is exported to", CheckpointError)
         home = None if config is None else local_path(config, "the folder of config.json", CheckpointError)
         if home is not None and (kind != "hf" or not (home / "config.json").is_file()):
-            raise CheckpointError(f"config={str(config)!r}: give a folder with config.json, and format hf")
+            raise CheckpointError(f"config={str(config)!r}: give a folder with config.json, and use it with format hf")
         source = find_checkpoint(checkpoint, step)
         if kind == "safetensors":
             return export_full(source, out)
@@ -149,7 +166,7 @@ def export_checkpoint(
             raise CheckpointError(f"{out} is a file; give the name of a folder")
         with staging(out, needed) as staged:
             if kind == "dcp":
-                from colonnade.checkpoint.dcp import write_dcp  # as above
+                from colonnade.checkpoint.dcp import write_dcp
 
                 write_dcp(state, staged, out)
             else:
@@ -159,11 +176,11 @@ def export_checkpoint(
 
 def _check_format(kind: str) -> None:
     if kind not in FORMATS:
-        raise CheckpointError(f"the format is one of {listed(FORMATS)}, not {kind!r}")
+        raise CheckpointError(f"format {kind!r} is unknown; allowed are {listed(FORMATS)}")
 
 
 def _state_of(source: Path, under_all_names: bool) -> ForeignState:
-    """The weights and the optimizer's state of a checkpoint; a tied weight under its first name, or under all."""
+    """The weights and the optimizer state of a checkpoint, with tied weights under their first name or under all names."""
     manifest = verify(source)
     reader = TensorReader(source, manifest)
     weights: dict[str, FileEntry] = {}
@@ -192,10 +209,16 @@ def _state_of(source: Path, under_all_names: bool) -> ForeignState:
 
 
 def export_full(checkpoint: str | Path, file: str | Path) -> Path:
-    """Write all weights and buffers, whole, into one safetensors file that replaces `file`; returns it.
+    """Write all full weights and buffers into one safetensors file, for `model.load_state_dict(load_file(file))`.
 
-    `model.load_state_dict(safetensors.torch.load_file(file))` loads it. A tied weight is there under each of its
-    names. Of a run's folder the newest good checkpoint is taken. It is verified first; one whole tensor is in memory at a time.
+    The checkpoint is verified first, and one full tensor is in memory at a time. A tied weight is written under all of its names.
+
+    Args:
+        checkpoint: A checkpoint, or a run's folder, whose newest intact checkpoint is exported.
+        file: The file to write; an existing one is replaced.
+
+    Returns:
+        The path of the file.
     """
     target = local_path(file, "the file that is exported to", CheckpointError)
     with as_checkpoint_errors(f"exporting {checkpoint}"):
@@ -211,5 +234,5 @@ def export_full(checkpoint: str | Path, file: str | Path) -> Path:
 
 
 def _entry(key: str, record: TensorRecord, reader: TensorReader) -> FileEntry:
-    """A whole tensor, read when its turn comes."""
-    return FileEntry(key, record.dtype, record.shape, lambda: reader.whole(record))
+    """The entry of a full tensor, read on demand."""
+    return FileEntry(key, record.dtype, record.shape, lambda: reader.full(record))

@@ -1,8 +1,8 @@
-"""Whole weights at run time, out of what the ranks hold: one tensor at a time, to one rank, to all, or into files.
+"""Full (unsharded) weights at run time: gathered one tensor at a time to one rank, to all ranks, or into files.
 
-It is a save without a folder: the ranks say what each would write, which makes the records of the whole tensors, and
-the pieces then travel between ranks instead of lying in files. `save_full` writes one file of them, `save_pretrained` a folder
-as transformers keeps it, both while training.
+This is a save without a checkpoint: the ranks make the same notes as for a save, merge them into the records of the full tensors,
+and then send the pieces to each other instead of writing them. `save_full` writes one file, `save_pretrained` a folder in the
+format of transformers, both during training.
 """
 
 from __future__ import annotations
@@ -37,10 +37,17 @@ _CPU = torch.device("cpu")
 
 
 class WholeTensors:
-    """The parameters and persistent buffers of a model as wholes, on any layout. Collective over the world to make.
+    """The full parameters and persistent buffers of a model, on any layout. Collective over the world to construct.
 
-    `records` are the same on every rank, in the same order. `read` gives something else than the tensors themselves that
-    is cut as they are, such as gradients; `keep` chooses among them.
+    `records` describes the full tensors; the list is equal on every rank.
+
+    Args:
+        model: The model, whose tensors this rank stores shards of.
+        context: The world.
+        read: Returns the local tensor to gather; the default is the parameter or buffer itself. A tensor that is sharded in the
+            same way, such as the gradient, can take its place.
+        keep: Selects tensors by returning True.
+        doing: Words for error messages.
     """
 
     def __init__(
@@ -57,7 +64,7 @@ class WholeTensors:
         with agreed(context, doing):
             for tensor in self.tensors:
                 plan_weight(plan, tensor, read(tensor))
-            # No file is written: the name of a rank's file only says whose a piece is.
+            # No file is written: the file name of a piece only identifies the rank that stores it.
             note = plan.note(FileRecord(tensors_file(self._rank), 0, ""))
         notes = [RankNote.parse(text, "a rank's note") for text in gather_from_all(note.dump(), context)]
         with agreed(context, doing):
@@ -65,102 +72,103 @@ class WholeTensors:
         files = tuple(note.file for note in notes if note.file is not None)
         self._pieces = Manifest(0, 0.0, LayoutRecord.of(context.layout), files, cuts, self.records, None, ())
         self._owners = {file.name: rank for rank, file in enumerate(files)}
-        self._mine = {entry.key: entry for entry in plan.entries}
-        self._wires: Any = None
+        self._entries = {entry.key: entry for entry in plan.entries}
+        self._gloo: Any = None
 
     def gather(self, record: TensorRecord) -> Tensor:
-        """A whole tensor, on the CPU of every rank. Collective over the world."""
-        whole = memory_for(record.shape, dtype_of(record))
+        """A full tensor, in CPU memory on every rank. Collective over the world."""
+        full = memory_for(record.shape, dtype_of(record))
         for owner, key, box in self._blocks(record):
-            here = whole[box.slices_in(whole_box(record.shape))]
+            block = full[box.slices_in(whole_box(record.shape))]
             if owner == self._rank:
-                here.copy_(self._mine[key].read())
+                block.copy_(self._entries[key].read())
             if self._context.world_size > 1:
-                sent = _raw(here, message_device(self._context.device))
+                sent = _raw(block, message_device(self._context.device))
                 dist.broadcast(sent, src=owner)
-                _take(here, sent)
-        return whole
+                _set_bytes(block, sent)
+        return full
 
     def gather_all(self) -> Iterator[tuple[TensorRecord, Tensor]]:
-        """Every whole tensor, on the CPU of every rank, by one message of each rank. Collective over the world.
+        """Every full tensor, in CPU memory on every rank, by one broadcast from each rank. Collective over the world.
 
-        Faster than one message for each tensor where tensors are small. A rank holds all of them, and the message of one rank.
+        Faster than `gather` for small tensors. A rank holds all full tensors and the message of one rank.
         """
-        wholes = [memory_for(record.shape, dtype_of(record)) for record in self.records]
+        tensors = [memory_for(record.shape, dtype_of(record)) for record in self.records]
         pieces: dict[int, list[tuple[str, Tensor]]] = {}
-        for record, whole in zip(self.records, wholes, strict=True):
+        for record, full in zip(self.records, tensors, strict=True):
             for owner, key, box in self._blocks(record):
-                pieces.setdefault(owner, []).append((key, whole[box.slices_in(whole_box(record.shape))]))
-        for owner, parts in pieces.items():
+                pieces.setdefault(owner, []).append((key, full[box.slices_in(whole_box(record.shape))]))
+        for owner, blocks in pieces.items():
             if owner == self._rank:
-                for key, here in parts:
-                    here.copy_(self._mine[key].read())
-            # One message of each rank: many small broadcasts cost more than the bytes in them.
+                for key, block in blocks:
+                    block.copy_(self._entries[key].read())
+            # All blocks of a rank in one message: the latency of many small broadcasts exceeds the time for their bytes.
             if self._context.world_size > 1:
-                sent = torch.cat([_raw(here) for _, here in parts]).to(message_device(self._context.device))
+                sent = torch.cat([_raw(block) for _, block in blocks]).to(message_device(self._context.device))
                 dist.broadcast(sent, src=owner)
-                for (_, here), raw in zip(parts, sent.cpu().split([here.nbytes for _, here in parts]), strict=True):
-                    _take(here, raw.clone())  # a copy begins where its numbers may
-        yield from zip(self.records, wholes, strict=True)
+                for (_, block), raw in zip(
+                    blocks, sent.cpu().split([block.nbytes for _, block in blocks]), strict=True
+                ):
+                    _set_bytes(block, raw.clone())  # cloned, because a slice of bytes may be misaligned for the dtype
+        yield from zip(self.records, tensors, strict=True)
 
     def gather_apart(self, wanted: Sequence[tuple[TensorRecord, int]]) -> Tensor | None:
-        """The whole tensor of the pair that names this rank, of pairs of which no two name one rank. Collective.
+        """Gather several full tensors at once, each to another rank. Collective over the world.
 
-        A rank holds no more than that tensor, one piece that it receives and one that it sends.
+        A rank holds no more than its own full tensor, one piece to receive and one piece to send.
+
+        Args:
+            wanted: (record, rank that gets the full tensor), equal on all ranks; no rank may occur twice.
+
+        Returns:
+            The full tensor for this rank in CPU memory; None if no pair names this rank.
         """
-        if self._context.world_size > 1:
-            self._open_wires()
-        whole: Tensor | None = None
+        # Point-to-point messages need connections of their own: mixed with collectives of the world's group they can be matched
+        # wrongly. Creating the connections is collective, so ranks without anything to send take part, too.
+        if self._context.world_size > 1 and self._gloo is None:
+            self._gloo = own_gloo()
+        full: Tensor | None = None
         copy: Tensor | None = None
         works: list[Any] = []
-        # All ranks go through the pieces in one order, so none waits for one that waits for it.
+        # All ranks go through the pieces in the same order, so no two ranks wait for each other.
         for record, to in wanted:
             if to == self._rank:
-                whole = memory_for(record.shape, dtype_of(record))
+                full = memory_for(record.shape, dtype_of(record))
             for owner, key, box in self._blocks(record):
-                if to == self._rank and whole is not None:
-                    self._receive(whole[box.slices_in(whole_box(record.shape))], owner, key)
+                if to == self._rank and full is not None:
+                    block = full[box.slices_in(whole_box(record.shape))]
+                    if owner == self._rank:
+                        block.copy_(self._entries[key].read())
+                        continue
+                    raw = block.view(-1).view(torch.uint8) if block.is_contiguous() else _raw(torch.empty_like(block))
+                    self._gloo.recv([raw], owner, 0).wait()
+                    _set_bytes(block, raw)
                 elif owner == self._rank:
-                    piece = self._mine[key].read()
+                    # A piece that had to be copied is sent before the next copy is made, so at most one copy exists.
+                    piece = self._entries[key].read()
                     if copy is not None:
                         works.pop().wait()
                     raw = _raw(piece)
                     copy = raw if raw.data_ptr() != piece.data_ptr() else None
-                    works.append(self._wires.send([raw], to, 0))
+                    works.append(self._gloo.send([raw], to, 0))
         for work in works:
             work.wait()
-        return whole
-
-    def _receive(self, here: Tensor, owner: int, key: str) -> None:
-        if owner == self._rank:
-            here.copy_(self._mine[key].read())
-            return
-        raw = here.view(-1).view(torch.uint8) if here.is_contiguous() else _raw(torch.empty_like(here))
-        self._wires.recv([raw], owner, 0).wait()
-        _take(here, raw)
+        return full
 
     def _blocks(self, record: TensorRecord) -> Iterator[tuple[int, str, Box]]:
-        """The pieces of a whole tensor: (rank, key there, box) of each."""
+        """(rank, key on that rank, box) of each piece of a full tensor."""
         for part in record.parts:
             for block in self._pieces.stored_boxes(part, part.box):
                 yield self._owners[block.file], block.key, block.box
 
-    def _open_wires(self) -> None:
-        """Open a process group for messages of two ranks: in the group of the world they would be missed among those of all.
-
-        Collective, so a rank that has nothing to send opens them too.
-        """
-        if self._wires is None:
-            self._wires = own_gloo()
-
 
 def _raw(tensor: Tensor, device: torch.device = _CPU) -> Tensor:
-    """The bytes of a tensor on a device, a copy only where they are elsewhere or out of order."""
+    """The bytes of a tensor on a device; a copy only if the tensor is elsewhere or not contiguous."""
     return tensor.detach().to(device).contiguous().view(-1).view(torch.uint8)
 
 
-def _take(target: Tensor, raw: Tensor) -> None:
-    """Give the tensor the bytes, unless they are its own."""
+def _set_bytes(target: Tensor, raw: Tensor) -> None:
+    """Copy the bytes into the tensor unless they are its own memory."""
     if raw.data_ptr() != target.data_ptr():
         target.copy_(raw.view(target.dtype).view(target.shape))
 
@@ -170,16 +178,16 @@ def _take(target: Tensor, raw: Tensor) -> None:
 
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 _SMALLEST = 1 << 26
-"""Bytes of a file below which it is not divided among ranks, where the size is left to us."""
+"""The smallest default size of a file in bytes."""
 
 Content = Sequence[tuple[str, TensorRecord]]
-"""The keys and tensors of a file."""
+"""The (key, tensor) pairs of a file."""
 
 
 def save_full(
     whole: WholeTensors, file: str | Path, context: ParallelContext, dtype: torch.dtype | None = None
 ) -> Path:
-    """Write all tensors, each under each of its names, into one safetensors file that replaces `file`. Collective."""
+    """Write all tensors, under all of their names, into one safetensors file that replaces `file`. Collective over the world."""
     target = local_path(file, "the file of engine.full_state_dict()", CheckpointError)
     content = [(name, record) for record in whole.records for name in record.names]
     with _staging(target, content, dtype, context) as staged:
@@ -197,16 +205,31 @@ def save_pretrained(
     max_shard_size: int | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Path:
-    """Write the folder that transformers' `from_pretrained` loads: safetensors files, their index and the configs.
+    """Write a folder for transformers' `from_pretrained`: safetensors files, their index and the configs.
 
-    Collective. All ranks write, each some of the files, of which each tensor is assembled by its writer. The folder
-    appears, or its files take the place of earlier ones, when all of it is on disk; what else lies there is left alone.
+    Collective over the world. The files are distributed over the ranks, and the writer of a file gathers its tensors one at a
+    time. The folder appears, or its weight files are replaced, only when all of it is on disk; other files in it stay.
+
+    Args:
+        model: A model with a `config` of transformers.
+        folder: The folder to create or update.
+        context: The world.
+        max_shard_size: The largest file, in bytes or as text such as "5GB"; by default each rank writes one file of 64 MiB to 5 GB.
+        dtype: Cast floating point tensors to this dtype.
+
+    Returns:
+        The path of the folder.
     """
     with agreed(context, f"saving to {folder}"):
         target = local_path(folder, "the folder of engine.save_pretrained()", CheckpointError)
         limit = _bytes_of(max_shard_size) if max_shard_size is not None else None
         main: Any = model[0] if isinstance(model, nn.ModuleList) else model  # the first of a rank's stages
-        config = _config_of(main)
+        config: Any = getattr(main, "config", None)
+        if not callable(getattr(config, "save_pretrained", None)):
+            raise CheckpointError(
+                f"{type(main).__name__} has no transformers config, so no config.json can be written; to write the weights "
+                f"of any model, call engine.full_state_dict('weights.safetensors')"
+            )
         if target.exists() and not target.is_dir():
             raise CheckpointError(f"{target} is a file; give the name of a folder")
     whole = WholeTensors(model, context)
@@ -225,64 +248,51 @@ def save_pretrained(
         _write(whole, named, dtype, context)
         with agreed(context, f"saving to {target}"):
             if first:
-                _write_configs(staged, main, config, dtype)
+                # The saved config gets the class and the dtype of the weights; the model's own config stays as it is. FSDP2 puts a
+                # class of its own in front of the model's class.
+                before = {name: getattr(config, name, None) for name in ("architectures", "dtype")}
+                architecture = next(
+                    kind.__name__
+                    for kind in type(main).__mro__
+                    if all(base.__name__ != "FSDPModule" for base in kind.__mro__)
+                )
+                floating = next((p.dtype for p in main.parameters() if p.is_floating_point()), None)
+                try:
+                    config.architectures = [architecture]
+                    config.dtype = dtype or floating
+                    config.save_pretrained(staged)
+                finally:
+                    for name, value in before.items():
+                        setattr(config, name, value)
+                if getattr(main, "generation_config", None) is not None and main.can_generate():
+                    main.generation_config.save_pretrained(staged)
                 publish_folder(staged, target, files, total)
     get_dist_logger().info(f"saved {len(content)} tensors to {target} in {len(files)} files", ranks=[0])
     return target
 
 
-def _write_configs(staged: Path, model: Any, config: Any, dtype: torch.dtype | None) -> None:
-    before = {name: getattr(config, name, None) for name in ("architectures", "dtype")}
-    # FSDP2 makes a class of its own of the model's.
-    kind = next(kind for kind in type(model).__mro__ if not _is_fsdp(kind))
-    floating = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
-    try:
-        config.architectures = [kind.__name__]
-        config.dtype = dtype or floating
-        config.save_pretrained(staged)
-    finally:
-        for name, value in before.items():
-            setattr(config, name, value)
-    if getattr(model, "generation_config", None) is not None and model.can_generate():
-        model.generation_config.save_pretrained(staged)
-
-
-def _is_fsdp(kind: type) -> bool:
-    return any(base.__name__ == "FSDPModule" for base in kind.__mro__)
-
-
-def _config_of(model: Any) -> Any:
-    config = getattr(model, "config", None)
-    if not callable(getattr(config, "save_pretrained", None)):
-        raise CheckpointError(
-            f"{type(model).__name__} has no config of transformers, so there is no config.json to write: "
-            f"engine.full_state_dict('weights.safetensors') writes the weights of any model"
-        )
-    return config
-
-
 def _file_name(record: TensorRecord, model: Any) -> str:
-    """The one name under which transformers writes a weight that has several: not one that is tied to another."""
+    """The name under which transformers writes a tied weight: the one that is not tied to another."""
     tied = getattr(model, "all_tied_weights_keys", None) or getattr(model, "_tied_weights_keys", None) or ()
     return next((name for name in record.names if name not in tied), record.names[0])
 
 
 def _limit(total: int, ranks: int) -> int:
-    """The default size of a file in bytes: every rank writes one file, unless the files would be too small or too large."""
+    """The default size of a file in bytes: one file for each rank, within the limits `_SMALLEST` and `LARGEST`."""
     return min(LARGEST, max(_SMALLEST, ceil(total / ranks)))
 
 
 def _bytes_of(size: int | str) -> int:
-    """A number of bytes, or a text such as "5GB" or "512MiB"."""
+    """The bytes of a size such as 1000, "5GB" or "512MiB"."""
     match = re.fullmatch(rf"\s*(\d+(?:\.\d+)?)\s*({'|'.join(_UNITS)})\s*", str(size).lower())
     if match is None or (found := float(match[1]) * _UNITS[match[2]]) < 1:
-        raise CheckpointError(f"max_shard_size is a number of bytes or a text such as '5GB' or '512MiB', not {size!r}")
+        raise CheckpointError(f"max_shard_size={size!r}: pass a number of bytes, or text such as '5GB' or '512MiB'")
     return int(found)
 
 
 @contextmanager
 def _staging(target: Path, content: Content, dtype: torch.dtype | None, context: ParallelContext) -> Iterator[Path]:
-    """A staged path for `target`, the same on all ranks; rank 0 makes it up and sees that there is room. Collective."""
+    """A staging path for `target`, equal on all ranks; rank 0 chooses it and checks the free space. Collective over the world."""
     needed, first = sum(_size(record, dtype) for _, record in content), context.get_global_rank() == 0
     staged = target
     with agreed(context, f"writing {target}"):
@@ -301,41 +311,38 @@ def _staging(target: Path, content: Content, dtype: torch.dtype | None, context:
 def _write(
     whole: WholeTensors, files: Sequence[tuple[Path, Content]], dtype: torch.dtype | None, context: ParallelContext
 ) -> None:
-    """Write the files, the n-th by rank n modulo their number. Collective; an error on one rank is one on all.
-
-    `dtype` is that of all floating point tensors in the files. Every rank assembles one tensor at a time.
-    """
-    ranks, mine = context.world_size, context.get_global_rank()
-    turns: list[list[TensorRecord]] = [[] for _ in range(ranks)]
+    """Write the files, with floating point tensors cast to `dtype`. Collective over the world; an error is raised on all ranks."""
+    rank, world_size = context.get_global_rank(), context.world_size
+    queues: list[list[TensorRecord]] = [[] for _ in range(world_size)]
     own: list[tuple[Path, list[FileEntry]]] = []
-    arriving: Iterator[Tensor] = iter(())
-    # File n is written by rank n modulo the number of ranks. In turn t every rank receives the t-th tensor of its files.
+
+    # In round n, every rank receives the n-th tensor of its files, while it sends its pieces of the other ranks' tensors. The
+    # entries of the files pull from this iterator as they are written, so a rank holds one full tensor at a time.
+    def gather_in_rounds() -> Iterator[Tensor]:
+        for turn in range(max(map(len, queues))):
+            wanted = [(records[turn], to) for to, records in enumerate(queues) if turn < len(records)]
+            found = whole.gather_apart(wanted)
+            if found is not None:
+                yield found.to(dtype) if dtype is not None and found.is_floating_point() else found
+
+    # Files are dealt out to the ranks in turn.
+    arriving = gather_in_rounds()
     for number, (path, content) in enumerate(files):
         known = dict(content)
         entries = in_file_order(
             FileEntry(key, _type(record, dtype), record.shape, lambda: next(arriving)) for key, record in content
         )
-        turns[number % ranks] += [known[entry.key] for entry in entries]
-        if number % ranks == mine:
+        queues[number % world_size] += [known[entry.key] for entry in entries]
+        if number % world_size == rank:
             own.append((path, entries))
-    arriving = _arriving(whole, turns, dtype)
     with agreed(context, f"writing {listed(path.name for path, _ in own)}"):
         try:
             for path, entries in own:
                 write_tensors(path, entries)
         finally:
-            for _ in arriving:  # the others need this rank's pieces, whatever has happened here
+            # After an error here the other ranks still need this rank's pieces.
+            for _ in arriving:
                 pass
-
-
-def _arriving(
-    whole: WholeTensors, turns: Sequence[Sequence[TensorRecord]], dtype: torch.dtype | None
-) -> Iterator[Tensor]:
-    """This rank's tensors in turn; all ranks exchange those of one turn together, and then each writes its own."""
-    for turn in range(max(map(len, turns))):
-        found = whole.gather_apart([(records[turn], to) for to, records in enumerate(turns) if turn < len(records)])
-        if found is not None:
-            yield found.to(dtype) if dtype is not None and found.is_floating_point() else found
 
 
 def _type(record: TensorRecord, dtype: torch.dtype | None) -> str:

@@ -1,12 +1,12 @@
-"""A load from top to bottom: `load_checkpoint`. All that may fail comes before anything changes. Collective.
+"""A load from top to bottom: `load_checkpoint`. Everything that may fail happens before anything is changed. Collective.
 
-1. Each rank says where its tensors lie in their wholes; names and boxes are all that matters, not the layout that saved.
-2. Rank 0 lists the folder. All ranks examine one checkpoint after the other, newest first: each reads the manifest, and the
-   hashes of every n-th file. One that is damaged is passed over.
-3. Each rank matches its tensors with the records of the manifest by any of their names (`TensorMatch`). All ranks refuse
-   together if a tensor is missing, left over, or of another shape or type.
-4. Each rank reads, of the files that have some of it, just the bytes of its own boxes, into new memory; and every value.
-5. The user's own objects load their states. If an object fails on any rank, all objects get their old states back.
+1. Each rank locates its tensors in the full tensors. Only names and boxes matter, not the layout that saved.
+2. Rank 0 lists the folder. All ranks examine the checkpoints, newest first: each rank reads the manifest and hashes its share
+   of the files. Damaged checkpoints are skipped.
+3. Each rank matches its tensors to records of the manifest by any of their names (`TensorMatch`). All ranks raise together
+   if a tensor is missing, unexpected, or has a different shape or type.
+4. Each rank reads the bytes of its own boxes, and no others, into new memory; and every plain value.
+5. The user's objects load their states. If an object fails on any rank, all objects get their old states back.
 6. The tensors, the optimizer and the random streams are set.
 """
 
@@ -40,10 +40,16 @@ _SHOWN = 12
 
 @dataclass(frozen=True)
 class LoadedInfo:
-    """The facts of a load: the step, the folder, the layout that saved it, and the plain values of `extra`.
+    """The result of a load.
 
-    `random` says whether the random streams were restored to the bit or, on another layout, re-derived. `skipped` has
-    a line for every newer checkpoint that was damaged.
+    Attributes:
+        step: Step of the loaded checkpoint.
+        folder: Folder of the loaded checkpoint.
+        layout: Description of the layout that saved the checkpoint.
+        same_layout: Whether that layout equals the current one.
+        random: "restored" if the random streams continue bit for bit, "re-derived" otherwise (on another layout).
+        extra: The plain values that were saved as `extra`.
+        skipped: A line for every newer checkpoint that was damaged.
     """
 
     step: int
@@ -65,56 +71,59 @@ def load_checkpoint(
     content: bool,
     rest: Any = None,
 ) -> LoadedInfo:
-    """Load the newest good checkpoint, or that of `step`; `content` asks for the hashes of the files too.
+    """Load the newest good checkpoint, or that of `step`. Collective over the world.
 
-    `rest` is an object that takes the plain values all together, before weights change.
+    `content` verifies the hashes of the files too. `rest` is an object whose `load_state_dict` gets all plain values as one
+    dict, before any weight changes.
     """
     tensors = locate_tensors(model, context, "loading")
     path, manifest, skipped = _newest_good(folder, step, content, context)
 
-    # Names are matched on each rank alone. Whether the checkpoint has too much is known only from all ranks: each has some of
-    # the model.
+    # Names are matched on each rank separately. Tensors of the checkpoint that no rank has are known only from all ranks' notes,
+    # because each rank has only some of the model.
     with _all_or_nothing(context, path):
         match = TensorMatch(tensors, manifest)
     notes = gather_from_all(match.note(), context)
 
-    # Everything is read before the first object of any rank changes: reading is what may fail, for reasons of one rank alone.
+    # Everything is read before anything changes on any rank: a read can fail on one rank only.
     with _all_or_nothing(context, path):
         match.check(notes, str(path))
         reader = TensorReader(path, manifest)
         values = SavedValues(reader, context)
         states, plain = values.extras(extra)
-        takers = [_Taker(f"extra[{name!r}]", extra[name].state_dict, extra[name].load_state_dict) for name in states]
+        objects = [
+            _Stateful(f"extra[{name!r}]", extra[name].state_dict, extra[name].load_state_dict) for name in states
+        ]
         for name, module in model.named_modules():
             key = f"model/{prefix_of(model)}{name}{'.' if name else ''}{EXTRA_STATE}"
             if values.has(key):
                 states[key] = values.get(key)
-                takers.append(_Taker(f"the module {name}", module.get_extra_state, module.set_extra_state))
+                objects.append(_Stateful(f"the module {name}", module.get_extra_state, module.set_extra_state))
         if rest is not None:
             states["rest"] = plain
-            takers.append(_Taker("the run", rest.state_dict, rest.load_state_dict))
+            objects.append(_Stateful("the run", rest.state_dict, rest.load_state_dict))
         state = None
         if optimizer is not None:
             state = OptimizerLoader(tensors, match.record_of, reader, values).state_dict_for(optimizer)
         found = match.read_tensors(reader, values)
         streams = values.random_state()
 
-    # Objects of the user are code of the user, which may fail too. What they had is kept, so that this can be undone.
+    # The objects run the user's code, which may fail too. Their old states are kept, so that a failure can be rolled back.
     before: list[Any] = []
     try:
         with _all_or_nothing(context, path):
-            for taker, given in zip(takers, states.values(), strict=True):
-                with as_checkpoint_errors(f"{taker.name} does not take its state"):
-                    before.append(copy.deepcopy(taker.give()))
-                    taker.take(given)
+            for target, saved in zip(objects, states.values(), strict=True):
+                with as_checkpoint_errors(f"{target.name} does not accept its saved state"):
+                    before.append(copy.deepcopy(target.get_state()))
+                    target.set_state(saved)
     except CheckpointError:
-        for taker, kept in zip(takers, before, strict=False):
-            with suppress(Exception):  # an object that has just failed may fail again
-                taker.take(kept)
+        for target, old in zip(objects, before, strict=False):
+            with suppress(Exception):  # the object that has just failed may fail again
+                target.set_state(old)
         raise
 
-    # Only copies into memory that is there remain, and the optimizer's own `load_state_dict`, which has hooks of the user.
-    with agreed(context, f"{path} was read, but loaded only in part; load again before you go on"):
+    # The remaining work is copies into existing memory, and the optimizer's own `load_state_dict`, which runs the user's hooks.
+    with agreed(context, f"{path} was read but only partly loaded; load again before you continue"):
         with torch.no_grad():
             for tensor, value in zip(tensors, found, strict=True):
                 tensor.local.copy_(value)
@@ -126,29 +135,29 @@ def load_checkpoint(
 
 
 @dataclass(frozen=True)
-class _Taker:
-    """An object of the user's that takes a state, and can give the one that it has."""
+class _Stateful:
+    """An object of the user, by the functions that get and set its state."""
 
     name: str
-    give: Callable[[], Any]
-    take: Callable[[Any], Any]
+    get_state: Callable[[], Any]
+    set_state: Callable[[Any], Any]
 
 
 @contextmanager
 def _all_or_nothing(context: ParallelContext, path: Path) -> Iterator[None]:
-    """`agreed`, for a block that leaves everything as it was if it fails: the error says so."""
+    """`agreed`, for a block that changes nothing if it fails; the error message adds that."""
     try:
         with agreed(context, f"loading {path}"):
             yield
     except CheckpointError as error:
-        raise CheckpointError(f"{error}\n(nothing was loaded: all is as it was before)") from error
+        raise CheckpointError(f"{error}\n(nothing was loaded; model and optimizer are unchanged)") from error
 
 
 def _newest_good(
     folder: Path, step: int | None, content: bool, context: ParallelContext
 ) -> tuple[Path, Manifest, tuple[str, ...]]:
-    """The newest checkpoint that all ranks find in order, and why newer ones were skipped. Collective."""
-    # Rank 0 lists for all: another rank of a network file system may not see the newest folder yet.
+    """The newest checkpoint that all ranks find intact, and the reasons for skipping newer ones. Collective over the world."""
+    # Rank 0 lists the folder for all: on a network file system, other ranks may not see the newest checkpoint yet.
     listing: list[list[Any]] = []
     with agreed(context, f"listing {folder}"):
         if context.get_global_rank() == 0:
@@ -157,12 +166,12 @@ def _newest_good(
     wanted = [found for found in there if step in (None, found.step)]
     if not wanted:
         steps = listed(sorted({found.step for found in there}))
-        missing = f"no checkpoint of step {step}; there are steps {steps}" if there else "no checkpoint"
-        raise CheckpointError(f"{folder} has {missing}. Start without loading, or give another folder or step.")
+        missing = f"no checkpoint of step {step}; it has steps {steps}" if there else "no checkpoint"
+        raise CheckpointError(f"{folder} has {missing}. Start without loading, or pass another folder or step.")
 
     skipped: list[str] = []
     for found in wanted:
-        # Each file is hashed by one rank.
+        # Each file is hashed by one rank; the notes make all ranks reach the same verdict.
         note = {"damaged": "", "unreadable": ""}
         manifest = None
         try:
@@ -170,7 +179,8 @@ def _newest_good(
             check_files(found.path, manifest.files[context.get_global_rank() :: context.world_size], content)
         except (Damaged, OSError) as error:
             note["damaged"] = str(error)
-        except Exception as error:  # another format is no damage, and an older checkpoint no answer to it
+        except Exception as error:
+            # Another format is not damage: falling back to an older checkpoint would silently lose steps.
             note["unreadable"] = str(error)
         notes = gather_from_all(note, context)
         for other in notes:
@@ -179,18 +189,18 @@ def _newest_good(
         problem = next((other["damaged"] for other in notes if other["damaged"]), "")
         if manifest is not None and not problem:
             if skipped:
-                get_dist_logger().warning(f"loading {found.path.name} instead, the last good one", ranks=[0])
+                get_dist_logger().warning(f"loading {found.path.name} instead, the newest intact checkpoint", ranks=[0])
             return found.path, manifest, tuple(skipped)
         skipped.append(f"{found.path.name}: {problem}")
         get_dist_logger().warning(f"the checkpoint {found.path} is damaged: {problem}", ranks=[0])
     of_step = f" of step {step}" if step is not None else ""
-    raise CheckpointError(f"no good checkpoint{of_step} in {folder}:\n  " + "\n  ".join(skipped), code="C080")
+    raise CheckpointError(f"no intact checkpoint{of_step} in {folder}:\n  " + "\n  ".join(skipped), code="C080")
 
 
 class TensorMatch:
-    """For every tensor of this rank's model, its records in the checkpoint, found by any of its names.
+    """The records of the checkpoint for every tensor of this rank's model, found by any of the tensor's names.
 
-    A tensor has several records if weights are tied here that were not when they were saved.
+    A tensor has several records if its weights are tied now but were not tied when they were saved.
     """
 
     def __init__(self, tensors: Sequence[LocalTensor], manifest: Manifest) -> None:
@@ -216,11 +226,13 @@ class TensorMatch:
             here = (type_name(tensor.local, listed(tensor.names)), tensor.shape)
             master = masters.get(record.label)
             if master is not None and here == (master.dtype, master.shape):
-                self._sources[id(tensor)] = master  # the weight itself, before it was rounded
+                # The model now has the dtype of the master copy, for example fp32 after training in bf16. Its values are those
+                # of the weight before rounding.
+                self._sources[id(tensor)] = master
             elif here != (record.dtype, record.shape):
                 self._mismatched.append(
                     f"{tensor.names[0]}: {record.dtype} {list(record.shape)} in the checkpoint, {here[0]} "
-                    f"{list(tensor.shape)} here"
+                    f"{list(tensor.shape)} in the model"
                 )
 
     def record_of(self, tensor: LocalTensor) -> TensorRecord:
@@ -228,13 +240,13 @@ class TensorMatch:
         return self._records[id(tensor)]
 
     def note(self) -> dict[str, list[str]]:
-        """The findings of this rank that `check` needs of all ranks."""
+        """The findings of this rank; `check` needs those of all ranks."""
         others = (record for records in self._others.values() for record in records)
         used = sorted({record.label for record in (*self._records.values(), *others)})
         return {"used": used, "missing": self._missing, "mismatched": self._mismatched}
 
     def check(self, notes: Sequence[dict[str, list[str]]], where: str) -> None:
-        """Raise the same error on every rank unless all tensors of the checkpoint and of all ranks found each other."""
+        """Raise the same error on every rank unless the tensors of the checkpoint and of all ranks match one to one."""
         used = {label for note in notes for label in note["used"]}
         problems = {
             "missing in the checkpoint": _union(note["missing"] for note in notes),
@@ -243,9 +255,13 @@ class TensorMatch:
                 for record in self._manifest.tensors
                 if not record.state_name and record.label not in used
             ],
-            "of another shape or type": _union(note["mismatched"] for note in notes),
+            "with a different shape or type": _union(note["mismatched"] for note in notes),
         }
-        lines = [f"  {what} ({len(names)}): {_some(names)}" for what, names in problems.items() if names]
+        lines = [
+            f"  {problem} ({len(names)}): {listed(names[:_SHOWN])}{' ...' if len(names) > _SHOWN else ''}"
+            for problem, names in problems.items()
+            if names
+        ]
         if lines:
             raise CheckpointError(
                 f"{where} does not fit this model:\n" + "\n".join(lines) + "\nBuild the model that "
@@ -254,7 +270,7 @@ class TensorMatch:
             )
 
     def read_tensors(self, reader: TensorReader, values: SavedValues) -> list[Tensor]:
-        """The elements for every parameter and buffer of this rank, in new memory; nothing else is read."""
+        """The local values of every parameter and buffer of this rank, in new memory; reads no other bytes."""
         found = []
         for tensor in self._tensors:
             record = self.record_of(tensor)
@@ -263,8 +279,8 @@ class TensorMatch:
             for other in self._others[id(tensor)]:
                 if not torch.equal(reader.local(tensor, other), reader.local(tensor, record)):
                     raise CheckpointError(
-                        f"{listed(tensor.names)} are one tensor in the model, and {record} and {other} have different values in "
-                        f"the checkpoint: the model that was saved had not tied them",
+                        f"{listed(tensor.names)} are one tied tensor in this model, but {record} and {other} have different "
+                        f"values in the checkpoint, which was saved from a model without the tie; untie them to load it",
                         code="C082",
                     )
         return found
@@ -272,7 +288,3 @@ class TensorMatch:
 
 def _union(lists: Iterable[Iterable[str]]) -> list[str]:
     return list(dict.fromkeys(name for names in lists for name in names))
-
-
-def _some(names: Sequence[str]) -> str:
-    return listed(names[:_SHOWN]) + (" ..." if len(names) > _SHOWN else "")

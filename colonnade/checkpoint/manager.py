@@ -1,6 +1,6 @@
-"""CheckpointManager: saves and loads the checkpoints of a run, on every rank of its world.
+"""CheckpointManager: saves and loads the checkpoints of a run, on every rank.
 
-`save.save_checkpoint` is the whole save, `load.load_checkpoint` the whole load.
+A save is `save.save_checkpoint`, from top to bottom; a load is `load.load_checkpoint`.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ from colonnade.paths import local_path
 
 
 class CheckpointManager:
-    """The checkpoints of one run in one folder, which all ranks must see (a shared file system).
+    """The checkpoints of a run, in a folder on a file system that all ranks share.
 
-    Making it, `save`, `load`, `wait` and `close` are collective: every rank calls them, in the same order, and every
-    rank raises when one does. A checkpoint appears under its name by one rename, when all of it is on disk; the
-    newest good one is found by listing. After a save all but the `keep` newest steps are deleted.
+    The constructor, `save`, `load`, `wait` and `close` are collective: every rank calls them, in the same order, and if one rank
+    raises, every rank does. A checkpoint appears under its name by one rename, when all of it is on disk.
 
-    With `background`, `save` copies the tensors to the host and returns; a thread writes them. The next `save`,
-    `load`, `wait` or `close` waits for it and raises its error. The thread never communicates: each rank leaves a
-    note in the folder when its part is on disk, and rank 0 commits when it sees them all.
-
-    One run may write to a folder at a time (`run.lock`); `read_only` takes no lock and cannot save. `verify=False`
-    loads without hashing the files; sizes and the manifest are always checked.
+    Args:
+        folder: The run's folder, created if missing. Only one run may write to it at a time (`run.lock`).
+        context: The world.
+        keep: After a save, all but this many newest steps are deleted.
+        background: `save` copies the tensors to the host and returns, and a thread writes them. The next `save`, `load`,
+            `wait` or `close` waits for the thread and raises its error. The thread never communicates: each rank writes a
+            note to the folder when its file is on disk, and rank 0 commits when all notes exist.
+        verify: Hash the files on load. Sizes and the manifest are always checked.
+        read_only: Take no lock; `save` raises.
     """
 
     def __init__(
@@ -56,52 +58,61 @@ class CheckpointManager:
         with self.context.waits.together("CheckpointManager()"), agreed(context, f"opening {folder}"):
             self.folder = local_path(folder, "the folder of a CheckpointManager", CheckpointError)
             if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-                raise CheckpointError(f"keep is how many checkpoints stay, a whole number from 1 on, not {keep!r}")
-            # One lock for all ranks: they are of one run.
+                raise CheckpointError(
+                    f"keep={keep!r}: pass the number of checkpoints to keep, a whole number from 1 on"
+                )
+            # One lock for all ranks of the run.
             if not read_only and self._is_first:
                 self._lock = RunLock(self.folder)
 
     def steps(self) -> list[int]:
-        """The steps that have a checkpoint, ascending. This rank's own look at the folder."""
+        """The steps that have a checkpoint, ascending, as this rank sees the folder. Not collective."""
         return sorted({found.step for found in published(self.folder)})
 
     def latest(self) -> int | None:
-        """The newest step whose manifest, files and sizes are in order. This rank's own look at the folder."""
+        """The newest step whose manifest and file sizes are intact, as this rank sees the folder. Not collective."""
         found, _ = newest_good(self.folder, content=False)
         return None if found is None else found.step
 
     def save(self, step: int, model: nn.Module, optimizer: Any = None, extra: Mapping[str, Any] | None = None) -> None:
-        """Save everything under `step`. Collective over the world.
+        """Save the model, the optimizer, the random state and `extra` as the checkpoint of `step`.
 
-        `extra` maps names to objects with `state_dict()` and `load_state_dict()`, or to plain JSON values. A step
-        that was saved before is replaced once the new checkpoint is in place.
+        Collective over the world. A checkpoint of the same step is superseded once the new one is complete.
+
+        Args:
+            step: The step, equal on all ranks.
+            model: The model, whose tensors are saved by name.
+            optimizer: Its optimizer; sharded optimizers save their shards.
+            extra: Objects with `state_dict()` and `load_state_dict()`, or plain JSON values, by name.
         """
         with self.context.waits.together("CheckpointManager.save()"):
             self.wait()
             with agreed(self.context, f"saving step {step}"):
                 if self.read_only:
-                    raise CheckpointError(f"this manager was opened read_only; open {self.folder} without it to save")
+                    raise CheckpointError(
+                        f"this manager is read-only; to save, open {self.folder} without read_only=True"
+                    )
                 if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-                    raise CheckpointError(f"a step is a whole number from 0 on, not {step!r}")
-                # Only said: a run may go back to an earlier step on purpose.
+                    raise CheckpointError(f"step={step!r}: pass a whole number from 0 on")
+                # Only a warning: a run may go back to an earlier step on purpose.
                 later = [other for other in self.steps() if other > step] if self._is_first else []
                 if later:
                     get_dist_logger().warning(
                         f"step {step} is saved although {self.folder} has later steps: {listed(later)}. load() takes the "
-                        f"latest step, so delete them if this run has left them behind."
+                        f"latest step, so delete them if this run does not need them any more."
                     )
             self._pending = save_checkpoint(
                 self.folder, self.context, step, model, optimizer, extra, self.keep, self.background
             )
 
     def wait(self) -> None:
-        """Wait for the background save, if there is one, and raise its error on every rank. Collective."""
+        """Wait for the background save, if any, and raise its error on every rank. Collective over the world."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.finish(self.context)
 
     def close(self) -> None:
-        """Wait for the background save and let another run have the folder. Collective."""
+        """Wait for the background save and release the folder for other runs. Collective over the world."""
         try:
             self.wait()
         finally:
@@ -111,7 +122,8 @@ class CheckpointManager:
         return self
 
     def __exit__(self, kind: object, *rest: object) -> None:
-        # After an error on this rank the others may be gone: nothing collective, and the thread ends by itself.
+        # After an error on this rank the other ranks may have exited, so nothing here is collective. A running thread ends
+        # without help: it stops waiting for other ranks' files after a few seconds.
         if kind is None:
             self.close()
         elif self._pending is None or not self._pending.is_writing:
@@ -127,14 +139,24 @@ class CheckpointManager:
         step: int | None = None,
         rest: Any = None,
     ) -> LoadedInfo:
-        """Load the newest good checkpoint, or that of `step`, whatever layout it was saved on. Collective.
+        """Load the newest intact checkpoint, or that of `step`, whatever layout saved it. Collective over the world.
 
-        A damaged one is passed over for the last good one, with a warning; one that was asked for by its step is an
-        error. A checkpoint of another model is an error that lists what does not fit. All of it is read before anything
-        changes: if it cannot be read on some rank, or an object does not take its state, nothing is loaded on any. (If the
-        optimizer's own `load_state_dict` fails after that, the error says that only a part was loaded.)
-        Objects in `extra` get their state; plain values come back in the result. `rest`, an object with `state_dict` and
-        `load_state_dict`, gets all plain values as one dict, and may refuse them.
+        Damaged checkpoints are skipped with a warning. Everything is read before anything changes: if a read fails on some rank,
+        or an object rejects its state, nothing is loaded on any rank. (Only a failure of the optimizer's own `load_state_dict`
+        comes later; its error says that the checkpoint is partly loaded.)
+
+        Args:
+            model: A model with the names and shapes of the saved one.
+            optimizer: An optimizer of the saved class, or None to load the model only.
+            extra: Objects that get the states saved under their names. Plain values are returned in the result.
+            step: The step to load; raises if its checkpoint is damaged.
+            rest: An object with `state_dict` and `load_state_dict` that gets all plain values as one dict and may reject them.
+
+        Returns:
+            The step, the folder and the plain values.
+
+        Raises:
+            CheckpointError: There is no intact checkpoint, or the checkpoint does not fit; the message lists all differences.
         """
         with self.context.waits.together("CheckpointManager.load()"):
             self.wait()

@@ -1,11 +1,11 @@
-"""The manifest of a checkpoint, format 2: which tensors were saved, on which layout, in which files, and where each block lies.
+"""The manifest of a checkpoint, format 2: the saved tensors, the layout that saved them, the files, and the place of each block.
 
-A `TensorRecord` is a whole tensor. It is made of `TensorPart`s, boxes that tile it, and a part is cut into pieces, each in one
-file. A thousand ranks may write a piece of each tensor, so a piece has no record of its own: a `Cut` lists the ends and the
-files of all pieces of a part, and parts that are cut alike share one. `Manifest.stored_boxes` finds the pieces of a box again.
+A `TensorRecord` describes a full tensor. Its `TensorPart`s are boxes that tile the tensor, and each part is divided into pieces,
+one per file. A thousand ranks may write a piece of every tensor, so pieces have no records of their own: a `Cut` lists the ends
+and files of all pieces of a part, and parts divided alike share a cut. `Manifest.stored_boxes` finds the pieces of a box.
 
-Plain data without torch. `Manifest.dump` writes one text that ends with a digest of itself; `parse` takes nothing else, so that a
-changed byte anywhere is found. It also checks every number and name: a text that was changed on purpose may have a right digest.
+Plain data without torch. `Manifest.dump` writes a text that ends with a digest of itself, so `parse` detects any changed byte.
+`parse` also validates every number and name, because a manifest that was changed on purpose can have a correct digest.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ WIDTHS = {
     **dict.fromkeys(("U32", "I32", "F32"), 4),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
 }
-"""Bytes of an element, by the names that safetensors gives to types."""
+"""Bytes per element, by the dtype names of safetensors."""
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*\.safetensors")
-"""A plain name of a file of tensors: no folder, no "..", nothing hidden."""
+"""A plain file name: no folder, no "..", not hidden."""
 _HEAD = re.compile(rb'\{\s*"format":\s*([1-9]\d{0,8}),')
 _TAIL = re.compile(rb', ?"digest": ?"([0-9a-f]{64})"\}\n')
 _MOST_DIMS = 64
-"""The most dimensions that a tensor of torch has."""
+"""The largest number of dimensions of a torch tensor."""
 
 
 class Damaged(CheckpointError):
-    """A checkpoint whose bytes are not those that were written; an older one may still be good."""
+    """A checkpoint whose bytes differ from those that were written; an older checkpoint may still be intact."""
 
 
 def tensors_file(rank: int) -> str:
-    """The name of a rank's file of tensors."""
+    """The name of the file with a rank's tensors."""
     return f"rank-{rank:05d}.safetensors"
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file of tensors, with its size and hash. Made by `write_tensors`."""
+    """A file of tensors with its size and hash. Made by `write_tensors`."""
 
     name: str
     size: int
@@ -65,10 +65,10 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class StoredBox:
-    """A box of a tensor whose elements lie together in the entry `key`, of shape `shape`, of a file. Made by `stored_boxes`.
+    """A box of a tensor whose elements are contiguous in the entry `key` (of shape `shape`) of a file. Made by `stored_boxes`.
 
-    Without `order` the box is the entry. With it the entry is flat, and the box begins at its element `first` and has
-    its dimensions in this order, slowest first.
+    Without `order` the box is the whole entry. With `order` the entry is flat: the box starts at element `first`, and its
+    dimensions are stored in this order, slowest first.
     """
 
     file: str
@@ -81,16 +81,16 @@ class StoredBox:
 
 @dataclass(frozen=True)
 class Cut:
-    """The pieces of a part, which follow each other: where each ends, and its file, a place in `Manifest.files`.
+    """The adjacent pieces of a part: the end of each, and its file as an index into `Manifest.files`.
 
-    Made by `merge_tensors` of the notes of all ranks.
+    Made by `merge_tensors` from the notes of all ranks.
     """
 
     stops: tuple[int, ...]
     files: tuple[int, ...]
 
     def pieces(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-        """The pieces that have some of [first, last): (file, start, stop) of each."""
+        """(file, start, stop) of each piece that overlaps [first, last)."""
         for at in range(bisect_right(self.stops, first), len(self.stops)):
             start = self.stops[at - 1] if at else 0
             if start >= last:
@@ -100,10 +100,10 @@ class Cut:
 
 @dataclass(frozen=True)
 class TensorPart:
-    """A box of a tensor that ranks have cut between them. `cut` is a place in `Manifest.cuts`; each piece is an entry `key`.
+    """A box of a tensor, divided into pieces. `cut` is an index into `Manifest.cuts`; each piece is stored as entry `key`.
 
-    Without `order` a piece is some rows of it. With it a piece is a range of its elements, counted with the dimensions in this
-    order, slowest first. Made by a `SavePlan`, for the rank's own piece; `merge_tensors` gives it its cut.
+    Without `order` a piece is a range of rows. With `order` a piece is a range of elements, counted with the dimensions in this
+    order, slowest first. Made by a `SavePlan` for the rank's own piece; `merge_tensors` sets the cut.
     """
 
     offset: tuple[int, ...]
@@ -118,21 +118,21 @@ class TensorPart:
 
     @property
     def length(self) -> int:
-        """How much there is to cut: rows, or elements."""
+        """The number of rows or, with `order`, of elements."""
         return prod(self.shape if self.order is not None else self.shape[:1])
 
     def rows(self, start: int, stop: int) -> Box:
-        """The box of some of its rows; of a part without dimensions, which is its own row, the part."""
+        """The box of the rows [start, stop); a zero-dimensional part counts as one row."""
         first = (self.offset[0] + start,) if self.offset else ()
         return Box((*first, *self.offset[1:]), (*((stop - start,) if self.shape else ()), *self.shape[1:]))
 
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """A whole tensor: a weight or buffer (`state_name` is ""), or the optimizer's state for one under `state_name`.
+    """A full tensor: a weight or buffer (`state_name` is ""), or the optimizer state `state_name` of a weight.
 
-    `names` are all names under which a layout knows it (a tied weight has several), `label` its first. Made by a `SavePlan` with
-    the part that this rank has a piece of, and by `merge_tensors` with all parts.
+    `names` are all names of the weight (a tied weight has several), `label` is the first. Made by a `SavePlan` with the one part
+    that this rank has a piece of, and by `merge_tensors` with all parts.
     """
 
     label: str
@@ -153,9 +153,9 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class GroupRecord:
-    """Options of an optimizer's parameter group, and the labels of its members. `index` is its place.
+    """An optimizer's parameter group: its index, the labels of its members and its options.
 
-    `optimizer` is the name of the optimizer's class; None in a checkpoint that was imported.
+    `optimizer` is the name of the optimizer's class; None in an imported checkpoint.
     """
 
     index: int
@@ -166,9 +166,9 @@ class GroupRecord:
 
 @dataclass(frozen=True)
 class ItemRecord:
-    """A JSON value, in which `{"$tensor": n}` stands for the entry `<key>#n` of `file`.
+    """A JSON value in which `{"$tensor": n}` stands for the entry `<key>#n` of `file`.
 
-    `ranks` are those that held this value; another record of the same name has the others'.
+    `ranks` are the ranks that had this value; other records of the same name have the values of other ranks.
     """
 
     name: str
@@ -179,7 +179,7 @@ class ItemRecord:
     key: str
 
     def entry(self, at: int) -> str:
-        """The name of one of its tensors in its file."""
+        """The key of tensor number `at` in the file."""
         return f"{self.key}#{at}"
 
 
@@ -188,9 +188,10 @@ _PLACES = "places of ranks"
 
 @dataclass(frozen=True)
 class LayoutRecord:
-    """The axes of the world that saved: (name, size, mode) of each, slowest first.
+    """The axes of the layout that saved: (name, size, mode) of each, slowest first.
 
-    Where ranks do not stand as in the grid, an axis of size 1 named `_PLACES` follows, whose mode is a digest of where they stand.
+    If a user's initializer placed ranks differently from the grid, a last axis of size 1 named `_PLACES` has a digest of their
+    places as its mode.
     """
 
     world_size: int
@@ -210,7 +211,7 @@ class LayoutRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything that is known of one checkpoint without opening its files. Made by `StorageWriter.commit`, and by `parse`."""
+    """The description of a checkpoint: everything but the tensors' bytes. Made by `StorageWriter.commit` and `parse`."""
 
     step: int
     time: float
@@ -224,11 +225,11 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """The bytes of all files of tensors."""
+        """The total size of all files in bytes."""
         return sum(file.size for file in self.files)
 
     def stored_boxes(self, part: TensorPart, box: Box) -> Iterator[StoredBox]:
-        """The boxes that lie together in files and have some of `box`, which is inside the part."""
+        """The contiguously stored boxes that overlap `box`, a box inside the part."""
         cut = self.cuts[part.cut]
         if part.order is None:
             first = box.offset[0] - part.offset[0] if box.offset else 0
@@ -244,23 +245,32 @@ class Manifest:
                 at += inside.numel
 
     def dump(self) -> bytes:
-        """The text of it."""
+        """The manifest as a text that ends with a digest of itself."""
         body = json.dumps({"format": FORMAT, **to_json(self)}, allow_nan=False, separators=(",", ":")).encode()[:-1]
         return body + f',"digest":"{_digest(body)}"}}\n'.encode()
 
 
 def parse(raw: bytes) -> Manifest:
-    """Read a manifest; raises Damaged where it is not what `dump` wrote, CheckpointError for another format."""
+    """Read a manifest.
+
+    Raises:
+        Damaged: The text is not one that `dump` wrote.
+        CheckpointError: The manifest has another format (code C081).
+    """
+
+    def refuse_constant(name: str) -> None:
+        raise ValueError(f"{name} is not JSON")
+
     try:
         _check_format(raw)
-        # The digest covers the bytes as they are, so it is taken before the JSON is read.
+        # The digest covers the raw bytes, so it is verified before the JSON is parsed.
         tail = _TAIL.fullmatch(raw, raw.rfind(b","))
         if tail is None:
-            raise Damaged(f"{MANIFEST} was changed: it is not the text that was written")
+            raise Damaged(f"{MANIFEST} was changed: it does not end with a digest")
         body, digest = raw[: tail.start()], tail[1].decode()
         if digest != _digest(body):
             raise Damaged(f"{MANIFEST} was changed: its digest is {_digest(body)}, expected {digest}")
-        content = json.loads(body + b"}", parse_constant=_refuse_constant)
+        content = json.loads(body + b"}", parse_constant=refuse_constant)
         manifest = from_json(Manifest, content, MANIFEST)
         _check(manifest)
     except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
@@ -269,118 +279,114 @@ def parse(raw: bytes) -> Manifest:
 
 
 def _check_format(raw: bytes) -> None:
-    """Refuse every format but this one. Another format is no damage, so `load` does not fall back to an older checkpoint."""
+    """Raise for any other format: not as `Damaged`, so that `load` does not fall back to an older checkpoint."""
     head = _HEAD.match(raw)
     if head is None:
-        raise Damaged(f"{MANIFEST} cannot be read: it does not begin with its format")
+        raise Damaged(f"{MANIFEST} cannot be read: it does not start with a format number")
     version = int(head[1])
     found = re.search(rb'"colonnade": ?"([\w.+]{1,40})"', raw)
     by = found[1].decode() if found else "?"
     if version > FORMAT:
         raise CheckpointError(
-            f"it has format {version}, written by Colonnade {by}; this is {__version__}, which reads formats up to {FORMAT}. "
+            f"the checkpoint has format {version}, written by Colonnade {by}; this is {__version__}, which reads format {FORMAT}. "
             f"Update Colonnade to load it.",
             code="C081",
         )
     if version < FORMAT:
         raise CheckpointError(
-            f"it has format {version}, written by Colonnade {by}; this is {__version__}, which reads format {FORMAT} alone. "
-            f"Format 1 was last read by the version before this one: load it there with CheckpointManager.load() and save it "
-            f"again with save(), which writes format {FORMAT}.",
+            f"the checkpoint has format {version}, written by Colonnade {by}; this is {__version__}, which reads only format "
+            f"{FORMAT}. Load the checkpoint with the previous version of Colonnade, the last to read format 1, and save it again "
+            f"with CheckpointManager.save(), which writes format {FORMAT} there.",
             code="C081",
         )
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
 def _digest(body: bytes) -> str:
-    """The digest of the JSON object as it would be without the digest at its end."""
+    """The digest of the JSON object without its last key, the digest."""
     digest = hashlib.sha256(body)
     digest.update(b"}\n")
     return digest.hexdigest()
 
 
 def _check(manifest: Manifest) -> None:
-    """Refuse what contradicts itself; what passes can be read without asking again. In time linear in the text."""
-    # Names of files: a manifest must not lead out of its folder.
+    """Raise Damaged if the manifest contradicts itself, so that readers need no checks of their own. Takes linear time."""
+    # File names must not lead out of the checkpoint's folder.
     files = {file.name for file in manifest.files}
     for name in files:
         if not _FILE.fullmatch(name):
             raise Damaged(
-                f"the manifest names the file {name!r}; only plain names such as {tensors_file(0)} are opened, never a "
-                f"path that leads elsewhere"
+                f"{MANIFEST} names the file {name!r}; only plain names such as {tensors_file(0)} are opened, never a path to "
+                f"another folder"
             )
     if len(files) != len(manifest.files):
-        raise Damaged(f"{MANIFEST} names a file twice")
-    # Cuts and tensors: every element of a whole is in exactly one piece, so that a load leaves no memory unset.
+        raise Damaged(f"{MANIFEST} lists a file twice")
+
+    # Every element of a full tensor is in exactly one piece, so a load leaves no memory uninitialized.
     places = set(range(len(files)))
     for cut in manifest.cuts:
         ends = (0, *cut.stops)
         if len(cut.stops) != len(cut.files) or not all(map(lt, ends, cut.stops)):
-            raise Damaged(f"{MANIFEST} has a cut whose {len(cut.files)} pieces do not follow each other")
+            raise Damaged(f"{MANIFEST} has a cut whose {len(cut.files)} pieces are not adjacent")
         if not places.issuperset(cut.files):
-            raise Damaged(f"{MANIFEST} speaks of file {max(cut.files)}, and has {len(files)} files")
+            raise Damaged(f"{MANIFEST} refers to file {max(cut.files)} but lists only {len(files)} files")
     for tensor in manifest.tensors:
         check_tiled(tensor, manifest.cuts)
-    _check_entries(manifest, files)
-    # A tensor takes no more memory than the files have bytes, so a small manifest cannot ask for terabytes.
-    stored = sum(tensor.size for tensor in manifest.tensors)
-    if stored > manifest.size:
-        raise Damaged(f"{MANIFEST} speaks of {stored} bytes of tensors in files of {manifest.size} bytes")
 
-
-def _check_entries(manifest: Manifest, files: set[str]) -> None:
-    """Every value's tensors are somewhere, and no entry of a file is two things."""
+    # No entry of a file is used twice: not by two values, two parts, or a value and a part.
     items = [*manifest.items, *(group.options for group in manifest.groups or ())]
     used: dict[str, set[int]] = {}
     twice = len({(item.file, item.key) for item in items if item.tensors}) != sum(item.tensors > 0 for item in items)
     keys = {item.key for item in items if item.tensors}
     for part in (part for tensor in manifest.tensors for part in tensor.parts):
-        mine = manifest.cuts[part.cut].files
-        theirs = used.setdefault(part.key, set())
-        before = len(theirs)
-        theirs.update(mine)
-        twice |= len(theirs) != before + len(mine) or part.key.rpartition("#")[0] in keys
+        part_files, files_of_key = manifest.cuts[part.cut].files, used.setdefault(part.key, set())
+        before = len(files_of_key)
+        files_of_key.update(part_files)
+        twice |= len(files_of_key) != before + len(part_files) or part.key.rpartition("#")[0] in keys
     if twice:
-        raise Damaged(f"{MANIFEST} uses one entry of a file twice")
+        raise Damaged(f"{MANIFEST} uses an entry of a file twice")
+
+    # Every tensor of a value is stored in a listed file.
     for item in items:
         if item.file is not None and item.file not in files:
-            raise Damaged(f"{MANIFEST} speaks of {item.file}, which is not among its files")
-        marks = sorted(_marks(item.value, item.name))
-        if len(marks) != item.tensors or marks != list(range(len(marks))):
-            raise Damaged(f"{MANIFEST}: {item.name} has {item.tensors} tensors, of which its value has {len(marks)}")
-        if marks and item.file is None:
-            raise Damaged(f"{MANIFEST} has a value whose tensors are nowhere")
+            raise Damaged(f"{MANIFEST} refers to {item.file}, which is not in its list of files")
+        numbers = sorted(_tensor_numbers(item.value, item.name))
+        if len(numbers) != item.tensors or numbers != list(range(len(numbers))):
+            raise Damaged(f"{MANIFEST}: {item.name} declares {item.tensors} tensors, but its value has {len(numbers)}")
+        if numbers and item.file is None:
+            raise Damaged(f"{MANIFEST} has a value with tensors but no file")
+
+    # Tensors together are no larger than the files, so a small manifest cannot make a load allocate terabytes.
+    stored = sum(tensor.size for tensor in manifest.tensors)
+    if stored > manifest.size:
+        raise Damaged(f"{MANIFEST} declares {stored} bytes of tensors in files of {manifest.size} bytes")
 
 
-def _marks(value: Any, name: str) -> Iterator[int]:
-    """The numbers of the tensors in a value; refuses what `values.decode` could make nothing of."""
+def _tensor_numbers(value: Any, name: str) -> Iterator[int]:
+    """The numbers of the tensors in a value; raises Damaged for a value that `values.decode` could not decode."""
     inner = value if isinstance(value, list) else ()
     if isinstance(value, dict):
         inner = list(value.values())
-        mark = next((key for key in value if key.startswith("$")), None)
-        if mark is not None:
-            content = value[mark]
-            if len(value) > 1 or not (mark in _CONTENT and _CONTENT[mark](content)):
+        tag = next((key for key in value if key.startswith("$")), None)
+        if tag is not None:
+            content = value[tag]
+            if len(value) > 1 or not (tag in _CONTENT and _CONTENT[tag](content)):
                 raise Damaged(
-                    f"{MANIFEST}: {name} has {json.dumps(value)[:80]}, which is none of the marks {', '.join(_CONTENT)} with "
-                    f"what they hold"
+                    f"{MANIFEST}: {name} has {json.dumps(value)[:80]}; expected one of the tags {', '.join(_CONTENT)} with "
+                    f"content of its type"
                 )
-            if mark == "$tensor":
+            if tag == "$tensor":
                 yield content
     for entry in inner:
-        yield from _marks(entry, name)
+        yield from _tensor_numbers(entry, name)
 
 
 def _is_key(value: Any) -> bool:
-    """Whether a value can be a key of a dict when it is decoded."""
+    """Whether a value decodes to a possible key of a dict."""
     if not isinstance(value, dict):
         return not isinstance(value, list)
-    ((mark, content),) = value.items() if len(value) == 1 else (("", ()),)
-    return mark in ("$float", "$tensor") or (
-        mark == "$tuple" and isinstance(content, list) and all(map(_is_key, content))
+    ((tag, content),) = value.items() if len(value) == 1 else (("", ()),)
+    return tag in ("$float", "$tensor") or (
+        tag == "$tuple" and isinstance(content, list) and all(map(_is_key, content))
     )
 
 
@@ -397,39 +403,39 @@ _CONTENT: dict[str, Callable[[Any], bool]] = {
     "$dict": _are_pairs,
     "$counter": _are_pairs,
 }
-"""The marks of `values.encode`, and whether something is what they hold."""
+"""The tags of `values.encode`, each with a check of its content."""
 
 
 def check_tiled(tensor: TensorRecord, cuts: Sequence[Cut]) -> None:
-    """Refuse a tensor of an unknown type, or whose pieces do not make the whole exactly once."""
+    """Raise Damaged for an unknown type, or unless the pieces cover the full tensor exactly once."""
     if tensor.dtype not in WIDTHS:
-        raise Damaged(f"{tensor} has the type {tensor.dtype}, which is none of {', '.join(WIDTHS)}")
+        raise Damaged(f"{tensor} has the unknown type {tensor.dtype}; allowed are {', '.join(WIDTHS)}")
     if len(tensor.shape) > _MOST_DIMS:
         raise Damaged(f"{tensor} has {len(tensor.shape)} dimensions; at most {_MOST_DIMS} are possible")
-    whole = all(_is_whole(part, len(tensor.shape), cuts) for part in tensor.parts)
-    if not whole or not tiles((part.box for part in tensor.parts), tensor.shape):
+    dims = list(range(len(tensor.shape)))
+    complete = all(
+        len(part.offset) == len(part.shape) == len(dims)
+        and (part.order is None or sorted(part.order) == dims)
+        and cuts[part.cut].stops[-1:] == (part.length,)  # adjacent pieces, by `_check`: the last end is the part's end
+        for part in tensor.parts
+    )
+    if not complete or not tiles((part.box for part in tensor.parts), tensor.shape):
         places = ", ".join(f"{list(part.offset)}+{list(part.shape)}" for part in tensor.parts[:8])
-        raise Damaged(f"the blocks of {tensor} do not make a whole of shape {list(tensor.shape)}: {places or 'none'}")
+        raise Damaged(
+            f"the blocks of {tensor} do not tile the full tensor of shape {list(tensor.shape)}: {places or 'none'}"
+        )
 
 
-def _is_whole(part: TensorPart, dims: int, cuts: Sequence[Cut]) -> bool:
-    """Whether its pieces, which follow each other, go from its start to its end, and its order is one."""
-    if not len(part.offset) == len(part.shape) == dims:
-        return False
-    in_order = part.order is None or sorted(part.order) == list(range(dims))
-    return in_order and cuts[part.cut].stops[-1:] == (part.length,)
-
-
-# --- Dataclasses as JSON and back: each value is taken only in its field's type ---
+# --- Dataclasses as JSON and back; each value must have its field's type ---
 
 Record = TypeVar("Record")
 _LARGEST = 1 << 62
 _KEYS = {"state_name": "slot"}
-"""Fields whose key in JSON is not their name."""
+"""Fields with another key in JSON."""
 
 
 def to_json(record: Any) -> dict[str, Any]:
-    """A dataclass, and those in it, as JSON objects. Lists of plain values are taken as they are, however long."""
+    """A dataclass, and the dataclasses in it, as JSON objects. Lists of plain values are not copied, however long."""
     return {_KEYS.get(field.name, field.name): _plain(getattr(record, field.name)) for field in fields(record)}
 
 
@@ -442,7 +448,7 @@ def _plain(value: Any) -> Any:
 
 
 def from_json(kind: type[Record], content: Any, where: str) -> Record:
-    """The dataclass that `to_json` was given; raises Damaged, with the place, for a value of another type."""
+    """The inverse of `to_json`; raises Damaged, with the place, for a value of another type."""
     if not isinstance(content, dict):
         raise Damaged(f"{where} is a {type(content).__name__}, not an object")
     values = {}
@@ -464,7 +470,7 @@ def _value(expected: Any, value: Any, where: str) -> Any:
         fits, what, _ = _PLAIN[expected]
         return expected(value) if fits(value) else _refuse(value, where, what)
     origin, inner = get_origin(expected), get_args(expected)
-    if origin is UnionType:  # something or None
+    if origin is UnionType:  # `X | None`
         return None if value is None else _value(inner[0], value, where)
     if origin in (tuple, list):
         fixed = origin is tuple and inner[-1] is not ...
@@ -478,7 +484,7 @@ def _entries(expected: Any, value: Any, where: str) -> list[Any]:
         _refuse(value, where, what)
     if fits is None:
         return _fixed([expected] * len(value), value, where)
-    # Lists may be long: the types of all, and of numbers the smallest and the largest, say as much as each of them.
+    # Lists may have millions of integers: checking the smallest and the largest is enough.
     few = [min(value), max(value)] if set(map(type, value)) == {int} else value
     if not all(map(fits, few)):
         _refuse(value, where, what)
@@ -507,4 +513,4 @@ _PLAIN: dict[Any, tuple[Callable[[Any], bool], str, str]] = {
     int: (_is_size, "a whole number from 0 on", "a list of whole numbers from 0 on"),
     float: (_is_number, "a number", "a list of numbers"),
 }
-"""For each plain type: the check of a value, and how messages call a value and a list of them."""
+"""For each plain type: the check of a value, and the words for a value and a list of values in messages."""

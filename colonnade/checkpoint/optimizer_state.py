@@ -1,7 +1,7 @@
-"""An optimizer's state by the names of its parameters, so that it means the same on every layout: read, and loaded.
+"""Optimizer state by parameter name, so that it means the same on every layout: read for a save, and loaded.
 
-`read_groups` and `read_state` say what there is to save. `OptimizerLoader` finds in a checkpoint what an optimizer on this layout
-is to load, and refuses state that it would step on in another way.
+`read_groups` and `read_state` return everything to save. `OptimizerLoader` builds the state that an optimizer on this layout
+loads from a checkpoint, and raises for state of another kind of optimizer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from colonnade.checkpoint.manifest import GroupRecord, TensorRecord
+from colonnade.checkpoint.manifest import TensorRecord
 from colonnade.checkpoint.tensor_files import TensorReader, dtype_of, memory_for
 from colonnade.checkpoint.values import Encoded, SavedValues, encode
 from colonnade.errors import CheckpointError, listed
@@ -25,15 +25,15 @@ from colonnade.parallel.whole import LocalTensor, boxes_in_memory
 
 _NOT_OPTIONS = ("params", "param_names")
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
-"""Options that choose an implementation; they are the running optimizer's, never the checkpoint's."""
+"""Options that choose an implementation; the running optimizer keeps its own, whatever the checkpoint has."""
 
 
 @dataclass(frozen=True, eq=False)
 class ParameterState:
-    """A value that the optimizer keeps for a parameter, under `name`. Made by `read_state`.
+    """A value of the optimizer state of a parameter, under `name`. Made by `read_state`.
 
-    `like_parameter`: it is a tensor of the parameter's shape, and lies as the parameter does. Else it is one value for
-    the whole parameter, such as its count of steps. With a `shard`, such a tensor has only the shard's elements.
+    With `like_parameter` the value is a tensor of the parameter's shape, sharded like the parameter; with a `shard` as well,
+    it has only the elements of that ZeRO shard. Otherwise it is one value for the full parameter, such as its step count.
     """
 
     parameter: LocalTensor
@@ -48,7 +48,7 @@ class ParameterState:
 
 @dataclass(frozen=True, eq=False)
 class ParameterGroup:
-    """A parameter group: its place, its members, its options, and the class of its optimizer. Made by `read_groups`."""
+    """A parameter group: its index, its members, its options, and the class of its optimizer. Made by `read_groups`."""
 
     index: int
     members: tuple[LocalTensor, ...]
@@ -57,7 +57,7 @@ class ParameterGroup:
 
 
 def read_groups(optimizer: Any, tensors: Iterable[LocalTensor]) -> list[ParameterGroup]:
-    """The optimizer's groups, their parameters found in the model."""
+    """The optimizer's parameter groups, with their parameters as tensors of the model."""
     return [
         ParameterGroup(at, members, encode(_options(group), f"param_groups[{at}]"), class_name(optimizer))
         for at, (group, members) in enumerate(zip(optimizer.param_groups, _members(optimizer, tensors), strict=True))
@@ -65,62 +65,68 @@ def read_groups(optimizer: Any, tensors: Iterable[LocalTensor]) -> list[Paramete
 
 
 def class_name(optimizer: Any) -> str:
-    """The class whose state it is; of a sharded optimizer the one that it shards."""
+    """The name of the optimizer's class; for a sharded optimizer, of the class it shards."""
     return _lineage(optimizer)[0]
 
 
 def _lineage(optimizer: Any) -> list[str]:
-    """The class of an optimizer and its bases, up to the first of torch's: each of them steps in its own way."""
+    """The names of an optimizer's class and its bases, up to and including the first class of torch."""
     kind: type[Any] = getattr(optimizer, "optimizer_class", type(optimizer))
     own = list(takewhile(lambda base: not base.__module__.startswith("torch."), kind.__mro__))
     return [base.__name__ for base in kind.__mro__[: len(own) + 1]]
 
 
 def read_state(optimizer: Any, tensors: Iterable[LocalTensor]) -> list[ParameterState]:
-    """The state of all parameters, as `state_dict()` gives it; of a sharded optimizer, this rank's shards."""
+    """The state of all parameters as `state_dict()` returns it; for a sharded optimizer, this rank's shards of it.
+
+    Raises:
+        CheckpointError: A state tensor has no defined place in the layout (code C083).
+    """
     groups = _members(optimizer, tensors)
+    states = []
     if isinstance(optimizer, ShardedOptimizer):
-        return [state for members in groups for parameter in members for state in _shard_state(optimizer, parameter)]
+        for parameter in (parameter for members in groups for parameter in members):
+            shard = optimizer.flat_shard(parameter.tensor)
+            if shard is not None:
+                size = (shard.stop - shard.start,)
+                states += [
+                    ParameterState(parameter, name, value, isinstance(value, Tensor) and value.shape == size, shard)
+                    for name, value in shard.state.items()
+                ]
+        return states
+
+    # torch numbers the parameters of a state_dict in the order of the groups.
     saved = optimizer.state_dict()
-    return [
-        _whole_state(parameter, name, value)
-        for group, members in zip(saved["param_groups"], groups, strict=True)
-        for number, parameter in zip(group["params"], members, strict=True)
-        for name, value in saved["state"].get(number, {}).items()
-    ]
+    for group, members in zip(saved["param_groups"], groups, strict=True):
+        for number, parameter in zip(group["params"], members, strict=True):
+            for name, value in saved["state"].get(number, {}).items():
+                like = isinstance(value, Tensor) and local_part(value).shape == parameter.local.shape
+                state = ParameterState(parameter, name, value, like)
+                states.append(state)
+                if not isinstance(value, Tensor):
+                    if encode(value, str(state)).tensors:
+                        raise CheckpointError(
+                            f"{state} is a {type(value).__name__} of tensors, whose layout over ranks is unknown; keep each "
+                            f"tensor under a key of its own",
+                            code="C083",
+                        )
+                    continue
 
-
-def _shard_state(optimizer: ShardedOptimizer, parameter: LocalTensor) -> list[ParameterState]:
-    shard = optimizer.flat_shard(parameter.tensor)
-    if shard is None:
-        return []
-    size = (shard.stop - shard.start,)
-    return [
-        ParameterState(parameter, name, value, isinstance(value, Tensor) and value.shape == size, shard)
-        for name, value in shard.state.items()
-    ]
-
-
-def _whole_state(parameter: LocalTensor, name: str, value: Any) -> ParameterState:
-    like = isinstance(value, Tensor) and local_part(value).shape == parameter.local.shape
-    state = ParameterState(parameter, name, value, like)
-    if not isinstance(value, Tensor):
-        if encode(value, str(state)).tensors:
-            raise CheckpointError(
-                f"{state} is a {type(value).__name__} of tensors, which has no place in a layout", code="C083"
-            )
-        return state
-    # Where a tensor of the parameter's shape lies is known from the parameter. All else must be one value for the whole.
-    lies = getattr(value, "placements", None)
-    if is_dtensor(value) and (not like or lies != getattr(parameter.tensor, "placements", None)):
-        raise CheckpointError(f"{state} is a DTensor that does not lie as the parameter does", code="C083")
-    if not like and parameter.parts and value.numel() != 1:
-        raise CheckpointError(
-            f"{state} has shape {tuple(value.shape)}, not the parameter's {tuple(parameter.local.shape)}; of a parameter "
-            f"that is split over ranks, only state of its own shape or of one element can be saved",
-            code="C083",
-        )
-    return state
+                # A tensor of the parameter's shape is sharded like the parameter. Any other tensor must be one value for the
+                # full parameter, or its layout would be unknown.
+                placements = getattr(value, "placements", None)
+                if is_dtensor(value) and (not like or placements != getattr(parameter.tensor, "placements", None)):
+                    raise CheckpointError(
+                        f"{state} is a DTensor with other placements than its parameter, which cannot be saved",
+                        code="C083",
+                    )
+                if not like and parameter.parts and value.numel() != 1:
+                    raise CheckpointError(
+                        f"{state} has shape {tuple(value.shape)}, but its parameter has {tuple(parameter.local.shape)}; for a "
+                        f"sharded parameter, only state of the same shape or of one element can be saved",
+                        code="C083",
+                    )
+    return states
 
 
 def _members(optimizer: Any, tensors: Iterable[LocalTensor]) -> list[tuple[LocalTensor, ...]]:
@@ -128,11 +134,11 @@ def _members(optimizer: Any, tensors: Iterable[LocalTensor]) -> list[tuple[Local
     by_tensor = {id(tensor.tensor): tensor for tensor in tensors}
     groups = []
     for at, group in enumerate(optimizer.param_groups):
-        strangers = [parameter for parameter in group["params"] if id(parameter) not in by_tensor]
-        if strangers:
+        unknown = [parameter for parameter in group["params"] if id(parameter) not in by_tensor]
+        if unknown:
             raise CheckpointError(
-                f"group {at} of the optimizer has a parameter of shape {tuple(strangers[0].shape)} that the model does "
-                f"not have; save and load the optimizer with the model whose parameters it was made for",
+                f"group {at} of the optimizer has a parameter of shape {tuple(unknown[0].shape)} that is not in the model; "
+                f"save and load an optimizer together with the model whose parameters it updates",
                 code="C083",
             )
         groups.append(tuple(by_tensor[id(parameter)] for parameter in group["params"]))
@@ -147,7 +153,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class OptimizerLoader:
-    """Reads the options and the state of an optimizer's own parameters, whichever those are on this rank."""
+    """Reads options and state for the parameters that an optimizer has on this rank."""
 
     def __init__(
         self,
@@ -163,131 +169,129 @@ class OptimizerLoader:
         self._groups = reader.manifest.groups
         self._tensors, self._record_of, self._reader, self._values = tensors, record_of, reader, values
         self._rounded: list[str] = []
-        self._inherited = ""
         self._records: dict[str, list[TensorRecord]] = {}
         for record in reader.manifest.tensors:
             if record.state_name:
                 self._records.setdefault(record.label, []).append(record)
 
     def state_dict_for(self, optimizer: Any) -> dict[str, Any]:
-        """The state that this optimizer is to load, in torch's format; refuses groups that do not fit."""
+        """The state for this optimizer in the format of `load_state_dict`.
+
+        Raises:
+            CheckpointError: The groups, options or class of the optimizer do not match the checkpoint (code C083).
+        """
         groups: list[dict[str, Any]] = []
         state: dict[int, dict[str, Any]] = {}
         number = 0
+        base: str | None = None  # a base class of the optimizer, whose state the checkpoint has
+        kind, *bases = _lineage(optimizer)
         members = _members(optimizer, self._tensors)
         for index, (group, parameters) in enumerate(zip(optimizer.param_groups, members, strict=True)):
+            # Groups are matched by their parameters, because their order and number may differ between layouts. A group that has
+            # no parameters on this rank is matched by its index.
             labels = {self._record_of(parameter).label for parameter in parameters}
-            # Groups are matched by the parameters in them: their order and number may differ between layouts.
-            options = self._saved_options(index, group, labels, _lineage(optimizer))
+            if labels:
+                records = [record for record in self._groups if labels.intersection(record.names)]
+            else:
+                records = [record for record in self._groups if record.index == index]
+            lost = sorted(labels.difference(*(record.names for record in records)))
+            if lost:
+                raise CheckpointError(
+                    f"group {index} of the optimizer has {listed(lost[:5])}, which the saved optimizer did not have; use the "
+                    f"same parameter groups, or load with optimizer=None",
+                    code="C083",
+                )
+            found = [self._values.decoded(record.options) for record in records]
+            if len({encode(options, "options").digest() for options in found}) > 1:
+                raise CheckpointError(
+                    f"group {index} of the optimizer joins parameters that had different options when they were saved: "
+                    f"{records[0].names[0]} and {records[1].names[0]}. Use the same parameter groups.",
+                    code="C083",
+                )
+
+            # Every option of this optimizer must be among the saved ones and of their type. A missing one would step with a
+            # default that nobody chose for this run; another type shows another kind of optimizer, or a changed file.
+            own = _options(group)
+            options = next(iter(found), own)
+            unknown = [key for key in own if key not in options and key not in _IMPLEMENTATION]
+            if unknown:
+                raise CheckpointError(
+                    f"group {index} of the optimizer has the options {listed(unknown)}, which the saved optimizer did not "
+                    f"have: it was of another kind. Load with that kind, or with optimizer=None.",
+                    code="C083",
+                )
+            for key, value in own.items():
+                if key in options and key not in _IMPLEMENTATION and not _is_alike(key, options[key], value):
+                    raise CheckpointError(
+                        f"the checkpoint has {key}={options[key]!r} for group {index} of the optimizer, but the optimizer has "
+                        f"{key}={value!r}, of another type. Was the file changed? Load another one, or with optimizer=None.",
+                        code="C083",
+                    )
+            saved = next((record.optimizer for record in records if record.optimizer not in (None, kind)), None)
+            if saved is not None and saved not in bases:
+                raise CheckpointError(
+                    f"the checkpoint has the state of {saved}, but this optimizer is {kind}, which updates parameters in "
+                    f"another way. Load with {saved}, or with optimizer=None to start with fresh state.",
+                    code="C083",
+                )
+            base = saved or base
+
             kept = {key: group[key] for key in (*_NOT_OPTIONS, *_IMPLEMENTATION) if key in group}
             groups.append({**options, **kept, "params": list(range(number, number + len(parameters)))})
             for parameter in parameters:
-                found = self._state_of(parameter, optimizer)
-                if found:
-                    state[number] = found
+                values = self._state_of(parameter, optimizer)
+                if values:
+                    state[number] = values
                 number += 1
-        if self._inherited:
-            self._check_inherited(optimizer, state)
+
+        # A subclass may continue with the state of its base class, unless it is seen to keep more state than that.
+        if base is not None:
+            names = {name for values in state.values() for name in values}
+            needed = {name for values in getattr(optimizer, "state", {}).values() for name in values}
+            more = sorted(needed - names - {MASTER}) if names else []
+            if more:
+                raise CheckpointError(
+                    f"the checkpoint has the state of {base}, but this optimizer is its subclass {kind}, which also keeps "
+                    f"{listed(more)}. Load with {base}, or with optimizer=None to start with fresh state.",
+                    code="C083",
+                )
+            get_dist_logger().warning(
+                f"the checkpoint has the state of {base}; this optimizer is its subclass {kind} and continues with that state",
+                ranks=[0],
+            )
         if self._rounded:
             get_dist_logger().warning(
-                f"the checkpoint has moments of master copies in {self._rounded[0]}, and this optimizer keeps no master "
-                f"copies: {len(self._rounded)} of them were rounded to the types of their parameters",
+                f"the checkpoint has optimizer state of master copies in {self._rounded[0]}, but this optimizer keeps no master "
+                f"copies: {len(self._rounded)} tensors were rounded to the dtypes of their parameters",
                 ranks=[0],
             )
         return {"state": state, "param_groups": groups}
 
-    def _check_inherited(self, optimizer: Any, state: Mapping[int, Mapping[str, Any]]) -> None:
-        """Refuse a subclass of what was saved that is seen to keep more; else say whose state it gets."""
-        kind = class_name(optimizer)
-        saved = {name for found in state.values() for name in found}
-        held = {name for kept in getattr(optimizer, "state", {}).values() for name in kept}
-        more = sorted(held - saved - {MASTER}) if saved else []
-        if more:
-            raise CheckpointError(
-                f"the checkpoint has the state of {self._inherited}, and this is {kind}, a subclass that keeps {listed(more)} "
-                f"too, which the checkpoint has not. Load with {self._inherited}, or with optimizer=None to begin with fresh "
-                f"state.",
-                code="C083",
-            )
-        get_dist_logger().warning(
-            f"the checkpoint has the state of {self._inherited}, and this is {kind}, a subclass of it, which goes on with "
-            f"that state",
-            ranks=[0],
-        )
-
-    def _saved_options(
-        self, index: int, group: Mapping[str, Any], labels: set[str], lineage: Sequence[str]
-    ) -> dict[str, Any]:
-        """The options that these parameters had; for a group without any here, those of the group in its place."""
-        records = self._records_of_group(index, labels)
-        found = [self._values.decoded(record.options) for record in records]
-        if len({encode(options, "options").digest() for options in found}) > 1:
-            raise CheckpointError(
-                f"group {index} of the optimizer joins parameters that had different options when they were saved: "
-                f"{records[0].names[0]} and {records[1].names[0]}. Make the groups as they were.",
-                code="C083",
-            )
-        # The options of this optimizer must be among the saved ones: it would else step with a value that nobody chose.
-        options = next(iter(found), _options(group))
-        unknown = [key for key in _options(group) if key not in options and key not in _IMPLEMENTATION]
-        if unknown:
-            raise CheckpointError(
-                f"group {index} of the optimizer has the options {listed(unknown)}, which the saved one had not: it was "
-                f"another kind of optimizer. Load with that kind, or with optimizer=None.",
-                code="C083",
-            )
-        for key, value in _options(group).items():
-            if key in options and key not in _IMPLEMENTATION and not _is_alike(key, options[key], value):
-                raise CheckpointError(
-                    f"group {index} of the optimizer has {key}={options[key]!r} in the checkpoint, and {key}={value!r} here: it is no value "
-                    f"of that kind. Was the checkpoint changed? Load another one, or with optimizer=None.",
-                    code="C083",
-                )
-        # A subclass may take the state of its base, if it is seen to keep no more (`_check_inherited`).
-        kind, *_ = lineage
-        saved = next((record.optimizer for record in records if record.optimizer not in (None, kind)), None)
-        if saved is not None and saved not in lineage:
-            raise CheckpointError(
-                f"the checkpoint has the state of {saved}, and this is {kind}, which would step on it in another way. "
-                f"Load with {saved}, or with optimizer=None to begin with fresh state.",
-                code="C083",
-            )
-        self._inherited = saved or self._inherited
-        return options
-
-    def _records_of_group(self, index: int, labels: set[str]) -> list[GroupRecord]:
-        if not labels:
-            return [record for record in self._groups if record.index == index]
-        found = [record for record in self._groups if labels.intersection(record.names)]
-        lost = sorted(labels.difference(*(record.names for record in found)))
-        if lost:
-            raise CheckpointError(
-                f"the optimizer that was saved did not have {listed(lost[:5])}, which group {index} has; make the groups "
-                f"as they were, or load with optimizer=None",
-                code="C083",
-            )
-        return found
-
     def _state_of(self, parameter: LocalTensor, optimizer: Any) -> dict[str, Any] | None:
+        """The state of a parameter on this rank; None if a sharded optimizer keeps all of it on other ranks."""
         shard = None
         if isinstance(optimizer, ShardedOptimizer):
             shard = optimizer.flat_shard(parameter.tensor)
-            if shard is None:  # all of it is other ranks'
+            if shard is None:
                 return None
         weight = self._record_of(parameter)
         state: dict[str, Any] = {}
         records = self._records.get(weight.label, ())
         has_master = any(record.state_name == MASTER for record in records)
         for record in records:
-            # One value for the whole parameter; `step` is one even where the parameter has no dimensions either.
+            # One value for the full parameter. The name tells `step` from a moment if the parameter has no dimensions, too.
             if record.shape != weight.shape or record.state_name == "step":
-                state[record.state_name] = self._reader.whole(record)
+                state[record.state_name] = self._reader.full(record)
             elif shard is not None:
-                state[record.state_name] = self._shard(parameter, shard, record)
+                # Only the elements of the shard are read.
+                elements = memory_for([shard.stop - shard.start], dtype_of(record))
+                for box, view in boxes_in_memory(parameter, shard.start, shard.stop, elements):
+                    self._reader.fill(view, box, record)
+                state[record.state_name] = elements
             elif record.state_name != MASTER:
                 value = self._reader.local(parameter, record)
                 if has_master and value.dtype != parameter.local.dtype:
-                    # Moments of a master copy have its type; an optimizer of the parameter itself takes only its own.
+                    # Moments of a master copy have its dtype, but an optimizer of the parameter itself needs the parameter's.
                     self._rounded.append(str(value.dtype))
                     value = value.to(parameter.local.dtype)
                 if is_dtensor(parameter.tensor):
@@ -295,16 +299,9 @@ class OptimizerLoader:
                 state[record.state_name] = value
         return {**state, **self._values.optimizer_state_of(weight.label)}
 
-    def _shard(self, parameter: LocalTensor, shard: FlatShard, record: TensorRecord) -> Tensor:
-        """Just the elements of the shard."""
-        values = memory_for([shard.stop - shard.start], dtype_of(record))
-        for box, view in boxes_in_memory(parameter, shard.start, shard.stop, values):
-            self._reader.fill(view, box, record)
-        return values
-
 
 def _is_alike(key: str, saved: Any, here: Any) -> bool:
-    """Whether a saved option can take the place of this one: a number of a number, a text of a text. None says nothing."""
+    """Whether a saved option can replace this one: both numbers, or both strings. None replaces anything but a learning rate."""
     if saved is None or here is None:
         return key != "lr" or here is None
     if isinstance(here, (list, tuple)):
@@ -315,17 +312,14 @@ def _is_alike(key: str, saved: Any, here: Any) -> bool:
 
 
 def load_optimizer(optimizer: Any, state_dict: dict[str, Any]) -> None:
-    """Load it by the optimizer's own method, so that its hooks run; every moment keeps the type it was saved with."""
+    """Load by the optimizer's own method, so that its hooks run; state tensors keep the dtype they were saved with."""
     optimizer.load_state_dict(state_dict)
-    if not isinstance(optimizer, ShardedOptimizer):  # which takes its elements as they are
-        _keep_types(optimizer, state_dict["state"])
-
-
-def _keep_types(optimizer: Any, state: Mapping[int, Mapping[str, Any]]) -> None:
-    """Undo the cast of `load_state_dict`, which gives every moment the type of its parameter."""
+    if isinstance(optimizer, ShardedOptimizer):
+        return
+    # torch's load_state_dict has cast every state tensor to the dtype of its parameter. Undo that.
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for number, saved in state.items():
-        held = optimizer.state[parameters[number]]
+    for number, saved in state_dict["state"].items():
+        loaded = optimizer.state[parameters[number]]
         for name, value in saved.items():
-            if isinstance(value, Tensor) and isinstance(held.get(name), Tensor) and held[name].dtype != value.dtype:
-                held[name] = value.to(held[name].device)
+            if isinstance(value, Tensor) and isinstance(loaded.get(name), Tensor) and loaded[name].dtype != value.dtype:
+                loaded[name] = value.to(loaded[name].device)

@@ -1,18 +1,18 @@
-"""A save from top to bottom: `save_checkpoint` on all ranks, `StorageWriter` on disk, `BackgroundSave` beside training.
+"""A save from top to bottom: `save_checkpoint` on all ranks, `StorageWriter` on disk, `BackgroundSave` in a thread.
 
-On disk, a save of step 100 goes in this order:
+The write order of a save of step 100:
 
-1. Rank 0 deletes the staged folders of interrupted saves, sees that there is room, and makes `.tmp-100-<nonce>`.
-2. Each rank writes its tensors there, to `rank-<n>.safetensors`, syncs the file, and sees that it can be opened.
-3. Each rank writes its note, `rank-<n>.part`: which piece of which tensor is where in its file.
-4. Rank 0, when all notes are there, reads and deletes them and writes `manifest.json`, which has the size and hash of every
-   file and a digest of itself, and syncs it. Then it reads what was written as a load would.
-5. Rank 0 syncs the folder, renames it `step-00000100`, and syncs the run's folder.
-6. Rank 0 deletes all but the newest checkpoints: each is renamed `.tmp-...` first, so that none is there in part.
+1. Rank 0 deletes the staging folders of interrupted saves, checks the free space and creates `.tmp-100-<nonce>`.
+2. Each rank writes its tensors to `rank-<n>.safetensors` in that folder, syncs the file and checks that it opens.
+3. Each rank writes its note, `rank-<n>.part`, which lists the tensor pieces in its file.
+4. Once all notes exist, rank 0 reads and deletes them and writes `manifest.json` (size and hash of every file, and a digest of
+   the manifest itself), syncs it, and reads the checkpoint back as a load would.
+5. Rank 0 syncs the folder, renames it to `step-00000100`, and syncs the run's folder.
+6. Rank 0 deletes all but the newest checkpoints. Each is renamed to `.tmp-...` first, so no checkpoint is ever incomplete.
 
-A kill before the rename of step 5 leaves a `.tmp-` folder, which no load looks at and the next save deletes. A kill after it
-leaves a checkpoint of which every byte is on disk. Nothing that was there before is touched until then. The run's lock
-(`run.lock`) is taken when the manager is opened, not here.
+A kill before the rename in step 5 leaves a `.tmp-` folder, which loads ignore and the next save deletes. A kill after the rename
+leaves a checkpoint whose every byte is on disk. Earlier checkpoints are untouched until then. The run's lock (`run.lock`) is
+taken when the manager is opened, not here.
 """
 
 from __future__ import annotations
@@ -56,10 +56,12 @@ from colonnade.parallel.whole import locate_tensors
 
 _MANIFEST_SPACE = 1 << 20
 _VISIBLE_WITHIN = 10.0
+"""Seconds until a folder made by rank 0 must be visible to the other ranks; network file systems cache listings."""
 _POLL = 0.02
 _PATIENCE_AT_EXIT = 60.0
 _PATIENCE_AFTER_ERROR = 5.0
 _REST = 5.0
+"""Seconds of rest for each second of processor time, while training runs."""
 _LONGEST_REST = 0.5
 
 
@@ -73,35 +75,37 @@ def save_checkpoint(
     keep: int,
     background: bool,
 ) -> BackgroundSave | None:
-    """Save the checkpoint of `step` in the run's folder. Collective over the world; all ranks raise or none.
+    """Save the checkpoint of `step` in the run's folder. Either every rank raises or none.
 
-    With `background` the tensors are copied to the host, and the rest of the save is returned: a thread is at it.
+    Collective over the world.
+
+    Returns:
+        With `background`, the save in progress: the tensors are copied to the host and a thread writes them. Else None.
     """
     rank, doing = context.get_global_rank(), f"saving step {step}"
 
-    # A check of the running step may refuse, on all ranks: the model is in a state that must not be saved.
+    # A check of the running step may raise, on all ranks: for example in the middle of gradient accumulation.
     check = before_save.get(model, lambda: None)()
     if check is not None:
         check()
 
-    # The state of this rank. All that may be refused about it (a type, a value that is no JSON) is refused here, before
-    # anything is on disk.
+    # Anything that cannot be saved (a type, a value that is not JSON) raises here, before anything is on disk.
     tensors = locate_tensors(model, context, doing)
     with agreed(context, doing):
         state = LocalState(tensors, model, optimizer, extra, context)
 
-    # Who writes what. Replicas hold the same blocks, and each distinct block is written once. Every rank says what it has, and
-    # makes the same choice from what all have said, so nothing has to be agreed on after that.
+    # Replicas store the same blocks, and each distinct block is written once. Every rank publishes a summary of its state and
+    # derives the same assignment from all summaries, so no further agreement is needed.
     notes = gather_from_all(state.note(), context)
     with agreed(context, doing):
         plan = plan_save(state, notes, rank)
 
-    # One staged folder for all ranks. Its name is made up by rank 0; the sizes decide whether there is room.
+    # All ranks write to one staging folder, named by rank 0. The sum of the sizes decides whether the save fits on the disk.
     offers = gather_from_all({"step": step, "size": plan.size, "name": staging_name(step)}, context)
     steps = {offer["step"] for offer in offers}
     if len(steps) > 1:
         raise CheckpointError(
-            f"the ranks save different steps: {listed(sorted(steps))}; save() is called by all for one"
+            f"ranks called save() with different steps ({listed(sorted(steps))}); call it with the same step on every rank"
         )
     layout, size = LayoutRecord.of(context.layout), sum(offer["size"] for offer in offers)
     writer = StorageWriter(step, folder / offers[0]["name"], rank, layout, size, keep)
@@ -113,13 +117,13 @@ def save_checkpoint(
 
     try:
         if background:
-            # The copies are made before this returns: the next step may change the tensors while they are written.
+            # Copied before this function returns, because the next training step changes the tensors in place.
             with agreed(context, doing):
                 plan.copy_to_host()
             return BackgroundSave(writer, plan)
         with agreed(context, doing):
             writer.write(plan)
-        # At the end of the block above every rank's part is on disk, or all ranks have raised.
+        # The end of the block above is a barrier: every rank's file is on disk now, or all ranks have raised.
         with agreed(context, doing):
             if rank == 0:
                 writer.commit()
@@ -131,11 +135,11 @@ def save_checkpoint(
 
 @dataclass(frozen=True)
 class StorageWriter:
-    """A save on its way to disk, on one rank: stage (rank 0), write, commit (rank 0). Nothing here communicates.
+    """The disk side of a save on one rank: stage (rank 0), write, commit (rank 0). Nothing here communicates.
 
-    So all of it can run in a thread beside training. Rank 0 learns from the notes in the folder that the others are done, never
-    from a process group: groups belong to the training thread, and collectives of two threads on one group have no order.
-    `size` is the bytes of the tensors of all ranks together.
+    All of it can therefore run in a background thread. Rank 0 learns from the note files that the other ranks are done, never
+    from a process group: process groups belong to the training thread, and collectives issued by two threads have no order.
+    `size` is the total size in bytes of all ranks' tensors.
     """
 
     step: int
@@ -147,34 +151,36 @@ class StorageWriter:
     started: float = field(default_factory=time.monotonic)
 
     def stage(self) -> None:
-        """Make the staged folder, on rank 0, if there is room for the save."""
+        """Create the staging folder if the save fits on the disk. Called on rank 0."""
         clean(self.staged.parent)
         check_space(self.staged.parent, self._needed)
         self.staged.mkdir()
         fault_point("staged")
 
     def check_visible(self) -> None:
-        """Refuse a folder that only some ranks see; network file systems get a moment to show it."""
+        """Raise if this rank does not see the staging folder within ten seconds."""
         end = time.monotonic() + _VISIBLE_WITHIN
         while not self.staged.is_dir():
             if time.monotonic() > end:
                 raise CheckpointError(
-                    f"rank {self.rank} on {socket.gethostname()} does not see {self.staged}, which rank 0 has made; "
-                    f"checkpoints need a folder that all ranks share",
+                    f"rank {self.rank} on {socket.gethostname()} does not see {self.staged}, which rank 0 created; "
+                    f"use a folder on a file system that all ranks share",
                     code="C084",
                 )
             time.sleep(0.05)
 
-    def write(self, plan: SavePlan, rest: Callable[[], None] = lambda: None) -> None:
-        """Write this rank's tensors, and then its note; `rest` is called between chunks."""
+    def write(self, plan: SavePlan, after_chunk: Callable[[], None] = lambda: None) -> None:
+        """Write this rank's tensors, then its note. `after_chunk` is called after each chunk of bytes."""
         with no_space_errors(self.staged.parent, self._needed):
-            file = write_tensors(self.staged / tensors_file(self.rank), plan.entries, rest) if plan.entries else None
-            # A note says that the file before it is on disk, and rank 0 may read it at any time: it appears as a whole.
+            file = None
+            if plan.entries:
+                file = write_tensors(self.staged / tensors_file(self.rank), plan.entries, after_chunk)
+            # The note certifies that the file is on disk. Rank 0 polls for it, so it must appear atomically.
             write_at_once(self._note_file(self.rank), plan.note(file).dump())
         fault_point("part written")
 
     def wait_for_notes(self, stop: threading.Event) -> None:
-        """Wait until every rank's note is there, or `stop` is set; at the end of the process, not for long."""
+        """Wait until every rank's note exists; raise if `stop` is set, or a minute after the main thread has ended."""
         missing = set(range(self.layout.world_size))
         asked, main_ended = time.monotonic(), None
         while missing := {rank for rank in missing if not self._note_file(rank).exists()}:
@@ -184,14 +190,14 @@ class StorageWriter:
             late = main_ended is not None and now - main_ended > _PATIENCE_AT_EXIT
             if stop.wait(_POLL) or late:
                 raise CheckpointError(
-                    f"the background save of step {self.step} was given up after {now - asked:.1f} s: ranks "
-                    f"{sorted(missing)} have not written their part. Earlier checkpoints are untouched.",
+                    f"the background save of step {self.step} was abandoned after {now - asked:.1f} s: ranks "
+                    f"{sorted(missing)} have not written their files. Earlier checkpoints are untouched.",
                     code="C084",
                 )
 
     def commit(self) -> None:
-        """Publish the checkpoint, on rank 0, when every rank's note is there; then delete old ones."""
-        # The manifest is made of the notes. Pieces that overlap or leave a gap are refused here.
+        """Publish the checkpoint and delete old ones. Called on rank 0 once every rank's note exists."""
+        # The manifest is merged from the notes. Pieces that overlap or leave a gap raise here.
         notes = []
         for rank in range(self.layout.world_size):
             path = self._note_file(rank)
@@ -210,18 +216,18 @@ class StorageWriter:
         )
         with no_space_errors(self.staged.parent, self._needed):
             write_manifest(self.staged, manifest)
-            # Read as a load would, before it gets its name and older checkpoints go: a manifest that no load would take must
-            # not be the last one.
+            # Read back as a load would, before the rename and before older checkpoints are deleted: an unreadable checkpoint
+            # must never be the only one.
             try:
                 verify(self.staged, content=False)
             except CheckpointError as error:
                 raise CheckpointError(
-                    f"the checkpoint of step {self.step} was written, but could not be loaded: {error}. It was not "
+                    f"the checkpoint of step {self.step} was written but failed verification: {error}. It was not "
                     f"published; earlier checkpoints are untouched.",
                     code="C084",
                 ) from error
             path = publish(self.staged, self.step)
-        # From here on the checkpoint is there whatever happens, so the oldest ones may go.
+        # The checkpoint is durable from here on, so the oldest ones may be deleted.
         retire(path.parent, path, self.keep)
         get_dist_logger().info(
             f"saved step {self.step} to {path} ({megabytes(self.size)}, {time.monotonic() - self.started:.2f} s)"
@@ -230,7 +236,7 @@ class StorageWriter:
         tell_launcher(self.step, path, by_trainer)
 
     def drop(self) -> None:
-        """Delete the files of a failed save, on rank 0; all ranks have stopped writing, or are gone."""
+        """Delete the files of a failed save, on rank 0, after all ranks have stopped writing or have exited."""
         if self.rank == 0:
             discard(self.staged)
 
@@ -243,10 +249,10 @@ class StorageWriter:
 
 
 class Pace:
-    """Lets training go first: after each piece of work a rest several times as long, until somebody waits.
+    """Throttles a background thread in favour of training: each piece of work is followed by a rest several times as long.
 
-    Only time on a processor counts as work. A save of 100 MB without rests made the one or two steps beside it 1.29 times
-    as long; with them it is beside four steps, which take 1.07 times as long (`benchmarks/trainer.py`).
+    Only processor time counts as work. Without rests, a save of 100 MB slows one or two steps down to 1.29 times their length;
+    with rests it overlaps four steps, which take 1.07 times as long (`benchmarks/trainer.py`).
     """
 
     def __init__(self) -> None:
@@ -254,11 +260,11 @@ class Pace:
         self._before: float | None = None
 
     def hurry(self) -> None:
-        """No more rests."""
+        """Stop resting, because the training thread waits for the save."""
         self._hurry.set()
 
     def rest(self) -> None:
-        """Called by the working thread between two pieces of work."""
+        """Rest in proportion to the processor time since the last call. Called by the background thread."""
         worked = 0.0 if self._before is None else time.thread_time() - self._before
         if threading.main_thread().is_alive():
             self._hurry.wait(min(_REST * worked, _LONGEST_REST))
@@ -266,10 +272,10 @@ class Pace:
 
 
 class BackgroundSave:
-    """The rest of a save, in a thread beside training: this rank's part, and on rank 0 the wait for all parts and the commit.
+    """A save in a background thread: writes this rank's file and, on rank 0, waits for all ranks' files and commits.
 
-    `finish` waits for it on all ranks. The thread is no daemon: a process that ends normally ends after its last checkpoint is
-    on disk.
+    `finish` waits for it on all ranks. The thread is not a daemon, so a process that ends normally first completes its last
+    checkpoint.
     """
 
     def __init__(self, writer: StorageWriter, plan: SavePlan) -> None:
@@ -284,15 +290,16 @@ class BackgroundSave:
 
     @property
     def is_writing(self) -> bool:
-        """Whether the thread still has something to do."""
+        """Whether the thread is still running."""
         return self._thread.is_alive()
 
     def finish(self, context: ParallelContext) -> None:
-        """Wait for the save, without more rests, and raise its error on every rank. Collective over the world."""
+        """Wait for the save at full speed and raise its error on every rank. Collective over the world."""
         self._pace.hurry()
         error = None
         try:
-            # Rank 0 waits for the parts of all others, so it must hear of those that will not come before it is joined.
+            # The thread of rank 0 waits for every rank's note. Failures elsewhere must reach rank 0 before it joins its own
+            # thread, which would otherwise wait for a note that never comes.
             if self._writer.rank != 0:
                 self._thread.join()
                 error = None if self._error is None else str(self._error)
@@ -300,7 +307,7 @@ class BackgroundSave:
                 if text:
                     self._give_up(f"on rank {rank}: {text}")
         except BaseException:
-            self._give_up("the other ranks are gone")
+            self._give_up("the other ranks have exited")
             raise
         self._thread.join()
         with agreed(context, "saving in the background"):
@@ -309,7 +316,7 @@ class BackgroundSave:
                 raise self._error
 
     def give_up_soon(self) -> None:
-        """Let rank 0 stop waiting after a moment, for a rank that has failed: others may have, and their parts may not come."""
+        """Make rank 0 stop waiting in a few seconds: after an error on this rank, other ranks may have failed too."""
         timer = threading.Timer(_PATIENCE_AFTER_ERROR, self._give_up, [""])
         timer.daemon = True
         timer.start()
@@ -325,7 +332,7 @@ class BackgroundSave:
                 try:
                     writer.write(self._plan, self._pace.rest)
                 finally:
-                    self._plan.entries.clear()  # the copies on the host
+                    self._plan.entries.clear()  # frees the host copies
                 if writer.rank == 0:
                     writer.wait_for_notes(self._stop)
                     writer.commit()
@@ -334,12 +341,10 @@ class BackgroundSave:
 
 
 def tell_launcher(step: int, path: Path, by_trainer: bool) -> None:
-    """Note, on rank 0, which checkpoint a run would go on from, and how: the launcher says it if the run is interrupted."""
+    """Record, on rank 0, the checkpoint a run would resume from; the launcher prints the text if the run is interrupted."""
     how = (
-        "a run with a LoadCheckpointHook"
-        if by_trainer
-        else "a loop that calls load() of a CheckpointManager on that folder"
+        "a run with a LoadCheckpointHook" if by_trainer else "a loop that calls CheckpointManager.load() on that folder"
     )
     if SAVED in os.environ:
-        with contextlib.suppress(OSError):  # the launcher is gone
-            Path(os.environ[SAVED]).write_text(f"step {step} in {path}; {how} goes on from there", encoding="utf-8")
+        with contextlib.suppress(OSError):  # the launcher has exited
+            Path(os.environ[SAVED]).write_text(f"step {step} in {path}; {how} resumes from it", encoding="utf-8")

@@ -1,12 +1,12 @@
-"""The plan of a save: each distinct block is written once, by the first of the ranks that hold it. And the merge of all notes.
+"""The plan of a save: each distinct block is written once, by the first rank that stores it. And the merge of all ranks' notes.
 
-`LocalState` is the state of this rank. `plan_save` chooses from the notes of all ranks what this rank writes, a `SavePlan`: the
-tensors for its file and, as a `RankNote`, what rank 0 must know of them. `merge_tensors` and `merge_groups` make the records of
-the manifest from the notes of all ranks.
+`LocalState` is the state of this rank. From the summaries of all ranks, `plan_save` makes this rank's `SavePlan`: the tensors of
+its file and, as a `RankNote`, their description for rank 0. `merge_tensors` and `merge_groups` turn the notes of all ranks into
+the records of the manifest.
 
-Of a thousand ranks each may write a piece of a thousand tensors. So a note describes a tensor and the part of it that the ranks
-cut between them in the same words on every rank, a line of text that is read once for all ranks, and has two numbers for the
-piece that is this rank's: where it starts and stops in that part.
+A thousand ranks may each write a piece of a thousand tensors. A note therefore describes a tensor, and the part of the tensor
+that the ranks share out, by a line of text that is identical on every rank and is parsed once for all of them. A rank adds
+two numbers for each line: where its own piece starts and stops in that part.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from colonnade.checkpoint.manifest import (
     tensors_file,
     to_json,
 )
-from colonnade.checkpoint.optimizer_state import ParameterState, read_groups, read_state
+from colonnade.checkpoint.optimizer_state import read_groups, read_state
 from colonnade.checkpoint.tensor_files import FileEntry, memory_for
 from colonnade.checkpoint.values import BUFFER, RANDOM, Encoded, encode, is_stateful
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.context.random_state import random_state
+from colonnade.context.random import random_state
 from colonnade.errors import CheckpointError
 from colonnade.parallel.boxes import Box, boxes_in_order, whole_box
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.flat import FlatShard
 from colonnade.parallel.whole import LocalTensor, boxes_in_memory, extra_states, memory_order
 
-# --- The state of this rank, and what it writes of it ---
+# --- The state of this rank, and its share of the save ---
 
 
 class LocalState:
-    """The state of this rank: its model, its optimizer, and everything that is a value. Refuses what cannot be saved."""
+    """The state of this rank: tensors of the model, optimizer state, and plain values. Raises for values that cannot be saved."""
 
     def __init__(
         self,
@@ -76,18 +76,18 @@ class LocalState:
         self.groups = read_groups(optimizer, tensors) if optimizer is not None else None
 
     def note(self) -> dict[str, Any]:
-        """The facts that the other ranks need, to make the same choice of who writes what."""
+        """A summary for all ranks: which parameters have optimizer state here, and a digest of every value."""
         stepped = {state.parameter.label for state in self.optimizer}
-        members = {each.label: each.label in stepped for group in self.groups or () for each in group.members}
+        members = {member.label: member.label in stepped for group in self.groups or () for member in group.members}
         values = [*self.items.items(), *((f"{BUFFER}{tensor.label}", item) for tensor, item in self.buffers)]
         return {"optimizer": members, "items": {name: item.digest() for name, item in values}}
 
 
 @dataclass
 class SavePlan:
-    """The part of one rank in a save: tensors for its file, values and parameter groups. Made by `plan_save`.
+    """One rank's share of a save: the tensors of its file, values and parameter groups. Made by `plan_save`.
 
-    `groups` come with a digest: those of equal index and digest are one group. None: there is no optimizer.
+    Each of `groups` has a digest: groups of equal index and digest are one group. None without an optimizer.
     """
 
     rank: int
@@ -98,19 +98,25 @@ class SavePlan:
 
     @property
     def size(self) -> int:
-        """The bytes of its tensors."""
+        """The bytes of all tensors of the plan."""
         return sum(entry.size for entry in self.entries)
 
     def copy_to_host(self) -> None:
-        """Copy every tensor to the host now, so that training may go on while they are written."""
-        copies = [(entry.key, _host_copy(entry.read())) for entry in self.entries]
+        """Copy every tensor to the host, so that training can continue while the copies are written."""
+        copies = []
+        for entry in self.entries:
+            tensor = entry.read().detach()
+            copy = memory_for(tensor.shape, tensor.dtype, pinned=tensor.is_cuda)
+            copies.append((entry.key, copy.copy_(tensor, non_blocking=tensor.is_cuda)))
+        # One wait for all copies: they run on the stream of the training step.
         if torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()
         self.entries = [FileEntry.of(key, copy) for key, copy in copies]
 
     def add_piece(self, record: TensorRecord, start: int, stop: int, entry: FileEntry) -> None:
-        """Write, as `entry`, the piece from `start` to `stop` of the one part of `record`; if equal, only know of the tensor."""
+        """Write `entry`, the piece [start, stop) of the one part of `record`; an empty piece only mentions the tensor."""
         (part,) = record.parts
+        # Records that are split alike (a parameter's moments) share a line of the note.
         alike = (record.label, record.names, record.shape, part.offset, part.shape, part.order, start, stop)
         self._pieces.setdefault(alike, []).append(record)
         if start < stop:
@@ -126,7 +132,7 @@ class SavePlan:
         entry: FileEntry,
         writes: bool = True,
     ) -> None:
-        """Write `entry`, a box of a tensor: some rows of the part that goes from the first row of the tensor to the last."""
+        """Write `entry`, a box of a tensor: a range of rows of the part that spans all rows of the tensor."""
         offset, size = (*(0 for _ in shape[:1]), *box.offset[1:]), (*shape[:1], *box.shape[1:])
         part = TensorPart(offset, size, None, entry.key, cut=0)
         start, stop = (box.offset[0], box.stop[0]) if box.shape else (0, 1)
@@ -134,31 +140,62 @@ class SavePlan:
         self.add_piece(record, start, stop if writes and box.numel else start, entry)
 
     def add_item(self, name: str, ranks: tuple[int, ...], item: Encoded) -> ItemRecord:
-        """The record of a value, whose tensors the rank writes."""
+        """The record of a value whose tensors this rank writes."""
         file = tensors_file(self.rank) if item.tensors else None
         record = ItemRecord(name, ranks, item.value, len(item.tensors), file, key=name)
         self.entries += [FileEntry.of(record.entry(at), tensor) for at, tensor in enumerate(item.tensors)]
         return record
 
     def note(self, file: FileRecord | None) -> RankNote:
-        """The note of this rank, whose tensors are in `file`. Tensors that are cut alike share a line of it."""
+        """The note of this rank, whose tensors are in `file`."""
         lines = [json.dumps([to_json(record) for record in records]) + "\n" for records in self._pieces.values()]
         spans = [end for *_, start, stop in self._pieces for end in (start, stop)]
         return RankNote(self.rank, self.groups, "".join(lines), spans, self.items, file)
 
 
 def plan_save(state: LocalState, notes: Sequence[Mapping[str, Any]], rank: int) -> SavePlan:
-    """Choose what this rank writes, by the notes of all ranks (`LocalState.note`). Pure; the same choice on every rank."""
+    """Choose what this rank writes from the summaries of all ranks (`LocalState.note`).
+
+    Pure: every rank evaluates the same rules on the same summaries, so each block has exactly one writer.
+    """
     plan = SavePlan(rank, None if state.groups is None else [])
     for tensor in state.tensors:
         plan_weight(plan, tensor, tensor.local)
 
-    # The optimizer may have stepped on a parameter on some ranks only: those keep state for it.
+    # Optimizer state exists only on ranks whose optimizer has stepped on the parameter: `stepped`, in rank order.
     with_state = [{label for label, stepped in note["optimizer"].items() if stepped} for note in notes]
     for kept in state.optimizer:
-        _plan_optimizer(plan, kept, [at for at in kept.parameter.sharers if kept.parameter.label in with_state[at]])
+        parameter, name = kept.parameter, kept.name
+        stepped = [at for at in parameter.sharers if parameter.label in with_state[at]]
+        first = stepped[0] == rank
+        key = entry_key(parameter.label, name)
+        if not isinstance(kept.value, Tensor):
+            if first:
+                plan.items.append(plan.add_item(key, (rank,), encode(kept.value, str(kept))))
+            continue
+        value = local_part(kept.value).detach()
 
-    # A member of a group is named by the first rank whose optimizer has it.
+        # One value for the full parameter, such as its step count.
+        if not kept.like_parameter:
+            if first:
+                box = whole_box(value.shape)
+                plan.add_rows(parameter.label, (), name, box.shape, box, FileEntry.of(key, value))
+            continue
+
+        # Sharded like the parameter: of the replicas that have state, the first writes it.
+        shard = kept.shard
+        if shard is None:
+            writes = rank == next(at for at in stepped if at in parameter.holders)
+            if writes or first:
+                _plan_boxes(plan, parameter, (), name, value, writes)
+            continue
+
+        # Sharded further by ZeRO, over a group of ranks. Of several such groups (replicas of each other), the one with the first
+        # replica writes.
+        if parameter.holders[0] in shard.ranks:
+            _plan_shard(plan, parameter, shard, name, value)
+
+    # Each member of a parameter group is listed by the first rank whose optimizer has the member.
     for group in state.groups or ():
         names = tuple(
             member.label
@@ -170,15 +207,15 @@ def plan_save(state: LocalState, notes: Sequence[Mapping[str, Any]], rank: int) 
             digest = f"{group.optimizer} {group.options.digest()}"
             plan.groups.append((digest, GroupRecord(group.index, names, options, group.optimizer)))
 
-    # A buffer may have drifted apart (statistics of BatchNorm). `plan_weight` writes that of the first holder as the tensor; each
-    # other value is written as an item by the first rank that has it.
+    # Buffers may differ between replicas (BatchNorm statistics). `plan_weight` writes the first replica's value as the tensor;
+    # each other value is written as an item, by the first rank that has it.
     for tensor, item in state.buffers:
         name = f"{BUFFER}{tensor.label}"
         ranks = [at for at in tensor.holders if notes[at]["items"].get(name) == notes[rank]["items"].get(name)]
         if ranks[0] == rank != tensor.holders[0]:
             plan.items.append(plan.add_item(name, tuple(ranks), item))
 
-    # The same for all other values, of which no rank's comes first.
+    # All other values: each distinct one is written by the first rank that has it.
     for name, item in state.items.items():
         ranks = [at for at, note in enumerate(notes) if note["items"].get(name) == notes[rank]["items"][name]]
         if ranks[0] == rank:
@@ -187,9 +224,10 @@ def plan_save(state: LocalState, notes: Sequence[Mapping[str, Any]], rank: int) 
 
 
 def plan_weight(plan: SavePlan, tensor: LocalTensor, value: Tensor) -> None:
-    """Plan a weight or buffer; `value` is what the rank holds of it. The first of those who hold it writes it.
+    """Plan a weight or buffer, of which this rank stores `value`. The first replica of each block writes the block.
 
-    The first of all ranks that hold any of it knows of it even so, and so does each that may have another name for it.
+    The note mentions the tensor even without writing it on the first rank that stores any block of it, and on every rank of a
+    tied weight (each stage may have another name for the weight).
     """
     writes = tensor.holders[0] == plan.rank
     if writes or tensor.sharers[0] == plan.rank or tensor.placement.tied is not None:
@@ -199,82 +237,56 @@ def plan_weight(plan: SavePlan, tensor: LocalTensor, value: Tensor) -> None:
 def _plan_boxes(
     plan: SavePlan, tensor: LocalTensor, names: tuple[str, ...], state_name: str, value: Tensor, writes: bool
 ) -> None:
-    """Plan a `value` that lies as `tensor` does: a box for each of its places."""
+    """Plan a `value` that is sharded like `tensor`: one entry for each box of the full tensor stored here."""
     for section, (box, view) in enumerate(tensor.pieces(value)):
         entry = FileEntry.of(entry_key(tensor.label, state_name, section), view)
         plan.add_rows(tensor.label, names, state_name, tensor.shape, box, entry, writes)
 
 
-def _plan_optimizer(plan: SavePlan, kept: ParameterState, stepped: Sequence[int]) -> None:
-    """Plan what the optimizer keeps for a parameter. `stepped` are the ranks that keep state for it."""
-    parameter, first = kept.parameter, stepped[0] == plan.rank
-    key = entry_key(parameter.label, kept.name)
-    if not isinstance(kept.value, Tensor):
-        if first:
-            plan.items.append(plan.add_item(key, (plan.rank,), encode(kept.value, str(kept))))
-        return
-    value = local_part(kept.value).detach()
-    if not kept.like_parameter:  # one value for the whole parameter
-        if first:
-            box = whole_box(value.shape)
-            plan.add_rows(parameter.label, (), kept.name, box.shape, box, FileEntry.of(key, value))
-    elif kept.shard is None:
-        writes = plan.rank == next(at for at in stepped if at in parameter.holders)
-        if writes or first:
-            _plan_boxes(plan, parameter, (), kept.name, value, writes)
-    elif parameter.holders[0] in kept.shard.ranks:  # of several teams of ranks that shard it, that of the first holder
-        _plan_shard(plan, parameter, kept.shard, kept.name, value)
-
-
 def _plan_shard(plan: SavePlan, tensor: LocalTensor, shard: FlatShard, state_name: str, value: Tensor) -> None:
-    """Plan the elements of a shard, for each place of the tensor those that lie there: they follow each other there too."""
+    """Plan a ZeRO shard: a range of elements in memory order, and so a range of elements in each section of the tensor, too."""
     order, local = memory_order(tensor.local), whole_box(tensor.local.shape)
-    for section, (box, here) in enumerate(tensor.places):
+    for section, (box, box_in_local) in enumerate(tensor.places):
         key = entry_key(tensor.label, state_name, section)
         entry, start, stop = FileEntry.of(key, value), shard.start, shard.stop
         if len(tensor.places) > 1:
-            start, stop = (_shared_with_first(here, end, local, order) for end in (shard.start, shard.stop))
-            read = partial(_elements_at, tensor, shard, value, box)
+            start, stop = (_count_in(box_in_local, end, local, order) for end in (shard.start, shard.stop))
+            read = partial(_shard_elements_in, tensor, shard, value, box)
             entry = FileEntry(key, entry.dtype, (stop - start,), read)
         part = TensorPart(box.offset, box.shape, order, key, cut=0)
         record = TensorRecord(tensor.label, state_name, (), tensor.shape, entry.dtype, (part,))
         plan.add_piece(record, start, stop, entry)
 
 
-def _shared_with_first(here: Box, count: int, local: Box, order: Sequence[int]) -> int:
-    """How many of the first `count` elements of a local part are in the box `here` of it."""
-    shared = (here.shared_with(filled) for filled in boxes_in_order(0, count, local, order))
-    return sum(box.numel for box in shared if box is not None)
+def _count_in(box: Box, count: int, local: Box, order: Sequence[int]) -> int:
+    """How many of the first `count` elements of a local tensor are in this box of the local tensor."""
+    shared = (box.shared_with(filled) for filled in boxes_in_order(0, count, local, order))
+    return sum(overlap.numel for overlap in shared if overlap is not None)
 
 
-def _elements_at(tensor: LocalTensor, shard: FlatShard, value: Tensor, box: Box) -> Tensor:
-    """The elements of a shard that lie in this box of the whole, in order."""
+def _shard_elements_in(tensor: LocalTensor, shard: FlatShard, value: Tensor, box: Box) -> Tensor:
+    """The elements of a shard in this box of the full tensor, in memory order."""
     order = memory_order(tensor.local)
     found = boxes_in_memory(tensor, shard.start, shard.stop, value)
     return torch.cat([view.permute(order).flatten() for part, view in found if part.shared_with(box) is not None])
 
 
-def _host_copy(tensor: Tensor) -> Tensor:
-    copy = memory_for(tensor.shape, tensor.dtype, pinned=tensor.is_cuda)
-    return copy.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
-
-
 def entry_key(label: str, state_name: str, section: int = 0) -> str:
-    """The name of a tensor, or of its part in a section, in the files of all ranks that wrote a piece of it."""
+    """The key of a tensor, or of one section of a fused tensor, in the file of every rank that writes a piece."""
     name = f"{label} (section {section})" if section else label
     return f"optimizer/{state_name}/{name}" if state_name else f"model/{name}"
 
 
-# --- The notes of all ranks, and the records of the manifest that they make ---
+# --- The notes of all ranks, merged into the records of the manifest ---
 
 
 @dataclass(frozen=True)
 class RankNote:
-    """The additions of one rank to the manifest: the pieces that it wrote, values, and its file. Made by `SavePlan.note`.
+    """One rank's additions to the manifest: the pieces it wrote, values, and its file. Made by `SavePlan.note`.
 
-    Each line of `tensors` is a JSON list of `TensorRecord`s that are cut alike: what the optimizer keeps for a parameter, or a
-    weight alone. Each has one part, which the ranks cut between them; its `cut` says nothing yet. The rank's piece of line n goes
-    from spans[2n] to spans[2n + 1] in that part; if these are equal, the rank only knows of the tensor.
+    Each line of `tensors` is a JSON list of `TensorRecord`s that are split alike: a weight, or all state tensors of a parameter.
+    Each record has one part, which the ranks share out between them; its `cut` is not set yet. The rank's piece of line n is
+    [spans[2n], spans[2n + 1]) of that part; an empty piece only mentions the tensor.
     """
 
     rank: int
@@ -285,22 +297,22 @@ class RankNote:
     file: FileRecord | None = None
 
     def dump(self) -> str:
-        """The note as a text: one line for all else, and then those of `tensors`."""
+        """The note as text: one line with everything else, then the lines of `tensors`."""
         return json.dumps(to_json(replace(self, tensors=""))) + "\n" + self.tensors
 
     @classmethod
     def parse(cls, text: str, where: str) -> RankNote:
-        """The note that `dump` made a text of."""
+        """The inverse of `dump`."""
         head, _, tensors = text.partition("\n")
         return replace(from_json(cls, json.loads(head), where), tensors=tensors)
 
 
 Pieces = list[int]
-"""start, stop and rank of a piece of a part, and so on with the next: flat, because there may be millions."""
+"""Pieces of a part as [start, stop, rank, start, stop, rank, ...]: flat, because there may be millions."""
 
 
 def merge_groups(notes: Sequence[RankNote]) -> tuple[GroupRecord, ...] | None:
-    """The parameter groups, or None where no optimizer was saved."""
+    """The parameter groups, or None if no optimizer was saved."""
     if all(note.groups is None for note in notes):
         return None
     found: dict[tuple[int, str], list[GroupRecord]] = {}
@@ -314,20 +326,23 @@ def merge_groups(notes: Sequence[RankNote]) -> tuple[GroupRecord, ...] | None:
 
 
 def merge_tensors(notes: Sequence[RankNote]) -> tuple[tuple[TensorRecord, ...], tuple[Cut, ...]]:
-    """The whole tensors, and how they are cut.
+    """The records of the full tensors, and the table of their cuts (how parts are divided into pieces).
 
-    Refuses a tensor that ranks see differently, or whose pieces overlap or leave a gap.
+    Raises:
+        CheckpointError: ranks disagree about a tensor, or its pieces overlap or leave a gap.
     """
-    # Most ranks have the same lines, which are looked at once for all of them; their spans are columns of a table.
+    # Most ranks have identical lines, so each distinct text is split once. The spans of these ranks form a table whose columns,
+    # consumed in pairs below, are the starts and the stops of one line on all of the ranks.
     alike: dict[str, list[RankNote]] = {}
     for note in notes:
         alike.setdefault(note.tensors, []).append(note)
     by_line: dict[str, Pieces] = {}
-    for lines, those in alike.items():
-        columns, ranks = zip(*(note.spans for note in those), strict=True), [note.rank for note in those]
+    for lines, same in alike.items():
+        columns, ranks = zip(*(note.spans for note in same), strict=True), [note.rank for note in same]
         for line, starts, stops in zip(lines.split("\n")[:-1], columns, columns, strict=True):
             by_line.setdefault(line, []).extend(chain.from_iterable(zip(starts, stops, ranks, strict=True)))
 
+    # A tensor may be on several lines: one for each part, and one for each set of names that stages have for a tied weight.
     cuts = _Cuts([note.rank for note in notes if note.file is not None])
     found: dict[tuple[str, str], list[tuple[TensorRecord, Pieces]]] = {}
     for line, pieces in by_line.items():
@@ -339,14 +354,14 @@ def merge_tensors(notes: Sequence[RankNote]) -> tuple[tuple[TensorRecord, ...], 
 
 
 def _merged(written: Sequence[tuple[TensorRecord, Pieces]], cuts: _Cuts) -> TensorRecord:
-    """The record of a whole tensor, from the records that ranks have of it."""
+    """The record of a full tensor, from the records and pieces of all ranks."""
     (first, first_pieces), *_ = written
     for record, pieces in written:
         if (record.shape, record.dtype) != (first.shape, first.dtype):
             raise CheckpointError(
-                f"ranks do not agree on {first.label}: rank {first_pieces[2]} has {first.dtype} of shape {list(first.shape)} as "
-                f"a whole, rank {pieces[2]} has {record.dtype} of {list(record.shape)}. Stages must have the names of the whole "
-                f"model; uneven shards need place(..., shape=<whole shape>).",
+                f"ranks do not agree on {first.label}: its full tensor is {first.dtype} of shape {list(first.shape)} on rank "
+                f"{first_pieces[2]} and {record.dtype} of {list(record.shape)} on rank {pieces[2]}. Name the modules of a stage "
+                f"as in the full model; for uneven shards pass place(..., shape=<full shape>).",
                 code="C082",
             )
     by_part: dict[TensorPart, list[Pieces]] = {}
@@ -355,8 +370,8 @@ def _merged(written: Sequence[tuple[TensorRecord, Pieces]], cuts: _Cuts) -> Tens
     parts = []
     for part, of_part in by_part.items():
         for start, stop, cut in cuts.of(of_part):
-            # Where elements are cut, the part is whole or refused below. Rows are a part of their own for each run without a gap:
-            # below them the tensor may be cut along other dimensions.
+            # A part whose elements are shared out must be complete, or `check_tiled` raises. Of rows, each run without a gap
+            # becomes a part of its own, because other rows of the tensor may be sharded along other dimensions.
             run = part.rows(start, stop) if part.order is None else part.box
             parts.append(replace(part, offset=run.offset, shape=run.shape, cut=cut))
     names = tuple(dict.fromkeys(name for record, _ in written for name in record.names))
@@ -366,15 +381,15 @@ def _merged(written: Sequence[tuple[TensorRecord, Pieces]], cuts: _Cuts) -> Tens
     except Damaged as error:
         writers = sorted({rank for _, pieces in written for run in _runs(pieces) for rank in run[2]})
         raise CheckpointError(
-            f"{error} (from ranks {', '.join(map(str, writers)) or 'none'}). Two stages may use one name for different "
-            f"tensors (stages must have the names of the whole model), or the placements do not add up.",
+            f"{error} (from ranks {', '.join(map(str, writers)) or 'none'}). Either two stages use one name for different "
+            f"tensors (name the modules of a stage as in the full model), or the placements are inconsistent.",
             code="C082",
         ) from None
     return merged
 
 
 class _Cuts:
-    """The table of all cuts, equal ones once."""
+    """The table of distinct cuts."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._files = {rank: at for at, rank in enumerate(ranks)}
@@ -383,8 +398,8 @@ class _Cuts:
         self.table: list[Cut] = []
 
     def of(self, written: Sequence[Pieces]) -> list[tuple[int, int, int]]:
-        """(start, stop, cut) of every run of pieces that follow each other without a gap."""
-        same = tuple(map(id, written))  # the pieces that one parameter's moments share are looked at once
+        """(start, stop, number of the cut) of every run of adjacent pieces."""
+        same = tuple(map(id, written))  # a parameter's moments share their list of pieces, which is examined once
         if same not in self._known:
             self._known[same] = [self._cut(*run) for run in _runs([number for pieces in written for number in pieces])]
         return self._known[same]
@@ -399,8 +414,9 @@ class _Cuts:
 
 
 def _runs(pieces: Pieces) -> list[tuple[Sequence[int], Sequence[int], Sequence[int]]]:
-    """Starts, stops and ranks of every run; pieces without anything in them are left out."""
+    """Starts, stops and ranks of every run of adjacent pieces, without the empty pieces."""
     starts, stops, ranks = pieces[::3], pieces[1::3], pieces[2::3]
+    # The usual case, of up to millions of pieces, needs no sorting.
     if starts[1:] == stops[:-1] and all(map(lt, starts, stops)):
         return [(starts, stops, ranks)]
     filled = sorted(piece for piece in zip(starts, stops, ranks, strict=True) if piece[0] < piece[1])

@@ -1,11 +1,10 @@
-"""The folder of a run on disk: what lies in it, and every rename, lock and sync of a checkpoint. No torch.
+"""The folder of a run on disk: the names in it, and every rename, lock and sync of a checkpoint. No torch.
 
-`step-00000100` holds the checkpoint of step 100; `step-00000100.r1` one of the same step that was saved later,
-so that publishing never touches what is there. `.tmp-<step>-<nonce>` is being written, or being deleted. `run.lock` says
-which run writes there.
+`step-00000100` is the checkpoint of step 100; `step-00000100.r1` was saved later for the same step, so that publishing never
+overwrites a checkpoint. `.tmp-<step>-<nonce>` is being written or deleted. `run.lock` identifies the run that writes.
 
-All of it is for a file system with rename, fsync and flock; storage of another kind would take the place of this file. Then
-come the files and folders that an export replaces, and `verify`, which says whether a checkpoint is what was written.
+This module needs a file system with rename, fsync and flock; another kind of storage would replace it. It also has the staging
+and replacing of exported files and folders, and `verify`, which compares a checkpoint with its manifest.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ from colonnade.logging import get_dist_logger
 from colonnade.paths import local_path
 
 hook: Callable[[str], None] | None = None
-"""Called with the name of each point of the save protocol that is passed. Only tests set it, to fail or to kill there."""
+"""Called with the name of each step of the save protocol. Only tests set it, to raise or to kill the process there."""
 
 
 def fault_point(name: str) -> None:
-    """Pass the point `name`."""
+    """Call the test hook, if there is one."""
     if hook is not None:
         hook(name)
 
@@ -55,7 +54,7 @@ _SPARE = 1.1
 
 @dataclass(frozen=True, order=True)
 class Found:
-    """A published checkpoint, good or not; the later revision of a step is the newer one."""
+    """A published checkpoint, intact or not; of two revisions of a step the higher is newer."""
 
     step: int
     revision: int
@@ -64,7 +63,7 @@ class Found:
 
 def published(folder: Path) -> list[Found]:
     """Every checkpoint of the folder, oldest step first. Links are not followed."""
-    # The names alone say what there is: no file points to the newest, so none can be left pointing to one that is gone.
+    # The names are the only index: there is no "latest" file that could point to a deleted checkpoint.
     found = []
     for entry in _entries(folder):
         match = _PUBLISHED.fullmatch(entry.name)
@@ -74,13 +73,13 @@ def published(folder: Path) -> list[Found]:
 
 
 def step_of(path: Path) -> int | None:
-    """The step that the name of a checkpoint's folder gives."""
+    """The step in the name of a checkpoint's folder; None for any other folder."""
     match = _PUBLISHED.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def make_folder(folder: Path) -> None:
-    """Create the run's folder and see that it can be written to."""
+    """Create the run's folder and check that it is writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / staging_name(0)
@@ -88,93 +87,89 @@ def make_folder(folder: Path) -> None:
         probe.rmdir()
     except OSError as error:
         raise CheckpointError(
-            f"checkpoints cannot be written to {folder}: {error.strerror}. Choose a folder that this user may write to.",
+            f"checkpoints cannot be written to {folder}: {error.strerror}. Choose a folder that this user can write to.",
             code="C084",
         ) from error
 
 
 def staging_name(step: int) -> str:
-    """A new name for a folder that is not a checkpoint yet, or no longer."""
+    """A new name for a folder that is being written or deleted."""
     return f".tmp-{step}-{secrets.token_hex(4)}"
 
 
 def clean(folder: Path) -> None:
-    """Delete what interrupted saves and deletions have left; what cannot be deleted is left for the next time."""
+    """Delete the remains of interrupted saves and deletions; failures are ignored until the next save."""
     for entry in _entries(folder):
         if _STAGED.fullmatch(entry.name):
-            shutil.rmtree(folder / entry.name, ignore_errors=True)  # which takes no link and no file
+            shutil.rmtree(folder / entry.name, ignore_errors=True)  # leaves links and plain files alone
 
 
 @contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that is not there yet, without a buffer; its content is on disk when the block ends."""
+    """Create an unbuffered file that must not exist yet; its content is on disk when the block ends."""
     with open(path, "xb", buffering=0) as file:
         yield file
         os.fsync(file.fileno())
 
 
 def write_all(file: BinaryIO, content: memoryview) -> None:
-    """Write to a file without a buffer, which may take less than all of it at a time."""
+    """Write all of `content` to an unbuffered file, whose `write` may be partial."""
     while len(content):
         content = content[file.write(content) :]
 
 
 def write_at_once(path: Path, text: str) -> None:
-    """Write a small file that others wait for: it appears under its name by one rename, when all of it is there."""
+    """Write a small file atomically, by a rename, because other ranks poll for its name."""
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_text(text)
     os.rename(unfinished, path)
 
 
 def write_manifest(staged: Path, manifest: Manifest) -> None:
-    """Write the manifest beside the files of tensors, and see it on disk."""
+    """Write and sync the manifest."""
     with new_file(staged / MANIFEST) as file:
         write_all(file, memoryview(manifest.dump()))
     fault_point("manifest written")
 
 
 def publish(staged: Path, step: int) -> Path:
-    """Make a staged folder, all of which is on disk, the newest checkpoint of its step: one rename."""
+    """Make a staging folder, whose files are synced, the newest checkpoint of its step by one rename."""
     folder = staged.parent
     revisions = [found.revision for found in published(folder) if found.step == step]
     suffix = f".r{max(revisions) + 1}" if revisions else ""
     target = folder / f"step-{step:08d}{suffix}"
-    # The names of the files must be on disk before the folder gets its own: a power cut could else leave an empty checkpoint.
+    # The directory entries must be on disk before the rename: otherwise a power cut could leave an empty checkpoint.
     sync(staged)
     fault_point("folder synced")
     os.rename(staged, target)
     fault_point("renamed")
-    # After this a power cut does not take the name away again, so that older checkpoints may be deleted.
+    # The rename itself must be on disk before older checkpoints are deleted.
     sync(folder)
     fault_point("parent synced")
     return target
 
 
 def retire(folder: Path, newest: Path, keep: int) -> None:
-    """Delete all but the `keep` newest steps; `newest` is kept whatever its step. A failure is only logged."""
-    # The step that was just saved may be older than others: a run that began anew in its folder must not delete its own.
+    """Delete all but the `keep` newest steps; `newest` is always kept. Failures are logged."""
+    # `newest` may have a lower step than the others: a restarted run must not delete its own first checkpoint.
     there = published(folder)
     kept = {found.step for found in there if found.path == newest}
     for found in reversed(there):
         if found.step not in kept and len(kept) < keep:
             kept.add(found.step)
         elif found.path != newest:
-            _retire(found)
-
-
-def _retire(found: Found) -> None:
-    # Renamed first, so that a kill while files are being deleted leaves nothing that looks like a checkpoint.
-    aside = found.path.parent / staging_name(found.step)
-    try:
-        os.rename(found.path, aside)
-        fault_point("retired")
-        shutil.rmtree(aside)
-    except OSError as error:
-        get_dist_logger().warning(f"the old checkpoint {found.path} could not be deleted: {error}")
+            # Renamed first, so that a kill during the deletion leaves nothing that looks like a checkpoint.
+            aside = found.path.parent / staging_name(found.step)
+            try:
+                os.rename(found.path, aside)
+                fault_point("retired")
+                shutil.rmtree(aside)
+            except OSError as error:
+                get_dist_logger().warning(f"the old checkpoint {found.path} could not be deleted: {error}")
 
 
 def sync(path: Path) -> None:
-    """See the content of a file, or the entries of a folder, on disk."""
+    """Flush the content of a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -183,7 +178,7 @@ def sync(path: Path) -> None:
 
 
 def check_space(folder: Path, needed: int) -> None:
-    """Refuse to begin what will not fit."""
+    """Raise if less than 1.1 times the needed bytes are free."""
     free = shutil.disk_usage(folder).free
     if needed * _SPARE > free:
         raise CheckpointError(_no_space(folder, needed, free), code="C084")
@@ -191,7 +186,7 @@ def check_space(folder: Path, needed: int) -> None:
 
 @contextmanager
 def no_space_errors(folder: Path, needed: int) -> Iterator[None]:
-    """Turn "no space left" and "over quota" into the error of `check_space`."""
+    """Raise "no space left" and "over quota" as the error of `check_space`."""
     try:
         yield
     except OSError as error:
@@ -202,14 +197,14 @@ def no_space_errors(folder: Path, needed: int) -> Iterator[None]:
 
 
 def megabytes(size: int) -> str:
-    """A number of bytes for people."""
+    """A number of bytes as text, in MB."""
     return f"{size / 1e6:,.1f} MB"
 
 
 def _no_space(folder: Path, needed: int, free: int) -> str:
     return (
         f"no space for the checkpoint: {megabytes(needed)} are needed, {megabytes(free)} are free at {folder}. Earlier "
-        f"checkpoints are untouched. Free some space, choose another folder, or keep fewer with keep=."
+        f"checkpoints are untouched. Free some space, choose another folder, or keep fewer checkpoints (keep=)."
     )
 
 
@@ -220,7 +215,7 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
     except FileNotFoundError:
         return []
     except NotADirectoryError:
-        raise CheckpointError(f"{folder} is a file; checkpoints lie in a folder", code="C080") from None
+        raise CheckpointError(f"{folder} is a file; pass the folder of the checkpoints", code="C080") from None
 
 
 # --- The lock: one run writes checkpoints to a folder at a time ---
@@ -228,15 +223,15 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 LOCK_FILE = "run.lock"
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
-"""Errors of `flock` where it does not work at all: some network file systems, or without their lock service."""
+"""Errors of `flock` on file systems without locks: some network file systems, or without their lock service."""
 _HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
 
 class RunLock:
-    """The lock of a run's folder, which it makes, held until `release` or until this process is gone, however it ends.
+    """The lock of a run's folder (created if missing), held until `release` or the end of this process, however it ends.
 
-    The kernel's lock on `run.lock` decides; the text of the file only says who holds it. A file whose writer has died is taken
-    over.
+    The kernel's lock on `run.lock` decides; the text in the file only identifies the owner. The lock file of a process that has
+    died is taken over.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -250,23 +245,36 @@ class RunLock:
         except OSError as error:
             refused = error
 
-        # The text says who has the lock or, where it was free, who ended without giving it back.
+        # The text names the current owner or, if the lock was free, an owner that ended without releasing it.
         try:
             found = json.loads(os.pread(self._descriptor, 4096, 0))
         except ValueError:
             found = None
-        holder = found if isinstance(found, dict) else {}
+        owner = found if isinstance(found, dict) else {}
         if refused is not None and refused.errno not in _NO_LOCKS:
             self._close()
-            raise CheckpointError(_refusal(self.path, holder, refused), code="C084")
+            if refused.errno not in _HELD:
+                message = f"{self.path} cannot be locked: {refused.strerror}. Choose a folder on another file system."
+            elif owner.get("pid") == os.getpid() and owner.get("host") == socket.gethostname():
+                message = (
+                    f"this process already has a CheckpointManager on {folder}; close() it before you open another"
+                )
+            else:
+                message = (
+                    f"another run writes checkpoints to {folder}: {_describe_owner(owner)}. Choose another folder, or end "
+                    f"that run; to only load from here, pass read_only=True."
+                )
+            raise CheckpointError(message, code="C084")
         if refused is not None:
-            last = f" (the last to write its name there: {_who(holder)})" if holder else ""
+            last = f" (last owner in the file: {_describe_owner(owner)})" if owner else ""
             get_dist_logger().warning(
-                f"the file system of {self.path} locks no files ({refused.strerror}): see to it that no other run writes "
-                f"here{last}"
+                f"the file system of {self.path} does not support locks ({refused.strerror}): make sure that no other run "
+                f"writes to this folder{last}"
             )
-        elif holder:
-            get_dist_logger().info(f"took over {self.path} from {_who(holder)}, which ended without closing it")
+        elif owner:
+            get_dist_logger().info(
+                f"took over {self.path} from {_describe_owner(owner)}, which ended without closing it"
+            )
 
         own = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         text = json.dumps(own).encode()
@@ -275,7 +283,7 @@ class RunLock:
         _closed_in_children().add(self)
 
     def release(self) -> None:
-        """Let another run have the folder. Safe to call twice."""
+        """Release the folder for other runs. Safe to call twice."""
         if self._close.alive:
             os.ftruncate(self._descriptor, 0)
             self._close()
@@ -283,54 +291,40 @@ class RunLock:
 
 @cache
 def _closed_in_children() -> weakref.WeakSet[RunLock]:
-    """The locks that a forked child gives up.
-
-    A data loader's worker that outlives its killed parent for some seconds must not keep the parent's lock alive.
-    """
-    held: weakref.WeakSet[RunLock] = weakref.WeakSet()
-    os.register_at_fork(after_in_child=lambda: [lock._close() for lock in list(held)])
-    return held
+    """The locks that forked children close, so that a data loader worker does not keep the lock of its killed parent."""
+    locks: weakref.WeakSet[RunLock] = weakref.WeakSet()
+    os.register_at_fork(after_in_child=lambda: [lock._close() for lock in list(locks)])
+    return locks
 
 
-def _refusal(path: Path, holder: dict[str, Any], error: OSError) -> str:
-    if error.errno not in _HELD:
-        return f"{path} cannot be locked: {error.strerror}. Choose a folder on another file system."
-    if holder.get("pid") == os.getpid() and holder.get("host") == socket.gethostname():
-        return f"this process already has a CheckpointManager on {path.parent}; close() it before making another"
+def _describe_owner(owner: dict[str, Any]) -> str:
     return (
-        f"another run writes checkpoints to {path.parent}: {_who(holder)}. Choose another folder, or end that run; to only "
-        f"load from here, pass read_only=True."
-    )
-
-
-def _who(holder: dict[str, Any]) -> str:
-    return (
-        f"process {holder.get('pid', '?')} on {holder.get('host', '?')}, since {holder.get('since', '?')}"
-        if holder
-        else "a process that has not said its name"
+        f"process {owner.get('pid', '?')} on {owner.get('host', '?')}, since {owner.get('since', '?')}"
+        if owner
+        else "an unknown process"
     )
 
 
 # --------------------------------------------------------------------------------------------------
-# Exports: files and folders that are staged on the same disk and take the place of earlier ones by renames.
+# Exports: files and folders that are staged on the same disk and replace earlier ones by renames.
 #
-# Of a folder that is there only the files of weights are exchanged: what else lies in it is neither copied nor moved, so it
-# may be large, be somebody's working directory, or lie on a disk of its own. Links are followed.
+# In an existing folder only the weight files are replaced. Other files are neither copied nor moved, so the folder may be large,
+# a working directory, or a mount point. Links are followed.
 # --------------------------------------------------------------------------------------------------
 
 
 _TOKEN = 4
-"""Bytes that tell two saves apart."""
+"""Random bytes in a staging name."""
 
 
 def staging_path(target: Path) -> Path:
-    """A new name for what is to become `target`: inside it, if it is a folder that is there, else beside it."""
+    """A new staging name for `target`: inside an existing folder, else next to the target."""
     real, token = Path(os.path.realpath(target)), secrets.token_hex(_TOKEN)
     return real / f".saving-{token}" if real.is_dir() else real.with_name(f".{real.name}.saving-{token}")
 
 
 def make_room(staged: Path, needed: int) -> None:
-    """See that there is a place for so many bytes, and delete what interrupted saves to the same place have left."""
+    """Check the free space, and delete the remains of interrupted saves to the same target."""
     staged.parent.mkdir(parents=True, exist_ok=True)
     for left in _of_all_saves(staged):
         discard(left)
@@ -338,7 +332,7 @@ def make_room(staged: Path, needed: int) -> None:
 
 
 def discard(staged: Path) -> None:
-    """Delete a staged file or folder, if it is there."""
+    """Delete a staged file or folder if it exists."""
     if staged.is_dir():
         shutil.rmtree(staged, ignore_errors=True)
     else:
@@ -347,7 +341,7 @@ def discard(staged: Path) -> None:
 
 @contextmanager
 def staging(target: Path, needed: int) -> Iterator[Path]:
-    """A staged path for `target`, with room for so many bytes; it is deleted at the end if it is still there."""
+    """A staging path for `target` on a disk with `needed` bytes free; deleted at the end if it still exists."""
     staged = staging_path(target)
     make_room(staged, needed)
     try:
@@ -358,7 +352,7 @@ def staging(target: Path, needed: int) -> Iterator[Path]:
 
 
 def place_file(staged: Path, target: Path) -> None:
-    """Give a staged file, which is on disk, the name of `target`."""
+    """Rename a staged and synced file to `target`."""
     real = Path(os.path.realpath(target))
     if real.is_dir():
         raise CheckpointError(f"{target} is a folder; give the name of a file", code="C084")
@@ -367,16 +361,22 @@ def place_file(staged: Path, target: Path) -> None:
 
 
 def place_folder(staged: Path, target: Path, is_old: Callable[[str], bool], heads: Collection[str]) -> None:
-    """Make a staged folder, all of whose files are on disk, the folder `target`, or exchange the files of one that is there.
+    """Rename a staging folder, whose files are synced, to `target`, or replace the files of an existing `target`.
 
-    There its files take the place of those with their names, and of those that `is_old` says of an earlier save. `heads` are
-    the files without which a reader finds nothing: they go first and come last, so that none reads a mixture. A failure puts
-    everything back. A kill in between leaves the earlier files in `.old-<number>`, which the next save deletes when it is done.
+    In an existing folder, files of the same names and files for which `is_old` is true are replaced. A failure restores them. A
+    kill leaves them in `.old-<number>`, which the next completed save deletes.
+
+    Args:
+        staged: The staging folder, from `staging_path(target)`.
+        target: The folder to create or update.
+        is_old: Whether a file name is from an earlier save.
+        heads: File names that readers open first. They are removed first and placed last, so that no reader sees a mix of old
+            and new files.
     """
     folder = Path(os.path.realpath(target))
     sync(staged)
     fault_point("folder synced")
-    if staged.parent != folder:  # there is none yet
+    if staged.parent != folder:  # the target does not exist yet
         os.rename(staged, folder)
         fault_point("renamed")
         sync(folder.parent)
@@ -386,10 +386,9 @@ def place_folder(staged: Path, target: Path, is_old: Callable[[str], bool], head
     for name in sorted(old):
         if (folder / name).is_dir() and not (folder / name).is_symlink():
             raise CheckpointError(
-                f"{folder / name} is a folder, where a file is to be written; move it, or choose another one",
+                f"{folder / name} is a folder, but a file of this name must be written; move it, or choose another target",
                 code="C084",
             )
-    # The heads go first and come last: a reader finds none while old and new files lie side by side.
     aside = folder / f".old-{secrets.token_hex(_TOKEN)}"
     aside.mkdir()
     moved: list[tuple[Path, Path]] = []
@@ -417,7 +416,7 @@ def place_folder(staged: Path, target: Path, is_old: Callable[[str], bool], head
 
 
 def _of_all_saves(path: Path) -> list[Path]:
-    """The paths that differ from `path` in the number of the save alone."""
+    """The paths that differ from `path` only in the random number of the save."""
     name = glob.escape(path.name[: -2 * _TOKEN])
     return list(path.parent.glob(name + "[0-9a-f]" * 2 * _TOKEN))
 
@@ -430,9 +429,17 @@ _LONGEST = 1 << 28
 
 
 def verify(checkpoint: str | Path, content: bool = True) -> Manifest:
-    """Check one checkpoint's folder; raises CheckpointError with the file, what was expected and what was found.
+    """Verify a checkpoint against its manifest.
 
-    Without `content` only the manifest, the list of files and their sizes are looked at.
+    Args:
+        checkpoint: The folder of one checkpoint, such as `run/step-00000100`.
+        content: Also hash the files; otherwise only the manifest, the file list and the sizes are checked.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        CheckpointError: A file is missing, unknown or changed; the message has the expected and the found value.
     """
     path = local_path(checkpoint, "the checkpoint", CheckpointError)
     manifest = read_manifest(path)
@@ -441,7 +448,7 @@ def verify(checkpoint: str | Path, content: bool = True) -> Manifest:
 
 
 def newest_good(folder: Path, step: int | None = None, content: bool = True) -> tuple[Found | None, list[str]]:
-    """The newest checkpoint of a run's folder (of `step`) that passes `verify`, and why newer ones do not."""
+    """The newest checkpoint of a run's folder (or of `step`) that passes `verify`, and the errors of newer ones."""
     problems: list[str] = []
     for found in reversed(published(folder)):
         if step in (None, found.step):
@@ -455,31 +462,36 @@ def newest_good(folder: Path, step: int | None = None, content: bool = True) -> 
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """The manifest of a checkpoint, with every file it names there as a plain file, and no other."""
+    """The manifest of a checkpoint whose folder has no other files than those in the manifest."""
     file = checkpoint / MANIFEST
     if _plain_size(file) > _LONGEST:
-        raise Damaged(f"{MANIFEST} has more than the {_LONGEST} bytes that are read")
+        raise Damaged(f"{MANIFEST} is larger than {_LONGEST} bytes")
     manifest = parse(file.read_bytes())
     if step_of(checkpoint) not in (None, manifest.step):
-        raise Damaged(f"{checkpoint.name} holds the checkpoint of step {manifest.step}: it was renamed, or swapped")
+        raise Damaged(f"{checkpoint.name} contains the checkpoint of step {manifest.step}: it was renamed or swapped")
     expected = {MANIFEST, *(record.name for record in manifest.files)}
-    # A file that the manifest does not name has no hash; it may be there to be opened by mistake.
-    strange = sorted({entry.name for entry in checkpoint.iterdir()} - expected)
-    if strange:
-        raise Damaged(f"{strange[0]!r} was not there when it was saved (unknown files are never opened); remove it")
+    # A file outside the manifest has no hash. Somebody may have placed it to be opened by mistake.
+    unknown = sorted({entry.name for entry in checkpoint.iterdir()} - expected)
+    if unknown:
+        raise Damaged(f"{unknown[0]!r} is not in the manifest (unknown files are never opened); remove it")
     return manifest
 
 
 def check_files(checkpoint: Path, files: Iterable[FileRecord], content: bool) -> None:
-    """Check the sizes of these files, and their bytes if `content`."""
+    """Check the sizes of these files and, with `content`, their hashes."""
     for record in files:
         size = _plain_size(checkpoint / record.name)
         if size != record.size:
             raise Damaged(f"{record.name} has {size} bytes, expected {record.size}")
         if content:
-            found = _sha256(checkpoint / record.name)
-            if found != record.sha256:
-                raise Damaged(f"{record.name} was changed: its sha256 is {found}, expected {record.sha256}")
+            digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK))
+            with open(checkpoint / record.name, "rb") as file:
+                while count := file.readinto(buffer):
+                    digest.update(buffer[:count])
+            if digest.hexdigest() != record.sha256:
+                raise Damaged(
+                    f"{record.name} was changed: its sha256 is {digest.hexdigest()}, expected {record.sha256}"
+                )
 
 
 def _plain_size(path: Path) -> int:
@@ -490,12 +502,3 @@ def _plain_size(path: Path) -> int:
     if not stat.S_ISREG(found.st_mode):
         raise Damaged(f"{path.name} is a link or a folder; only plain files are opened")
     return found.st_size
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    buffer = memoryview(bytearray(_CHUNK))
-    with open(path, "rb") as file:
-        while size := file.readinto(buffer):
-            digest.update(buffer[:size])
-    return digest.hexdigest()

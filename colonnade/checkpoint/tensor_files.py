@@ -1,7 +1,7 @@
-"""Files of tensors in the safetensors format: written in one pass that also hashes, read by boxes.
+"""Files of tensors in the safetensors format: written and hashed in one pass, read by boxes.
 
-They are written here, because the writer of the safetensors package gives back neither a hash nor a file that is known to
-be on disk, and holds all tensors in memory as bytes. Each is opened by that package once, so that it can be read anywhere.
+The writer of the safetensors package is not used: it returns no hash, does not sync the file, and holds all tensors in memory.
+Each written file is opened with that package once, to make sure that other programs can read it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _TYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A tensor to write: its place is known before its content, which is asked for when its turn comes."""
+    """A tensor to write. Its size is known in advance; its content is read only when it is written."""
 
     key: str
     dtype: str
@@ -65,7 +65,7 @@ class FileEntry:
 
     @classmethod
     def of(cls, key: str, tensor: Tensor) -> FileEntry:
-        """The entry of a tensor that is there already."""
+        """The entry of a tensor in memory."""
         return cls(key, type_name(tensor, key), tuple(tensor.shape), lambda: tensor)
 
     @property
@@ -75,66 +75,67 @@ class FileEntry:
 
 
 def type_name(tensor: Tensor, what: str) -> str:
-    """The format's name for the tensor's type; refuses what the format cannot hold."""
+    """The safetensors name of the tensor's dtype; raises for tensors that cannot be stored."""
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
         raise CheckpointError(
-            f"{what} is a {tensor.device.type} tensor of {tensor.layout}; only dense ones can be saved", code="C085"
+            f"{what} is a {tensor.device.type} tensor of {tensor.layout}; only dense tensors with data can be saved",
+            code="C085",
         )
     return name_of(tensor.dtype, what)
 
 
 def dtype_of(record: TensorRecord) -> torch.dtype:
-    """Torch's type of a saved tensor."""
+    """The torch dtype of a saved tensor."""
     return _TYPES[record.dtype]
 
 
 def memory_for(shape: Sequence[int], dtype: torch.dtype, pinned: bool = False) -> Tensor:
-    """Memory of the host for stored elements, of just this dtype: inside `in_double()`, torch would make it wider."""
+    """Uninitialized host memory of exactly this dtype: inside `in_double()`, a plain `torch.empty` would be wider."""
     with torch._C.DisableTorchFunction():
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=pinned, device="cpu")
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Torch's type for the format's name."""
+    """The torch dtype of a safetensors name."""
     return _TYPES[name]
 
 
 def name_of(dtype: torch.dtype, what: str = "the dtype") -> str:
-    """The format's name for a type."""
+    """The safetensors name of a torch dtype."""
     if dtype not in _NAMES:
         known = listed(str(dtype).removeprefix("torch.") for dtype in _NAMES)
-        raise CheckpointError(f"{what} is {dtype}, which a checkpoint cannot hold; allowed are {known}", code="C085")
+        raise CheckpointError(f"{what} is {dtype}, which a checkpoint cannot store; allowed are {known}", code="C085")
     return _NAMES[dtype]
 
 
 def in_file_order(entries: Iterable[FileEntry]) -> list[FileEntry]:
-    """The order in which entries lie in a file, and are read for it: the largest elements first, so that all are aligned."""
+    """The order of entries in a file: the widest elements first, so that all are aligned."""
     return sorted(entries, key=lambda entry: (-WIDTHS[entry.dtype], entry.key))
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor's elements in row order; a copy only where they are elsewhere or out of order."""
+    """The bytes of a tensor's elements in row-major order; a copy only if the tensor is elsewhere or not contiguous."""
     plain = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
     if not plain.numel():
         return memoryview(b"")
     # By address, because a view through numpy would make numpy a requirement.
     content = (ctypes.c_ubyte * (plain.numel() * plain.element_size())).from_address(plain.data_ptr())
-    content.owner = plain  # type: ignore[attr-defined]  # the memory lives as long as the view
+    content.owner = plain  # type: ignore[attr-defined]  # keeps the memory alive as long as the view
     return memoryview(content).cast("B")
 
 
-# --- Files of tensors that others wrote: what is in them, and boxes of tensors read straight into the memory they are for ---
+# --- Reading: the table of a safetensors file, and boxes of its tensors read directly into their target memory ---
 
 
 _LONGEST_HEADER = 100_000_000
 _SCRATCH = 1 << 23
 _LONG_RUN = 1 << 16
-"""From so many bytes on that lie together, each run is read by itself, else whole rows of which a part is kept."""
+"""Contiguous runs of at least this many bytes are read one by one; shorter runs by reading full rows and copying out of them."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a safetensors file: its bytes begin at `start`."""
+    """A tensor in a safetensors file, whose bytes start at offset `start`."""
 
     file: Path
     key: str
@@ -146,17 +147,17 @@ class StoredTensor:
         return f"{self.key} in {self.file.name}"
 
     def read(self, box: Box | None = None) -> Tensor:
-        """The elements of a box, or all, as a new tensor."""
+        """The elements of a box (by default all) as a new tensor."""
         box = whole_box(self.shape) if box is None else box
         target = memory_for(box.shape, self.dtype)
         self.read_into(target, box)
         return target
 
     def read_into(self, target: Tensor, box: Box) -> None:
-        """Give `target` the elements of the box. No more is held than these and, at times, 8 MiB or a tensor's bytes."""
+        """Read the elements of the box into `target`, with at most 8 MiB or one copy of the box as extra memory."""
         if not target.numel():
             return
-        # Bytes go straight into memory that is laid out as they are; all other targets get a copy.
+        # Bytes are read directly into contiguous CPU memory of the same dtype; any other target gets a copy.
         if target.device.type != "cpu" or target.dtype != self.dtype or not target.is_contiguous():
             with torch.no_grad():
                 target.copy_(self.read(box))
@@ -169,33 +170,30 @@ class StoredTensor:
 
     def _read(self, descriptor: int, memory: memoryview, box: Box) -> None:
         width, dims = self.dtype.itemsize, len(self.shape)
-        # From dimension `cut` + 1 on the box has all there is, so that what it has of one row of `cut` lies together.
-        cut = next((dim for dim in reversed(range(dims)) if box.shape[dim] != self.shape[dim]), 0)
+        # After dimension `split_dim` the box spans the full tensor, so each row of `split_dim` has one contiguous run of the box.
+        split_dim = next((dim for dim in reversed(range(dims)) if box.shape[dim] != self.shape[dim]), 0)
         strides = [width * prod(self.shape[dim + 1 :]) for dim in range(dims)]
         first = self.start + sum(at * stride for at, stride in zip(box.offset, strides, strict=True))
-        run = prod(box.shape[cut:]) * width
-        if not cut:
+        run = prod(box.shape[split_dim:]) * width
+        if not split_dim:
             self._fill(descriptor, memory, first)
             return
-        pitch, rows = strides[cut - 1], box.shape[cut - 1]
-        for number, outer in enumerate(itertools.product(*map(range, box.shape[: cut - 1]))):
+        pitch, rows = strides[split_dim - 1], box.shape[split_dim - 1]
+        for number, outer in enumerate(itertools.product(*map(range, box.shape[: split_dim - 1]))):
             begin = first + sum(at * stride for at, stride in zip(outer, strides, strict=False))
             part = memory[number * rows * run :][: rows * run]
             if run >= _LONG_RUN:
                 for row in range(rows):
                     self._fill(descriptor, part[row * run :][:run], begin + row * pitch)
-            else:
-                self._fill_rows(descriptor, part, begin, run, pitch)
-
-    def _fill_rows(self, descriptor: int, memory: memoryview, begin: int, run: int, pitch: int) -> None:
-        """Runs of bytes, one every `pitch` bytes: by way of memory for some of the rows."""
-        rows, target = len(memory) // run, torch.frombuffer(memory, dtype=torch.uint8).view(-1, run)
-        most = max(1, _SCRATCH // pitch)
-        scratch = torch.empty(most * pitch, dtype=torch.uint8, device="cpu")
-        for row in range(0, rows, most):
-            count = min(most, rows - row)
-            self._fill(descriptor, _memory(scratch)[: (count - 1) * pitch + run], begin + row * pitch)
-            target[row : row + count] = scratch[: count * pitch].view(count, pitch)[:, :run]
+                continue
+            # Short runs, one every `pitch` bytes: as many full rows as fit into the scratch memory are read by one call.
+            target = torch.frombuffer(part, dtype=torch.uint8).view(-1, run)
+            most = max(1, _SCRATCH // pitch)
+            scratch = torch.empty(most * pitch, dtype=torch.uint8, device="cpu")
+            for row in range(0, rows, most):
+                count = min(most, rows - row)
+                self._fill(descriptor, _memory(scratch)[: (count - 1) * pitch + run], begin + row * pitch)
+                target[row : row + count] = scratch[: count * pitch].view(count, pitch)[:, :run]
 
     def _fill(self, descriptor: int, memory: memoryview, start: int) -> None:
         while len(memory):
@@ -208,7 +206,7 @@ class StoredTensor:
 
 
 def stored_tensors(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file, by name; refuses a table that does not fit the file."""
+    """The tensors of a safetensors file, by name; raises if its table does not match the file."""
     try:
         with open(file, "rb") as opened:
             size = os.fstat(opened.fileno()).st_size
@@ -225,15 +223,18 @@ def stored_tensors(file: Path) -> dict[str, StoredTensor]:
 def _stored(file: Path, key: str, entry: dict[str, Any], begin: int, size: int) -> StoredTensor:
     shape, (start, stop) = tuple(map(int, entry["shape"])), map(int, entry["data_offsets"])
     if entry["dtype"] not in WIDTHS:
-        raise ValueError(f"{key} has the type {entry['dtype']}, which is none of {', '.join(WIDTHS)}")
+        raise ValueError(f"{key} has the unknown type {entry['dtype']}; allowed are {', '.join(WIDTHS)}")
     right = stop - start == prod(shape) * WIDTHS[entry["dtype"]]
     if any(dim < 0 for dim in shape) or not (0 <= start <= stop <= size - begin) or not right:
-        raise ValueError(f"{key}, of {entry['dtype']} and shape {list(shape)}, is said to be bytes {start} to {stop}")
+        raise ValueError(
+            f"{key}, of {entry['dtype']} and shape {list(shape)}, has bytes {start} to {stop} in the table, which is not "
+            f"its size or not in the file"
+        )
     return StoredTensor(file, key, dtype_named(entry["dtype"]), shape, begin + start)
 
 
 def _memory(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor, to be written to. It must outlive the view."""
+    """A writable view of the memory of a contiguous tensor, which must outlive the view."""
     size = tensor.numel() * tensor.element_size()
     return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
 
@@ -241,35 +242,54 @@ def _memory(tensor: Tensor) -> memoryview:
 _CHUNK = 1 << 23
 
 
-def write_tensors(path: Path, entries: Iterable[FileEntry], rest: Callable[[], None] = lambda: None) -> FileRecord:
-    """Write a new file, see it on disk and see that it opens; returns its size and hash, of the bytes on their way.
+def write_tensors(
+    path: Path, entries: Iterable[FileEntry], after_chunk: Callable[[], None] = lambda: None
+) -> FileRecord:
+    """Write and sync a new file, and check that it opens.
 
-    `rest` is called after each chunk: a thread that has time makes room for others there.
+    The hash is computed from the bytes as they are written. `after_chunk` is called after each chunk of 8 MiB, where a background
+    thread can rest.
     """
+    # The table comes first in the file, which is possible because the sizes are known before the contents.
     ordered = in_file_order(entries)
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # some readers require it
+    start = 0
+    for entry in ordered:
+        stop = start + entry.size
+        table[entry.key] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > _LONGEST_HEADER:
+        raise CheckpointError(
+            f"the table of {len(ordered)} tensors takes {len(text)} bytes, but readers accept at most {_LONGEST_HEADER}",
+            code="C081",
+        )
+    header = memoryview(len(text).to_bytes(8, "little") + text)
+
     digest, size = hashlib.sha256(), 0
     with new_file(path) as file:
-        for content in chain([_header(ordered)], (raw_bytes(entry.read()) for entry in ordered)):
-            for start in range(0, len(content), _CHUNK):
-                chunk = content[start : start + _CHUNK]
+        for content in chain([header], (raw_bytes(entry.read()) for entry in ordered)):
+            for at in range(0, len(content), _CHUNK):
+                chunk = content[at : at + _CHUNK]
                 digest.update(chunk)
                 write_all(file, chunk)
-                rest()
+                after_chunk()
             size += len(content)
             fault_point("tensor written")
         fault_point("file written")
-    # Opened by the package that everybody reads such files with: it refuses a table that does not match the bytes.
+    # The safetensors package raises if the table does not match the bytes.
     with safe_open(str(path), framework="pt") as opened:
         if len(opened.keys()) != len(ordered):
             raise CheckpointError(
-                f"{path} has {len(opened.keys())} tensors, not the {len(ordered)} that were written", code="C081"
+                f"{path} has {len(opened.keys())} tensors, but {len(ordered)} were written", code="C081"
             )
     fault_point("file synced")
     return FileRecord(path.name, size, digest.hexdigest())
 
 
 class TensorReader:
-    """Reads stored boxes, and parts of them, from the files of one checkpoint; their tables when they are first needed."""
+    """Reads boxes of tensors from the files of a checkpoint; the table of each file is read on first use."""
 
     def __init__(self, checkpoint: Path, manifest: Manifest) -> None:
         self.manifest = manifest
@@ -277,7 +297,7 @@ class TensorReader:
         self._tables: dict[str, dict[str, StoredTensor]] = {}
 
     def fill(self, target: Tensor, box: Box, record: TensorRecord) -> None:
-        """Copy the elements of `box` out of the stored boxes that have some of them into `target`."""
+        """Read the elements of `box` into `target`, from all stored boxes that overlap it."""
         for part in record.parts:
             wanted = box.shared_with(part.box)
             for stored in self.manifest.stored_boxes(part, wanted) if wanted is not None else ():
@@ -292,26 +312,26 @@ class TensorReader:
         return target
 
     def local(self, tensor: LocalTensor, record: TensorRecord) -> Tensor:
-        """The elements that this rank holds of a saved tensor, as a new one."""
+        """This rank's elements of a saved tensor, as a new tensor in the shape of the local one."""
         values = memory_for(tensor.local.shape, dtype_of(record))
         for box, view in tensor.pieces(values):
             self.fill(view, box, record)
         return values
 
-    def whole(self, record: TensorRecord) -> Tensor:
+    def full(self, record: TensorRecord) -> Tensor:
         """All elements of a saved tensor."""
         return self.new(whole_box(record.shape), record)
 
     def entry(self, file: str, key: str) -> Tensor:
-        """A whole entry, whatever its shape."""
+        """A complete entry of a file, whatever its shape."""
         with _damaged_if_broken(file):
             return self._stored(file, key).read()
 
     def _read(self, target: Tensor, stored: StoredBox, box: Box, dtype: str) -> None:
-        """Give `target` the elements of `box`, which is inside the stored one."""
+        """Read the elements of `box`, a box inside the stored one, into `target`."""
         with _damaged_if_broken(stored.file):
             found = self._stored(stored.file, stored.key)
-            # The table of a file is not covered by the manifest's digest where hashes were not asked for.
+            # A file's own table is covered only by the file's hash, which a load may skip (`verify=False`).
             if (found.shape, name_of(found.dtype)) != (stored.shape, dtype):
                 raise Damaged(
                     f"{stored.file}: {stored.key} is {name_of(found.dtype)} of shape {list(found.shape)}, expected {dtype} of "
@@ -321,7 +341,7 @@ class TensorReader:
                 found.read_into(target, moved(box, stored.box, whole_box(stored.shape)))
                 return
             flat = found.read(Box((stored.first,), (stored.box.numel,)))
-        # The elements of a range lie in the order of the memory that they were saved from (channels last, say).
+        # A range of elements is stored in the memory order of the tensor it was saved from (for example channels last).
         ordered = flat.view([stored.box.shape[dim] for dim in stored.order])
         with torch.no_grad():
             target.copy_(ordered.permute(places_of(stored.order))[box.slices_in(stored.box)])
@@ -334,25 +354,10 @@ class TensorReader:
 
 @contextmanager
 def _damaged_if_broken(file: str) -> Iterator[None]:
+    """Raise any error of reading the file as Damaged."""
     try:
         yield
     except Damaged:
         raise
     except (CheckpointError, KeyError, OSError) as error:
         raise Damaged(f"{file} cannot be read: {error}") from error
-
-
-def _header(entries: list[FileEntry]) -> memoryview:
-    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # some readers ask for it
-    start = 0
-    for entry in entries:
-        stop = start + entry.size
-        table[entry.key] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [start, stop]}
-        start = stop
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    if len(text) > _LONGEST_HEADER:
-        raise CheckpointError(
-            f"the table of {len(entries)} tensors takes {len(text)} bytes; {_LONGEST_HEADER} can be read", code="C081"
-        )
-    return memoryview(len(text).to_bytes(8, "little") + text)

@@ -1,9 +1,9 @@
-"""State as JSON: values that `state_dict()` may give, with the tensors in them beside the JSON. Nothing else is taken.
+"""Plain values of a checkpoint: the content of a `state_dict()` as JSON, with its tensors stored separately.
 
-`encode` and `decode` are the two directions; `SavedValues` gives a rank of any layout the values of a checkpoint.
+`encode` and `decode` are inverses; `SavedValues` gives a rank of any layout the values of a checkpoint.
 
-Objects with text keys, lists, texts, numbers, booleans and None are themselves. The rest of what Python state is made of is
-marked: `$tuple`, `$dict` (keys of any kind), `$counter`, `$float` (nan and infinities) and `$tensor`.
+Objects with string keys, lists, strings, finite numbers, booleans and None are plain JSON. Other types of Python state have a
+tag: `$tuple`, `$dict` (keys of any type), `$counter`, `$float` (nan and infinities) and `$tensor`. All else raises.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ from torch import Tensor
 from colonnade.checkpoint.manifest import ItemRecord, LayoutRecord
 from colonnade.checkpoint.tensor_files import TensorReader, raw_bytes, type_name
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.context.random import derive_seed
-from colonnade.context.random_state import set_random_state, why_not_here
+from colonnade.context.random import derive_seed, set_random_state, why_not_restorable
 from colonnade.errors import CheckpointError, did_you_mean, listed
 from colonnade.logging import get_dist_logger
 from colonnade.parallel.placement import is_dtensor
 
 RANDOM = "random"
-"""The name of the random state among the values."""
+"""Name of the item with the random state."""
 BUFFER = "buffer/"
-"""The beginning of the names of buffers that were not the same on all ranks that hold them."""
+"""Name prefix of items with buffers that differed between replicas."""
 RandomSource = Literal["restored", "re-derived"]
 
 
@@ -43,7 +42,7 @@ class Encoded:
     tensors: tuple[Tensor, ...]
 
     def digest(self) -> str:
-        """Equal for equal values, to the bit."""
+        """A hash that is equal for bitwise equal values."""
         digest = hashlib.sha256(json.dumps(self.value).encode())
         for tensor in self.tensors:
             digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
@@ -52,33 +51,33 @@ class Encoded:
 
 
 def is_stateful(value: Any) -> bool:
-    """Whether a value is an object that gives and takes its state, rather than a plain value."""
+    """Whether a value has `state_dict()` and `load_state_dict()`, rather than being a plain value."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 def encode(value: Any, what: str) -> Encoded:
-    """`value` as JSON and tensors; refuses anything else, by its place in `what`."""
+    """`value` as JSON and tensors; raises for any other type, naming its place inside `what`."""
     tensors: list[Tensor] = []
     return Encoded(_encode(value, what, tensors), tuple(tensors))
 
 
 def decode(value: Any, tensor: Callable[[int], Tensor]) -> Any:
-    """The value that was encoded; `tensor` gives the n-th tensor."""
+    """The inverse of `encode`; `tensor` returns the n-th tensor."""
     if isinstance(value, list):
         return [decode(entry, tensor) for entry in value]
     if not isinstance(value, dict):
         return value
-    marks = [key for key in value if key.startswith("$")]
-    if not marks:
+    tags = [key for key in value if key.startswith("$")]
+    if not tags:
         return {key: decode(entry, tensor) for key, entry in value.items()}
-    (mark,) = marks
-    content = value[mark]
-    if mark == "$tensor":
+    (tag,) = tags
+    content = value[tag]
+    if tag == "$tensor":
         return tensor(content)
-    if mark == "$float":
+    if tag == "$float":
         return float(content)
     make: dict[str, Callable[[Sequence[Any]], Any]] = {"$tuple": tuple, "$dict": _pairs, "$counter": _counts}
-    return make[mark]([decode(entry, tensor) for entry in content])
+    return make[tag]([decode(entry, tensor) for entry in content])
 
 
 def _encode(value: Any, what: str, tensors: list[Tensor]) -> Any:
@@ -93,22 +92,18 @@ def _encode(value: Any, what: str, tensors: list[Tensor]) -> Any:
     if type(value) is tuple:
         return {"$tuple": _encode_all(value, what, tensors)}
     if type(value) in (dict, OrderedDict, Counter):
-        return _encode_dict(value, what, tensors)
+        if type(value) is not Counter and all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: _encode(entry, f"{what}[{key!r}]", tensors) for key, entry in value.items()}
+        pairs = [
+            [_encode(key, f"a key of {what}", tensors), _encode(entry, f"{what}[{key!r}]", tensors)]
+            for key, entry in value.items()
+        ]
+        return {"$counter" if type(value) is Counter else "$dict": pairs}
     raise CheckpointError(
-        f"{what} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold. State is made "
-        f"of None, booleans, numbers, texts, lists, tuples, dicts and tensors; give the object a state_dict() of these.",
+        f"{what} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot store. Allowed are "
+        f"None, booleans, numbers, strings, lists, tuples, dicts and tensors; give the object a state_dict() of these.",
         code="C085",
     )
-
-
-def _encode_dict(value: dict[Any, Any], what: str, tensors: list[Tensor]) -> Any:
-    if type(value) is not Counter and all(type(key) is str and not key.startswith("$") for key in value):
-        return {key: _encode(entry, f"{what}[{key!r}]", tensors) for key, entry in value.items()}
-    pairs = [
-        [_encode(key, f"a key of {what}", tensors), _encode(entry, f"{what}[{key!r}]", tensors)]
-        for key, entry in value.items()
-    ]
-    return {"$counter" if type(value) is Counter else "$dict": pairs}
 
 
 def _encode_all(value: Sequence[Any], what: str, tensors: list[Tensor]) -> list[Any]:
@@ -117,14 +112,17 @@ def _encode_all(value: Sequence[Any], what: str, tensors: list[Tensor]) -> list[
 
 def _keep(tensor: Tensor, what: str, tensors: list[Tensor]) -> int:
     if is_dtensor(tensor):
-        raise CheckpointError(f"{what} is a DTensor; only the model and the optimizer may hold those", code="C085")
+        raise CheckpointError(
+            f"{what} is a DTensor, which is allowed only in the model and the optimizer; save its local or full tensor",
+            code="C085",
+        )
     type_name(tensor, what)
     tensors.append(tensor.detach())
     return len(tensors) - 1
 
 
 def _pairs(content: Sequence[Any]) -> dict[Any, Any]:
-    return {key: entry for key, entry in content}  # noqa: C416 - dict(content) would take a list of texts too
+    return {key: entry for key, entry in content}  # noqa: C416 - dict(content) would accept two-character strings too
 
 
 def _counts(content: Sequence[Any]) -> Counter[Any]:
@@ -135,10 +133,10 @@ def _counts(content: Sequence[Any]) -> Counter[Any]:
 
 
 class SavedValues:
-    """The values of one checkpoint as this rank sees them.
+    """The plain values of a checkpoint for this rank.
 
-    A value that was the same on every rank is everybody's. One that differed belongs to the rank that had it, and
-    can be asked for only on the layout that saved it.
+    A value that was equal on all ranks loads on any layout. Values that differed between ranks load only on the layout that saved
+    them, each on the rank that had it.
     """
 
     def __init__(self, reader: TensorReader, context: ParallelContext) -> None:
@@ -156,29 +154,29 @@ class SavedValues:
                 self._state_names.setdefault(label, []).append(state_name)
 
     def has(self, name: str) -> bool:
-        """Whether the checkpoint has such a value."""
+        """Whether the checkpoint has a value of this name."""
         return name in self._items
 
     def get(self, name: str) -> Any:
-        """This rank's value; raises where there is none that can be its."""
-        found = self._mine(name)
+        """This rank's value; raises if the value differed between the ranks of another layout."""
+        found = self._own_item(name)
         if found is None:
             raise CheckpointError(
-                f"{name} was not the same on all ranks when it was saved on {self._manifest.layout}, and this is "
-                f"{LayoutRecord.of(self._context.layout)}: no rank here is the one that had it. Load without it."
+                f"{name} differed between ranks when it was saved on {self._manifest.layout}, so it cannot be loaded on "
+                f"{LayoutRecord.of(self._context.layout)}. Load without it, or on the layout that saved it."
             )
         return self.decoded(found)
 
     def decoded(self, item: ItemRecord) -> Any:
-        """The value of a record."""
+        """The decoded value of a record."""
         return decode(item.value, lambda at: self._reader.entry(item.file or "", item.entry(at)))
 
     def optimizer_state_of(self, label: str) -> dict[str, Any]:
-        """The values, other than tensors, that the optimizer kept for a parameter."""
+        """The non-tensor values of the optimizer state of a parameter."""
         return {name: self.get(f"optimizer/{name}/{label}") for name in self._state_names.get(label, ())}
 
     def extras(self, extra: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The values that were saved as `extra`: the state of the objects that are here to take it, and all others."""
+        """The values saved as `extra`: (states for the objects in `extra`, all other values)."""
         known = [name.removeprefix("extra/") for name in self._items if name.startswith("extra/")]
         for name in extra:
             if name not in known:
@@ -190,64 +188,62 @@ class SavedValues:
         for name in known:
             if name in extra and is_stateful(extra[name]):
                 states[name] = self.get(f"extra/{name}")
-            elif name in extra or self._mine(f"extra/{name}") is not None:
+            elif name in extra or self._own_item(f"extra/{name}") is not None:
                 plain[name] = self.get(f"extra/{name}")
         return states, plain
 
     def own_buffer(self, label: str) -> Tensor | None:
-        """The values that this rank had in a buffer, where they were not those of its first holder, or None.
+        """This rank's value of a buffer if it differed from the first replica's, else None.
 
-        On another layout no rank is the one that had it, so all get the first holder's; the log says so.
+        On another layout all ranks get the first replica's value, with a warning.
         """
         found = self._items.get(f"{BUFFER}{label}", [])
         if found and not self.same_layout:
             get_dist_logger().warning(
-                f"{label} was not the same on all ranks when it was saved on {self._manifest.layout}: all ranks get what "
-                f"the first had. (Statistics of BatchNorm drift apart; SyncBatchNorm keeps them together.)",
+                f"buffer {label} differed between ranks when it was saved on {self._manifest.layout}: all ranks get the "
+                f"value of the first rank. (BatchNorm statistics differ between ranks; SyncBatchNorm keeps them equal.)",
                 ranks=[0],
             )
-        # A rank without a record of its own had the value of the first holder, which is the tensor itself.
-        mine = self._mine(f"{BUFFER}{label}") if found else None
-        return None if mine is None else self.decoded(mine)
+        # A rank without a record of its own had the first replica's value, which is saved as the tensor itself.
+        own = self._own_item(f"{BUFFER}{label}") if found else None
+        return None if own is None else self.decoded(own)
 
     def random_state(self) -> tuple[Mapping[str, Any] | None, str]:
-        """The random state of this rank, or None and why it cannot be put back."""
+        """The random state of this rank, or None and the reason why it cannot be restored."""
         if not self.has(RANDOM):
-            return None, "it was imported, without any"
+            return None, "an imported checkpoint has none"
         if not self.same_layout:
-            return None, f"it was saved on {self._manifest.layout}"
+            return None, f"they were saved on {self._manifest.layout}"
         state = self.get(RANDOM)
-        reason = why_not_here(state, self._context)
+        reason = why_not_restorable(state, self._context)
         return (state, "") if reason is None else (None, reason)
 
     def restore_random(self, state: Mapping[str, Any] | None, reason: str) -> RandomSource:
-        """Put the random streams back to the bit, or derive new ones from the saved and say so in the log."""
+        """Restore the random streams bit for bit or, without a `state`, derive new ones and log a warning."""
         if state is not None:
             set_random_state(state, self._context)
             return "restored"
-        seed = self._derived_seed()
+        # The new seed must be equal on all ranks, reproducible, and different for another step: a hash of the first saved state.
+        digest = hashlib.sha256()
+        first = next(iter(self._items.get(RANDOM, ())), None)
+        if first is not None:
+            for at in range(first.tensors):
+                digest.update(raw_bytes(self._reader.entry(first.file or "", first.entry(at))))
+        seed = derive_seed(self._manifest.step, digest.hexdigest())
         self._context.set_seed(seed)
         get_dist_logger().warning(
-            f"the random streams of step {self._manifest.step} cannot be carried over: {reason}, and this is "
-            f"{LayoutRecord.of(self._context.layout)} on {self._context.device.type}. New ones were derived from it (seed {seed}).",
+            f"the random streams of step {self._manifest.step} cannot be restored: {reason}, and this is "
+            f"{LayoutRecord.of(self._context.layout)} on {self._context.device.type}. New ones were derived (seed {seed}).",
             ranks=[0],
         )
         return "re-derived"
 
-    def _mine(self, name: str) -> ItemRecord | None:
-        # A value that was equal on all ranks has one record. Random streams and drifted buffers are a rank's own even so.
+    def _own_item(self, name: str) -> ItemRecord | None:
+        """The record with this rank's value; None if the value belongs to other ranks."""
+        # A value that was equal on all ranks has one record. Random states and differing buffers are always per rank.
         found = self._items[name]
         first, *others = found
         if not others and name != RANDOM and not name.startswith(BUFFER):
             return first
         rank = self._context.get_global_rank()
         return next((item for item in found if self.same_layout and rank in item.ranks), None)
-
-    def _derived_seed(self) -> int:
-        """A seed that is the same on every rank and in every repetition, and another one for another step."""
-        digest = hashlib.sha256()
-        first = next(iter(self._items.get(RANDOM, ())), None)
-        if first is not None:
-            for at in range(first.tensors):
-                digest.update(raw_bytes(self._reader.entry(first.file or "", first.entry(at))))
-        return derive_seed(self._manifest.step, digest.hexdigest())

@@ -1,7 +1,7 @@
-"""Folders of weights as transformers keeps them: which files there are, reading their tensors, writing and replacing them.
+"""Folders of weights in the format of transformers: reading, writing and replacing them.
 
-A folder has `model.safetensors`, or several files and an index that says which tensor is in which. `tensors_in` gives the
-tensors without reading their elements; `write_folder` and `publish_folder` make a folder by way of a staged one.
+A folder has `model.safetensors`, or several files and an index from tensor names to files. `tensors_in` lists the tensors without
+reading their elements; `write_folder` and `publish_folder` write a staging folder and put it in place.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 @dataclass(frozen=True)
 class UnpickledTensor:
-    """A tensor of a pickled file that is trusted; its bytes are read when they are asked for."""
+    """A tensor of a trusted pickle file, memory-mapped: its bytes are read on access."""
 
     file: Path
     key: str
@@ -61,75 +61,65 @@ AnyTensor = StoredTensor | UnpickledTensor
 
 
 def tensors_in(path: Path, trust: bool = False) -> dict[str, AnyTensor]:
-    """All tensors of a safetensors file, or of a folder as transformers writes it, by name; nothing of them is read.
+    """All tensors of a safetensors file or a folder in the format of transformers, by name, without reading their elements.
 
-    Pickled files (pytorch_model.bin) are read only where they are trusted, and then by torch's restricted unpickler.
+    Pickle files (pytorch_model.bin) are read only with `trust`, by torch's restricted unpickler.
     """
     if path.is_file():
         files = [path]
     elif path.is_dir():
-        # Whole safetensors first: a folder may have several kinds, and pickles are the last resort.
+        # A folder may have several kinds of files. A single safetensors file is preferred; pickles are the last resort.
         kinds = ("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
         found = next((path / kind for kind in kinds if (path / kind).is_file()), None)
         if found is None:
             others = sorted(path.glob("*.safetensors"))
             if len(others) != 1:
-                raise CheckpointError(
-                    f"{path} has no weights: neither model.safetensors nor {INDEX} is there{_interrupted(path)}",
-                    code="C081",
-                )
+                # `place_folder` removes the index first, so a killed save leaves none.
+                text = f"{path} has no weights: it has neither model.safetensors nor {INDEX}"
+                for aside in sorted(path.glob(".old-*"))[:1]:
+                    text += f". A save was killed while it replaced them: save again, or move the files in {aside} back"
+                raise CheckpointError(text, code="C081")
             (found,) = others
-        files = _indexed(found) if found.suffix == ".json" else [found]
+        files = [found]
+        if found.suffix == ".json":
+            try:
+                names = sorted(set(json.loads(found.read_text())["weight_map"].values()))
+            except (ValueError, KeyError, AttributeError, TypeError) as error:
+                raise CheckpointError(f"{found} is not an index of weights: {error}", code="C081") from error
+            # An index must not lead out of its folder.
+            for name in names:
+                if Path(name).name != name or not (path / name).is_file():
+                    raise CheckpointError(
+                        f"{found} refers to {name!r}, which is not a file in its folder; copy the complete folder again",
+                        code="C081",
+                    )
+            files = [path / name for name in names]
     else:
         raise CheckpointError(
-            f"{path} is neither a folder nor a file. Weights are read from disk: download those of a hub first, with "
+            f"{path} is neither a folder nor a file. Weights are read from disk; download a model from the hub first: "
             f"`hf download <name> --local-dir <folder>`",
             code="C081",
         )
     tensors: dict[str, AnyTensor] = {}
     for file in files:
-        tensors |= stored_tensors(file) if file.suffix == ".safetensors" else _unpickled(file, trust)
+        if file.suffix == ".safetensors":
+            tensors |= stored_tensors(file)
+            continue
+        if not trust:
+            raise CheckpointError(
+                f"{file} is a pickle, which can run code when it is read. Convert it to safetensors (load and save it with "
+                f"transformers, once, where you trust it), or pass trust=True to read it with torch's weights_only loader",
+                code="C086",
+            )
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        tensors |= {
+            key: UnpickledTensor(file, key, value) for key, value in content.items() if isinstance(value, Tensor)
+        }
     return tensors
 
 
-def _interrupted(path: Path) -> str:
-    """The end of a message about missing weights: a save was killed while it replaced them, if one was."""
-    asides = sorted(path.glob(".old-*"))
-    return (
-        f". They were being replaced when a save was killed: save again, or move back what is in {asides[0]}"
-        if asides
-        else ""
-    )
-
-
-def _indexed(index: Path) -> list[Path]:
-    """The files that an index names, which must lie beside it."""
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{index} is no index of weights: {error}", code="C081") from error
-    # An index must not lead out of its folder.
-    for name in names:
-        if Path(name).name != name or not (index.parent / name).is_file():
-            raise CheckpointError(
-                f"{index} names {name!r}, which is no file beside it; copy the whole folder again", code="C081"
-            )
-    return [index.parent / name for name in names]
-
-
-def _unpickled(file: Path, trust: bool) -> dict[str, AnyTensor]:
-    if not trust:
-        raise CheckpointError(
-            f"{file} is a pickle, which may run code when it is read. Convert it to safetensors (load and save it with "
-            f"transformers, once, where you trust it), or pass trust=True: then torch's weights_only loader reads it",
-            code="C086",
-        )
-    content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    return {key: UnpickledTensor(file, key, value) for key, value in content.items() if isinstance(value, Tensor)}
-
-
 def files_of(sizes: Iterable[tuple[str, int]], limit: int) -> dict[str, list[str]]:
-    """The names of the files, and the keys of each: in order, a new file where a tensor no longer fits."""
+    """The keys of each file by its name: in the given order, with a new file whenever a tensor would exceed the limit."""
     keys: list[str] = []
     files, taken = [keys], 0
     for key, size in sizes:
@@ -144,7 +134,7 @@ def files_of(sizes: Iterable[tuple[str, int]], limit: int) -> dict[str, list[str
 
 
 def publish_folder(staged: Path, target: Path, files: Mapping[str, Sequence[str]], total: int) -> None:
-    """Write the index of the files, see all on disk, and put the folder in its place; no older weights stay in it."""
+    """Write the index, sync all files, and rename the folder or replace the weight files of an existing one."""
     if len(files) > 1:
         weight_map = {key: name for name, keys in files.items() for key in keys}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
@@ -156,7 +146,7 @@ def publish_folder(staged: Path, target: Path, files: Mapping[str, Sequence[str]
 
 
 def write_folder(entries: Sequence[FileEntry], staged: Path, target: Path, config: Path | None) -> None:
-    """Write a folder of these tensors, by way of `staged`, with the files of the folder `config` that are no weights."""
+    """Write a folder of these tensors by way of `staged`, with the config and tokenizer files of the folder `config`."""
     files = files_of(((entry.key, entry.size) for entry in entries), LARGEST)
     by_key = {entry.key: entry for entry in entries}
     staged.mkdir()

@@ -1,1 +1,1 @@
-"""Communication outside training: small messages, process groups, and torch's private names."""
+"""Communication below the training step: small messages, process groups, waits, and torch's private names."""

@@ -1,4 +1,4 @@
-"""Torch process groups: one per distinct rank set, only where this rank is in it."""
+"""torch process groups of this rank: one for each distinct set of ranks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ RankSet = tuple[int, ...]
 
 
 class NoGroups:
-    """The groups of a world that is only simulated: they can be had, but there is nobody in them."""
+    """The groups of a simulated world, which cannot communicate."""
 
     def group(self, ranks: Iterable[int]) -> Any:
-        """No group: torch refuses to communicate with it."""
+        """None, with which torch does not communicate."""
         return None
 
     def destroy(self) -> None:
-        """There is nothing to destroy."""
+        """Do nothing."""
 
 
 class ProcessGroups:
@@ -34,11 +34,11 @@ class ProcessGroups:
         self._groups: dict[RankSet, Any] = {}
         self._made: list[Any] = []
         self._second: dict[tuple[RankSet, str], Any] = {}
-        # Every set that was ever created, this rank in it or not: all ranks must skip the same ones.
+        # Every set that was ever created, with or without this rank, because all ranks must skip the same ones.
         self._known: set[RankSet] = set()
 
     def add(self, ranks: RankSet, alone: bool) -> None:
-        """Create the group of one rank set, unless it is there. Collective over the world, in one order."""
+        """Create the group of a rank set unless it exists. Collective over the world (with `alone`, over the set), in one order."""
         if ranks not in self._known:
             self._known.add(ranks)
             world = len(ranks) == dist.get_world_size()
@@ -47,11 +47,11 @@ class ProcessGroups:
                 self._groups[ranks] = group
 
     def create(self, ranks: RankSet, backend: str | None, alone: bool) -> Any:
-        """A new group, of the world's backend or another, that goes when `destroy` is called.
+        """A new group, with the world's backend or another, until `destroy`. Collective over the world or, with `alone`, the set.
 
-        A rank that is not in it only counts it (torch numbers groups by count) and opens no connection. With
-        `alone`, its ranks create it without the others, which need not know of it; torch then numbers it by how many
-        groups a rank has, so all its ranks must have created alike before.
+        Ranks outside the group must call this too, because torch numbers groups by count; they open no connection. With `alone`
+        only the ranks of the group call it. torch then numbers the group by the number of groups that a rank has, so all of its
+        ranks must have created equally many before.
         """
         with groups_meet(len(ranks), backend):
             group = dist.new_group(list(ranks), self._timeout, backend, use_local_synchronization=alone)
@@ -60,7 +60,7 @@ class ProcessGroups:
         return group
 
     def adopt(self, ranks: RankSet, group: Any, others: Iterable[RankSet]) -> None:
-        """Use a group that somebody else created and will destroy, and know of those that it created on `others`."""
+        """Use a group that other code created and will destroy; `others` are the sets of the groups created together with it."""
         self._groups[ranks] = group
         self._known.update([ranks, *others])
 
@@ -69,8 +69,8 @@ class ProcessGroups:
         key = tuple(ranks)
         if key not in self._groups:
             raise ContextError(
-                f"there is no group of exactly the ranks {list(key)} on rank {self._rank}; groups exist for "
-                f"the modes of the config. Add a mode whose groups are these ranks.",
+                f"there is no group of exactly the ranks {list(key)} on rank {self._rank}; only modes of the config have "
+                f"groups. Add a mode with a group of these ranks.",
                 code="C012",
             )
         return self._groups[key]
@@ -79,13 +79,13 @@ class ProcessGroups:
         return ranks in self._known
 
     def second_group(self, ranks: Iterable[int], rank_sets: Iterable[Iterable[int]], backend: str) -> Any:
-        """Another group of `ranks`, with backends of its own. Collective over the world for all `rank_sets` at first."""
-        for each in map(tuple, rank_sets):
-            if (each, backend) not in self._second:
-                with groups_meet(len(each), backend):
-                    group = dist.new_group(list(each), timeout_of(), backend)  # as long as the world waits
-                self._second[each, backend] = group
-                if self._rank in each:
+        """A second group of `ranks`, with another backend. The first call creates those of all `rank_sets`, collectively."""
+        for rank_set in map(tuple, rank_sets):
+            if (rank_set, backend) not in self._second:
+                with groups_meet(len(rank_set), backend):
+                    group = dist.new_group(list(rank_set), timeout_of(), backend)  # with the world's timeout
+                self._second[rank_set, backend] = group
+                if self._rank in rank_set:
                     self._made.append(group)
         return self._second[tuple(ranks), backend]
 
@@ -93,7 +93,7 @@ class ProcessGroups:
         return len(self._groups)
 
     def destroy(self) -> None:
-        """Destroy what was created here; the world and adopted groups stay with their owner."""
+        """Destroy the groups created here; the world and adopted groups belong to others."""
         for group in self._made:
             if is_alive(group):
                 dist.destroy_process_group(group)

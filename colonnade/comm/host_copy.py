@@ -1,4 +1,4 @@
-"""Numbers of a device on their way to the host, without making the host wait for them."""
+"""Copies of small device tensors to the host, without making the host wait for them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 STEPS_LATE = 2
-"""After how many steps numbers are read that all ranks decide by: by then they have usually come, and it is the same step
-on every rank. What has come (`ready`) is not the same on all."""
+"""Number of steps after which ranks read values that they all decide by. By then the copies have usually arrived, and the step is
+the same on every rank, while `HostCopy.ready` may differ between ranks."""
 
 
 class HostCopy:
-    """A copy of a small tensor as it is now. Reading it waits for nothing younger than it is."""
+    """A host copy of the current values of a small tensor. Reading waits only for device work enqueued before the copy."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._done: torch.cuda.Event | None = None
@@ -27,15 +27,15 @@ class HostCopy:
 
     @property
     def on_host(self) -> bool:
-        """Whether the number was on the host from the start."""
+        """Whether the tensor was on the host."""
         return self._done is None
 
     def ready(self) -> bool:
-        """Whether it can be read without waiting."""
+        """Whether `read` returns without waiting."""
         return self._done is None or self._done.query()
 
     def read(self) -> Any:
-        """The number, or the list of numbers."""
+        """The value as a number or a list."""
         if self._done is not None:
             self._done.synchronize()
         return self._copy.tolist()

@@ -1,13 +1,13 @@
-"""How ranks talk beside training: values of all ranks, whether all have the same, and errors that all raise or none.
+"""Small messages between ranks outside the training step: gathered values, comparisons, and errors that all ranks raise or none.
 
-Most callers have a ParallelContext, and talk to its whole world:
+Most callers have a ParallelContext and communicate with all of its ranks:
 
-- `with agree(context):` an error on one rank is raised on all of them;
-- `gather_from_all(value, context)` gives everybody's JSON value.
+- `with agree(context):` raises an error of one rank on all ranks;
+- `gather_from_all(value, context)` returns the JSON values of all ranks.
 
-Before `launch`, and in a world of one, both communicate nothing. Below them are the same for a device and a process group
-(`agreed_errors`, `gather_json`, `gather_numbers`, `gather_bytes`), comparisons that cost one number for each rank
-(`is_same_everywhere`), and a broadcast of texts through the store (`share_texts`). Values travel as JSON: nothing is unpickled.
+Before `launch`, and in a world of one rank, neither communicates. Both are based on functions for a device and a process group
+(`agreed_errors`, `gather_json`, `gather_numbers`, `gather_bytes`). There are also comparisons by one small all-reduce
+(`is_same_everywhere`) and a broadcast of texts through the store (`share_texts`). Values are sent as JSON; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from colonnade.texts import digest_of
 _NOBODY = torch.iinfo(torch.int64).max
 _DIFFERENCES_SHOWN = 8
 _SHORT = 248
-"""So many bytes of a text travel with its length."""
+"""Bytes of a text that are sent together with its length."""
 
 
 class World(Protocol):
-    """A ParallelContext, as far as messages need to know it."""
+    """The attributes of a ParallelContext that messages need."""
 
     @property
     def device(self) -> torch.device: ...
@@ -46,12 +46,12 @@ class World(Protocol):
 
 
 def is_alone(world: World) -> bool:
-    """Whether there are no other ranks to talk to."""
+    """Whether there are no other ranks."""
     return not world.is_launched or world.world_size == 1
 
 
 def agree(world: World) -> AbstractContextManager[Any]:
-    """`agreed_errors` between all ranks: an error of the block on one rank is raised on all. Collective at its end."""
+    """`agreed_errors` for all ranks: an error in the block on one rank is raised on all. Collective over the world at its end."""
     return nullcontext() if is_alone(world) else agreed_errors(world.device)
 
 
@@ -66,47 +66,47 @@ def gather_from_all(value: Any, world: World) -> list[Any]:
 
 
 def message_device(device: torch.device) -> torch.device:
-    """Where tensors of a message to the world must lie: on `device` with NCCL, else on the CPU."""
+    """The device for tensors of a message: `device` with NCCL, else the CPU."""
     return device if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
 def gather_json(value: Any, device: torch.device, group: Any = None) -> list[Any]:
-    """Every rank's value, in rank order, sent as JSON. One collective over the group, or two."""
+    """Every rank's value, in rank order, sent as JSON. One or two collectives over the group."""
     return [json.loads(content) for content in gather_bytes(json.dumps(value).encode(), device, group)]
 
 
 def gather_texts(text: str, device: torch.device, group: Any = None) -> list[str]:
-    """Every rank's text, in rank order. One collective over the group, two where a text is long."""
+    """Every rank's text, in rank order. One collective over the group, two if a text is long."""
     return [content.decode() for content in gather_bytes(text.encode(), device, group)]
 
 
 def gather_bytes(content: bytes, device: torch.device, group: Any = None) -> list[bytes]:
-    """Every rank's bytes, in rank order. One collective over the group, two where some are long."""
+    """Every rank's bytes, in rank order. One collective over the group, two if some are long."""
 
-    def gather_alike(piece: bytes) -> list[bytes]:
-        mine = torch.frombuffer(bytearray(piece), dtype=torch.uint8).to(message_device(device))
-        return [bytes(row) for row in gather_rows(mine, group).tolist()]
+    def gather_equal_sizes(piece: bytes) -> list[bytes]:
+        own = torch.frombuffer(bytearray(piece), dtype=torch.uint8).to(message_device(device))
+        return [bytes(row) for row in gather_rows(own, group).tolist()]
 
-    return gather_in_pieces(content, gather_alike)
+    return gather_in_pieces(content, gather_equal_sizes)
 
 
-def gather_in_pieces(content: bytes, gather_alike: Callable[[bytes], list[bytes]]) -> list[bytes]:
-    """Every rank's bytes by a `gather_alike` that takes as many from each: the lengths with what is short, then the rest."""
-    heads = gather_alike((len(content).to_bytes(8, "little") + content[:_SHORT]).ljust(8 + _SHORT))
+def gather_in_pieces(content: bytes, gather_equal_sizes: Callable[[bytes], list[bytes]]) -> list[bytes]:
+    """Every rank's bytes by a function that gathers equally many from each: first lengths and short contents, then the rest."""
+    heads = gather_equal_sizes((len(content).to_bytes(8, "little") + content[:_SHORT]).ljust(8 + _SHORT))
     sizes = [int.from_bytes(head[:8], "little") for head in heads]
     longest = max(sizes) - _SHORT
-    rests = gather_alike(content[_SHORT:].ljust(longest)) if longest > 0 else [b""] * len(heads)
+    rests = gather_equal_sizes(content[_SHORT:].ljust(longest)) if longest > 0 else [b""] * len(heads)
     return [(head[8:] + rest)[:size] for head, rest, size in zip(heads, rests, sizes, strict=True)]
 
 
 def gather_numbers(numbers: Sequence[int], device: torch.device, group: Any = None) -> list[list[int]]:
-    """Every rank's numbers (of 63 bits; as many on each), in rank order. One collective over the group."""
-    mine = torch.tensor([*numbers], dtype=torch.int64, device=message_device(device))
-    return gather_rows(mine, group).tolist()
+    """Every rank's numbers (of up to 63 bits; equally many on each), in rank order. One collective over the group."""
+    own = torch.tensor([*numbers], dtype=torch.int64, device=message_device(device))
+    return gather_rows(own, group).tolist()
 
 
 def share_texts(key: str, text: str, senders: Iterable[int]) -> dict[int, str]:
-    """The texts of `senders` (the same on all ranks), through the store of the world: only they send anything."""
+    """The texts of the ranks `senders` (equal on all ranks), broadcast through the store of the world."""
     store = default_store()
     senders = list(senders)
     if dist.get_rank() in senders:
@@ -115,19 +115,19 @@ def share_texts(key: str, text: str, senders: Iterable[int]) -> dict[int, str]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Whether all ranks have the same.
+# Whether all ranks have equal values.
 # --------------------------------------------------------------------------------------------------
 
 
 def is_same_everywhere(number: int, device: torch.device, group: Any = None) -> bool:
-    """Whether all ranks say the same number (of 62 bits), such as a digest. One collective, whatever the group's size."""
+    """Whether all ranks have the same number (of up to 62 bits), such as a digest. One all-reduce over the group."""
     (same,) = are_same_everywhere([number], device, group)
     return same
 
 
 def are_same_everywhere(numbers: Sequence[int], device: torch.device, group: Any = None) -> list[bool]:
-    """For each number, as many on every rank, whether all ranks say the same. One collective."""
-    # The least number and the least of the negatives, which is the greatest number, are equal where all numbers are.
+    """For each number (equally many on every rank), whether all ranks have the same. One all-reduce over the group."""
+    # One MIN gives the minimum and, from the negated numbers, the maximum. They are equal if all numbers are.
     both = torch.tensor([*numbers, *(-number for number in numbers)], dtype=torch.int64, device=message_device(device))
     dist.all_reduce(both, op=dist.ReduceOp.MIN, group=group)
     lowest, highest = both.view(2, -1).tolist()
@@ -141,10 +141,15 @@ def are_same_everywhere(numbers: Sequence[int], device: torch.device, group: Any
 
 @dataclass(frozen=True)
 class Alike:
-    """Named texts that must be the same, in the same order, on all ranks that give the same `part`.
+    """A table of named texts that must be equal, in the same order, on all ranks with the same `part`.
 
-    The error says "the ranks do not agree on `what` 'name'", two of the texts with their ranks, and `advice`. Where
-    the texts are long, `items` may hold short ones that stand for them; `shown` gives them when something differs.
+    Attributes:
+        what: The noun in the error "the ranks do not agree on `what` 'name'".
+        items: The texts by name.
+        advice: The next step for the user, the last sentence of the error.
+        error: The class of the error.
+        part: The part of the ranks to compare with, such as a pipeline stage.
+        shown: If `items` has digests of long texts, returns the texts for the error.
     """
 
     what: str
@@ -157,10 +162,13 @@ class Alike:
 
 @dataclass
 class Agreement:
-    """The tables that must be alike on all ranks, given before a block of `agreed_errors` ends.
+    """The tables to compare at the end of a block of `agreed_errors`.
 
-    `parts` has an entry for each `Alike` that the block requires: into how many parts it divides the ranks. After the
-    block, `sizes` tells for each how many items each part has.
+    Attributes:
+        parts: For each table that the block will require, the number of parts of the ranks. Ranks that fail before they have made
+            their tables need it, too.
+        tables: The tables, from `require`.
+        sizes: After the block, for each table the number of items in each part.
     """
 
     parts: Sequence[int] = ()
@@ -168,97 +176,99 @@ class Agreement:
     sizes: list[list[int]] = field(default_factory=list)
 
     def require(self, *tables: Alike) -> None:
-        """Raise on every rank, at the end of the block, where ranks differ in this."""
+        """Compare these tables at the end of the block, and raise on every rank if they differ."""
         self.tables += tables
 
 
 @contextmanager
 def agreed_errors(device: torch.device, parts: Sequence[int] = (), group: Any = None) -> Iterator[Agreement]:
-    """Run start-up checks that may fail on some ranks only; then raise on all of them, or on none.
+    """Run start-up checks that may fail on some ranks only; then raise on all ranks or on none, so that no rank waits in vain.
 
-    So no rank waits for one that has stopped. One collective at the end of the block, over the world (or `group`); it
-    also compares digests of what the block requires to be alike. The ranks whose own checks passed raise the error of
-    the first rank that failed, with its number. The block itself should not communicate: a rank that fails in it goes
-    straight to its end.
+    Collective over the world (or `group`) at the end of the block, which also compares the tables that the block requires. Ranks
+    whose own checks passed raise the error of the first failed rank, with its number. The block should not communicate: a rank
+    that fails inside it proceeds directly to its end.
+
+    Args:
+        device: The device of this rank.
+        parts: For each table that the block requires, the number of parts of the ranks (`Agreement.parts`).
+        group: The process group; by default the world.
     """
     agreement = Agreement(parts)
-    mine: Exception | None = None
+    failure: Exception | None = None
     try:
         yield agreement
     except Exception as error:
-        mine = error
+        failure = error
+
+    # One MIN over all ranks: the first row is -1 if any rank failed, and each part of each table has a row with the digest, its
+    # negative and the number of items. The digests are equal if the minimum of the digests is their maximum. A rank leaves the
+    # rows of other parts, and of tables that it did not get to, at the largest number.
+    rows = [[-int(failure is not None)] + [_NOBODY] * 2, *([_NOBODY] * 3 for _ in range(sum(agreement.parts)))]
+    start = 1
+    for table, count in zip(agreement.tables, agreement.parts, strict=failure is None):
+        digest = digest_of(json.dumps([*table.items.items()]))
+        rows[start + table.part] = [digest, -digest, len(table.items)]
+        start += count
     try:
-        failed, differ = _compare(agreement, mine is not None, message_device(device), group)
+        least = torch.tensor(rows, dtype=torch.int64, device=message_device(device))
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+        (any_failed, *_), *found = least.tolist()
     except RuntimeError:
-        if mine is not None:  # a rank is gone, and what was wrong here matters more
-            raise mine from None
+        if failure is not None:  # a rank has exited, but the error of this rank is the more useful one
+            raise failure from None
         raise
-    # Texts travel only now that something is wrong: a start without errors costs one small all-reduce.
-    if failed:
-        notes = gather_texts(note_of(mine) if mine is not None else "", device, group)
-        if mine is not None:
-            raise mine
+    counts = iter([count for *_, count in found])
+    agreement.sizes = [[*islice(counts, count)] for count in agreement.parts]
+
+    # Texts are sent only after a failure or a difference, so a start without errors costs one small all-reduce.
+    if any_failed < 0:
+        notes = gather_texts(note_of(failure) if failure is not None else "", device, group)
+        if failure is not None:
+            raise failure
         everyone = dist.get_process_group_ranks(group)
         failures = [(rank, note) for rank, note in zip(everyone, notes, strict=True) if note.strip()]
         raise error_of(failures[0][1], [rank for rank, _ in failures], dist.get_rank())
-    if differ:
-        _raise_difference(agreement.tables, device, group)
+    if all(low == -high or low == _NOBODY for low, high, _ in found):
+        return
 
-
-def _compare(agreement: Agreement, failed: bool, device: torch.device, group: Any) -> tuple[bool, bool]:
-    """(Whether any rank failed, whether any differ), by one MIN over the ranks, of each digest and of its negative."""
-    rows = [[-int(failed)] + [_NOBODY] * 2, *([_NOBODY] * 3 for _ in range(sum(agreement.parts)))]
-    start = 1
-    for table, parts in zip(agreement.tables, agreement.parts, strict=not failed):
-        digest = digest_of(json.dumps([*table.items.items()]))
-        rows[start + table.part] = [digest, -digest, len(table.items)]
-        start += parts
-    least = torch.tensor(rows, dtype=torch.int64, device=device)
-    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
-    (any_failed, *_), *found = least.tolist()
-    counts = iter([count for *_, count in found])
-    agreement.sizes = [[*islice(counts, parts)] for parts in agreement.parts]
-    return any_failed < 0, any(low != -high and low != _NOBODY for low, high, _ in found)
-
-
-def note_of(error: Exception) -> str:
-    """An error as a text that other ranks are told, with the user's line that it began at."""
-    return f"{type(error).__name__}\n{with_users_line(error)}"
-
-
-def error_of(note: str, ranks: Iterable[int], here: int) -> ColonnadeError:
-    """The error behind the note, as rank `here` raises it where `ranks` have failed."""
-    kind, _, text = note.partition("\n")
-    ranks = tuple(ranks)
-    where = f"on rank {listed(ranks)} (this rank is {here})"
-    known = _class_of(kind)
-    text_here = f"{where}: {text}" if known is not None else f"{where}: {kind}: {text}"
-    kind_of = known or ColonnadeError
-    error = kind_of.__new__(kind_of)
-    ColonnadeError.__init__(error, text_here, ranks=ranks)  # some classes are made of something else than a text
-    return error
-
-
-def _raise_difference(tables: Sequence[Alike], device: torch.device, group: Any) -> None:
-    """Raise the same error on every rank. The texts travel only now, from one rank of each opinion."""
+    # Of the ranks with equal tables only one sends them.
+    tables = agreement.tables
     shown = [table.shown() if table.shown is not None else table.items for table in tables]
-    mine = json.dumps([[table.part, [*items.items()]] for table, items in zip(tables, shown, strict=True)])
-    digests = [digest for (digest,) in gather_numbers([digest_of(mine)], device, group)]
+    own = json.dumps([[table.part, [*items.items()]] for table, items in zip(tables, shown, strict=True)])
+    digests = [digest for (digest,) in gather_numbers([digest_of(own)], device, group)]
     everyone = dist.get_process_group_ranks(group)
-    speakers = {digest: everyone[digests.index(digest)] for digest in digests}
-    told = share_texts(f"alike/{digest_of(repr(digests))}", mine, speakers.values())
-    opinions = {digest: json.loads(told[rank]) for digest, rank in speakers.items()}
+    senders = {digest: everyone[digests.index(digest)] for digest in digests}
+    texts = share_texts(f"alike/{digest_of(repr(digests))}", own, senders.values())
+    variants = {digest: json.loads(texts[rank]) for digest, rank in senders.items()}
     for at, table in enumerate(tables):
-        for part in sorted({opinion[at][0] for opinion in opinions.values()}):
-            having = [(rank, opinions[digest][at]) for rank, digest in zip(everyone, digests, strict=True)]
-            problems = _differences(table.what, [(rank, items) for rank, (theirs, items) in having if theirs == part])
+        by_rank = [(rank, *variants[digest][at]) for rank, digest in zip(everyone, digests, strict=True)]
+        for part in sorted({other for _, other, _ in by_rank}):
+            problems = _differences(table.what, [(rank, items) for rank, other, items in by_rank if other == part])
             if problems:
                 lines = "\n  ".join(problems[:_DIFFERENCES_SHOWN])
                 raise table.error(f"the ranks do not agree on {lines}\n{table.advice}", code="C005")
 
 
+def note_of(error: Exception) -> str:
+    """An error as text for other ranks, with the line of the user's code that caused it."""
+    return f"{type(error).__name__}\n{with_users_line(error)}"
+
+
+def error_of(note: str, ranks: Iterable[int], here: int) -> ColonnadeError:
+    """The error of a note from `note_of`, as rank `here` raises it after `ranks` have failed."""
+    kind, _, text = note.partition("\n")
+    ranks = tuple(ranks)
+    where = f"on rank {listed(ranks)} (this rank is {here})"
+    known = next((known for known in _subclasses(ColonnadeError) if known.__name__ == kind), None)
+    text_here = f"{where}: {text}" if known is not None else f"{where}: {kind}: {text}"
+    kind_of = known or ColonnadeError
+    error = kind_of.__new__(kind_of)
+    ColonnadeError.__init__(error, text_here, ranks=ranks)  # directly, because subclasses may take other arguments
+    return error
+
+
 def _differences(what: str, tables: Sequence[tuple[int, list[tuple[str, str]]]]) -> list[str]:
-    """A line for each name whose text is another on some rank than on the first."""
+    """A line for each name whose text on some rank differs from the first rank's, or for the first difference in order."""
     by_rank = [(rank, dict(items)) for rank, items in tables]
     rank, first = by_rank[0]
     found = []
@@ -279,10 +289,6 @@ def _differences(what: str, tables: Sequence[tuple[int, list[tuple[str, str]]]])
                     f"the order: {what} {moved[0]!r} on rank {rank} is in the place of {moved[1]!r} on rank {other}"
                 ]
     return found
-
-
-def _class_of(name: str) -> type[ColonnadeError] | None:
-    return next((known for known in _subclasses(ColonnadeError) if known.__name__ == name), None)
 
 
 def _subclasses(base: type[ColonnadeError]) -> Iterator[type[ColonnadeError]]:

@@ -1,8 +1,7 @@
-"""The ranks that take part in a reduction, and the small messages between them.
+"""The ranks that take part in a reduction, small messages between them, and their shared memory.
 
-Bulk data never passes here: only what ranks must agree on (are we at the same step, which gradients are
-missing, does every rank see the same parameters). The messages are bytes in CPU memory whatever the device
-of the gradients, so that agreeing never waits for an accelerator.
+Gradients are not sent here, only status: whether ranks are at the same step, which gradients are missing, whether all ranks have
+the same parameters. Messages are bytes in CPU memory whatever the device of the gradients, so they never wait for an accelerator.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ from colonnade.comm.torch_versions import (
 from colonnade.errors import GradientError, listed
 
 # --------------------------------------------------------------------------------------------------
-# Direct sockets between ranks of one host: they wake each other, hand over memory, and notice a death.
+# Direct sockets between ranks of one host: they wake each other, pass memory descriptors, and detect exits.
 #
-# A message through a socket orders memory: what a rank wrote to shared memory before `send` is seen by a peer
-# after `receive`, on every architecture, because the kernel's queue lock is released by one and taken by the
-# other. The sockets are in Linux's abstract namespace, so no name exists in any file system.
+# A message through a socket orders memory: writes to shared memory before `send` are visible to the peer after
+# `receive`, on every architecture, because one side releases the kernel's queue lock and the other takes it.
+# The sockets are in Linux's abstract namespace, so no name exists in any file system.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -48,7 +47,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 def host_identity() -> str | None:
-    """Equal for two ranks that can share memory (same boot, same network namespace); None where none can."""
+    """A text that is equal for ranks that can share memory (same boot, network namespace and user); None if unsupported."""
     if not hasattr(os, "memfd_create") or not hasattr(socket, "send_fds"):
         return None
     try:
@@ -59,9 +58,9 @@ def host_identity() -> str | None:
 
 
 class HostSockets:
-    """A connected socket per other rank; ranks are counted within the group.
+    """A connected socket to every other rank of a group, by index in the group.
 
-    A peer that has gone raises ConnectionError(index), one that is silent TimeoutError(index, seconds).
+    Methods raise ConnectionError(index) if a peer has exited, and TimeoutError(index, seconds) if a peer is silent.
     """
 
     def __init__(self, index: int, sockets: dict[int, socket.socket], timeout: float) -> None:
@@ -74,7 +73,7 @@ class HostSockets:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
 
     def send(self, payload: bytes) -> None:
-        """Send to every peer."""
+        """Send `payload` to every peer."""
         for index, connection in self._sockets.items():
             try:
                 connection.sendall(payload)
@@ -82,13 +81,13 @@ class HostSockets:
                 raise ConnectionError(index) from error
 
     def receive(self, own: bytes) -> list[bytes]:
-        """A message of the length of `own` from every peer, and `own` at this rank's place."""
+        """A message of the length of `own` from every peer, with `own` at this rank's index."""
         messages = {index: self._receive(index, len(own)) for index in self._sockets}
         messages[self.index] = own
         return [messages[index] for index in range(len(messages))]
 
     def swap_descriptors(self, descriptor: int) -> dict[int, int]:
-        """Give `descriptor` to every peer and get theirs, by index; the caller closes what it gets."""
+        """Send `descriptor` to every peer and receive theirs, by index; the caller must close the received ones."""
         for connection in self._sockets.values():
             socket.send_fds(connection, [b"m"], [descriptor])
         received = {}
@@ -118,7 +117,8 @@ class HostSockets:
 def connect(
     index: int, size: int, timeout: float, gather: Callable[[Any], list[Any]]
 ) -> tuple[HostSockets, None] | tuple[None, str]:
-    """Connect `size` ranks of this host with each other; or say what failed. Collective."""
+    """Connect `size` ranks of this host with each other: (sockets, None) or (None, problem). Collective over these ranks."""
+    # Each rank connects to the ranks before it and accepts connections from those after it.
     name = f"colonnade-{os.urandom(16).hex()}"
     sockets: dict[int, socket.socket] = {}
     with socket.socket(socket.AF_UNIX) as listener:
@@ -128,10 +128,16 @@ def connect(
         names = gather(name)
         try:
             for other in range(index):
-                sockets[other] = _dial(names[other], index)
+                sockets[other] = connection = socket.socket(socket.AF_UNIX)
+                connection.settimeout(_SET_UP_SECONDS)
+                connection.connect(f"\0{names[other]}")
+                _check_user(connection)
+                connection.sendall(index.to_bytes(4, "little"))
             while len(sockets) < size - 1:
-                other, connection = _accept(listener)
-                sockets[other] = connection
+                connection, _ = listener.accept()
+                connection.settimeout(_SET_UP_SECONDS)
+                _check_user(connection)
+                sockets[int.from_bytes(connection.recv(4), "little")] = connection
         except OSError as error:
             for connection in sockets.values():
                 connection.close()
@@ -139,35 +145,20 @@ def connect(
     return HostSockets(index, sockets, timeout), None
 
 
-def _dial(name: str, index: int) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX)
-    connection.settimeout(_SET_UP_SECONDS)
-    connection.connect(f"\0{name}")
-    _refuse_strangers(connection)
-    connection.sendall(index.to_bytes(4, "little"))
-    return connection
-
-
-def _accept(listener: socket.socket) -> tuple[int, socket.socket]:
-    connection, _ = listener.accept()
-    connection.settimeout(_SET_UP_SECONDS)
-    _refuse_strangers(connection)
-    return int.from_bytes(connection.recv(4), "little"), connection
-
-
-def _refuse_strangers(connection: socket.socket) -> None:
+def _check_user(connection: socket.socket) -> None:
+    """Raise if the peer is a process of another user: abstract names are visible to all users of the host."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(credentials)
     if user != os.getuid():
-        raise PermissionError(f"user {user} answered in place of a rank")
+        raise PermissionError(f"a process of user {user} answered in place of a rank")
 
 
 Gather = Callable[[Tensor, Tensor], Any]
-"""A flat all-gather of CPU tensors, (received, own); returns work to wait for, or None where it is done."""
+"""A flat all-gather of CPU tensors, (received, own); returns the work to wait for, or None if it is complete."""
 
 
 def start_gather(gather: Gather, size: int, payload: bytes) -> Callable[[], list[bytes]]:
-    """Begin to gather bytes, of one length on all `size` ranks; the function that is returned waits for all of them."""
+    """Start to gather bytes, equally many from each of `size` ranks; the returned function waits for the result."""
     received = torch.empty(size * len(payload), dtype=torch.uint8, device="cpu")
     work = gather(received, torch.frombuffer(bytearray(payload), dtype=torch.uint8))
 
@@ -186,64 +177,78 @@ def gather_json_by(gather: Gather, size: int, value: Any) -> list[Any]:
 
 
 class RankGroup:
-    """The ranks of one group as this rank sees them. `ranks` is in group order, `index` is this rank's place."""
+    """The ranks of a process group, with small messages between them.
+
+    Attributes:
+        ranks: The global ranks in group order.
+        index: The position of this rank in the group.
+        size: The number of ranks.
+        group: The process group; None for a single rank.
+        sockets: Direct sockets between ranks of one host, after `share_memory`.
+        under_way: Reductions over these ranks that have started and must complete before their memory is reused.
+    """
 
     def __init__(
         self, ranks: Sequence[int], group: dist.ProcessGroup | None, log: Callable[[str], None] = lambda text: None
     ) -> None:
         self.ranks = tuple(ranks) if group is None else tuple(dist.get_process_group_ranks(group))
         if set(self.ranks) != set(ranks) or (group is None and len(ranks) > 1):
-            raise GradientError(f"a reduction over ranks {list(ranks)} was given the group of {list(self.ranks)}")
+            raise GradientError(
+                f"a reduction over ranks {list(ranks)} has the process group of ranks {list(self.ranks)}; pass the group of "
+                f"exactly these ranks"
+            )
         self.group = group
         self.size = len(self.ranks)
         self.index = self.ranks.index(dist.get_rank()) if group is not None else 0
         self.sockets: HostSockets | None = None
-        self._gather = _cpu_gather(group) if group is not None else _gather_alone
+        self._gather: Gather
+        if group is None:
+            self._gather = _copy_own
+        elif "cpu:" in dist.get_backend_config(group):
+            self._gather = lambda received, own: all_gather_flat(received, own, group=group, async_op=True)
+        else:  # a group for accelerators only cannot gather CPU tensors
+            self._gather = gloo_beside(group)
         self._answers: Callable[[], list[bytes]] | None = None
         self.under_way: deque[Any] = deque()
-        """The sums over these ranks that were started and are waited for before their memory is used again."""
         self._log = log
         self._must_share = False
 
     @property
     def alone(self) -> bool:
-        """Whether there is nobody to send to."""
+        """Whether this rank is the only one."""
         return self.size == 1
 
     def share_memory(self, must: bool) -> None:
-        """Connect the ranks of one host, so that their memory can be shared. Collective.
+        """Connect the ranks by direct sockets if all are on one host, so that they can share memory. Collective over the group.
 
-        Where it cannot be done, it is logged, or an error if it `must`.
+        Otherwise the reason is logged or, with `must`, raised.
         """
         self._must_share = must
-        problem = self._connect()
-        if problem is not None:
-            self.cannot_share(problem)
-
-    def cannot_share(self, problem: str) -> None:
-        """Say why memory is not shared; an error where it must be. On all ranks of the group alike."""
-        if self._must_share:
-            raise GradientError(f'shared_memory=True, but {problem}. Use "auto" to fall back by itself')
-        self._log(f"gradients travel by the process group, not by shared memory: {problem}")
-
-    def _connect(self) -> str | None:
-        """Open direct sockets to all ranks, if all are on this host; else the reason why not. Collective."""
         hosts = self.gather_objects(host_identity())
         if None in hosts:
-            return f"rank {self.ranks[hosts.index(None)]} runs on a system without anonymous shared memory"
+            self.cannot_share(f"rank {self.ranks[hosts.index(None)]} runs on a system without anonymous shared memory")
+            return
         if len(set(hosts)) > 1:
-            return f"ranks {listed(self.ranks)} are on {len(set(hosts))} hosts or network namespaces"
+            self.cannot_share(f"ranks {listed(self.ranks)} are on {len(set(hosts))} hosts or network namespaces")
+            return
         sockets, problem = connect(self.index, self.size, timeout_of(self.group).total_seconds(), self.gather_objects)
-        problems = self.gather_objects(problem)
-        if any(problems):
-            if sockets is not None:
-                sockets.close()
-            return next(text for text in problems if text)
-        self.sockets = sockets
-        return None
+        # A problem on one rank stops all of them from using the sockets.
+        problems = [text for text in self.gather_objects(problem) if text]
+        if not problems:
+            self.sockets = sockets
+            return
+        if sockets is not None:
+            sockets.close()
+        self.cannot_share(problems[0])
+
+    def cannot_share(self, problem: str) -> None:
+        """Log why memory is not shared, or raise if it must be. To be called on all ranks of the group."""
+        if self._must_share:
+            raise GradientError(f'shared_memory=True, but {problem}. Use "auto" to fall back to the process group')
+        self._log(f"gradients are sent by the process group, not by shared memory: {problem}")
 
     def signal(self, payload: bytes) -> None:
-        """Send `payload` (of the same length on every rank) to all; returns at once."""
+        """Send `payload` (equally long on every rank) to all ranks without waiting."""
         if self.sockets is None:
             self._answers = start_gather(self._gather, self.size, payload)
         else:
@@ -251,22 +256,22 @@ class RankGroup:
             self._answers = partial(self._over_sockets, lambda sockets: sockets.receive(payload))
 
     def collect(self) -> list[bytes]:
-        """The payloads of all ranks in group order, after `signal`; waits for the slowest rank."""
+        """The payloads of all ranks, in group order, after `signal`. Waits for the slowest rank."""
         answers, self._answers = self._answers, None
         assert answers is not None, "collect() comes after signal()"
         return answers()
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """Signal and collect at once."""
+        """`signal` and `collect`."""
         self.signal(payload)
         return self.collect()
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
-        """`payload` of every rank (same length), by the group: for what may be too long for `signal`."""
+        """The payloads of all ranks (equally long) by the process group, for payloads that may be too long for `signal`."""
         return start_gather(self._gather, self.size, payload)()
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's JSON value, in group order. Collective, for start-up and rare events."""
+        """Every rank's JSON value, in group order, for start-up and rare events. Collective over the group."""
         return gather_json_by(self._gather, self.size, value)
 
     def close(self) -> None:
@@ -293,15 +298,20 @@ class RankGroup:
             ) from error
 
 
+def _copy_own(received: Tensor, own: Tensor) -> None:
+    received.copy_(own)
+
+
 def own_gloo(group: dist.ProcessGroup | None = None) -> Any:
-    """Connections for CPU tensors, of their own, between the ranks of `group`, or of the world. Collective."""
+    """New gloo connections for CPU tensors between the ranks of `group` (default: the world). Collective over these ranks."""
+    # The ranks agree on a key prefix: the random token of the first rank, gathered by the group's own backend.
     on_device = torch.cuda.is_available() and "cpu:" not in dist.get_backend_config(group)
     where = torch.device("cuda", torch.cuda.current_device()) if on_device else torch.device("cpu")
     tokens = gather_rows(torch.frombuffer(bytearray(os.urandom(8)), dtype=torch.uint8).to(where), group)
     store = meeting_store(PrefixStore(f"colonnade/{bytes(tokens[0].tolist()).hex()}", default_store()), len(tokens))
     gloo = dist.ProcessGroupGloo(store, dist.get_rank(group), len(tokens), timeout_of(group))
     store.forget()
-    # A rank that let go of its connections now would break those that others are still opening.
+    # A barrier: a rank that closed its connections now would break connections that other ranks are still opening.
     gloo_all_gather(
         gloo, torch.empty(len(tokens), dtype=torch.uint8, device="cpu"), torch.zeros(1, dtype=torch.uint8, device="cpu")
     ).wait()
@@ -309,27 +319,16 @@ def own_gloo(group: dist.ProcessGroup | None = None) -> Any:
 
 
 def gloo_beside(group: dist.ProcessGroup) -> Gather:
-    """A flat all-gather of CPU tensors, by connections of its own between the ranks of `group`. Collective."""
+    """A flat all-gather of CPU tensors by new connections between the ranks of `group`. Collective over the group."""
     gloo = own_gloo(group)
     return lambda received, own: gloo_all_gather(gloo, received, own)
 
 
-def _cpu_gather(group: dist.ProcessGroup) -> Gather:
-    """A flat all-gather of CPU tensors over the ranks of `group`, which may be one for accelerators alone."""
-    if "cpu:" in dist.get_backend_config(group):
-        return lambda received, own: all_gather_flat(received, own, group=group, async_op=True)
-    return gloo_beside(group)
-
-
-def _gather_alone(received: Tensor, own: Tensor) -> None:
-    received.copy_(own)
-
-
 # --------------------------------------------------------------------------------------------------
-# Flat memory of one rank, or of all ranks of a host at once.
+# Flat memory of one rank, or shared by all ranks of a host.
 #
-# Shared memory is anonymous: it has no name in any file system, so that nothing outlives the processes however they
-# end, and no mount's size limits it.
+# Shared memory is anonymous: it has no name in any file system, so nothing outlives the processes however they
+# end, and it is not limited by the size of a mount such as /dev/shm.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -338,22 +337,22 @@ HEAP_BYTES = 31 << 20
 
 @dataclass(frozen=True, eq=False)
 class GroupMemory:
-    """Flat memory: this rank's, and (where it is shared) every rank's in group order."""
+    """Flat memory: this rank's and, if shared, every rank's in group order."""
 
     own: Tensor
     every: list[Tensor] | None = None
 
     def part(self, start: int, stop: int) -> GroupMemory:
-        """Elements [start, stop) of it."""
+        """The elements [start, stop)."""
         every = [memory[start:stop] for memory in self.every] if self.every is not None else None
         return GroupMemory(self.own[start:stop], every)
 
 
 def allocate(group: RankGroup, numel: int, dtype: torch.dtype, device: torch.device, shared: bool) -> GroupMemory:
-    """Zeroed memory of `numel` elements on every rank. Collective.
+    """Zeroed memory of `numel` elements on every rank. Collective over the group.
 
-    `shared`: in memory that all ranks of the group see, unless their memory cannot be shared. Where the system has no
-    room for it, the group says whether that is logged or an error.
+    With `shared` the memory is visible to all ranks if they are on one host. If the system has no room for shared memory, the
+    group logs or raises (`cannot_share`).
     """
     if shared and group.sockets is not None and device.type == "cpu":
         every, problem = allocate_shared(group, numel, dtype)
@@ -364,7 +363,7 @@ def allocate(group: RankGroup, numel: int, dtype: torch.dtype, device: torch.dev
 
 
 def allocate_shared(group: RankGroup, numel: int, dtype: torch.dtype) -> tuple[list[Tensor], None] | tuple[None, str]:
-    """All ranks' tensors of `numel` elements in group order, or why there are none. Collective."""
+    """(All ranks' tensors of `numel` elements in group order, None), or (None, problem). Collective over the group."""
     assert group.sockets is not None
     nbytes = max(1, numel) * dtype.itemsize
     descriptor, problem = _reserve(nbytes)
@@ -375,21 +374,30 @@ def allocate_shared(group: RankGroup, numel: int, dtype: torch.dtype) -> tuple[l
         return None, problems[0]
     descriptors = group.sockets.swap_descriptors(descriptor)
     descriptors[group.index] = descriptor
-    return [_map(descriptors[index], nbytes, numel, dtype) for index in range(group.size)], None
+    memory = []
+    for index in range(group.size):
+        mapping = mmap.mmap(descriptors[index], nbytes)  # lives as long as the tensor
+        os.close(descriptors[index])
+        empty = torch.empty(0, dtype=dtype, device="cpu")
+        memory.append(torch.frombuffer(mapping, dtype=dtype, count=numel) if numel else empty)
+    return memory, None
 
 
 def keep_heap() -> None:
-    """Make glibc keep freed memory for the next step, instead of giving it back and faulting it in again.
+    """Make glibc keep freed memory for the next step, instead of returning it to the system and faulting it in again.
 
-    With gradients in buckets the heap is all but empty after backward, and glibc would shrink it at each step. It
-    learns from a large block that is freed: blocks of this size stay on the heap from then on, up to twice as
-    much in all (32 MiB is the most it learns from). Elsewhere this does nothing.
+    With gradients in buckets the heap is almost empty after backward, and glibc would shrink it at each step. Freeing one large
+    block raises glibc's dynamic threshold: blocks up to this size then stay on the heap, up to twice as much in total (32 MiB is
+    the largest block that counts). No effect with other C libraries.
     """
     torch.empty(HEAP_BYTES, dtype=torch.uint8, device="cpu")
 
 
 def _reserve(nbytes: int) -> tuple[int, None] | tuple[None, str]:
-    """Anonymous memory whose pages exist, so that running out is an error now and no signal later."""
+    """(Descriptor of anonymous memory, None), or (None, problem).
+
+    All pages are allocated now, because running out of memory later would be a SIGBUS instead of an error.
+    """
     descriptor = None
     try:
         descriptor = os.memfd_create("colonnade-shared", os.MFD_CLOEXEC)
@@ -397,14 +405,5 @@ def _reserve(nbytes: int) -> tuple[int, None] | tuple[None, str]:
     except OSError as error:
         if descriptor is not None:
             os.close(descriptor)
-        return None, f"{nbytes / 2**20:.1f} MiB of shared memory cannot be had: {error.strerror}"
+        return None, f"{nbytes / 2**20:.1f} MiB of shared memory cannot be allocated: {error.strerror}"
     return descriptor, None
-
-
-def _map(descriptor: int, nbytes: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """The memory behind `descriptor`, which is closed; it lives as long as the tensor."""
-    mapping = mmap.mmap(descriptor, nbytes)
-    os.close(descriptor)
-    if numel == 0:
-        return torch.empty(0, dtype=dtype, device="cpu")
-    return torch.frombuffer(mapping, dtype=dtype, count=numel)

@@ -1,4 +1,4 @@
-"""Names that torch keeps private, and what differs between its versions: here and nowhere else."""
+"""All uses of private names of torch, and all differences between its versions."""
 
 from __future__ import annotations
 
@@ -20,39 +20,40 @@ from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import _disable_current_modes
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-"""How long a rank waits for the others, unless `launch(timeout=)` says otherwise."""
+"""The timeout of collectives, unless `launch(timeout=)` sets another."""
 
 START_UP_TIMEOUT = timedelta(minutes=2)
-"""How long at most where all ranks are known to be there, and nobody has anything long to do."""
+"""The timeout at start-up, when all ranks have joined and none has long work to do."""
 
 COMPILES_COLLECTIVES = torch.__version__ >= "2.13"  # a TorchVersion, which compares numbers
-"""Whether torch.compile keeps the backward pass of our functions around collectives. torch 2.11 leaves its sums out."""
+"""Whether torch.compile keeps the backward of our autograd functions with collectives. torch 2.11 drops their all-reduces."""
 
 all_gather_flat: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-"""`all_gather_flat(received, own, group=..., async_op=...)`: the parts of all ranks, one after another in one tensor."""
+"""`all_gather_flat(received, own, group=..., async_op=...)`: the tensors of all ranks, concatenated in one flat tensor."""
 
 reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-"""`reduce_scatter_flat(part, whole, group=..., async_op=...)`: this rank's part of the sum of all ranks' tensors."""
+"""`reduce_scatter_flat(shard, full, group=..., async_op=...)`: this rank's shard of the sum of all ranks' flat tensors."""
 
 
-def gather_rows(mine: Tensor, group: Any = None) -> Tensor:
-    """Everybody's tensor, of one shape on all ranks, as rows of one tensor. Collective over the group."""
-    everyone = mine.new_empty((dist.get_world_size(group), *mine.shape))
-    all_gather_flat(everyone.view(-1), mine.view(-1), group=group)
-    return everyone
+def gather_rows(own: Tensor, group: Any = None) -> Tensor:
+    """The tensors of all ranks, of equal shape, as rows of one tensor. Collective over the group."""
+    rows = own.new_empty((dist.get_world_size(group), *own.shape))
+    all_gather_flat(rows.view(-1), own.view(-1), group=group)
+    return rows
 
 
 unwatched: Any = _disable_current_modes
-"""`with unwatched():` no mode of torch's dispatcher sees what runs inside: selective checkpointing wants the same ops again."""
+"""`with unwatched():` hides operations from dispatch modes. Selective checkpointing needs this for operations that are not
+repeated when it recomputes a layer."""
 
 
 def is_traced() -> bool:
-    """Whether torch makes a graph of what runs here."""
+    """Whether torch is tracing a graph."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def fake_mode() -> Any:
-    """Inside it tensors have shapes and no memory; outside, operations on such tensors and others give such tensors."""
+    """A mode in which new tensors have shapes but no memory. Such tensors can be mixed with real ones, also after the mode."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -62,11 +63,10 @@ def default_store() -> Any:
 
 
 class _MeetingStore(Store):
-    """A store in which the ranks of a new gloo group find each other by reading as many keys as there are ranks.
+    """A store through which the n ranks of a new gloo group exchange addresses with about n instead of n * n reads.
 
-    Gloo lets each rank leave its address under its number, and read those of all: n * n keys of one store. Here rank 0
-    of the group reads them, and leaves one key with all of them, which each other rank reads. Any other key is the
-    store's own.
+    gloo makes each rank write its address under its number and read the addresses of all ranks. With this store, rank 0 of the
+    group reads them all and writes them under one key, which each other rank reads. Other keys are passed to the real store.
     """
 
     def __init__(self, store: Any, size: int) -> None:
@@ -76,14 +76,14 @@ class _MeetingStore(Store):
         self._tables: dict[str, list[bytes]] = {}
 
     def set(self, key: str, value: Any) -> None:
-        """Leave a value; one under a number is this rank's address."""
+        """Set a value. A key that ends with a number is this rank's address."""
         self._store.set(key, value)
         base, _, number = key.rpartition("/")
         if number.isdigit() and int(number) < self._size:
             self._own[base] = int(number)
 
     def wait(self, keys: list[str], *timeout: Any) -> None:
-        """Wait until the keys are there; where they are addresses of a group, until all are."""
+        """Wait until the keys exist; for addresses of a group, until the addresses of all ranks exist."""
         for key in keys:
             base, number = self._address(key)
             if number is None:
@@ -99,26 +99,28 @@ class _MeetingStore(Store):
         return bytes(self._store.get(key))
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number, and return it."""
+        """Add to a number and return the sum."""
         return int(self._store.add(key, amount))
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys are there."""
+        """Whether all keys exist."""
         return bool(self._store.check(keys))
 
     def delete_key(self, key: str) -> bool:
-        """Take a key away."""
+        """Delete a key."""
         return bool(self._store.delete_key(key))
 
     def forget(self) -> None:
-        """The group is made: no address is asked for again."""
+        """Free the addresses after the group is created."""
         self._tables.clear()
 
     def _address(self, key: str) -> tuple[str, int | None]:
+        """(Key without the number, the number if this is the address of a rank.)"""
         base, _, number = key.rpartition("/")
         return base, int(number) if base in self._own and number.isdigit() else None
 
     def _read(self, base: str, *timeout: Any) -> list[bytes]:
+        """The addresses of all ranks: collected and published by rank 0 of the group, read by the others."""
         table = f"{base}/all"
         if self._own[base] == 0:
             keys = [f"{base}/{number}" for number in range(self._size)]
@@ -131,25 +133,25 @@ class _MeetingStore(Store):
 
 
 _met: list[_MeetingStore] = []
-"""Torch's groups refer to their store, and do not keep a Python object alive: this list does, until the world is left."""
+"""Keeps the stores alive until the world is left: torch's groups refer to their store but do not own a Python object."""
 
 
 def forget_meeting_stores() -> None:
-    """After all groups are destroyed: close the connections to the store that the groups were made with."""
+    """After all groups are destroyed, close their connections to the store."""
     _met.clear()
 
 
 def meeting_store(store: Any, size: int) -> Any:
-    """A store by which a new gloo group of so many ranks connects; reads as many keys as there are ranks, not the square."""
+    """A store for the creation of a gloo group of `size` ranks, with about `size` instead of `size` squared reads."""
     _met.append(_MeetingStore(store, size))
     return _met[-1]
 
 
 @contextmanager
 def groups_meet(size: int, backend: str | None = None) -> Iterator[None]:
-    """In the block, torch creates one group of so many ranks, whose gloo connects by a `meeting_store`.
+    """Inside the block, in which torch creates one group of `size` ranks, gloo connects by a `meeting_store`.
 
-    Not with NCCL, whose threads use their group's store for as long as it lives, and would wait for Python.
+    Not for NCCL, whose threads use the store of their group all the time and would have to take the GIL for a Python store.
     """
     group: Any = dist.group.WORLD
     groups: Any = distributed_c10d._world.pg_map
@@ -169,10 +171,10 @@ def groups_meet(size: int, backend: str | None = None) -> Iterator[None]:
 
 def join_by(store: Any, backend: str, rank: int, world_size: int, timeout: timedelta) -> None:
     """`init_process_group` with this store; gloo connects by a `meeting_store`."""
-    meets = backend == "gloo"
-    given = meeting_store(store, world_size) if meets else store
+    is_gloo = backend == "gloo"
+    given = meeting_store(store, world_size) if is_gloo else store
     dist.init_process_group(backend, store=given, rank=rank, world_size=world_size, timeout=timeout)
-    if meets:  # what comes next needs no such store
+    if is_gloo:  # after the connection, torch gets the plain store
         given.forget()
         groups: Any = distributed_c10d._world.pg_map
         groups[dist.group.WORLD] = (groups[dist.group.WORLD][0], PrefixStore("world", store))
@@ -180,16 +182,16 @@ def join_by(store: Any, backend: str, rank: int, world_size: int, timeout: timed
 
 @contextmanager
 def apart_from_world() -> Iterator[None]:
-    """Inside, this thread has joined no world, whatever it has joined outside, and may join another."""
+    """Inside the block this thread has no process group, whatever it has joined outside, and may join another world."""
     from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
     torch_dist: Any = dist
     before, rank = distributed_c10d._world, dist.get_rank() if dist.is_initialized() else -1
     level = torch_dist.get_debug_level()
-    torch_dist.set_debug_level(torch_dist.DebugLevel.OFF)  # it puts groups of gloo around all others
+    torch_dist.set_debug_level(torch_dist.DebugLevel.OFF)  # the level DETAIL wraps all groups in gloo groups
     world: Any = ThreadLocalWorld()
     world.group_count = 1 << 20  # torch numbers groups by it, and keeps one list of all numbers
-    if not hasattr(world, "comms"):  # in torch 2.11, whose destroy_process_group reads it all the same
+    if not hasattr(world, "comms"):  # missing in torch 2.11, whose destroy_process_group reads it
         world.comms = []
     distributed_c10d._world = world
     try:
@@ -201,32 +203,32 @@ def apart_from_world() -> Iterator[None]:
 
 
 def start_fsdp(module: Any) -> None:
-    """Let FSDP2 do now what it does before its first forward pass: find all modules that it has wrapped."""
+    """Run FSDP2's lazy initialization now instead of before the first forward pass."""
     if hasattr(module, "_get_fsdp_state"):
         module._get_fsdp_state()._lazy_init()
 
 
 def forget_failed_start() -> None:
-    """After an `init_process_group` that failed: the next one names its group as it would have in a new process."""
+    """After a failed `init_process_group`, reset the count by which the next one names its group."""
     if not dist.is_initialized():
         distributed_c10d._world.group_count = 0
 
 
 def is_alive(group: Any) -> bool:
-    """Whether the group exists and was not destroyed."""
+    """Whether the group exists and has not been destroyed."""
     return group in distributed_c10d._world.pg_map
 
 
 def is_wanted(node: Any) -> bool:
-    """In a backward pass: whether it goes on to this node of the graph. A pass may be for some of the leaves only."""
+    """During a backward pass, whether the pass will execute this node; a pass may be for some of the leaves only."""
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # a leaf that `torch.autograd.grad` asks for
+    except RuntimeError:  # raised for a leaf among the inputs of `torch.autograd.grad`
         return True
 
 
 def group_of_call(args: Sequence[Any]) -> dist.ProcessGroup:
-    """The group among the arguments of a collective as torch's dispatcher sees it: as an object, or (last) by name."""
+    """The process group among the arguments of a dispatched collective: an object or, as the last argument, its name."""
     for value in args:
         if isinstance(value, torch.ScriptObject) and str(value._type()).endswith(".ProcessGroup"):
             return dist.ProcessGroup.unbox(value)
@@ -247,14 +249,14 @@ _COLLECTIVES = {
     "alltoall_base": "all_to_all",
     **{name: name for name in ("broadcast", "reduce", "reduce_scatter", "gather", "scatter", "barrier")},
 }
-"""Methods of a process group, by what torch.distributed calls them."""
+"""Names of torch.distributed for the methods of a process group."""
 
 
 @contextmanager
 def noting_collectives(note: Callable[[str, dist.ProcessGroup, Any], None]) -> Iterator[None]:
-    """Within the block, (name, group, first argument) of every collective that Python makes, before it is made.
+    """Inside the block, call `note` with (name, group, first argument) before every collective issued from Python.
 
-    A dispatch mode sees them too, but makes each slower by a tenth of a millisecond.
+    A dispatch mode could do the same, but slows each collective down by 0.1 ms.
     """
     group_class: Any = dist.ProcessGroup
     before = {name: vars(group_class)[name] for name in _COLLECTIVES if name in vars(group_class)}
@@ -276,12 +278,12 @@ def noting_collectives(note: Callable[[str, dist.ProcessGroup, Any], None]) -> I
 
 
 def timeout_of(group: dist.ProcessGroup | None = None) -> timedelta:
-    """How long collectives of the group (the world by default) wait; torch's default where it does not tell."""
+    """The timeout of collectives of the group (by default the world); `DEFAULT_TIMEOUT` if its backend has no options."""
     return next((backend.options._timeout for backend in _backends(group)), DEFAULT_TIMEOUT)
 
 
 def _backends(group: dist.ProcessGroup | None = None) -> list[Any]:
-    """The backends of the group (the world by default) that tell their options, out of their wrappers for debugging."""
+    """The backends with options of the group (by default the world), without their debug wrappers."""
     group = group or dist.group.WORLD
     found = [group._get_backend(device) for device in getattr(group, "_device_types", ()) if group is not None]
     found = [getattr(backend, "wrapped_pg", backend) for backend in found]
@@ -290,7 +292,7 @@ def _backends(group: dist.ProcessGroup | None = None) -> list[Any]:
 
 @contextmanager
 def waiting_at_most(limit: timedelta) -> Iterator[None]:
-    """In the block, collectives of the world wait no longer than `limit`."""
+    """Inside the block, collectives of the world time out after `limit` at most."""
     before = [(backend, backend.options._timeout) for backend in _backends()]
     for backend, longest in before:
         backend._set_default_timeout(min(limit, longest))
@@ -302,14 +304,14 @@ def waiting_at_most(limit: timedelta) -> Iterator[None]:
 
 
 def gloo_all_gather(gloo: Any, received: Tensor, own: Tensor) -> Any:
-    """`all_gather_flat` by a bare `ProcessGroupGloo` that is no group of torch.distributed; returns the work."""
+    """`all_gather_flat` by a bare `ProcessGroupGloo`, which is not registered with torch.distributed; returns the work."""
     return gloo._allgather_base(received, own)
 
 
 def exchange_tensors(first: Any, second: Any) -> None:
-    """Make two tensors of one class each other's, all but their Python attributes.
+    """Swap the contents of two tensors of the same class, but not their Python attributes.
 
-    torch.utils.swap_tensors takes the attributes along, and refuses tensors with weak references, as an nn.LSTM has.
+    torch.utils.swap_tensors also swaps the attributes, and raises for tensors with weak references, as nn.LSTM has.
     """
     torch._C._swap_tensor_impl(first, second)
     if hasattr(first, "_local_tensor"):  # DTensors
@@ -318,9 +320,9 @@ def exchange_tensors(first: Any, second: Any) -> None:
 
 
 def dtensor_like(dtensor: Any, local: Tensor) -> Tensor:
-    """A DTensor that lies as `dtensor` does, with this local part, wherever that is.
+    """A DTensor with the placements of `dtensor` and this local tensor, on the local tensor's device.
 
-    DTensor.from_local would move it to the mesh's device, away from the CPU that FSDP2 offloads to.
+    DTensor.from_local would move the tensor to the device of the mesh, for example from the CPU to which FSDP2 offloads.
     """
     from torch.distributed.tensor import DTensor
 
@@ -329,7 +331,7 @@ def dtensor_like(dtensor: Any, local: Tensor) -> Tensor:
 
 @torch.no_grad()
 def refresh_shards(module: Any) -> None:
-    """Let a module of FSDP2 take notice of new memory of its parameters, as its own `_apply` does."""
+    """Make an FSDP2 module use new memory of its parameters, as its own `_apply` does."""
     state = module._get_fsdp_state()
     for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
         for parameter in group.fsdp_params:
@@ -337,11 +339,11 @@ def refresh_shards(module: Any) -> None:
 
 
 def leave_out_mixed_precision(model: torch.nn.Module) -> bool:
-    """Let modules that FSDP2 has wrapped, and not run yet, compute in the dtype of their weights; whether any did not."""
+    """Turn off mixed precision in FSDP2 modules that have not run yet; returns whether any of them used it."""
     found, modules = False, cast(Any, model).modules()
     for module in modules:
         state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
-        policy = getattr(state, "_mp_policy", None)  # the object that its parameters read when they first run
+        policy = getattr(state, "_mp_policy", None)  # read by the parameters at the first forward pass
         for key in ("param_dtype", "reduce_dtype", "output_dtype") if policy is not None else ():
             found = found or getattr(policy, key) is not None
             object.__setattr__(policy, key, None)
@@ -349,11 +351,14 @@ def leave_out_mixed_precision(model: torch.nn.Module) -> bool:
 
 
 BACKWARD = (torch.Tensor.backward, torch.autograd.backward)
-"""The functions that a torch function mode is asked about before a backward pass."""
+"""The functions that start a backward pass, as a torch function mode sees them."""
 
 
 def backward_inside(mode: Any, function: Any, args: Any, kwargs: Any) -> Any:
-    """A backward pass with the mode on. Torch turns it off to ask it, and modules may be computed again in the pass."""
+    """Run a backward pass with the mode enabled, for layers that the pass recomputes.
+
+    torch disables a mode while it calls the mode's `__torch_function__`, from which this is called.
+    """
     home: Any = torch.autograd
     own = home._engine_run_backward
 

@@ -1,18 +1,17 @@
-"""Who waits for what: ranks that stand still say where, so that a hang is explained within seconds.
+"""Watching waits: ranks that stand still publish where they are, so that a hang is explained within seconds.
 
-A rank notes where it is as it goes along (`WaitWatch.at`, `during`), which costs an assignment. A thread looks at the note
-about once a second:
+A rank records its place as it goes along (`WaitWatch.at`, `during`), which costs an assignment. A thread reads the record about
+once a second:
 
-1. It sends a sign of life (`peer_errors.PeerProcesses.heartbeat`).
-2. Only when the rank has stood at one place for seconds, its place is written to the store of the world; it goes from there
+1. It sends a heartbeat (`peer_errors.PeerProcesses.heartbeat`).
+2. When the rank has been at one place for seconds, the thread writes the place to the store of the world, and removes the note
    when the rank moves on.
-3. Of the ranks that wait inside the engine, one becomes the reader: it reads the notes of all, at pauses that grow, and logs
-   where the others are. The others read one key. So a wait of a whole world of n ranks costs the store n keys at a time, not
-   n * n.
+3. Of the ranks that wait inside the engine, one becomes the reader: it reads the notes of all ranks, at growing intervals, and
+   logs where the other ranks are. The others read one key. A wait of all n ranks thus costs the store n keys at a time, not n * n.
 
-The same notes serve a rank whose wait has ended with an error (`note_error` puts into it where the others are), calls that are
-for all ranks (`together`), and checks that look for a rank which waits in vain (`stalled_places`). `PhaseClock` measures where
-the time of a step goes at the same places.
+The same notes explain errors that end a wait (`note_error` adds where the other ranks are), calls that all ranks must make
+(`together`), and ranks that wait in vain (`stalled_places`). `PhaseClock` measures where the time of a step goes, at the same
+places.
 """
 
 from __future__ import annotations
@@ -45,63 +44,63 @@ if TYPE_CHECKING:
 
 
 # --------------------------------------------------------------------------------------------------
-# Where the time of a step goes: marks on the host's clock, or events of a device that are read a step later.
+# Where the time of a step goes: host timestamps, or device events that are read a step later.
 # --------------------------------------------------------------------------------------------------
 
 
 PHASES = ("data", "forward", "backward", "communication", "clip", "optimizer", "other")
-"""The phases of a step. `communication` is time that nothing else hides: waiting for sums of gradients and for messages of
-the pipeline. Collectives inside a forward or backward pass count there. `other` is hooks, checkpoints and the loop itself."""
+"""The phases of a step. `communication` is exposed time only: waiting for gradient reductions and pipeline messages. Collectives
+inside a forward or backward pass count as forward or backward. `other` is hooks, checkpoints and the loop itself."""
 
 
 class PhaseTimes:
-    """The marks of one step; reading them waits for nothing younger than they are."""
+    """The timestamps of one step. Reading them waits only for the work of that step."""
 
-    def __init__(self, marks: list[tuple[str, Any]], end: Any) -> None:
-        self._marks, self._end = marks, end
+    def __init__(self, stamps: list[tuple[str, Any]], end: Any) -> None:
+        self._stamps, self._end = stamps, end
 
     def read(self) -> dict[str, float]:
-        """Seconds by phase; those that took no time are left out."""
+        """Seconds by phase, without phases that did not occur."""
         seconds: dict[str, float] = {}
-        ends = [mark for _, mark in self._marks[1:]] + [self._end]
+        ends = [stamp for _, stamp in self._stamps[1:]] + [self._end]
         if not isinstance(self._end, float):
             self._end.synchronize()
-        for (phase, begin), end in zip(self._marks, ends, strict=True):
+        for (phase, begin), end in zip(self._stamps, ends, strict=True):
             spent = end - begin if isinstance(end, float) else begin.elapsed_time(end) / 1000
             seconds[phase] = seconds.get(phase, 0.0) + spent
         return seconds
 
 
 class PhaseClock:
-    """Notes when a step goes from one phase to the next. On CUDA by events of the current stream: the host never waits."""
+    """Records the transitions between the phases of a step. On CUDA by events of the current stream, so the host never waits."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_device = device.type == "cuda"
         self.restart()
 
     def restart(self) -> None:
-        """The next step begins now."""
+        """Start the next step now."""
         self._phase = "other"
-        self._marks = [(self._phase, self._now())]
+        self._stamps = [(self._phase, self._now())]
 
     def enter(self, phase: str) -> str:
-        """From here on the time is that of `phase`; returns the one before."""
+        """Count the time from now on as `phase`; returns the previous phase."""
         before = self._phase
         if phase != before:
             self._phase = phase
-            self._marks.append((phase, self._now()))
+            self._stamps.append((phase, self._now()))
         return before
 
     def end_step(self) -> PhaseTimes:
-        """The times of the step that ends here, on their way; the next one begins."""
+        """End the step and start the next; returns the times, which may still be in flight on the device."""
         end = self._now()
-        ended, self._marks = PhaseTimes(self._marks, end), [(self._phase, end)]
+        ended, self._stamps = PhaseTimes(self._stamps, end), [(self._phase, end)]
         return ended
 
     def _now(self) -> Any:
         if not self._on_device:
             return time.perf_counter()
-        import torch  # here, so that pages of runs are made without it
+        import torch  # here, because pages of runs are made without torch
 
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -109,13 +108,12 @@ class PhaseClock:
 
 
 # --------------------------------------------------------------------------------------------------
-# Where a rank is, and what is written of it in the store.
+# The place of a rank, and its note in the store.
 # --------------------------------------------------------------------------------------------------
 
 
 SAY_AFTER = 5.0
-"""Seconds at one place after which a rank tells the others where it is; after one and a half times as long it says where
-they are."""
+"""Seconds at one place after which a rank publishes the place; after one and a half times as long it logs where others are."""
 
 OUTSIDE = "outside the engine"
 NEEDS_ALL = (
@@ -124,23 +122,23 @@ NEEDS_ALL = (
     "summing the gradients",
     "measuring the norm",
 )
-"""Places at the end of a step, from which a rank goes on when all have come to the end of that step."""
+"""Places at the end of a step, which a rank leaves only when all ranks have reached the end of that step."""
 _AFTER_ERROR = f"{OUTSIDE}, after an error "
 
 _KEY = "colonnade/waits/{}"
-"""The position of a rank that stands still, as JSON; empty while it moves. Under `/more`, what `details` gives."""
+"""The place of a rank that stands still, as JSON; empty while it moves. The result of `details` is under `/more`."""
 _READER = "colonnade/waits/looks"
-"""The one waiting rank that reads the notes of all, with the seconds it had waited then; empty when none does."""
+"""The waiting rank that reads all notes, with the seconds it had waited when it last did; empty if there is none."""
 _NEEDS_ALL = "colonnade/waits/needs all"
-"""The last rank to say that it stands at the end of a step (`NEEDS_ALL`)."""
+"""The last rank that has published a place at the end of a step (`NEEDS_ALL`)."""
 _AT_LIMIT = "colonnade/waits/at the limit"
-"""Where the others are, as the first rank saw it whose wait has ended at the limit: (when, by whom, text, ranks)."""
+"""Where other ranks are, by the first rank whose wait has timed out: (time, rank, text, ranks)."""
 _STALLED = "colonnade/waits/standing"
-"""The places of ranks that stand still, as the last rank has read it that asked: (when, by whom, {place: rank})."""
+"""The places of ranks that stand still, by the last rank that has read them: (time, rank, {place: rank})."""
 
 _RANKS_NAMED = 16
 _ANSWER_SECONDS = 8.0
-"""A store that has not answered for so long is cut off, or its rank is stopped."""
+"""A store that has not answered for this long is cut off, or its rank is stopped."""
 _SEEN_SECONDS = 60.0
 _LONGEST = 300
 _LIMIT_REACHED = re.compile(
@@ -152,7 +150,7 @@ _CONNECTION_LOST = re.compile(r"connection (closed|reset|refused)|broken pipe|so
 
 
 def pauses(longest: float) -> Iterator[float]:
-    """Seconds to sleep between looks at a store for as long as it takes: each pause twice the one before, up to `longest`."""
+    """Seconds to sleep between polls, forever: each pause is twice the previous one, up to `longest`."""
     pause = 0.0001
     while True:
         yield pause
@@ -160,7 +158,7 @@ def pauses(longest: float) -> Iterator[float]:
 
 
 class RankPosition(NamedTuple):
-    """Where a rank is: doing what, after how many steps, since when."""
+    """The place of a rank: its activity, the number of completed steps, and the time of arrival."""
 
     what: str
     step: int | None
@@ -174,12 +172,12 @@ class RankPosition(NamedTuple):
 
     @property
     def waits_for_others(self) -> bool:
-        """Whether this is a place inside the engine: outside, a rank may be busy with the user's own code for as long as it likes."""
+        """Whether this is a place inside the engine. Outside, the user's own code may take any time."""
         return self.what != OUTSIDE and not self.what.startswith(_AFTER_ERROR)
 
 
 class _During:
-    """A context manager by hand: every step enters a few."""
+    """The context manager of `WaitWatch.during`, as a class because every step enters several."""
 
     __slots__ = ("_before", "_phase", "_waits", "_what")
 
@@ -200,12 +198,12 @@ class _During:
 
 
 class WaitWatch:
-    """Notes where this rank is; logs where the others are when it has waited for seconds. One for each launch."""
+    """Records the place of this rank, and logs where other ranks are when it has waited for seconds. One for each launch."""
 
     def __init__(self) -> None:
         self._place: tuple[str, int | None, float]
         self.step: int | None = None
-        """How many steps the engine has made; None before there is one."""
+        """The number of steps the engine has completed; None before there is an engine."""
         self.at(OUTSIDE)
         self._processes: PeerProcesses | None = None
         self._world = (0, 1)
@@ -214,12 +212,12 @@ class WaitWatch:
         self._thread: threading.Thread | None = None
         self._limit = SAY_AFTER
         self.clock: PhaseClock | None = None
-        """Adds up how long each phase of a step takes, where somebody wants to know."""
+        """Measures the phases of a step if set."""
         self.details: Callable[[], Any] | None = None
-        """Gives what a rank that stands still writes beside its place, as a value for JSON."""
+        """Returns a JSON value that a rank publishes along with its place, if set."""
 
     def open(self, rank: int, world_size: int, log: Callable[[str], None]) -> None:
-        """Begin to watch in a world that has just come up."""
+        """Start watching in a world that was just joined."""
         if world_size > 1:
             self._world = rank, world_size
             self._processes = PeerProcesses(rank, world_size, default_store())
@@ -232,7 +230,7 @@ class WaitWatch:
             atexit.register(self.close)
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self._stop.set()
         if self in _watching:
             _watching.remove(self)
@@ -240,38 +238,38 @@ class WaitWatch:
             self._thread.join(timeout=1.0)
             atexit.unregister(self.close)
 
-    # -- where this rank is ---------------------------------------------------------------------------------
+    # -- the place of this rank ---------------------------------------------------------------------------------
 
     def at(self, what: str) -> None:
-        """This rank is here now."""
+        """Record the place of this rank."""
         self._place = what, self.step, time.time()
 
     def begin(self, what: str) -> None:
-        """An engine is being built; no step is counted until it is."""
+        """Record the start of building an engine; no step is counted until it is built."""
         self.step = None
         self.at(what)
 
     def end_step(self) -> None:
-        """The engine has made a step; at first, it has been built."""
+        """Count a completed step of the engine; the first call means that the engine was built."""
         self.step = 0 if self.step is None else self.step + 1
         self.at(OUTSIDE)
 
     def during(self, what: str, phase: str | None = None) -> _During:
-        """`with` this, the rank is here, and then again where it was; the time counts as that of `phase`."""
+        """A context manager: record this place inside the block, and count the time as `phase`."""
         return _During(self, what, phase)
 
     def enter(self, phase: str | None) -> str | None:
-        """Go to a phase of the clock, if time is kept; returns the one before, None where nothing has changed."""
+        """Enter a phase of the clock if there is one; returns the previous phase, None if nothing has changed."""
         return self.clock.enter(phase) if self.clock is not None and phase is not None else None
 
-    # -- calls that are for all ranks -----------------------------------------------------------------------
+    # -- calls that all ranks must make -----------------------------------------------------------------------
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Around what users call on all ranks, `what`: begins when all ranks have called it.
+        """Around a call `what` that users must make on all ranks: the block starts when all ranks have called it.
 
-        They meet by the store, so that no collective pairs up with another of a rank that is elsewhere. A rank that stands
-        in a step, and needs this rank to end it, never comes: then this is an error here.
+        The ranks meet at the store, so that no collective of this call is matched with another collective of a rank that is
+        elsewhere. Raises GradientError if some rank cannot arrive: it has exited, or needs this rank to end a step.
         """
         with self.during(f"{OUTSIDE}, in {what}"):
             _, world_size = self._world
@@ -280,132 +278,129 @@ class WaitWatch:
             yield
 
     def _meet(self, what: str, world_size: int) -> None:
-        """Return when as many ranks have come as the world has; raise where one of them cannot come."""
+        """Wait at the store until all ranks have called `what`."""
         store, key, limit = default_store(), f"colonnade/meet/{what}", timeout_of().total_seconds()
-        # One counter for all meetings of this name: the n-th has come together when it reaches n times the world's size.
+        # One counter for all meetings of this name: the n-th is complete at n times the world size.
         count = store.add(key, 1)
-        whole = -(-count // world_size) * world_size
+        complete = -(-count // world_size) * world_size
         began = time.monotonic()
         check_at = began + 1.5 * SAY_AFTER
-        # The more ranks ask one store, the less often each does.
-        for pause in pauses(max(0.05, world_size / 20_000)):
-            if count >= whole:
-                return
+        # Ranks of large worlds poll less often, to limit the load on the store.
+        polls = pauses(max(0.05, world_size / 20_000))
+        while count < complete:
             now = time.monotonic()
             if now > check_at:
                 check_at = now + SAY_AFTER / 5
                 exited = self._processes.exited(0) if self._processes is not None else []
-                stuck = (
-                    (f"rank {listed(exited)} has left" if exited else "")
-                    or self._who_needs_this_rank()
-                    or (f"{whole - count} have not for {limit:g} s" if now > began + limit else "")
-                )
+                if exited:
+                    stuck = f"rank {listed(exited)} has exited"
+                elif now > began + limit:
+                    stuck = f"{complete - count} have not called it for {limit:g} s"
+                else:
+                    stuck = ""
+                # A rank at the end of a step that this rank has not made waits for this rank. That explains more than
+                # a timeout does.
+                at_end = store.get(_NEEDS_ALL).decode() if not exited and store.check([_NEEDS_ALL]) else ""
+                place = stalled_position(int(at_end)) if at_end else None
+                step = place.step if place is not None and place.what in NEEDS_ALL else None
+                if step is not None and step >= (self.step or 0):
+                    stuck = (
+                        f"rank {at_end} is {place}, for which it needs this rank: make the call on every rank, not "
+                        f"under a condition such as `if rank == 0`"
+                    )
                 if stuck:
-                    store.add(key, -1)  # as if this rank had not come: the next meeting counts from there
-                    raise GradientError(f"{what} is for all ranks to call, and {stuck}", code="C043")
-            time.sleep(pause)
+                    store.add(key, -1)  # as if this rank had not called: the next meeting counts from there
+                    raise GradientError(f"{what} must be called on all ranks, but {stuck}", code="C043")
+            time.sleep(next(polls))
             count = store.add(key, 0)
-
-    def _who_needs_this_rank(self) -> str:
-        """Which rank is at the end of a step that this one has not made; empty if none."""
-        store = default_store()
-        rank = store.get(_NEEDS_ALL).decode() if store.check([_NEEDS_ALL]) else ""
-        place = stalled_position(int(rank)) if rank else None
-        if place is not None and place.what in NEEDS_ALL and place.step is not None and place.step >= (self.step or 0):
-            return (
-                f"rank {rank} is {place}, for which it needs this rank: make the call on every rank, not under a condition "
-                f"such as `if rank == 0`"
-            )
-        return ""
 
     # -- errors that end a wait -----------------------------------------------------------------------------
 
     def note_error(self, error: BaseException, doing: str) -> None:
-        """An error ends what this rank was doing: those who wait for it read so. Raises one that names who has left."""
+        """Publish that an error has ended `doing`, for ranks that wait; raise a better error if other ranks caused it."""
+        # A closed connection: name the rank that has exited.
         here = RankPosition(doing, self.step, time.time())
         better = lost_peer_error(error, doing, self._processes, lambda: self.where_others_are(here)[0])
-        if better is None or not better.ranks:
-            better = self._error_at_limit(error, doing) or better
+
+        # A timeout: say where the other ranks are. An error that is already a good one only gets a note.
+        text = str(error)
+        timed_out = isinstance(error, Exception) and _LIMIT_REACHED.search(text) and not _CONNECTION_LOST.search(text)
+        code = error.code if isinstance(error, ColonnadeError) else None
+        if (better is None or not better.ranks) and timed_out and code != "C117":
+            where, ranks = self.where_others_are(RankPosition(doing, self.step, time.time()))
+            if where and code is not None:
+                error.add_note(f"Where the others are: {where}")
+            elif where:
+                kind = type(error) if isinstance(error, ColonnadeError) else GradientError
+                place = doing if doing.startswith(("in ", "outside")) else f"in {doing}"
+                first = text.strip().splitlines()[0]
+                better = kind(
+                    f"the wait for other ranks {place} has timed out ({first}). Where the others are: {where}",
+                    code="C117",
+                    ranks=ranks,
+                )
         self.at(f"{_AFTER_ERROR}{doing}: {type(error).__name__}: {error}"[:_LONGEST])
         if better is not None:
             raise better from error
 
-    def _error_at_limit(self, error: BaseException, doing: str) -> ColonnadeError | None:
-        """An error that says where the others are, in place of one that says that a wait has ended; None for any other."""
-        text = str(error)
-        if not isinstance(error, Exception) or not _LIMIT_REACHED.search(text) or _CONNECTION_LOST.search(text):
-            return None
-        if isinstance(error, ColonnadeError) and error.code == "C117":
-            return None
-        where, ranks = self.where_others_are(RankPosition(doing, self.step, time.time()))
-        if not where:
-            return None
-        if isinstance(error, ColonnadeError) and error.code is not None:
-            error.add_note(f"Where the others are: {where}")
-            return None
-        kind = type(error) if isinstance(error, ColonnadeError) else GradientError
-        place = doing if doing.startswith(("in ", "outside")) else f"in {doing}"
-        first = text.strip().splitlines()[0]
-        return kind(
-            f"the wait for other ranks {place} has ended at its limit ({first}). Where the others are: {where}",
-            code="C117",
-            ranks=ranks,
-        )
-
     def where_others_are(self, place: RankPosition | None = None) -> tuple[str, list[int]]:
-        """Where ranks are that are elsewhere than this one, in words, and which they are; nothing where it is not known.
-
-        Of the ranks that ask within a minute one reads the notes, and the others take its answer. Takes some seconds at most.
-        """
+        """(The places of ranks that are elsewhere as text, these ranks); empty if unknown. Takes a few seconds at most."""
         if self._processes is None:
             return "", []
         here = place or RankPosition(*self._place)
+        rank, world_size = self._world
+
+        # All waits of a world time out at about the same moment. The first rank claims the key, reads all n notes and publishes
+        # its answer; the others use that answer for a minute.
+        def ask(store: Any) -> tuple[str, list[int]]:
+            found = store.get(_AT_LIMIT).decode() if store.check([_AT_LIMIT]) else ""
+            claim = json.dumps([time.time(), rank, None, []])
+            if not found or time.time() - json.loads(found)[0] > _SEEN_SECONDS:
+                current = store.compare_set(_AT_LIMIT, found, claim).decode()
+                if current == claim:
+                    where, ranks, _ = self._describe_others(rank, world_size, here, store) or ("", [], False)
+                    store.set(_AT_LIMIT, json.dumps([time.time(), rank, where, ranks]))
+                    return where, ranks
+            until = time.monotonic() + _ANSWER_SECONDS / 2
+            while time.monotonic() < until:
+                _, reader, where, ranks = json.loads(store.get(_AT_LIMIT).decode())
+                if where is not None:
+                    ranks = sorted({*ranks, reader} - {rank})
+                    return (f"{where} (as rank {reader} saw it)" if where and reader != rank else where), ranks
+                time.sleep(0.05)
+            return "", []
+
         try:
             store = self._store if self._store is not None else default_store()
-            found = _ask_store(lambda: self._read_at_limit(store, here))
+            return _ask_store(lambda: ask(store))
         except (RuntimeError, ValueError):
-            found = (self._no_answer(), [0])
+            return self._no_answer(), [0]
         except TimeoutError:
-            found = (self._no_answer(), [])
-        return found
-
-    def _read_at_limit(self, store: Any, here: RankPosition) -> tuple[str, list[int]]:
-        rank, world_size = self._world
-        found = store.get(_AT_LIMIT).decode() if store.check([_AT_LIMIT]) else ""
-        mine = json.dumps([time.time(), rank, None, []])
-        # All waits of a world end at about the same time. The first rank claims the key, reads n notes and leaves its answer.
-        if not found or time.time() - json.loads(found)[0] > _SEEN_SECONDS:
-            now = store.compare_set(_AT_LIMIT, found, mine).decode()
-            if now == mine:
-                where, ranks, _ = self._describe_others(rank, world_size, here, store) or ("", [], False)
-                store.set(_AT_LIMIT, json.dumps([time.time(), rank, where, ranks]))
-                return where, ranks
-        until = time.monotonic() + _ANSWER_SECONDS / 2
-        while time.monotonic() < until:
-            _, reader, where, ranks = json.loads(store.get(_AT_LIMIT).decode())
-            if where is not None:
-                ranks = sorted({*ranks, reader} - {rank})
-                return (f"{where} (as rank {reader} saw it)" if where and reader != rank else where), ranks
-            time.sleep(0.05)
-        return "", []
+            return self._no_answer(), []
 
     def _no_answer(self) -> str:
         server = self._processes.server() if self._processes is not None else "rank 0"
         return (
-            f"the store of the world, which {server} serves, does not answer: that rank is stopped or has left, its host is dead, "
+            f"the store of the world, served by {server}, does not answer: that rank is stopped or has exited, its host is dead, "
             f"or this host is cut off from it"
         )
 
     # -- the thread -----------------------------------------------------------------------------------------
 
     def _watch(self, rank: int, world_size: int, log: Callable[[str], None]) -> None:
-        """Sends signs of life, keeps this rank's note in the store, and logs where the others are when it waits for them."""
-        written: tuple[str, int | None, float] | None = None  # the place that the store has of this rank
-        reader = ""  # the rank that reads all notes, as this one last saw it: see _READER
-        self._limit, due = SAY_AFTER, 0.0  # after `due` seconds at one place this rank asks who reads
-        with contextlib.suppress(RuntimeError, ValueError, TimeoutError):  # the store is gone, or gives no answer
-            # Of its own: the rank may wait for a key for minutes, and nobody else can use its connection then.
+        """The thread: sends heartbeats, publishes this rank's place, and logs where other ranks are."""
+        published: tuple[str, int | None, float] | None = None  # the place in the store
+        reader = ""  # the rank that reads all notes, as last seen by this rank: see _READER
+        self._limit, due = SAY_AFTER, 0.0  # after `due` seconds at one place this rank looks for the reader
+        with contextlib.suppress(RuntimeError, ValueError, TimeoutError):  # the store has gone, or does not answer
+            # A connection of its own: the rank may wait for a key for minutes, during which its connection is blocked.
             store = self._store = default_store().clone()
+
+            def read_if_reader(place: RankPosition, before: str, claim: str) -> tuple[str, str | None]:
+                """(The reader, the text to log if that is this rank.)"""
+                current = store.compare_set(_READER, before, claim).decode()
+                return current, self._explain(rank, world_size, place, store) if current == claim else None
+
             while not self._stop.wait(min(self._limit / 5, 1.0)):
                 now = self._place
                 if self._processes is not None:
@@ -413,69 +408,61 @@ class WaitWatch:
                     if not self._processes.knows_rank_0:
                         _ask_store(lambda: self._processes.remember_rank_0(store))  # type: ignore[union-attr]
 
-                # The rank has moved on: its note goes, and if it was the reader, another one takes over.
-                if written is not None and now is not written:
-                    written = None
+                # The rank has moved on: its note is removed and, if it was the reader, another rank takes over.
+                if published is not None and now is not published:
+                    published = None
                     store.set(_KEY.format(rank), "")
                     if reader.startswith(f"{rank} "):
                         _ask_store(partial(store.compare_set, _READER, reader, ""))
                     reader = ""
 
-                # It has stood still for seconds: its place goes into the store. The details first, since the place tells the
-                # others that they may read both.
+                # The rank has stood still for seconds: its place is published. The details come first, because the place tells
+                # other ranks that both can be read.
                 place = RankPosition(*now)
                 stood = time.time() - place.since
-                if written is None and stood > SAY_AFTER:
-                    written, due = now, 1.5 * self._limit
+                if published is None and stood > SAY_AFTER:
+                    published, due = now, 1.5 * self._limit
                     if self.details is not None:
                         store.set(f"{_KEY.format(rank)}/more", json.dumps(self.details()))
                     store.set(_KEY.format(rank), json.dumps(place))
                     if place.what in NEEDS_ALL:
                         store.set(_NEEDS_ALL, str(rank))
 
-                # It waits for others: one of all that wait reads the notes, so that a wait costs the store n keys, not n * n.
-                if written is not None and place.waits_for_others and stood > due:
+                # The rank waits for others: one of all waiting ranks reads the notes, so a wait costs the store n keys.
+                if published is not None and place.waits_for_others and stood > due:
                     if place.what in NEEDS_ALL:
                         store.set(_NEEDS_ALL, str(rank))
-                    # The reader writes anew each time how long it has waited. Where that stays the same for long (it was
-                    # killed, say), the key still has what the others saw before, and the first to replace that takes over.
-                    mine, before = f"{rank} {stood}", reader
-                    ask = partial(self._read_if_reader, rank, world_size, place, store, before, mine)
-                    reader, text = _ask_store(ask)
-                    due = 2 * stood if reader == mine else 4 * stood if reader else stood
+                    # The reader updates its waiting time in the key at every look. If the key stays unchanged (the reader was
+                    # killed, for example), the first rank that can replace the value it saw last takes over.
+                    claim, before = f"{rank} {stood}", reader
+                    reader, text = _ask_store(partial(read_if_reader, place, before, claim))
+                    due = 2 * stood if reader == claim else 4 * stood if reader else stood
                     if text is not None and self._place is now:
                         log(text)
-                        self._limit = 2 * stood  # a run whose ranks are apart by nature says so a few times only
+                        self._limit = 2 * stood  # ranks that are apart by design are reported only a few times
                         due = 1.5 * self._limit
 
-        # The store gives no answer: the world ends, or this host or that of rank 0 is cut off.
+        # The store does not answer: the world ends, or this host or the host of rank 0 is cut off.
         while not self._stop.wait(min(SAY_AFTER / 5, 1.0)):
             place = RankPosition(*self._place)
             stood = time.time() - place.since
             if place.waits_for_others and stood > 1.5 * SAY_AFTER:
-                # One rank of each host says so: all of a host would say the same, and none can ask the others.
+                # One rank of each host logs this: the ranks of a host would all log the same, and cannot coordinate.
                 if os.environ.get("LOCAL_RANK", "") in ("", "0") or rank == 1:
                     log(f"rank {rank} has waited {stood:.0f} s: it is {place}. But {self._no_answer()}")
                 return
 
-    def _read_if_reader(
-        self, rank: int, world_size: int, place: RankPosition, store: Any, before: str, mine: str
-    ) -> tuple[str, str | None]:
-        """(Who reads the notes, what they say if that is this rank.)"""
-        reader = store.compare_set(_READER, before, mine).decode()
-        return reader, self._explain(rank, world_size, place, store) if reader == mine else None
-
     def _explain(self, rank: int, world_size: int, place: RankPosition, store: Any = None) -> str | None:
-        """Where the others are; None where all are at the same place."""
+        """The text to log: where other ranks are; None if all ranks are at the same place."""
         found = self._describe_others(rank, world_size, place, store if store is not None else default_store())
         if found is None:
             return None
         others, _, is_lost = found
         advice = (
-            f"A rank that is dead, stopped or cut off does not come: the wait ends with an error at its limit "
-            f"({timeout_of().total_seconds() if dist.is_initialized() else 0:g} s, the timeout= of launch)"
+            f"A rank that is dead, stopped or cut off does not arrive: the wait ends with an error after "
+            f"{timeout_of().total_seconds() if dist.is_initialized() else 0:g} s (the timeout= of launch)"
             if is_lost
-            else "All ranks must make the same calls equally often; for loaders that are not equally long, loop over "
+            else "All ranks must make the same calls equally often; for loaders of different lengths, loop over "
             "engine.batches(loader)"
         )
         return f"rank {rank} has waited {time.time() - place.since:.0f} s: it is {place}. Where others are: {others}. {advice}"
@@ -483,8 +470,8 @@ class WaitWatch:
     def _describe_others(
         self, rank: int, world_size: int, place: RankPosition, store: Any
     ) -> tuple[str, list[int], bool] | None:
-        """Where ranks are that are elsewhere, in words; which; and whether one of them cannot come. None where all are here."""
-        keys = [_KEY.format(each) for each in range(world_size)]
+        """(Places of ranks that are elsewhere as text, these ranks, whether one of them cannot arrive); None if all are here."""
+        keys = [_KEY.format(other) for other in range(world_size)]
         if not store.check(keys):
             return None
         notes = [json.loads(note.decode() or "null") for note in store.multi_get(keys)]
@@ -511,12 +498,12 @@ class WaitWatch:
 
 
 def _ask_store(ask: Callable[[], Any]) -> Any:
-    """The result of `ask`; TimeoutError where the store gives no answer: one whose host is cut off never does."""
+    """The result of `ask`; raises TimeoutError if the store does not answer, as one on a cut-off host never does."""
     return call_within(_ANSWER_SECONDS, ask, "no answer")
 
 
 def call_within(seconds: float, call: Callable[[], Any], complaint: str) -> Any:
-    """The result or the error of `call`, in a thread that is left alone where it takes too long: TimeoutError(complaint)."""
+    """The result or error of `call`, run in a thread that is abandoned after `seconds` with TimeoutError(complaint)."""
     answers: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
 
     def run() -> None:
@@ -536,19 +523,19 @@ def call_within(seconds: float, call: Callable[[], Any], complaint: str) -> Any:
 
 
 # --------------------------------------------------------------------------------------------------
-# The notes of other ranks, for checks that look for a rank which waits in vain.
+# The notes of other ranks, for checks that look for ranks that wait in vain.
 # --------------------------------------------------------------------------------------------------
 
 
 def stalled_position(rank: int) -> RankPosition | None:
-    """Where a rank stands that has not moved for `SAY_AFTER` seconds; None if it goes on."""
+    """The place of a rank that has not moved for `SAY_AFTER` seconds; None if the rank is moving."""
     store, key = default_store(), _KEY.format(rank)
     note = store.get(key) if store.check([key]) else b""
     return RankPosition(*json.loads(note.decode())) if note else None
 
 
 def stalled_details(rank: int) -> tuple[str, Any] | None:
-    """(Where a rank stands that has not moved for `SAY_AFTER` seconds, its `details`); None if it goes on."""
+    """(The place, the `details`) of a rank that has not moved for `SAY_AFTER` seconds; None if the rank is moving."""
     store, key, place = default_store(), _KEY.format(rank), stalled_position(rank)
     if place is None:
         return None
@@ -557,16 +544,16 @@ def stalled_details(rank: int) -> tuple[str, Any] | None:
 
 
 def stalled_places(here: int, world_size: int) -> dict[str, int]:
-    """Places of the ranks that have not moved for `SAY_AFTER` seconds, with one rank for each.
+    """The places of ranks that have not moved for `SAY_AFTER` seconds, with one rank for each place.
 
-    Of the ranks that ask at one time, one reads the notes of all, and the others take its answer.
+    Of the ranks that call this at the same time, one reads all notes, and the others use its answer.
     """
     store = default_store()
     last = store.get(_STALLED).decode() if store.check([_STALLED]) else ""
-    mine = json.dumps([time.time(), here, None])
+    claim = json.dumps([time.time(), here, None])
     if not last or not 0 <= time.time() - json.loads(last)[0] < SAY_AFTER:
-        last = store.compare_set(_STALLED, last, mine).decode()
-        if last == mine:
+        last = store.compare_set(_STALLED, last, claim).decode()
+        if last == claim:
             keys = [_KEY.format(rank) for rank in range(world_size)]
             notes = [json.loads(note.decode() or "null") for note in store.multi_get(keys)] if store.check(keys) else []
             found = {note[0]: rank for rank, note in enumerate(notes) if note is not None and rank != here}
@@ -582,11 +569,11 @@ def stalled_places(here: int, world_size: int) -> dict[str, int]:
 
 
 # --------------------------------------------------------------------------------------------------
-# An error that ends a rank: it says where the others are, and torchrun is told which rank failed first.
+# Errors that end a rank: the message gets the places of the other ranks, and torchrun is told which rank failed first.
 #
-# torchrun ends all ranks of a host when it has seen one leave, and calls that one the root cause. A rank that only lost another
-# one therefore leaves a little later, and each leaves its traceback in the file that torchrun reads. `colonnade run` and
-# `run_world` ask the rank by themselves.
+# torchrun stops all ranks of a host when one exits, and reports that rank as the root cause. A rank that only lost another one
+# therefore exits a little later, and every rank leaves its traceback in the file that torchrun reads. `colonnade run` and
+# `run_world` ask the ranks instead.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -595,7 +582,7 @@ _installed = False
 
 
 def explain_end(error: BaseException) -> None:
-    """Add to an error that ends a rank, and says only that a wait or a connection has ended, where the other ranks are."""
+    """Add the places of other ranks to an error that only says that a wait or a connection has ended."""
     if not _watching or getattr(error, "__notes__", None) or isinstance(error, ColonnadeError):
         return
     kind, ranks = consequence_of(error)
@@ -606,38 +593,37 @@ def explain_end(error: BaseException) -> None:
 
 
 def install() -> None:
-    """From now on, tell torchrun of an error that ends this process."""
+    """From now on, report an error that ends this process to torchrun."""
     global _installed
     if _installed or "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     _installed, before = True, sys.excepthook
 
+    def leave_later(seconds: float) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        time.sleep(seconds)
+
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         explain_end(error)
         before(kind, error, trace)
+
+        # A rank whose error follows from another rank's exits later, so that torchrun sees the cause first.
+        later = FOLLOWS_AFTER if consequence_of(error)[0] == "wholly" else 0.0
+        if later:
+            atexit.register(leave_later, later)
+
+        # The file may exist already, from torch's `record` decorator in the script.
+        file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE") or os.devnull)
         with contextlib.suppress(OSError):
-            _tell_torchrun(error, trace)
+            if not file.exists():
+                extra = {
+                    "py_callstack": "".join(traceback.format_exception(type(error), error, trace)),
+                    "timestamp": str(int(time.time() + later)),
+                }
+                message = {"message": f"{type(error).__qualname__}: {error}", "extraInfo": extra}
+                scratch = file.with_name(f".{file.name}.{os.getpid()}")
+                scratch.write_text(json.dumps({"message": message}))
+                scratch.replace(file)
 
     sys.excepthook = hook
-
-
-def _tell_torchrun(error: BaseException, trace: TracebackType | None) -> None:
-    later = FOLLOWS_AFTER if consequence_of(error)[0] == "wholly" else 0.0
-    if later:
-        atexit.register(_leave_later, later)
-    file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE") or os.devnull)
-    if file.exists():  # the script's own `record` wrote it, or there is none
-        return
-    extra = {
-        "py_callstack": "".join(traceback.format_exception(type(error), error, trace)),
-        "timestamp": str(int(time.time() + later)),
-    }
-    scratch = file.with_name(f".{file.name}.{os.getpid()}")
-    scratch.write_text(json.dumps({"message": {"message": f"{type(error).__qualname__}: {error}", "extraInfo": extra}}))
-    scratch.replace(file)
-
-
-def _leave_later(seconds: float) -> None:
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    time.sleep(seconds)

@@ -1,4 +1,4 @@
-"""Process group initializers: the built-in ones, and the base class for one's own."""
+"""Process group initializers: the base class, and the built-in ones."""
 
 from __future__ import annotations
 
@@ -20,20 +20,26 @@ ModeGroups = dict[ParallelMode, Sequence[list[int]]]
 
 
 class ProcessGroupInitializer:
-    """Says which ranks form the groups of one or several modes.
+    """Base class: defines the groups of one or several modes.
 
-    `ParallelContext` passes the first six arguments by position, and whatever else the config's section
-    holds by keyword. A subclass may hand all six or only the first three to `super().__init__`; the sizes
-    are then read from the config.
+    Implement `init_parallel_groups()` and return `{mode: [[ranks], ...]}` for all ranks. The method creates no process groups, so
+    layouts can be planned and tested for any number of ranks; `ParallelContext` creates the torch groups. (Initializers with
+    `init_dist_group()`, which create their groups themselves, work after `colonnade.compat.install()`.)
 
-    Implement `init_parallel_groups()` and return `{mode: [[ranks], ...]}` for the whole world: it creates
-    nothing, so a layout can be planned and tested for any number of ranks. `ParallelContext` creates the
-    torch groups. (`init_dist_group()` and its tuples, which create their groups themselves, work after
-    `colonnade.compat.install()`.)
+    The first six arguments are passed by position, and all other keys of the config's section by keyword. A subclass may pass all
+    six or only the first three to `super().__init__`; the sizes are then read from the config.
+
+    Args:
+        rank: The rank of this process.
+        world_size: The number of ranks.
+        config: The config.
+        data_parallel_size: The size of the data axis.
+        pipeline_parallel_size: The size of the pipeline axis.
+        tensor_parallel_size: The size of the tensor axis.
     """
 
     whole_world = True
-    """Whether every rank must be in a group of each mode that is returned."""
+    """Whether every rank must be in a group of each returned mode."""
 
     def __init__(
         self,
@@ -55,18 +61,18 @@ class ProcessGroupInitializer:
 
     @property
     def grid(self) -> Grid:
-        """The ranks by their coordinates: `self.grid.groups("data")`, `self.grid.split("tensor", ...)`."""
+        """Ranks by coordinates: `self.grid.groups("data")`, `self.grid.split("tensor", ...)`."""
         return grid_of(self.axes)
 
     def init_parallel_groups(self) -> Any:
-        """Return `{mode: [[ranks], ...]}`, or None if there is nothing to add."""
+        """Return `{mode: [[ranks], ...]}` for all ranks, or None to add nothing."""
         raise NotImplementedError(
             f"{type(self).__name__} must define init_parallel_groups() and return {{mode: [[ranks], ...]}}"
         )
 
 
 # --------------------------------------------------------------------------------------------------
-# The built-in initializers: modes that follow from the axes alone, cuts of the tensor axis, and experts.
+# The built-in initializers: modes given by the axes, factorizations of the tensor axis, and experts.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -75,7 +81,7 @@ _OVER = ("data", "data*tensor")
 
 @DIST_GROUP_INITIALIZER.register_module
 class Initializer_Data(ProcessGroupInitializer):
-    """DATA: ranks that hold the same part of the model and see different samples."""
+    """DATA: ranks with the same part of the model and different samples."""
 
     def init_parallel_groups(self) -> ModeGroups:
         return {ParallelMode.DATA: self.grid.groups("data")}
@@ -83,7 +89,7 @@ class Initializer_Data(ProcessGroupInitializer):
 
 @DIST_GROUP_INITIALIZER.register_module
 class Initializer_Model(ProcessGroupInitializer):
-    """MODEL: ranks that together hold one replica of the model; all axes but data."""
+    """MODEL: ranks that together store one replica of the model; all axes but data."""
 
     def init_parallel_groups(self) -> ModeGroups:
         model = [axis.name for axis in self.axes if axis.name != "data"]
@@ -92,7 +98,7 @@ class Initializer_Model(ProcessGroupInitializer):
 
 @DIST_GROUP_INITIALIZER.register_module
 class Initializer_Pipeline(ProcessGroupInitializer):
-    """PIPELINE: ranks that hold consecutive stages of one replica."""
+    """PIPELINE: ranks with the consecutive pipeline stages of one replica."""
 
     def init_parallel_groups(self) -> ModeGroups:
         return {ParallelMode.PIPELINE: self.grid.groups("pipeline")}
@@ -100,7 +106,7 @@ class Initializer_Pipeline(ProcessGroupInitializer):
 
 @DIST_GROUP_INITIALIZER.register_module
 class Initializer_Tensor(ProcessGroupInitializer):
-    """TENSOR: ranks that share the layers of one stage; consecutive ranks."""
+    """TENSOR: consecutive ranks that shard the layers of one pipeline stage."""
 
     def init_parallel_groups(self) -> ModeGroups:
         return {ParallelMode.TENSOR: self.grid.groups("tensor")}
@@ -108,11 +114,11 @@ class Initializer_Tensor(ProcessGroupInitializer):
 
 @DIST_GROUP_INITIALIZER.register_module
 class Initializer_Sequence(ProcessGroupInitializer):
-    """SEQUENCE: ranks that each see a part of the same sequences; SEQUENCE_DP: all that see distinct tokens.
+    """Context parallelism. SEQUENCE: ranks with parts of the same sequences; SEQUENCE_DP: all ranks with distinct tokens.
 
-    The sequence axis is the tensor axis with mode='sequence', or an axis of its own. SEQUENCE_DP joins it
-    with data *at the same pipeline stage*: stages hold different parameters and must not be mixed. `attention`, "ring"
-    or "ulysses", is for models of transformers: see `colonnade.hf.attention_patch`.
+    The sequence axis is the tensor axis with mode="sequence", or an axis of its own. SEQUENCE_DP joins this axis with data *within
+    a pipeline stage*, because stages have different parameters. `attention`, "ring" or "ulysses", is read by
+    `colonnade.hf.attention_patch` for transformers models.
     """
 
     def __init__(self, *args: Any, attention: str = "ring") -> None:
@@ -130,7 +136,7 @@ class Initializer_Sequence(ProcessGroupInitializer):
 
 @DIST_GROUP_INITIALIZER.register_module
 class Initializer_1D(ProcessGroupInitializer):
-    """PARALLEL_1D: the tensor group itself. `sequence_split` is for the layers: see `colonnade.nn`."""
+    """PARALLEL_1D (Megatron-style tensor parallelism): the tensor group. The layers of `colonnade.nn` read `sequence_split`."""
 
     def __init__(self, *args: Any, sequence_split: bool = False) -> None:
         super().__init__(*args)
@@ -142,7 +148,7 @@ class Initializer_1D(ProcessGroupInitializer):
 
 @DIST_GROUP_INITIALIZER.register_module
 class Initializer_2D(ProcessGroupInitializer):
-    """PARALLEL_2D_ROW and _COL: the tensor group as a square of `summa_dim` x `summa_dim` ranks."""
+    """PARALLEL_2D_ROW and _COL (SUMMA): the tensor group as a square of `summa_dim` x `summa_dim` ranks."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -223,11 +229,11 @@ class Initializer_3D(ProcessGroupInitializer):
 
 @DIST_GROUP_INITIALIZER.register_module
 class Initializer_Expert(ProcessGroupInitializer):
-    """EXPERT: ranks that hold different experts; EXPERT_DATA: ranks that hold the same ones.
+    """EXPERT: ranks with different experts; EXPERT_DATA: ranks with replicas of the same experts.
 
-    `over="data"` cuts each data group into runs of `size` ranks, so that experts may be split over tensor
-    as well. `over="data*tensor"` cuts all ranks of a stage. Unless it is given, data is taken where the
-    size divides it, else both. Expert groups do not make the world larger.
+    `over="data"` splits each data group into runs of `size` ranks, so experts can be sharded over tensor as well.
+    `over="data*tensor"` splits all ranks of a pipeline stage. The default is "data" if the size divides the data axis, else
+    "data*tensor". Expert groups reuse existing ranks; they do not enlarge the world.
     """
 
     def __init__(self, *args: Any, size: int, over: str | None = None) -> None:
@@ -247,12 +253,12 @@ class Initializer_Expert(ProcessGroupInitializer):
 
     def init_parallel_groups(self) -> ModeGroups:
         blocks = self.grid.groups(*self.over.split("*"))
-        expert, twin = blocks.cut(self.expert_parallel_size)
+        expert, expert_data = blocks.split_into_runs(self.expert_parallel_size)
         return {
             ParallelMode.EXPERT: expert,
-            ParallelMode.EXPERT_DATA: twin,
+            ParallelMode.EXPERT_DATA: expert_data,
             ParallelMode.MOE_MODEL: expert,
-            ParallelMode.MOE_DATA: twin,
+            ParallelMode.MOE_DATA: expert_data,
         }
 
 

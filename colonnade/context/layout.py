@@ -1,11 +1,11 @@
-"""Layout: for every mode, the rank lists of the whole world. Integers only; no torch, no processes.
+"""Layout: the rank lists of every mode (a dimension of the device mesh). Integers only; no torch, no processes.
 
-A layout answers for any rank of any world, so that plans and tests can look at a million ranks from one process. From below:
+A layout answers questions about any rank of any world, so plans and tests can look at a million ranks from one process. Bottom up:
 
-- a rank is a number written in digits, one per axis (`Digit`, `ranks_with`, `refine`, `joined`);
-- a `Partition` is the groups of one mode: by digits, or listed one by one where an initializer of a user wrote them down;
-- a `Grid` gives ranks to named axes, and the groups of any of them;
-- a `Layout` holds the partitions of all modes, as the initializers returned them and `check_groups` found them right;
+- a rank is a mixed-radix number with one digit per axis (`Digit`, `ranks_with`, `refine`, `joined`);
+- a `Partition` is the groups of one mode: computed from digits, or listed explicitly by a user's initializer;
+- a `Grid` assigns ranks to named axes, and has the groups of any combination of axes;
+- a `Layout` has the partitions of all modes, returned by the initializers and checked by `check_groups`;
 - `world_axes` reads the axes of a world from the `parallel` section of a config.
 """
 
@@ -19,27 +19,27 @@ from itertools import chain, pairwise
 from math import prod
 from typing import Any, overload
 
-from colonnade.config import AxisSpec, ParallelSizes, parallel_sizes
+from colonnade.config import parallel_sizes
 from colonnade.constants import INITIALIZER_MAPPING
 from colonnade.context.parallel_mode import DataKind, ParallelMode
 from colonnade.errors import ContextError, LayoutError, did_you_mean, listed
 from colonnade.texts import digest_of
 
 # --------------------------------------------------------------------------------------------------
-# Digits and partitions: pure integer arithmetic, nothing listed until it is asked for.
+# Digits and partitions: pure integer arithmetic; rank lists are made only on request.
 #
 # `Grid((("data", 2), ("pipeline", 2), ("tensor", 2)))` numbers 8 ranks so that the tensor coordinate varies
-# fastest. A rank is thus a number written in digits, one per axis, and every built-in mode is "the ranks that
-# differ only in these digits". So one rank's group in a world of a million is found without looking at the others.
+# fastest. A rank is a number with one digit per axis, and a group of a built-in mode is the set of ranks that
+# differ only in certain digits. One rank's group in a world of a million is therefore found without looking at other ranks.
 # --------------------------------------------------------------------------------------------------
 
 
 Digit = tuple[int, int]
-"""A digit of a rank: its stride (what one step adds) and its size (how many values it has)."""
+"""A digit of a rank: (stride, size), the difference between neighbours and the number of values."""
 
 
 class Ranks(Sequence[int]):
-    """A range of ranks that is equal to any list of the same ranks: the world of a million takes no memory."""
+    """A range of ranks that equals any list of the same ranks, so a world of a million ranks takes no memory."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -72,25 +72,25 @@ class Ranks(Sequence[int]):
 
 
 class Partition(Sequence[list[int]]):
-    """The groups of one mode: a sequence of rank lists, ascending inside; a rank is in one of them at most.
+    """The groups of one mode: a sequence of ascending rank lists; a rank is in at most one of them.
 
-    Made by `Grid.groups` and `cut` (right by the way they are made, so a million ranks need no check) or `Listed`.
+    Made by `Grid.groups` and `split_into_runs` (correct by construction, so a million ranks need no check) or `Listed`.
     """
 
     digits: tuple[Digit, ...] | None = None
-    """The digits in which the ranks of a group differ, slowest first; None if the groups are no such product."""
+    """The digits in which the ranks of a group differ, slowest first; None if the groups are not such a product."""
 
     @abstractmethod
     def group_of(self, rank: int) -> Sequence[int]:
-        """The group that `rank` is in."""
+        """The group of `rank`."""
 
     @abstractmethod
     def position(self, rank: int) -> int:
-        """The place of `rank` in its group; -1 if it is in none."""
+        """The position of `rank` in its group; -1 if it has no group."""
 
     @abstractmethod
     def describe(self) -> str:
-        """A text that tells two partitions apart."""
+        """A text that is equal for equal partitions only."""
 
     @overload
     def __getitem__(self, at: int) -> list[int]: ...
@@ -115,7 +115,7 @@ class Partition(Sequence[list[int]]):
 
 
 class _ByDigits(Partition):
-    """The ranks that differ only in the digits `inner`; `outer` are all others and number the groups, slowest first."""
+    """Groups of ranks that differ only in the digits `inner`; the other digits, `outer`, number the groups, slowest first."""
 
     def __init__(self, outer: tuple[Digit, ...], inner: tuple[Digit, ...]) -> None:
         self.outer, self.inner = outer, inner
@@ -130,19 +130,20 @@ class _ByDigits(Partition):
     def describe(self) -> str:
         return f"{self.outer}{self.inner}"
 
-    def cut(self, size: int) -> tuple[Partition, Partition]:
-        """Cut every group into runs of `size` ranks: (the runs, the ranks at the same place in their run)."""
-        # From the fastest digit on: as much of it as still fits goes into the run, the rest of it numbers the runs.
+    def split_into_runs(self, size: int) -> tuple[Partition, Partition]:
+        """Split every group into runs of `size` ranks: (the runs, the groups of ranks at the same position in their runs)."""
+        # Starting at the fastest digit, as much of each digit as still fits goes into the run; the rest numbers the runs.
         left = size
         coarse: list[Digit] = []
         fine: list[Digit] = []
         for stride, length in reversed(self.inner):
             run = min(left, length)
-            if left % run or length % run:  # the cut goes across an axis: no digits say it
+            if left % run or length % run:
+                # A run that ends inside an axis is not a product of digits, so its groups are listed.
                 world_size = len(self) * prod(length for _, length in self.inner)
-                cut = [group[at : at + size] for group in self for at in range(0, len(group), size)]
+                listed_runs = [group[at : at + size] for group in self for at in range(0, len(group), size)]
                 across = [group[at::size] for group in self for at in range(size)]
-                return Listed(cut, world_size), Listed(across, world_size)
+                return Listed(listed_runs, world_size), Listed(across, world_size)
             fine.insert(0, (stride, run))
             coarse.insert(0, (stride * run, length // run))
             left //= run
@@ -161,7 +162,7 @@ class _ByDigits(Partition):
 
 
 class Listed(Partition):
-    """Groups that were listed one by one, in the order they were given. Their checks are `layout.check_groups`."""
+    """Explicitly listed groups, in the given order; `check_groups` validates them."""
 
     def __init__(self, groups: Iterable[Iterable[int]], world_size: int) -> None:
         self._groups = [list(group) for group in groups]
@@ -169,9 +170,9 @@ class Listed(Partition):
 
     @cached_property
     def digits(self) -> tuple[Digit, ...] | None:  # type: ignore[override]
-        """Read off the first group; None unless all groups are what these digits make."""
-        # The group of rank 0 shows its digits: the first step is the stride of the fastest, and it is as long as the steps stay
-        # equal; every size-th rank of it is the same question for the next digit. Then all groups must be what these digits make.
+        """The digits of the first group; None unless these digits produce all groups."""
+        # The group of rank 0 reveals its digits. The first difference is the stride of the fastest digit, whose size is the length
+        # of the run with this difference. Every size-th rank then gives the next digit in the same way.
         first = next((group for group in self._groups if 0 in group), [])
         digits: list[Digit] = []
         left = first
@@ -180,10 +181,11 @@ class Listed(Partition):
             size = next((at for at, rank in enumerate(left) if rank != at * stride), len(left))
             digits.insert(0, (stride, size))
             left = left[::size]
-        made = refine([digits], self._world_size)
-        whole = sum(map(len, self._groups)) == self._world_size
+        # All other groups must follow from the same digits, and together include every rank.
+        refined = refine([digits], self._world_size)
+        complete = sum(map(len, self._groups)) == self._world_size
         full = [(digit, range(digit[1])) for digit in digits]
-        if made is None or not whole or any(ranks_with(group[0], full) != group for group in self._groups):
+        if refined is None or not complete or any(ranks_with(group[0], full) != group for group in self._groups):
             return None
         return tuple(digits)
 
@@ -209,7 +211,7 @@ class Listed(Partition):
 
 
 class Grid:
-    """Named axes and the rank numbers they give."""
+    """Named axes, and the numbering of ranks by their coordinates on these axes."""
 
     def __init__(self, axes: tuple[tuple[str, int], ...]) -> None:
         self.axes = axes
@@ -218,7 +220,7 @@ class Grid:
 
     @cached_property
     def digits(self) -> dict[str, Digit]:
-        """Stride and size of each axis: how far apart two ranks are that differ by one in it, and how long it is."""
+        """(stride, size) of each axis: the difference between neighbouring ranks on it, and its length."""
         digits, step = {}, 1
         for name, size in reversed(self.axes):
             digits[name] = (step, size)
@@ -226,7 +228,7 @@ class Grid:
         return digits
 
     def groups(self, *names: str) -> _ByDigits:
-        """All groups of ranks that differ only in the named axes; ascending inside and by first rank."""
+        """All groups of ranks that differ only in the named axes, ordered by first rank."""
         self._check(names)
         outer = tuple(self.digits[name] for name, _ in self.axes if name not in names)
         return _ByDigits(outer, tuple(self.digits[name] for name, _ in self.axes if name in names))
@@ -264,8 +266,8 @@ class Grid:
 
 
 def refine(products: Iterable[Iterable[Digit]], world_size: int) -> tuple[Digit, ...] | None:
-    """The coarsest digits of a rank, slowest first, of which all these are made; None if two of them cross."""
-    # A digit begins where its stride is and ends at stride * size. Sorted, all such bounds must divide each other.
+    """The coarsest digits of a rank, slowest first, from which all given products can be composed; None if two overlap partly."""
+    # A digit starts at its stride and ends at stride * size. Sorted, each of these bounds must divide the next.
     bounds = {1, world_size}
     for stride, size in chain.from_iterable(products):
         if size > 1:
@@ -277,7 +279,7 @@ def refine(products: Iterable[Iterable[Digit]], world_size: int) -> tuple[Digit,
 
 
 def joined(digits: Iterable[Digit]) -> list[Digit]:
-    """These digits, slowest first, with neighbours made one: two products are the same if and only if these are."""
+    """The digits, slowest first, with adjacent ones merged: a canonical form, equal for equal products only."""
     found: list[Digit] = []
     for stride, size in digits:
         if found and found[-1][0] == stride * size:
@@ -288,15 +290,15 @@ def joined(digits: Iterable[Digit]) -> list[Digit]:
 
 
 def ranks_with(rank: int, values: Iterable[tuple[Digit, Sequence[int]]]) -> Sequence[int]:
-    """The ranks that have any of these values (ascending) in these digits (slowest first), and else are as `rank`."""
-    # `base` is the first of the ranks; `steps` has, for each digit with several values, how far each is from the first.
+    """The ranks that equal `rank` but for these digits (slowest first), which take any of the given values (ascending)."""
+    # `base` is the lowest of these ranks; `steps` has, for each digit with several values, their distances from the lowest value.
     base = rank
     steps: list[Sequence[int]] = []
     for (stride, size), allowed in values:
         base += (allowed[0] - rank // stride % size) * stride
         if len(allowed) == size > 1:
             last = steps[-1] if steps else ()
-            if isinstance(last, range) and last.step == stride * size:  # two whole digits side by side are one
+            if isinstance(last, range) and last.step == stride * size:  # two adjacent complete digits merge into one
                 steps[-1] = range(0, last.stop, stride)
             else:
                 steps.append(range(0, size * stride, stride))
@@ -307,7 +309,7 @@ def ranks_with(rank: int, values: Iterable[tuple[Digit, Sequence[int]]]) -> Sequ
     found: Sequence[int] = steps[0]
     for inner in steps[1:]:
         if len(found) > len(inner) and isinstance(found, range):
-            # A range moved by a number is a range: so a large list is filled without a step of Python for each rank.
+            # A shifted range is a range, so a large list is filled by slices instead of a Python step for each rank.
             filled = [0] * (len(found) * len(inner))
             for at, step in enumerate(inner):
                 filled[at :: len(inner)] = range(found.start + step, found.stop + step, found.step)
@@ -320,7 +322,7 @@ def ranks_with(rank: int, values: Iterable[tuple[Digit, Sequence[int]]]) -> Sequ
 
 
 def _number(rank: int, digits: tuple[Digit, ...]) -> int:
-    """The number that these digits of the rank form, slowest first."""
+    """The number formed by these digits of the rank, slowest first."""
     number = 0
     for stride, size in digits:
         number = number * size + rank // stride % size
@@ -329,7 +331,7 @@ def _number(rank: int, digits: tuple[Digit, ...]) -> int:
 
 @dataclass(frozen=True)
 class Axis:
-    """A factor of the world: its name in the config, its size, its mode, and what data its ranks see."""
+    """A factor of the world size: its name in the config, its size, its mode, and whether its ranks see the same data."""
 
     name: str
     size: int
@@ -338,16 +340,20 @@ class Axis:
 
     @property
     def seeded_apart(self) -> bool:
-        """Whether ranks along this axis draw different random numbers outside any stream."""
+        """Whether ranks along this axis draw different random numbers outside any random stream."""
         return self.data == "distinct" or self.mode is ParallelMode.PIPELINE
 
 
 class Layout:
     """The groups of every mode over a world of ranks.
 
-    `axes` multiply to the world size, slowest first. `groups` maps a mode to its rank lists. Questions about one
-    rank are answered by arithmetic; the lists of the whole world are made only for those who ask for them. `places` has,
-    for each rank, the rank that the grid would have where it stands; None where ranks stand as in the grid.
+    Questions about one rank are answered by arithmetic; rank lists of the full world are made only on request.
+
+    Args:
+        axes: The axes, slowest first, whose sizes multiply to the world size.
+        groups: The rank lists of each mode.
+        places: If a user's initializer numbers ranks differently from the grid: for each rank, its place in the grid (the rank
+            that the grid has at the same coordinates).
     """
 
     def __init__(
@@ -365,15 +371,19 @@ class Layout:
         }
         self.places = None if places is None else tuple(places)
         self.derived: dict[Any, Any] = {}
-        """Results that others worked out from this layout, by a key of theirs: they live as long as the layout."""
+        """A cache for values that other modules derive from this layout, by a key of the module."""
 
     @property
     def modes(self) -> tuple[ParallelMode, ...]:
-        """Every mode that has groups in this world."""
+        """Every mode that has groups in this layout."""
         return tuple(self._groups)
 
     def groups(self, mode: ParallelMode) -> Partition:
-        """All groups of a mode: a sequence of lists of global ranks, each made when it is looked at."""
+        """All groups of a mode: a sequence of lists of global ranks, each made on access.
+
+        Raises:
+            ContextError: The mode has no groups here (code C012).
+        """
         if mode not in self._groups:
             raise ContextError(
                 f"{mode} has no groups in this layout; it has {listed(known.name for known in self._groups)}. "
@@ -383,28 +393,28 @@ class Layout:
         return self._groups[mode]
 
     def has(self, mode: ParallelMode, rank: int | None = None) -> bool:
-        """Whether the mode has groups here, and (if a rank is given) whether that rank is in one."""
+        """Whether the mode has groups in this layout and, if given, whether the rank is in one of them."""
         return mode in self._groups and (rank is None or self._position(mode, rank) >= 0)
 
     def group_of(self, mode: ParallelMode, rank: int) -> Sequence[int]:
-        """The group of `mode` that `rank` is in."""
+        """The group of `mode` with `rank`; raises ContextError if there is none."""
         self.local_rank(mode, rank)
         return self._groups[mode].group_of(rank)
 
     def local_rank(self, mode: ParallelMode, rank: int) -> int:
-        """The position of `rank` in its group of `mode`."""
+        """The position of `rank` in its group of `mode`; raises ContextError if there is none."""
         position = self._position(mode, rank)
         if position < 0:
-            having = sorted(member for group in self.groups(mode) for member in group)
+            members = sorted(member for group in self.groups(mode) for member in group)
             raise ContextError(
-                f"rank {rank} is in no group of {mode}; the ranks that have it are "
-                f"{listed(having[:16])}{' ...' if len(having) > 16 else ''}. Ask layout.has(mode, rank) first.",
+                f"rank {rank} is in no group of {mode}; the ranks in its groups are "
+                f"{listed(members[:16])}{' ...' if len(members) > 16 else ''}. Check layout.has(mode, rank) first.",
                 code="C012",
             )
         return position
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The coordinate of a rank on each axis; together they determine the rank."""
+        """The coordinate of a rank on each axis."""
         inside = self.places is not None and 0 <= rank < self.world_size
         return self.grid.coordinates(self.places[rank] if inside and self.places is not None else rank)
 
@@ -415,31 +425,31 @@ class Layout:
 
     @cached_property
     def at_places(self) -> tuple[int, ...]:
-        """The rank that stands at each place of the grid."""
+        """The rank at each place of the grid: the inverse of `places`."""
         places = range(self.world_size) if self.places is None else self.places
         return tuple(sorted(range(self.world_size), key=places.__getitem__))
 
     @cached_property
     def on_grid(self) -> Layout:
-        """The same groups with each rank called by its place, so that axes are products of digits again; itself if they are."""
+        """The layout with ranks renumbered by their places, so that axes are products of digits; itself without `places`."""
         if self.places is None:
             return self
         axes = {axis.mode: axis.name for axis in self.axes}
         moved: dict[ParallelMode, Sequence[Sequence[int]]] = {}
         for mode, groups in self._groups.items():
-            # In the order of the ranks, which is the order of positions: that is what cuts and gathers go by.
-            called = [[self.places[rank] for rank in group] for group in groups]
+            # The order of the ranks is kept: it is the order of positions, by which tensors are sharded and gathered.
+            renumbered = [[self.places[rank] for rank in group] for group in groups]
             known = self.grid.groups(axes[mode]) if mode in axes else None
-            moved[mode] = known if known is not None and sorted(called) == sorted(known) else called
+            moved[mode] = known if known is not None and sorted(renumbered) == sorted(known) else renumbered
         return Layout(self.axes, moved)
 
     @property
     def is_regular(self) -> bool:
-        """Whether every mode is a product of axes (or parts of axes), so that it looks the same from every rank."""
+        """Whether the groups of every mode are products of axes (or parts of axes), and so have the same form for every rank."""
         return all(groups.digits is not None for groups in self._groups.values())
 
     def rank_sets(self, rank: int | None = None) -> list[tuple[int, ...]]:
-        """Every distinct group of every mode (that `rank` is in), in one order on all ranks; the world comes first."""
+        """Every distinct group of every mode (or only those of `rank`), in the same order on all ranks; the world comes first."""
         if rank is not None:
             return list(dict.fromkeys(tuple(self.group_of(mode, rank)) for mode in self.modes if self.has(mode, rank)))
         return list(dict.fromkeys(tuple(group) for mode in self._groups for group in self._groups[mode]))
@@ -450,19 +460,19 @@ class Layout:
 
     @property
     def distinct_data(self) -> int:
-        """How many ranks see data of their own: the divisor of a mean over the joined batch."""
+        """The number of ranks with distinct data: the divisor of a mean over the global batch."""
         seen = 1
         for axis in self.axes:
             seen *= axis.size if axis.data == "distinct" else 1
         return seen
 
     def digest(self) -> int:
-        """A 62-bit fingerprint: equal on two ranks if and only if (but for chance) the layouts are equal."""
+        """A 62-bit hash of the axes and groups."""
         text = repr([(mode.value, groups.describe()) for mode, groups in self._groups.items()]) + repr(self.axes)
         return digest_of(text)
 
     def describe(self, mode_groups: int = 4) -> str:
-        """A table of modes and their groups for people; long lists are cut."""
+        """A table of modes and their groups as text, with at most `mode_groups` groups per mode."""
         axes = " x ".join(f"{axis.name} {axis.size}" for axis in self.axes if axis.size > 1) or "one rank"
         lines = [f"{self.world_size} ranks: {axes}"]
         for mode, groups in self._groups.items():
@@ -476,9 +486,9 @@ class Layout:
 
 
 def check_groups(
-    mode: ParallelMode, groups: Sequence[Sequence[int]], world_size: int, source: str, whole: bool
+    mode: ParallelMode, groups: Sequence[Sequence[int]], world_size: int, source: str, complete: bool
 ) -> None:
-    """Refuse rank lists that overlap, name a rank outside the world, are out of order or miss a rank."""
+    """Raise if rank lists overlap, have a rank outside the world, are not ascending or, with `complete`, miss a rank."""
     if isinstance(groups, Partition):
         return
     where = f"{source} returned groups for {mode} that "
@@ -494,7 +504,7 @@ def check_groups(
             if rank in seen:
                 raise LayoutError(
                     f"{where}overlap: rank {rank} is in {seen[rank]} and in {group}. "
-                    f"A rank is in one group of a mode; use two modes if it belongs to two.",
+                    f"A rank can be in only one group of a mode; use two modes instead.",
                     code="C011",
                 )
             seen[rank] = group
@@ -506,11 +516,11 @@ def check_groups(
             code="C011",
         )
     missing = [rank for rank in range(world_size) if rank not in seen]
-    if missing and whole:
+    if missing and complete:
         raise LayoutError(
             f"{where}miss rank{'s' if len(missing) > 1 else ''} {listed(missing[:8])}"
-            f"{' ...' if len(missing) > 8 else ''} of {world_size}. Put each into a group (a group may have one "
-            f"rank), or set `whole_world = False` on the initializer if they really have no part in the mode.",
+            f"{' ...' if len(missing) > 8 else ''} of {world_size}. Put each into a group (of one rank, if need be), "
+            f"or set `whole_world = False` on the initializer if they take no part in the mode.",
             code="C011",
         )
 
@@ -521,106 +531,95 @@ def check_groups(
 
 
 _SHARDED = 3
-"""The stage of ZeRO that has replicas of shards."""
+"""The ZeRO stage that can have replicas of its shards (hybrid sharding)."""
 
 
 def world_axes(config: Any, world_size: int) -> tuple[Axis, ...]:
     """The axes of the world, slowest first: data, pipeline, further axes in the config's order, tensor.
 
-    With `zero.replicate`: that axis, pipeline, data, other further axes, tensor. Ranks are numbered host by host, so the ranks
-    that share the shards of a model, which gather and scatter every layer, are then neighbours on one host, and their replicas,
-    which only sum, lie on others. The data axis takes what the others leave over, unless the config fixes it; sizes that do not multiply
-    to the world are an error that says which factor would fit.
+    With `zero.replicate`: that axis, pipeline, data, other further axes, tensor. The data axis takes the ranks that the other
+    axes leave over, unless the config sets its size.
+
+    Raises:
+        LayoutError: The sizes do not multiply to the world size; the message names factors that would fit.
     """
     if world_size < 1:
         raise LayoutError(f"a world has at least one rank, not {world_size}", code="C010")
     sizes = parallel_sizes(config)
-    further = tuple(_further_axis(spec) for spec in sizes.axes)
-    _check_one_axis_per_mode(sizes.tensor_mode, further)
-    data = _data_size(sizes, further, world_size)
-    replicas = tuple(axis for axis in further if axis.name == _replicate(config) and axis.data == "distinct")
-    first = (
-        Axis("data", data, ParallelMode.DATA, "distinct"),
-        Axis("pipeline", sizes.pipeline, ParallelMode.PIPELINE, "same"),
-    )
-    return (
-        *replicas,
-        *(reversed(first) if replicas else first),
-        *(axis for axis in further if axis not in replicas),
-        Axis("tensor", sizes.tensor, ParallelMode.TENSOR, _tensor_data(sizes.tensor_mode)),
-    )
+    modes = [(spec, ParallelMode(spec.mode or spec.name)) for spec in sizes.axes]
+    further = tuple(Axis(spec.name, spec.size, mode, mode.data) for spec, mode in modes)
 
-
-@lru_cache(maxsize=4)
-def grid_of(axes: tuple[Axis, ...]) -> Grid:
-    """The grid of these axes; cached, because every initializer of a world asks for the same one."""
-    return Grid(tuple((axis.name, axis.size) for axis in axes))
-
-
-def check_mode(mode: str, where: str) -> str:
-    """The initializer's registered name for a mode of the config; the mapping alone says what is allowed."""
-    for key in (mode, mode.lower()):
-        if key in INITIALIZER_MAPPING:
-            return INITIALIZER_MAPPING[key]
-    raise LayoutError(
-        f"{where}: mode {mode!r} is not in INITIALIZER_MAPPING; allowed: {listed(INITIALIZER_MAPPING)}."
-        f"{did_you_mean(mode, INITIALIZER_MAPPING)} A mode of your own is added with "
-        f"colonnade.constants.INITIALIZER_MAPPING[{mode!r}] = 'YourInitializer'.",
-        code="C010",
-    )
-
-
-def _replicate(config: Any) -> Any:
-    """The axis on which the shards of stage 3 are replicas."""
-    zero = config.get("zero")
-    return zero.get("replicate") if isinstance(zero, Mapping) and zero.get("stage") == _SHARDED else None
-
-
-def _further_axis(spec: AxisSpec) -> Axis:
-    mode = ParallelMode(spec.mode or spec.name)
-    return Axis(spec.name, spec.size, mode, mode.data)
-
-
-def _check_one_axis_per_mode(tensor_mode: str | None, further: tuple[Axis, ...]) -> None:
-    held = {"tensor": tensor_mode} if tensor_mode is not None else {}
+    # A mode identifies its axis, so no two axes may share a mode.
+    taken = {"tensor": sizes.tensor_mode} if sizes.tensor_mode is not None else {}
     for axis in further:
-        for other, mode in held.items():
-            if axis.mode.value == mode:
+        for other, value in taken.items():
+            if axis.mode.value == value:
                 raise LayoutError(
-                    f"parallel: the axes {other!r} and {axis.name!r} both have {axis.mode}; a mode belongs to one axis",
+                    f"parallel: the axes {other!r} and {axis.name!r} both have {axis.mode}; give one of them another mode",
                     code="C010",
                 )
-        held[axis.name] = axis.mode.value
+        taken[axis.name] = axis.mode.value
 
-
-def _tensor_data(mode: str | None) -> Any:
-    """Ranks of the tensor axis see the same data, unless its mode is one that declares otherwise."""
-    return ParallelMode(mode).data if mode is not None and mode in ParallelMode else "same"
-
-
-def _data_size(sizes: ParallelSizes, further: tuple[Axis, ...], world_size: int) -> int:
+    # The size of the data axis.
     named = {"pipeline": sizes.pipeline, **{axis.name: axis.size for axis in further}, "tensor": sizes.tensor}
     rest = prod(named.values())
     product = " x ".join(f"{name} {size}" for name, size in named.items() if size > 1) or "no other axis"
+    data = world_size // rest
     if world_size % rest:
-        near = sorted({rest * max(1, world_size // rest), rest * (world_size // rest + 1)})
+        near = sorted({rest * max(1, data), rest * (data + 1)})
         raise LayoutError(
             f"parallel: {product} = {rest} does not divide the world of {world_size} ranks. "
             f"What would fit: {_fitting(named, world_size)}a world of {listed(near)} ranks.",
             code="C010",
         )
-    left = world_size // rest
-    if sizes.data is not None and sizes.data != left:
+    if sizes.data is not None and sizes.data != data:
         raise LayoutError(
             f"parallel: data {sizes.data} x {product} = {sizes.data * rest} is not the world of {world_size} "
-            f"ranks; data={left} would fit. Leave `data` out and it takes what is left.",
+            f"ranks; data={data} would fit. Leave `data` out to give the axis all remaining ranks.",
             code="C010",
         )
-    return left
+
+    # Ranks are numbered host by host. With `zero.replicate`, the ranks of the data axis all-gather and reduce-scatter every layer,
+    # so they should be on one host: the axis becomes faster. Replicas only all-reduce, and are put on different hosts.
+    zero = config.get("zero")
+    replicate = zero.get("replicate") if isinstance(zero, Mapping) and zero.get("stage") == _SHARDED else None
+    replicas = tuple(axis for axis in further if axis.name == replicate and axis.data == "distinct")
+    first = (
+        Axis("data", data, ParallelMode.DATA, "distinct"),
+        Axis("pipeline", sizes.pipeline, ParallelMode.PIPELINE, "same"),
+    )
+    # Tensor ranks see the same data unless the mode of the axis (such as context parallelism) declares otherwise.
+    known = sizes.tensor_mode is not None and sizes.tensor_mode in ParallelMode
+    tensor_data = ParallelMode(sizes.tensor_mode).data if known else "same"
+    return (
+        *replicas,
+        *(reversed(first) if replicas else first),
+        *(axis for axis in further if axis not in replicas),
+        Axis("tensor", sizes.tensor, ParallelMode.TENSOR, tensor_data),
+    )
+
+
+@lru_cache(maxsize=4)
+def grid_of(axes: tuple[Axis, ...]) -> Grid:
+    """The grid of these axes; cached, because all initializers of a world use the same one."""
+    return Grid(tuple((axis.name, axis.size) for axis in axes))
+
+
+def check_mode(mode: str, where: str) -> str:
+    """The registered name of the initializer for a mode of the config, by `INITIALIZER_MAPPING`."""
+    for key in (mode, mode.lower()):
+        if key in INITIALIZER_MAPPING:
+            return INITIALIZER_MAPPING[key]
+    raise LayoutError(
+        f"{where}: mode {mode!r} is not in INITIALIZER_MAPPING; allowed: {listed(INITIALIZER_MAPPING)}."
+        f"{did_you_mean(mode, INITIALIZER_MAPPING)} Add a custom mode by "
+        f"colonnade.constants.INITIALIZER_MAPPING[{mode!r}] = 'YourInitializer'.",
+        code="C010",
+    )
 
 
 def _fitting(named: dict[str, int], world_size: int) -> str:
-    """Changes, each of which would make the sizes divide the world: "tensor=2, or "."""
+    """Single changes that would make the sizes divide the world, such as "tensor=2, or "."""
     rest = prod(named.values())
     changes = []
     for name, size in named.items():

@@ -1,13 +1,13 @@
-"""From a config to a layout: which initializers a world needs, and what they return, checked and joined.
+"""From a config to a layout: runs the process group initializers, checks the rank lists they return, and joins them.
 
-`build_layout` runs the initializers of every mode (`run_initializers`), which return rank lists, and makes a layout of them
-(`layout_of`). An initializer as Colossal-AI has them creates its process groups itself: it waits (`Build.waiting`) until there is
-a world, where `colonnade.compat` takes it on.
+`build_layout` runs the initializers of all modes (`run_initializers`) and makes a layout of their groups (`layout_of`). An
+initializer in the style of Colossal-AI creates its process groups itself. It waits (`Build.waiting`) for a running world, where
+`colonnade.compat` adopts it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
@@ -18,7 +18,6 @@ from colonnade.constants import INITIALIZER_MAPPING
 from colonnade.context.dist_group_initializer import ModeGroups, ProcessGroupInitializer
 from colonnade.context.layout import (
     Axis,
-    Grid,
     Layout,
     Listed,
     Partition,
@@ -33,9 +32,14 @@ from colonnade.registry import DIST_GROUP_INITIALIZER
 
 
 def build_layout(config: Any, world_size: int) -> Layout:
-    """The layout of a world of this size, with no process group and no torch.
+    """The layout of a world of this size, computed without processes or torch.
 
-    An initializer that creates its own groups cannot be planned this way; it is an error that names it.
+    Args:
+        config: A config with a `parallel` section.
+        world_size: The number of ranks.
+
+    Raises:
+        LayoutError: The sizes do not fit, groups are invalid, or an initializer creates its own process groups.
     """
     axes = world_axes(config, world_size)
     build = run_initializers(config, world_size, rank=0)
@@ -44,7 +48,7 @@ def build_layout(config: Any, world_size: int) -> Layout:
 
 
 class Waiting(NamedTuple):
-    """An initializer that creates its groups itself, so only in a running world: `colonnade.compat` takes it on."""
+    """An initializer that creates its process groups itself, which needs a running world and `colonnade.compat`."""
 
     initializer: Any
     source: str
@@ -54,7 +58,7 @@ class Waiting(NamedTuple):
 
 @dataclass
 class Build:
-    """The results of the initializers: groups of the whole world, and initializers that need a running world."""
+    """The results of the initializers: groups of all ranks, and initializers that need a running world."""
 
     groups: ModeGroups = field(default_factory=dict)
     sources: dict[ParallelMode, str] = field(default_factory=dict)
@@ -65,47 +69,76 @@ class Build:
             if mode in self.groups and self.groups[mode] != groups:
                 raise LayoutError(
                     f"{source} and {self.sources[mode]} both define {mode}, with different groups. "
-                    f"Remove one from `parallel`, or register a mode of its own for it.",
+                    f"Remove one from `parallel`, or register a mode for the second.",
                     code="C011",
                 )
             self.groups[mode] = groups
             self.sources[mode] = source
 
     def refuse_waiting(self) -> None:
-        """Initializers that create groups themselves are an error where nobody takes them on."""
+        """Raise if an initializer still waits for a running world."""
         if self.waiting:
             raise LayoutError(
                 f"{self.waiting[0].source} creates process groups itself, so its layout is known only in a running world. "
-                f"Let init_parallel_groups() return {{mode: [[ranks], ...]}} instead, or call colonnade.compat.install() "
-                f"before launch to run it as it is.",
+                f"Return {{mode: [[ranks], ...]}} from init_parallel_groups() instead, or call colonnade.compat.install() "
+                f"before launch to run it unchanged.",
                 code="C011",
             )
 
 
 def run_initializers(config: Any, world_size: int, rank: int) -> Build:
-    """Run every initializer that the config asks for, in the documented order."""
+    """Run every initializer that the config needs: data, model, pipeline, tensor, the tensor mode, experts, further axes."""
     axes = world_axes(config, world_size)
     grid = grid_of(axes)
+    sizes = parallel_sizes(config)
+    wanted: list[
+        tuple[str, str, dict[str, Any]]
+    ] = []  # (mode of the config, registered initializer, its own arguments)
+    wanted += [(mode, check_mode(mode, "parallel"), {}) for mode in ("data", "model", "pipeline", "tensor")]
+    if sizes.tensor_mode is not None:
+        registered = check_mode(sizes.tensor_mode, "parallel.tensor")
+        wanted.append((sizes.tensor_mode, registered, dict(sizes.tensor_kwargs)))
+    if sizes.expert is not None:
+        arguments = {"size": sizes.expert.size, **sizes.expert.kwargs}
+        wanted.append(("expert", check_mode("expert", "parallel.expert"), arguments))
+    for axis in sizes.axes:
+        mode = axis.mode or axis.name
+        if axis.kwargs or mode in INITIALIZER_MAPPING or mode.lower() in INITIALIZER_MAPPING:
+            wanted.append((mode, check_mode(mode, f"parallel.{axis.name}"), dict(axis.kwargs)))
+
+    # Initializers get six arguments by position, as in Colossal-AI, and their own ones by keyword.
     six = (rank, world_size, config, grid.sizes["data"], grid.sizes["pipeline"], grid.sizes["tensor"])
     build = Build()
     build.add({ParallelMode.GLOBAL: grid.groups(*grid.sizes)}, "the world")
-    for mode, registered, kwargs in _wanted(config):
-        initializer = _construct(registered, mode, six, kwargs)
+    for mode, registered, arguments in wanted:
+        try:
+            initializer = DIST_GROUP_INITIALIZER.get_module(registered)(*six, **arguments)
+        except TypeError as error:
+            given = listed(f"{key}=" for key in arguments)
+            raise LayoutError(
+                f"parallel, mode {mode!r}: {registered} could not be built with its own arguments ({given}): {error}. "
+                f"The first six arguments come by position; put every other argument into the config, next to `mode`.",
+                code="C011",
+            ) from error
         source = f"{registered} (mode {mode!r})"
         returned = _call(initializer)
-        if returned is NEEDS_WORLD or _is_made(returned):
+        # Colossal-AI's initializers return one or several tuples of six that describe existing groups.
+        results = returned if isinstance(returned, list) else [returned]
+        created = bool(results) and all(isinstance(item, tuple) and len(item) == 6 for item in results)
+        if returned is NEEDS_WORLD or created:
             build.waiting.append(Waiting(initializer, source, mode, returned))
         else:
             build.add(read_groups(returned, initializer, source, mode), source)
-    # A further axis whose initializer (if any) says nothing about its mode is grouped by the axis itself.
-    for axis in axes:
-        if axis.mode not in build.groups:
-            build.add({axis.mode: grid.groups(axis.name)}, f"axis {axis.name!r}")
+
+    # A further axis whose mode got no groups from an initializer is grouped by the axis itself.
+    for further in axes:
+        if further.mode not in build.groups:
+            build.add({further.mode: grid.groups(further.name)}, f"axis {further.name!r}")
     return build
 
 
 def read_groups(returned: Any, initializer: Any, source: str, mode: str) -> ModeGroups:
-    """Check and normalise what an initializer returned: a dict, a list of rank lists, or None."""
+    """Check and normalise the return value of an initializer: a dict, a list of rank lists, or None."""
     if returned is None:
         return {}
     if _is_list_of_rank_lists(returned):
@@ -122,52 +155,16 @@ def read_groups(returned: Any, initializer: Any, source: str, mode: str) -> Mode
             )
         found[ParallelMode(key)] = groups if isinstance(groups, Partition) else [list(group) for group in groups]
     for known, lists in found.items():
-        whole = getattr(initializer, "whole_world", True)
-        check_groups(known, lists, initializer.world_size, source, whole)
+        complete = getattr(initializer, "whole_world", True)
+        check_groups(known, lists, initializer.world_size, source, complete)
     return found
 
 
 NEEDS_WORLD = object()
 
 
-def _wanted(config: Any) -> Iterable[tuple[str, str, dict[str, Any]]]:
-    """(mode of the config, registered initializer, its own arguments), in order."""
-    sizes = parallel_sizes(config)
-    for mode in ("data", "model", "pipeline", "tensor"):
-        yield mode, check_mode(mode, "parallel"), {}
-    if sizes.tensor_mode is not None:
-        yield (
-            sizes.tensor_mode,
-            check_mode(sizes.tensor_mode, "parallel.tensor"),
-            dict(sizes.tensor_kwargs),
-        )
-    if sizes.expert is not None:
-        yield (
-            "expert",
-            check_mode("expert", "parallel.expert"),
-            {"size": sizes.expert.size, **sizes.expert.kwargs},
-        )
-    for axis in sizes.axes:
-        mode = axis.mode or axis.name
-        if axis.kwargs or mode in INITIALIZER_MAPPING or mode.lower() in INITIALIZER_MAPPING:
-            yield mode, check_mode(mode, f"parallel.{axis.name}"), dict(axis.kwargs)
-
-
-def _construct(registered: str, mode: str, six: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    initializer = DIST_GROUP_INITIALIZER.get_module(registered)
-    try:
-        return initializer(*six, **kwargs)
-    except TypeError as error:
-        given = listed(f"{key}=" for key in kwargs)
-        raise LayoutError(
-            f"parallel, mode {mode!r}: {registered} could not be built with its own arguments ({given}): {error}. "
-            f"The first six arguments come by position; every further one must stand in the config beside `mode`.",
-            code="C011",
-        ) from error
-
-
 def _call(initializer: Any) -> Any:
-    """Run a pure initializer; one that needs a process group is told apart and runs later."""
+    """Run an initializer; `NEEDS_WORLD` if it needs process groups and must run later."""
     own = getattr(type(initializer), "init_parallel_groups", None)
     if own in (None, ProcessGroupInitializer.init_parallel_groups):
         if not hasattr(initializer, "init_dist_group"):
@@ -189,168 +186,153 @@ def _is_list_of_rank_lists(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(item, (list, tuple, range)) for item in value)
 
 
-def _is_made(returned: Any) -> bool:
-    """Whether these are groups that exist: tuples as Colossal-AI's initializers return them, one or several."""
-    made = returned if isinstance(returned, list) else [returned]
-    return bool(made) and all(isinstance(item, tuple) and len(item) == 6 for item in made)
-
-
 # --------------------------------------------------------------------------------------------------
-# Where each rank stands on every axis, read from groups that an initializer wrote down by hand.
+# The coordinates of ranks, read from groups that a user's initializer lists explicitly.
 #
-# The grid numbers ranks by the axes alone. An initializer may group the ranks of an axis otherwise, [[0, 3], [1, 2]] say. The place
-# of a rank on that axis is then its position in its group, and its place in the data is the number of its replica: of the ranks that
-# are reached along all axes but data. Modes that follow from the axes (DATA, MODEL, ...) are grouped by these places.
+# The grid numbers ranks by the axes alone. An initializer may group the ranks of an axis differently, for example [[0, 3], [1, 2]].
+# The coordinate of a rank on that axis is then its position in its group, and its data coordinate is the number of its model
+# replica: the ranks reached along all axes but data. Modes derived from the axes (DATA, MODEL, ...) follow these coordinates.
 # --------------------------------------------------------------------------------------------------
 
 
 Groups = Mapping[ParallelMode, Sequence[Sequence[int]]]
 
 _UNORDERED = (ParallelMode.DATA, ParallelMode.MODEL, ParallelMode.GLOBAL, ParallelMode.SEQUENCE_DP)
-"""Modes over which ranks only add up: nothing is cut by the positions in their groups."""
-_NUMBERS = "torch numbers the ranks of a group in ascending order"
+"""Modes over which ranks only reduce: nothing is sharded by the positions in their groups."""
 
 
 def layout_of(axes: tuple[Axis, ...], groups: Groups, tensor_mode: str | None = None) -> Layout:
-    """The layout of these groups; where an axis has groups that are not the grid's, places are read from them.
+    """The layout of these groups; coordinates are read from groups that differ from the grid's.
 
-    `tensor_mode`: the mode of the tensor axis in the config, whose initializer may group that axis.
+    `tensor_mode` is the mode of the tensor axis in the config, whose initializer may list the groups of that axis.
     """
+    # The axes with explicit groups that differ from the grid's.
     grid = grid_of(axes)
-    own = _own_groups(axes, groups, grid, tensor_mode)
-    if not own:
-        return Layout(axes, groups)
-    _check_sizes(axes, own, grid.world_size)
-    ranks = _ranks_by_place(axes, own, grid)
-    if ranks == list(range(grid.world_size)):
-        _check_data(own, grid.groups("data"))
-        return Layout(axes, groups)
-    places = sorted(range(grid.world_size), key=ranks.__getitem__)
-    found = {mode: _moved(mode, each, ranks) if isinstance(each, Partition) else each for mode, each in groups.items()}
-    _check_data(own, [sorted(ranks[place] for place in group) for group in grid.groups("data")])
-    return Layout(axes, found, places)
-
-
-def _own_groups(
-    axes: tuple[Axis, ...], groups: Groups, grid: Grid, tensor_mode: str | None
-) -> dict[Axis, list[list[int]]]:
-    """The groups of axes that somebody wrote down and that are not those of the grid."""
-    found: dict[Axis, list[list[int]]] = {}
+    world_size = grid.world_size
+    explicit: dict[Axis, list[list[int]]] = {}
     for axis in axes:
         lists = groups.get(axis.mode)
         if axis.name == "tensor" and isinstance(lists, Partition) and tensor_mode in ParallelMode:
             finer = groups.get(ParallelMode(tensor_mode))
-            if finer is not None and sum(map(len, finer)) == grid.world_size and {*map(len, finer)} == {axis.size}:
+            if finer is not None and sum(map(len, finer)) == world_size and {*map(len, finer)} == {axis.size}:
                 lists = finer
-        if lists is None or isinstance(lists, Partition):
-            continue
-        written = sorted(list(group) for group in lists)
-        if written != sorted(grid.groups(axis.name)):
-            found[axis] = written
-    return found
+        if lists is not None and not isinstance(lists, Partition):
+            ordered = sorted(list(group) for group in lists)
+            if ordered != sorted(grid.groups(axis.name)):
+                explicit[axis] = ordered
+    if not explicit:
+        return Layout(axes, groups)
 
-
-def _check_sizes(axes: tuple[Axis, ...], own: Mapping[Axis, list[list[int]]], world_size: int) -> None:
-    for axis, groups in own.items():
-        odd = next((group for group in groups if len(group) != axis.size), None)
+    # Such groups must have the size of the axis and include every rank.
+    for axis, lists in explicit.items():
+        odd = next((group for group in lists if len(group) != axis.size), None)
         if odd is not None:
             raise LayoutError(
                 f"parallel.{axis.name}: the axis has {axis.size} ranks, but {axis.mode} has the group {odd} of {len(odd)}; return "
-                f"groups of {axis.size} ranks, or register a mode of another name for groups that are not those of an axis",
+                f"groups of {axis.size} ranks, or register another mode for groups that are not those of an axis",
                 code="C161",
             )
-        inside = {rank for group in groups for rank in group}
+        inside = {rank for group in lists for rank in group}
         missing = [rank for rank in range(world_size) if rank not in inside]
         if missing:
             raise LayoutError(
-                f"parallel.{axis.name}: rank {listed(missing[:8])} of {world_size} is in no group of {axis.mode}, so it has no place on "
-                f"this axis; put every rank into a group",
+                f"parallel.{axis.name}: rank {listed(missing[:8])} of {world_size} is in no group of {axis.mode}, so it has no "
+                f"coordinate on this axis; put every rank into a group",
                 code="C161",
             )
 
-
-def _ranks_by_place(axes: tuple[Axis, ...], own: Mapping[Axis, list[list[int]]], grid: Grid) -> list[int]:
-    """For each place on the axes, numbered as the grid numbers its ranks: the rank that stands there."""
+    # The coordinate of each rank on each axis but data is its position in its group.
     model = [axis for axis in axes if axis.name != "data"]
-    groups = {axis: own.get(axis) or list(grid.groups(axis.name)) for axis in model}
-    place: list[dict[str, int]] = [{} for _ in range(grid.world_size)]
-    for axis, lists in groups.items():
+    by_axis = {axis: explicit.get(axis) or list(grid.groups(axis.name)) for axis in model}
+    coordinates: list[dict[str, int]] = [{} for _ in range(world_size)]
+    for axis, lists in by_axis.items():
         for group in lists:
             for at, rank in enumerate(group):
-                place[rank][axis.name] = at
-    for axis in sorted(model, key=lambda each: each not in own):  # what somebody wrote down is named first
-        for group in groups[axis]:
+                coordinates[rank][axis.name] = at
+
+    # The ranks of a group must differ in this axis and data only. Explicit groups are reported first, as the likely mistake.
+    for axis in sorted(model, key=lambda axis: axis not in explicit):
+        for group in by_axis[axis]:
             for other in model:
-                apart = {place[rank][other.name] for rank in group}
+                apart = {coordinates[rank][other.name] for rank in group}
                 if other is not axis and len(apart) > 1:
                     raise LayoutError(
-                        f"parallel.{axis.name}: the group {group} of {axis.mode} has ranks at places {listed(sorted(apart))} of the axis "
-                        f"{other.name!r}. Ranks of a group of one axis stand at one place of all others but data: return such "
-                        f"groups, or let an initializer group {other.mode} too",
+                        f"parallel.{axis.name}: the group {group} of {axis.mode} has ranks at coordinates {listed(sorted(apart))} "
+                        f"of the axis {other.name!r}. Ranks of a group may differ only in their own axis and in data: return such "
+                        f"groups, or group {other.mode} by an initializer, too",
                         code="C161",
                     )
-    replica = _replicas(model, groups, grid.world_size)
-    ranks = [-1] * grid.world_size
-    for rank, here in enumerate(place):
-        ranks[grid.rank_at(data=replica[rank], **here)] = rank
-    return ranks
 
-
-def _replicas(model: list[Axis], groups: Mapping[Axis, list[list[int]]], world_size: int) -> list[int]:
-    """The number of the replica that each rank is in, by first rank: the ranks reached along all axes but data."""
+    # The data coordinate is the number of the model replica: the ranks reached along all axes but data, numbered by first rank.
     around: list[list[list[int]]] = [[] for _ in range(world_size)]
-    for lists in groups.values():
+    for lists in by_axis.values():
         for group in lists:
             for rank in group:
                 around[rank].append(group)
     size = prod(axis.size for axis in model)
-    number = [-1] * world_size
+    replica = [-1] * world_size
     replicas = 0
     for first in range(world_size):
-        if number[first] >= 0:
+        if replica[first] >= 0:
             continue
-        number[first] = replicas
+        replica[first] = replicas
         reached = [first]
-        for rank in reached:
+        for rank in reached:  # grows inside the loop: a breadth-first search
             for group in around[rank]:
-                for other in group:
-                    if number[other] < 0:
-                        number[other] = replicas
-                        reached.append(other)
+                for member in group:
+                    if replica[member] < 0:
+                        replica[member] = replicas
+                        reached.append(member)
         if len(reached) != size:
             sized = [axis for axis in model if axis.size > 1]
+            product = " x ".join(str(axis.size) for axis in sized)
             raise LayoutError(
-                f"parallel: along the groups of {listed(axis.mode.name for axis in sized)} rank {first} reaches {len(reached)} ranks, but a "
-                f"replica of the model has {' x '.join(str(axis.size) for axis in sized)} = {size}, so the ranks have no one place in "
-                f"the data. Ranks that see other data are in no common group of these modes; correct the initializer",
+                f"parallel: along the groups of {listed(axis.mode.name for axis in sized)} rank {first} reaches {len(reached)} "
+                f"ranks, but a model replica has {product} = {size}, so ranks have no unique data coordinate. Ranks of different "
+                f"replicas share no group of these modes; correct the initializer",
                 code="C161",
             )
         replicas += 1
-    return number
+
+    # For each place of the grid, the rank that has its coordinates.
+    ranks = [-1] * world_size
+    for rank, here in enumerate(coordinates):
+        ranks[grid.rank_at(data=replica[rank], **here)] = rank
+    if ranks == list(range(world_size)):
+        _check_data(explicit, grid.groups("data"))
+        return Layout(axes, groups)
+    places = sorted(range(world_size), key=ranks.__getitem__)
+    renumbered = {
+        mode: _renumbered(mode, lists, ranks) if isinstance(lists, Partition) else lists
+        for mode, lists in groups.items()
+    }
+    _check_data(explicit, [sorted(ranks[place] for place in group) for group in grid.groups("data")])
+    return Layout(axes, renumbered, places)
 
 
-def _moved(mode: ParallelMode, groups: Partition, ranks: Sequence[int]) -> Listed:
-    """Groups of places as groups of the ranks that stand there."""
-    moved = [[ranks[place] for place in group] for group in groups]
-    disordered = next((group for group in moved if any(low > high for low, high in pairwise(group))), None)
+def _renumbered(mode: ParallelMode, groups: Partition, ranks: Sequence[int]) -> Listed:
+    """The groups of the grid with each place replaced by the rank at that place."""
+    found = [[ranks[place] for place in group] for group in groups]
+    disordered = next((group for group in found if any(low > high for low, high in pairwise(group))), None)
     if disordered is not None and mode not in _UNORDERED:
         raise LayoutError(
-            f"the places of {mode} would be taken by the ranks {disordered}, in this order, but {_NUMBERS}, so layers would cut "
-            f"by other places. Number the groups of your initializer so that ranks ascend along {mode.name} too",
+            f"the group of {mode} would be the ranks {disordered}, in this order, but torch numbers the ranks of a group in "
+            f"ascending order, so layers would use other shards. Number the groups of your initializer so that ranks ascend along "
+            f"{mode.name}, too",
             code="C161",
         )
-    return Listed(sorted(sorted(group) for group in moved), len(ranks))
+    return Listed(sorted(sorted(group) for group in found), len(ranks))
 
 
-def _check_data(own: Mapping[Axis, list[list[int]]], data: Sequence[Sequence[int]]) -> None:
-    """Groups of DATA that were written down must be those of ranks that differ in their data alone."""
-    for axis, groups in own.items():
+def _check_data(explicit: Mapping[Axis, list[list[int]]], data: Sequence[Sequence[int]]) -> None:
+    """Raise if explicit groups of DATA have ranks that differ in more than their data."""
+    for axis, groups in explicit.items():
         right = {rank: list(group) for group in data for rank in group}
         wrong = next((group for group in groups if right[group[0]] != group), None) if axis.name == "data" else None
         if wrong is not None:
             raise LayoutError(
-                f"parallel.data: the group {wrong} of {axis.mode} has ranks at several places of the other axes, so their "
-                f"gradients are not of the same parameters; ranks that hold what rank {wrong[0]} holds are {right[wrong[0]]}. Return that, "
-                f"or group the other axes to fit",
+                f"parallel.data: the group {wrong} of {axis.mode} has ranks with different coordinates on other axes, so they do "
+                f"not store the same parameters; the replicas of rank {wrong[0]} are the ranks {right[wrong[0]]}. Return those, or "
+                f"group the other axes to fit",
                 code="C161",
             )

@@ -1,4 +1,4 @@
-"""ParallelContext: what one process knows about its world. Groups, ranks and sizes by mode; seeds; the device."""
+"""ParallelContext: the world of one process. Process groups, ranks and sizes by mode; seeds and random streams; the device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from colonnade.context.rendezvous import agree_on_layout, device_for, join_world
 from colonnade.errors import ContextError, listed
 
 # --------------------------------------------------------------------------------------------------
-# Modes as a torch DeviceMesh, so that DTensor, FSDP2 and the like take a ParallelContext.
+# Modes as a torch DeviceMesh, for DTensor, FSDP2 and other users of meshes.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -39,16 +39,17 @@ def mesh_of(
     rank: int,
     device_type: str,
 ) -> DeviceMesh:
-    """A mesh whose dimensions are `modes`, outermost first, named by their values; creates no group."""
+    """A mesh with the existing `groups` of `modes` as dimensions, outermost first, named by the values of the modes."""
     if not modes:
         raise ContextError("device_mesh() needs at least one mode, such as device_mesh(ParallelMode.DATA)", code="C012")
     names = tuple(mode.value for mode in modes)
-    ranks = torch.tensor(_product(layout, modes, rank), device="cpu")
+    ranks = torch.tensor(_rank_grid(layout, modes, rank), device="cpu")
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
 
 
-def _product(layout: Layout, modes: list[ParallelMode], rank: int) -> Any:
-    """Nested lists of ranks: from this rank along every mode; refuses modes that do not form a grid."""
+def _rank_grid(layout: Layout, modes: list[ParallelMode], rank: int) -> Any:
+    """Nested lists of the ranks reached from `rank` along every mode; raises if the modes do not form a grid."""
+    # They do if walking from any of the reached ranks gives the same lists.
     grid = _walk(layout, modes, rank)
     flat = torch.tensor(grid, device="cpu").flatten().tolist()
     if len(set(flat)) != len(flat) or any(_walk(layout, modes, other) != grid for other in flat):
@@ -68,25 +69,24 @@ def _walk(layout: Layout, modes: list[ParallelMode], start: int) -> Any:
 
 
 class LaunchHook:
-    """Takes part in every launch of this process while it is in `launch_hooks`."""
+    """Callbacks in every launch of this process, while an instance is in `launch_hooks`."""
 
     def adopt_groups(self, build: Build, groups: ProcessGroups) -> bool:
-        """In the joined world, before the layout is final: take on what waits in `build`; whether there was anything."""
+        """Run the waiting initializers of `build` after the world is joined; returns whether there were any."""
         return False
 
     def after_groups(self, context: ParallelContext, groups: ProcessGroups) -> None:
-        """When the groups of every mode are there. Collective over the world."""
+        """Called when the groups of every mode exist. Collective over the world."""
 
 
 launch_hooks: list[LaunchHook] = []
 
 
 class ParallelContext:
-    """The world of this process. Usable as a context manager; several may live one after another.
+    """The world of this process: its ranks, process groups, sizes, device and random streams. Usable as a context manager.
 
-    Before `launch` it is a world of one rank. After `destroy()` (or the end of the `with` block) it is a
-    world of one again: groups, sockets, random streams, sizes and the config are gone. The random generators of torch,
-    Python and numpy stay as they are.
+    Before `launch` it is a world of one rank. After `destroy()` (or the end of the `with` block) it is a world of one rank again,
+    without groups, sockets, random streams and config. The states of the random generators are kept.
     """
 
     config: Config
@@ -98,7 +98,7 @@ class ParallelContext:
     virtual_pipeline_parallel_size: int | None
     virtual_pipeline_parallel_rank: int | None
     is_simulated: bool
-    """Whether there are no other processes: what depends on other ranks' data is assumed to be spread evenly."""
+    """Whether other processes are only simulated; values that depend on other ranks' data are then assumed to be balanced."""
     _launched: bool
     _axes: tuple[Axis, ...]
     _build: Build
@@ -124,7 +124,19 @@ class ParallelContext:
         port: int | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Join the world. Collective: returns when every rank is there. Checks the sizes before it joins."""
+        """Join the world. Collective: returns when every rank has joined.
+
+        Args:
+            rank: The rank of this process.
+            world_size: The number of ranks.
+            backend: "nccl", "gloo" or another backend of torch.distributed; by default NCCL with CUDA, else gloo.
+            host: The address of rank 0.
+            port: A free port on the host of rank 0.
+            timeout: Seconds after which a waiting rank raises.
+
+        Raises:
+            LayoutError: The sizes in the config do not fit the world size; raised on all ranks before they join.
+        """
         with share_start_up_errors(rank, world_size, host, port, timeout):
             if self._launched:
                 raise ContextError(
@@ -137,39 +149,45 @@ class ParallelContext:
         self._owns_world = join_world(rank, world_size, backend, host, port, timeout)
         self._rank, self.world_size, self._launched = rank, world_size, True
         self.waits.open(rank, world_size, _logging.get_dist_logger().warning)
-        own = DEFAULT_TIMEOUT if self._owns_world else None  # else what torch gives a group
+        own = DEFAULT_TIMEOUT if self._owns_world else None  # None: torch's default for new groups
         self._timeout = timedelta(seconds=timeout) if timeout else own
 
     def init_parallel_groups(self, seed: int | None = None) -> None:
-        """Create the process groups of every mode, where all ranks have the same config. Collective over the world.
+        """Create the process groups of every mode. Collective over the world.
 
-        `seed` is what `set_seed` will be given, which must be the same on all ranks too.
+        All ranks must have the same config. `seed`, the later argument of `set_seed`, is compared between ranks as well.
         """
-        # All ranks have joined, and nobody has anything long to do: who does not come now is lost.
+        # All ranks have joined and have no long work to do, so a rank that does not arrive within minutes has failed.
         with waiting_at_most(START_UP_TIMEOUT), self.waits.during("in launch()"):
-            self._create_groups(seed)
-
-    def _create_groups(self, seed: int | None) -> None:
-        self._groups = groups = ProcessGroups(self._rank, self._timeout)
-        self._layout = self._layout_of_groups()
-        agree_on_layout(self._layout, self.device, self._settings(seed))
-        adopted = False
-        for hook in launch_hooks:
-            adopted |= hook.adopt_groups(self._build, groups)
-        self._build.refuse_waiting()
-        if adopted:
+            self._groups = groups = ProcessGroups(self._rank, self._timeout)
             self._layout = self._layout_of_groups()
-            agree_on_layout(self._layout, self.device)
-        # Where all ranks create alike, and in a world of our own, no rank need wait for groups that it is not in.
-        alone = self._owns_world and self._layout.is_regular and not adopted and dist.get_backend() != "mpi"
-        for ranks in self._layout.rank_sets(self._rank if alone else None):
-            groups.add(ranks, alone)
-        if not is_same_everywhere(len(groups) if alone else 0, self.device):  # and so all ranks have come this far
-            raise ContextError(
-                f"the ranks created different numbers of groups; this rank (number {self._rank}): {len(groups)}"
-            )
-        for hook in launch_hooks:
-            hook.after_groups(self, groups)
+            waiting = {f"parallel, {entry.source}": "creates its groups itself" for entry in self._build.waiting}
+            hooks = {"launch hooks": ", ".join(type(hook).__name__ for hook in launch_hooks)} if launch_hooks else {}
+            seeds = {"seed": str(seed)} if seed is not None else {}
+            agree_on_layout(self._layout, self.device, compared_texts(self.config) | seeds | waiting | hooks)
+
+            # Initializers that create their groups themselves run in the joined world, and may complete the layout.
+            adopted = False
+            for hook in launch_hooks:
+                adopted |= hook.adopt_groups(self._build, groups)
+            self._build.refuse_waiting()
+            if adopted:
+                self._layout = self._layout_of_groups()
+                agree_on_layout(self._layout, self.device)
+
+            # If every rank creates the same number of groups, and nobody else has created any, torch's local synchronization
+            # works, and no rank waits for groups that it is not in.
+            alone = self._owns_world and self._layout.is_regular and not adopted and dist.get_backend() != "mpi"
+            for ranks in self._layout.rank_sets(self._rank if alone else None):
+                groups.add(ranks, alone)
+            # The comparison is also a barrier: after it all ranks have their groups.
+            if not is_same_everywhere(len(groups) if alone else 0, self.device):
+                raise ContextError(
+                    f"the ranks created different numbers of groups (rank {self._rank}: {len(groups)}); return the same "
+                    f"groups on every rank from your initializers"
+                )
+            for hook in launch_hooks:
+                hook.after_groups(self, groups)
 
     def simulate(
         self,
@@ -178,13 +196,19 @@ class ParallelContext:
         rank: int,
         groups: ProcessGroups | None = None,
     ) -> None:
-        """Be one rank of a world that is not there: it has all sizes, ranks and streams, and no process group.
+        """Become one rank of a simulated world, with all sizes, ranks and random streams but no other processes.
 
-        Models can be built in it, and plans made; nothing can communicate, but where `groups` are given that do as if.
-        Ends with `destroy()`, as a real one does.
+        Models can be built and jobs estimated in it. Communication raises, unless `groups` simulate that, too. `destroy()` ends
+        the simulation.
+
+        Args:
+            config: The config of the simulated job.
+            world_size: The number of simulated ranks.
+            rank: The rank of this process among them.
+            groups: Process groups that simulate communication.
         """
         if self._launched:
-            raise ContextError("this context has joined a world; simulate another with a ParallelContext of its own")
+            raise ContextError("this context has joined a world; to simulate another, use a new ParallelContext")
         self.load_config(config)
         self._layout = build_layout(self.config, world_size)
         self._rank, self.world_size, self._launched = rank, world_size, True
@@ -193,7 +217,7 @@ class ParallelContext:
         self.set_seed(int(self.config.get("seed") or 0))
 
     def destroy(self) -> None:
-        """Leave the world and forget everything. Safe to call twice."""
+        """Leave the world and reset this context. Safe to call twice."""
         self.waits.close()
         if self._groups is not None:
             self._groups.destroy()
@@ -251,38 +275,39 @@ class ParallelContext:
     def get_group(self, mode: ParallelMode) -> dist.ProcessGroup:
         """The torch process group of `mode` that this rank is in."""
         ranks = self.get_ranks_in_group(mode)
-        # A layer that asks for its group when it is built does not use it yet.
+        # In a simulated world a layer may get its group when it is built; only using the group raises.
         return self._groups.group(ranks) if isinstance(self._groups, NoGroups) else self._joined().group(ranks)
 
     def get_second_group(self, mode: ParallelMode, backend: str) -> dist.ProcessGroup:
-        """Another group of the ranks of `get_group(mode)`, with backends of its own ("cpu:gloo,cuda:nccl").
+        """A second group of the ranks of `get_group(mode)`, with other backends ("cpu:gloo,cuda:nccl").
 
-        The same one at every call; the first call is collective over the world.
+        The group is cached. The first call for a mode and backend is collective over the world.
         """
         return self._joined().second_group(self.get_ranks_in_group(mode), self._layout.groups(mode), backend)
 
     def group_of_ranks(self, ranks: Iterable[int]) -> dist.ProcessGroup:
-        """The torch process group of exactly these ranks, whatever mode it was made for."""
+        """The torch process group of exactly these ranks, of whatever mode."""
         return self._joined().group(sorted(ranks))
 
     def ensure_groups(self, rank_sets: Iterable[tuple[int, ...]]) -> None:
-        """Create groups for the rank sets that any rank asks for. Collective over the world, once at start-up."""
+        """Create groups for the rank sets that any rank needs. Collective over the world, once at start-up."""
         if self.is_simulated:
-            self._joined()  # an error where it has none
-            return  # each is made when it is asked for
-        asked = sorted({tuple(sorted(ranks)) for ranks in rank_sets})
-        new = [ranks for ranks in asked if ranks not in self._joined() and not self._layout.is_group(ranks)]
+            self._joined()  # raises without simulated groups, which are made on request
+            return
+        needed = sorted({tuple(sorted(ranks)) for ranks in rank_sets})
+        new = [ranks for ranks in needed if ranks not in self._joined() and not self._layout.is_group(ranks)]
+        # Usually the groups of the modes suffice, and one small all-reduce shows that no rank needs another.
         if is_same_everywhere(len(new), self.device) and not new:
-            return  # as a rule: the groups of the modes are there, and no rank need tell what it asks for
+            return
         for ranks in sorted({tuple(ranks) for sets in gather_json(new, self.device) for ranks in sets}):
             self._joined().add(ranks, alone=False)
 
     def get_next_global_rank(self, mode: ParallelMode) -> int:
-        """The next rank on the ring of this group; the last one's next is the first."""
+        """The next rank of this rank's group of `mode`, as a ring."""
         return self._ring(mode, +1)
 
     def get_prev_global_rank(self, mode: ParallelMode) -> int:
-        """The previous rank on the ring of this group; the first one's previous is the last."""
+        """The previous rank of this rank's group of `mode`, as a ring."""
         return self._ring(mode, -1)
 
     def is_first_rank(self, mode: ParallelMode) -> bool:
@@ -292,12 +317,12 @@ class ParallelContext:
         return self.get_local_rank(mode) == self.get_world_size(mode) - 1
 
     def is_pipeline_first_stage(self, ignore_virtual: bool = False) -> bool:
-        """Whether this rank (and, with virtual stages, the chunk in use) is the first stage."""
+        """Whether this rank (with virtual stages, the current model chunk) is the first pipeline stage."""
         chunk_is_first = self.virtual_pipeline_parallel_size is None or self.virtual_pipeline_parallel_rank == 0
         return (ignore_virtual or chunk_is_first) and self.is_first_rank(ParallelMode.PIPELINE)
 
     def is_pipeline_last_stage(self, ignore_virtual: bool = False) -> bool:
-        """Whether this rank (and, with virtual stages, the chunk in use) is the last stage."""
+        """Whether this rank (with virtual stages, the current model chunk) is the last pipeline stage."""
         size = self.virtual_pipeline_parallel_size
         chunk_is_last = size is None or self.virtual_pipeline_parallel_rank == size - 1
         return (ignore_virtual or chunk_is_last) and self.is_last_rank(ParallelMode.PIPELINE)
@@ -307,7 +332,7 @@ class ParallelContext:
         return self._launched and self._layout.has(mode_of(mode), self._rank)
 
     def device_mesh(self, *modes: ParallelMode) -> DeviceMesh:
-        """These modes as a torch DeviceMesh (outermost first) on the groups that already exist."""
+        """These modes, outermost first, as a torch DeviceMesh on the existing groups."""
         wanted = [mode_of(mode) for mode in modes]
         groups = [self.get_group(mode) for mode in wanted]
         return mesh_of(self._layout, wanted, groups, self._rank, self.device.type)
@@ -315,15 +340,15 @@ class ParallelContext:
     # -- settings -----------------------------------------------------------------------------------------
 
     def set_device(self, ordinal: int | None = None) -> None:
-        """Choose this process's device: CUDA device `ordinal` (default: the rank), modulo devices, else the CPU."""
+        """Set the device: CUDA device `ordinal` (default: the rank) modulo the number of devices; the CPU without CUDA."""
         self.device = device_for(self._rank, ordinal)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
     def set_seed(self, seed: int) -> None:
-        """Seed torch, Python, numpy if it is there, and the stream of each axis; may be called again.
+        """Seed torch, Python, numpy (if imported), and the random stream of each axis. May be called again.
 
-        All of them as torch: alike on ranks that see the same data, others where data or stage differ.
+        Seeds are equal on ranks that see the same data, and different for distinct data or another pipeline stage.
         """
         self.seed = seed
         here = self._layout.coordinates(self._rank)
@@ -346,7 +371,7 @@ class ParallelContext:
         self.virtual_pipeline_parallel_rank = rank
 
     def __deepcopy__(self, memo: object) -> ParallelContext:
-        """A copy of a layer lives in the same world."""
+        """The same context: a copied layer stays in its world."""
         return self
 
     def __repr__(self) -> str:
@@ -376,18 +401,10 @@ class ParallelContext:
     def _layout_of_groups(self) -> Layout:
         return layout_of(self._axes, self._build.groups, parallel_sizes(self.config).tensor_mode)
 
-    def _settings(self, seed: int | None) -> dict[str, str]:
-        """The settings that all ranks must have launched with, by key of the config."""
-        waiting = {f"parallel, {each.source}": "creates its groups itself" for each in self._build.waiting}
-        hooks = {"launch hooks": ", ".join(type(hook).__name__ for hook in launch_hooks)} if launch_hooks else {}
-        seeds = {"seed": str(seed)} if seed is not None else {}
-        return compared_texts(self.config) | seeds | waiting | hooks
-
     def _joined(self) -> ProcessGroups:
+        """The process groups; raises without any."""
         if isinstance(self._groups, NoGroups):
-            raise ContextError(
-                "there are no processes here: this world is only simulated, so its ranks cannot communicate"
-            )
+            raise ContextError("this world is simulated, so its ranks cannot communicate; launch a real world for that")
         if self._groups is None:
             raise ContextError(
                 "there are no process groups before launch; call colonnade.launch(config) first", code="C013"

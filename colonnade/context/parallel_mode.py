@@ -1,7 +1,7 @@
-"""ParallelMode: the kinds of parallelism, an enum that users may extend at run time.
+"""ParallelMode: the kinds of parallelism (dimensions of the device mesh), an enum that users can extend at run time.
 
-A mode says of itself whether the ranks of one of its groups see *the same* data (tensor) or *distinct*
-data (data, sequence). Gradient reductions and their divisors follow from that.
+A mode declares whether the ranks of a group see *the same* data (tensor) or *distinct* data (data, sequence). Gradient
+reductions and their divisors follow from that.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ class _OpenEnum(type):
     _by_name: dict[str, ParallelMode]
 
     def __call__(cls, value: object) -> Any:
-        """Return the member for a member, a value, or a member of a user's own Enum with a known value."""
+        """The member for a member, a value, or a member of a user's Enum, which registers itself if its value is new."""
         if isinstance(value, ParallelMode):
             return value
         if isinstance(value, str) and value in cls._by_value:
             return cls._by_value[value]
         if isinstance(value, enum.Enum) and isinstance(value.value, str):
-            # The documented way to add a mode is to write it into an Enum; such a member declares itself.
+            # Colossal-AI documents an own Enum as the way to add a mode.
             return cls._by_value.get(value.value) or ParallelMode.register(value.name, value.value)
         raise LayoutError(
             f"{value!r} is not a parallel mode; known values: {listed(cls._by_value)}."
             f"{did_you_mean(str(value), cls._by_value)} "
-            f"A new one is added with ParallelMode.register('NEW_MODE', 'new_mode', data='same').",
+            f"To add a mode, call ParallelMode.register('NEW_MODE', 'new_mode', data='same').",
             code="C011",
         )
 
@@ -59,7 +59,7 @@ class _OpenEnum(type):
 
 
 class _BuiltIn(tuple[str, DataKind]):
-    """A member as the body of the class declares it; it is registered below, under the name it is given there."""
+    """A member as declared in the class body; registered below under the name of the attribute."""
 
 
 def _built_in(value: str, data: DataKind) -> Any:
@@ -71,7 +71,7 @@ class ParallelMode(metaclass=_OpenEnum):
 
     __slots__ = ("data", "name", "value")
 
-    if TYPE_CHECKING:  # what the metaclass's __call__ takes, in words that type checkers read
+    if TYPE_CHECKING:  # the signature of the metaclass's __call__ for type checkers
 
         def __init__(self, value: object) -> None: ...
 
@@ -109,8 +109,31 @@ class ParallelMode(metaclass=_OpenEnum):
 
     @classmethod
     def register(cls, name: str, value: str, data: DataKind = "same") -> ParallelMode:
-        """Add a mode. Registering the same one again returns it; a clash with another is an error."""
-        _check_declaration(name, value, data)
+        """Add a mode. Registering an equal mode again returns the existing one.
+
+        Args:
+            name: The name, such as "NEW_MODE", for `ParallelMode.NEW_MODE`.
+            value: The value in configs, such as "new_mode".
+            data: "same" if the ranks of a group see the same data, as in tensor parallelism; "distinct" if each sees its own, as
+                in data parallelism.
+
+        Raises:
+            LayoutError: An argument is invalid, or another mode has this name or value.
+        """
+        if not (isinstance(name, str) and name.isidentifier() and not name.startswith("_")):
+            raise LayoutError(f"a parallel mode's name is an identifier such as 'NEW_MODE', not {name!r}", code="C011")
+        if hasattr(_OpenEnum, name) or name in {"register", "name", "value", "data"}:
+            raise LayoutError(
+                f"{name!r} cannot name a parallel mode: ParallelMode has an attribute of this name", code="C011"
+            )
+        if not (isinstance(value, str) and value):
+            raise LayoutError(f"a parallel mode's value is a string such as 'new_mode', not {value!r}", code="C011")
+        if data not in ("same", "distinct"):
+            raise LayoutError(
+                f"ParallelMode.register(data={data!r}): pass 'same' if the ranks of a group see the same data "
+                f"(as in tensor parallelism) or 'distinct' if each sees its own (as in data parallelism)",
+                code="C011",
+            )
         known = cls._by_name.get(name) or cls._by_value.get(value)
         if known is not None:
             if (known.name, known.value, known.data) == (name, value, data):
@@ -142,12 +165,12 @@ class ParallelMode(metaclass=_OpenEnum):
         return self
 
     def __reduce__(self) -> tuple[Any, tuple[str, str, str]]:
-        # By registration: another process may meet a user's mode first in a pickle.
+        # By registration: a process may see a user's mode for the first time in a pickle.
         return _restore, (self.name, self.value, self.data)
 
 
 def mode_of(value: object) -> ParallelMode:
-    """`ParallelMode(value)`, also in compiled code: torch.compile takes a call of the class for a new object of it."""
+    """`ParallelMode(value)` for compiled code, where torch.compile would treat a call of the class as a new object."""
     return value if isinstance(value, ParallelMode) else ParallelMode(value)
 
 
@@ -155,22 +178,7 @@ def _restore(name: str, value: str, data: DataKind) -> ParallelMode:
     return ParallelMode.register(name, value, data)
 
 
-def _check_declaration(name: object, value: object, data: object) -> None:
-    if not (isinstance(name, str) and name.isidentifier() and not name.startswith("_")):
-        raise LayoutError(f"a parallel mode's name is an identifier such as 'NEW_MODE', not {name!r}", code="C011")
-    if hasattr(_OpenEnum, name) or name in {"register", "name", "value", "data"}:
-        raise LayoutError(f"{name!r} cannot name a parallel mode: ParallelMode uses that word itself", code="C011")
-    if not (isinstance(value, str) and value):
-        raise LayoutError(f"a parallel mode's value is a string such as 'new_mode', not {value!r}", code="C011")
-    if data not in ("same", "distinct"):
-        raise LayoutError(
-            f"ParallelMode.register(data={data!r}): say 'same' if the ranks of a group see the same data "
-            f"(as in tensor parallelism) or 'distinct' if each sees its own (as in data parallelism)",
-            code="C011",
-        )
-
-
 for _name, _declared in list(vars(ParallelMode).items()):
     if isinstance(_declared, _BuiltIn):
-        delattr(ParallelMode, _name)  # members are looked up by the metaclass, users' and ours alike
+        delattr(ParallelMode, _name)  # the metaclass looks up all members, built-in and registered
         ParallelMode.register(_name, *_declared)

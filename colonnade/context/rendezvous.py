@@ -1,9 +1,9 @@
-"""Joining and leaving a world, and the agreements that are made when it has just come up.
+"""Joining and leaving a world, and the comparisons between ranks at start-up.
 
-A launch, in the order of events: each rank connects to the store of rank 0 and gets the prefix of this launch there (`_store`,
-`_prefix`); ranks that fail before they have joined say so at the store (`share_start_up_errors`); all wait for each other (`_meet`),
-and go on together or raise the error of the rank that failed; torch makes its process group (`join_world`); the ranks compare
-their configs, versions and layouts (`agree_on_layout`). At the end rank 0 leaves last (`leave_world`).
+A launch, in order: each rank connects to the store of rank 0 and gets the key prefix of this launch (`_store`, `_prefix`). A rank
+that fails before it has joined writes its error to the store (`share_start_up_errors`). All ranks wait for each other (`_meet`) and
+either continue together or raise that error. torch creates its process group (`join_world`), and the ranks compare configs,
+versions and layouts (`agree_on_layout`). At the end, rank 0 leaves last (`leave_world`).
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from colonnade.errors import ColonnadeError, LaunchError, LayoutError
 from colonnade.version import __version__
 
 _LEAVE_SECONDS = 3.0
-_LOOK_SECONDS = 0.02  # the longest between two looks of rank 0 at who has come
-_TELL_SECONDS = 10.0
+_LOOK_SECONDS = 0.02  # the longest pause of rank 0 between two polls for arrivals
+_TELL_SECONDS = 10.0  # the longest attempt to tell other ranks of an error
 _IDLE_LOOKS = 20  # a millisecond apart: a thread that hands work to another sleeps for a moment
 _IDLE_SECONDS = 3.0
 _PARTS = (1,) * 3
-"""The parts of what `agree_on_layout` compares."""
+"""The number of parts of each comparison in `agree_on_layout`."""
 _ARRIVALS, _ARRIVAL, _ANSWER, _ANSWERED = (
     f"colonnade/launch/{name}" for name in ("arrivals", "arrival/{}", "answer/{}", "answered")
 )
-"""Keys of the store at which a rank says that it has come, and rank 0 answers; see `_Answers`."""
+"""Store keys by which a rank announces its arrival and rank 0 answers; see `_Answers`."""
 _last_prefix = ""
-"""The prefix of this process's last launch in the store."""
+"""The key prefix of this process's last launch."""
 
 
 def join_world(
@@ -63,15 +63,19 @@ def join_world(
     port: int | None,
     timeout: float | None,
 ) -> bool:
-    """Initialise torch.distributed unless it is; returns whether it was us, and so is ours to destroy."""
+    """Initialize torch.distributed unless it is already. Collective over the world.
+
+    Returns:
+        Whether this call initialized torch.distributed, so that `leave_world` should destroy it.
+    """
     atexit.unregister(_wait_for_threads)  # once, however often the process launches
     atexit.register(_wait_for_threads)
     if dist.is_initialized():
-        there = (dist.get_rank(), dist.get_world_size())
-        if there != (rank, world_size):
+        existing = (dist.get_rank(), dist.get_world_size())
+        if existing != (rank, world_size):
             raise LaunchError(
-                f"torch.distributed is already initialised as rank {there[0]} of {there[1]}, but launch was "
-                f"asked for rank {rank} of {world_size}. Leave rank and world_size out, or destroy that group first.",
+                f"torch.distributed is already initialised as rank {existing[0]} of {existing[1]}, but launch was "
+                f"called for rank {rank} of {world_size}. Leave rank and world_size out, or destroy that group first.",
                 code="C021",
             )
         return False
@@ -102,17 +106,17 @@ def share_start_up_errors(
     timeout: float | None,
     ordinal: int | None = None,
 ) -> Iterator[None]:
-    """Around what a rank does before it joins: where it fails, the others raise its error too, instead of waiting for it."""
+    """Raise an error of the block, which runs before this rank joins, on the other ranks too, instead of letting them wait."""
     try:
         yield
     except Exception as error:
         if dist.is_initialized():
-            # They wait in `agree_on_layout`. A rank that does not come there is lost, and this error matters more.
+            # The other ranks wait in `agree_on_layout`, which starts with the same collective as this block.
             with waiting_at_most(START_UP_TIMEOUT), agreed_errors(device_for(rank, ordinal), _PARTS):
                 raise
         elif world_size > 1:
             seconds = min(timeout or _TELL_SECONDS, _TELL_SECONDS)
-            with contextlib.suppress(Exception):  # no other rank is there to read it
+            with contextlib.suppress(Exception):  # rank 0 may not be running; the error of this rank matters more
                 store = _store(rank, world_size, host, port, timedelta(seconds=seconds))
                 _set_outcome(store, f"{rank}\n{note_of(error)}")
                 _leave_store(store, rank, world_size, "refused")
@@ -120,10 +124,10 @@ def share_start_up_errors(
 
 
 def _meet(store: Any, rank: int, world_size: int, limit: timedelta) -> ColonnadeError | None:
-    """Wait until all ranks are at the store, or one says there why it does not come: its error."""
+    """Wait until all ranks have connected to the store; if a rank has failed instead, return its error."""
     if world_size == 1:
         return None
-    # A rank that was killed here and started again comes twice, and counts once.
+    # A rank that was killed here and restarted arrives twice but counts once.
     if store.add(f"colonnade/came/{rank}", 1) == 1 and store.add("colonnade/came", 1) == world_size:
         _set_outcome(store, "")
     until = time.monotonic() + limit.total_seconds()
@@ -133,7 +137,7 @@ def _meet(store: Any, rank: int, world_size: int, limit: timedelta) -> Colonnade
             store.wait(["colonnade/outcome"], limit)
         else:
             for pause in pauses(_LOOK_SECONDS):
-                answers.give()
+                answers.answer_arrivals()
                 if store.check(["colonnade/outcome"]):
                     break
                 if time.monotonic() > until:
@@ -141,7 +145,7 @@ def _meet(store: Any, rank: int, world_size: int, limit: timedelta) -> Colonnade
                 time.sleep(pause)
     except dist.DistStoreError as error:
         came = store.add("colonnade/came", 0)
-        raise TimeoutError(f"{came} of {world_size} ranks came within {limit.total_seconds():.0f} s") from error
+        raise TimeoutError(f"{came} of {world_size} ranks connected within {limit.total_seconds():.0f} s") from error
     failed, _, note = store.get("colonnade/outcome").decode().partition("\n")
     if not note:
         if answers is not None:
@@ -152,45 +156,45 @@ def _meet(store: Any, rank: int, world_size: int, limit: timedelta) -> Colonnade
 
 
 def _set_outcome(store: Any, outcome: str) -> None:
-    """Write how this launch ends: "" where all ranks have come, else the rank that fails and its error. The first one counts."""
+    """Write the outcome of this launch: "" if all ranks have arrived, else a failed rank and its error. The first call decides."""
     if store.add("colonnade/decided", 1) == 1:
         store.set("colonnade/outcome", outcome)
 
 
 def _leave_store(store: Any, rank: int, world_size: int, key: str) -> None:
-    """Count this rank; rank 0, which may serve the store, waits a little for the others."""
+    """Count this rank as leaving; rank 0, which may serve the store, waits up to three seconds for the others."""
     left = store.add(f"colonnade/{key}", 1)
     until = time.monotonic() + _LEAVE_SECONDS
     answers = _Answers.of(store, rank) if key == "refused" else None
     while rank == 0 and left < world_size and time.monotonic() < until:
         if answers is not None:
-            answers.give()
+            answers.answer_arrivals()
         time.sleep(0.002)
         left = store.add(f"colonnade/{key}", 0)
 
 
 def leave_world() -> None:
-    """Destroy every process group of torch.distributed; rank 0, which serves the store, leaves last.
+    """Destroy all process groups of torch.distributed. Rank 0, which serves the store, leaves last.
 
-    So a rank that launches again at once cannot reach the store of the world that is going away.
+    A rank that launches again at once therefore cannot reach the store of the old world.
     """
     if not dist.is_initialized():
         return
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    with contextlib.suppress(RuntimeError):  # the store is gone where rank 0 has died
+    with contextlib.suppress(RuntimeError):  # the store has gone with a dead rank 0
         _leave_store(default_store(), rank, world_size, "left")
     dist.destroy_process_group()
     forget_meeting_stores()
 
 
 def _wait_for_threads() -> None:
-    """Before Python ends: let torch's threads finish what they are at, so that the exit status is not lost.
+    """At exit, let torch's threads finish, so that the process keeps its exit status.
 
-    A thread of gloo may be the last to hold a tensor of a collective that is over, and needs Python to let go of it.
-    One that comes too late, when Python has begun to end, aborts the process: "terminate called without an active
-    exception". This thread sleeps and leaves Python to them; a thread that sleeps then too has nothing left to do, or
-    waits for another rank, which is not waited for here.
+    A gloo thread may hold the last reference to a tensor of a completed collective, and needs the GIL to release it. If it asks
+    for the GIL after Python has begun to finalize, the process aborts: "terminate called without an active exception".
     """
+    # This thread sleeps, which leaves the GIL to the others, until all of torch's threads have been asleep for a while: they are
+    # then idle, or wait for another rank. Without /proc no thread is seen.
     until = time.monotonic() + _IDLE_SECONDS
     idle = 0
     while idle < _IDLE_LOOKS and time.monotonic() < until:
@@ -199,41 +203,39 @@ def _wait_for_threads() -> None:
 
 
 def _is_busy(task: Path) -> bool:
-    """Whether it is a thread of torch's that runs or could run. Without /proc none is seen."""
+    """Whether this is a thread of torch that is not sleeping."""
     try:
-        # "<id> (<name>) <state> ...", with state S for one that sleeps
+        # "<id> (<name>) <state> ...", with state S for a sleeping thread
         name, state = (task / "stat").read_text().split("(", 1)[1].rsplit(") ", 1)
-    except (OSError, IndexError, ValueError):  # it is gone
+    except (OSError, IndexError, ValueError):  # the thread has ended
         return False
     return name.startswith("pt_") and not state.startswith("S")
 
 
 def default_backend() -> str:
-    """nccl where there is CUDA, gloo elsewhere."""
+    """ "nccl" with CUDA, else "gloo"."""
     return "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
 
 
 def device_for(rank: int, ordinal: int | None = None) -> torch.device:
-    """CUDA device `ordinal` (default: the rank), modulo devices, else the CPU."""
+    """CUDA device number `ordinal` (default: the rank) modulo the number of devices; the CPU without CUDA."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", (rank if ordinal is None else ordinal) % torch.cuda.device_count())
 
 
 def agree_on_layout(layout: Layout, device: torch.device, settings: Mapping[str, str] | None = None) -> None:
-    """Refuse, on every rank, a layout, versions or settings that are not the same everywhere. Collective over the world."""
+    """Raise on every rank if layouts, versions or settings differ between ranks. Collective over the world."""
     with agreed_errors(device, _PARTS) as agreement:
         agreement.require(Alike("config key", settings or {}, "Launch every rank with the same config and arguments."))
         versions = {"torch": torch.__version__, "colonnade": __version__}
-        agreement.require(
-            Alike("the version of", versions, "Install the same versions wherever ranks run.", LaunchError)
-        )
+        agreement.require(Alike("the version of", versions, "Install the same versions on all hosts.", LaunchError))
         agreement.require(
             Alike(
                 "the groups of mode",
                 {"layout": str(layout.digest())},
-                "An initializer must return the groups of the whole world, the same on every rank; it must not depend on "
-                "its own rank.",
+                "An initializer must return the groups of all ranks, equal on every rank; the result must not depend on the "
+                "initializer's own rank.",
                 LayoutError,
                 shown=lambda: {mode.value: repr(layout.groups(mode)) for mode in layout.modes},
             )
@@ -241,7 +243,7 @@ def agree_on_layout(layout: Layout, device: torch.device, settings: Mapping[str,
 
 
 def _store(rank: int, world_size: int, host: str | None, port: int | None, limit: timedelta) -> Any:
-    """The key-value store of the rendezvous, under a prefix of its own for every launch and restart."""
+    """The key-value store of the rendezvous, with a key prefix of its own for every launch and restart."""
     if world_size == 1 and port is None:
         return HashStore()
     if host is None or port is None:
@@ -258,9 +260,20 @@ def _store(rank: int, world_size: int, host: str | None, port: int | None, limit
             base = _within(limit, lambda: _connect(host, port, world_size, serves, limit))
             return PrefixStore(_prefix(base, rank, until), base)
         except (dist.DistNetworkError, dist.DistStoreError, RuntimeError, ValueError, TimeoutError) as error:
-            # Rank 0 may be leaving a launch that failed; it comes back with a store of its own.
-            if rank == 0 or not isinstance(error, _StoreLeft) or time.monotonic() > until:
-                raise LaunchError(_connection_help(rank, host, port, error), code="C021") from error
+            # This rank may have reached the store of a failed launch that rank 0 is just leaving. Rank 0 comes back with a new
+            # store, so the connection is tried again.
+            if rank != 0 and isinstance(error, _StoreLeft) and time.monotonic() <= until:
+                continue
+            text = (
+                f"rank {rank} could not reach rank 0 at {host}:{port}: {error}. Is rank 0 running, and is the address "
+                f"reachable from here?"
+            )
+            if "EADDRINUSE" in str(error) or "in use" in str(error):
+                text = (
+                    f"port {port} on {host} is in use, so rank 0 cannot listen there. Choose another port "
+                    f"(`colonnade run` finds a free one automatically), or end the process that uses it."
+                )
+            raise LaunchError(text, code="C021") from error
 
 
 class _StoreLeft(RuntimeError):
@@ -268,11 +281,11 @@ class _StoreLeft(RuntimeError):
 
 
 def _prefix(base: Any, rank: int, until: float) -> str:
-    """The prefix of this launch: rank 0 makes it up, and gives it to each rank that says that it has come.
+    """The key prefix of this launch, chosen by rank 0 and sent to each arriving rank.
 
-    The store may be older than this start of the ranks, and still hold what ranks of an earlier start have left, or
-    what this process left in a launch that failed. So a rank comes with a random token, and takes an answer to this
-    token only. No number that a launcher counts takes part: torchrun counts restarts on each host for itself.
+    The store may be older than this start of the ranks and still have keys of an earlier start, or of a failed launch of this
+    process. A rank therefore announces itself with a random token and accepts only an answer to this token. Restart counters of
+    the launcher cannot be used, because torchrun counts restarts separately on each host.
     """
     global _last_prefix
     if rank == 0:
@@ -293,25 +306,25 @@ def _prefix(base: Any, rank: int, until: float) -> str:
 
 
 class _Answers:
-    """Rank 0's part in a launch: gives its prefix to every rank that has come, also to one that comes late or again.
+    """Rank 0's side of a launch: answers every arriving rank with the prefix, also a late or restarted one.
 
-    Ranks that come are numbered, and each number is looked at once: what is read grows as the number of ranks. An
-    answer to a token that a rank of an earlier start has left is read by nobody.
+    Arrivals are numbered, and each number is processed once, so the number of reads grows linearly with the ranks. Answers to
+    tokens from an earlier start are never read.
     """
 
     def __init__(self, base: Any, prefix: str) -> None:
         self._base, self._prefix = base, prefix
         self._seen = int(base.get(_ANSWERED).decode()) if base.check([_ANSWERED]) else 0
         self._open: list[int] = []
-        """Numbers whose rank has not yet left its token: it is about to, or was killed before it could."""
+        """Numbers whose rank has not written its token yet: the rank is about to, or was killed before it could."""
 
     @classmethod
     def of(cls, store: Any, rank: int) -> _Answers | None:
-        """Of the launch at this store, for rank 0."""
+        """The answers of the launch at this store; None on other ranks than 0."""
         return cls(store.underlying_store, _last_prefix) if rank == 0 and isinstance(store, PrefixStore) else None
 
-    def give(self) -> None:
-        """Answer the ranks that have come since."""
+    def answer_arrivals(self) -> None:
+        """Answer the ranks that have arrived since the last call."""
         newest = self._base.add(_ARRIVALS, 0)
         found, self._open = [*self._open, *range(self._seen + 1, newest + 1)], []
         self._seen = newest
@@ -320,23 +333,25 @@ class _Answers:
                 self._open.append(number)
                 continue
             token, _, last = self._base.get(_ARRIVAL.format(number)).decode().partition(" ")
-            if last != self._prefix:  # else it has read that this launch fails, and comes for the next one
+            # A rank that had this prefix already has read that this launch failed, and is waiting for the next one.
+            if last != self._prefix:
                 self._base.set(_ANSWER.format(token), self._prefix)
 
     def close(self) -> None:
-        """All have come: the next launch need not look at these again."""
+        """After all ranks have arrived: the next launch skips these numbers."""
         self._base.set(_ANSWERED, str(self._seen))
 
 
 def _connect(host: str, port: int, world_size: int, serves: bool, limit: timedelta) -> TCPStore:
-    held = None
+    """Connect to the store at an address, and serve it there if `serves`."""
+    listener = None
     if serves:
         one_host = os.environ.get("LOCAL_WORLD_SIZE") == str(world_size)
-        # In use: perhaps by a store of this process that is still going away. Not here: an address that leads here by way of
-        # another machine. Torch finds out which.
+        # Errors are left to torch: the port may be in use by a closing store of this process, and an address that is not of this
+        # host may be forwarded to it.
         with contextlib.suppress(OSError):
-            held = listening_at(host, port, one_host)
-    # multi_tenant: a store of this process that is still going away on the same port is shared, not an error.
+            listener = listening_at(host, port, one_host)
+    # multi_tenant: a store of this process that is still closing on the same port is shared instead of an error.
     return TCPStore(
         host,
         port,
@@ -345,29 +360,33 @@ def _connect(host: str, port: int, world_size: int, serves: bool, limit: timedel
         limit,
         wait_for_workers=False,
         multi_tenant=True,
-        master_listen_fd=held.detach() if held is not None else None,
+        master_listen_fd=listener.detach() if listener is not None else None,
     )
 
 
 def listening_at(host: str, port: int, one_host: bool) -> socket.socket | None:
-    """A socket that listens at the address that `host` stands for, and on no other interface.
+    """A socket that listens only on the interface with the address of `host`.
 
-    None where that address is a loopback one, and other machines may know `host` by another: the name of a machine that
-    its own table of hosts calls 127.0.1.1. OSError where the address is not of this machine, or the port is in use.
+    Returns:
+        The socket; None if `host` resolves to a loopback address here but other hosts may resolve it differently, as with a
+        host name that /etc/hosts maps to 127.0.1.1.
+
+    Raises:
+        OSError: The address is not of this host, or the port is in use.
     """
-    found = sorted(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))  # of IPv4 first
-    family, _, _, _, where = found[0]
-    if not one_host and host != "localhost" and _is_loopback(str(where[0])) and not _is_loopback(host):
+    found = sorted(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))  # IPv4 first
+    family, _, _, _, address = found[0]
+    if not one_host and host != "localhost" and _is_loopback(str(address[0])) and not _is_loopback(host):
         return None
-    held = socket.socket(family)
+    listener = socket.socket(family)
     try:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(where)
-        held.listen(socket.SOMAXCONN)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(socket.SOMAXCONN)
     except OSError:
-        held.close()
+        listener.close()
         raise
-    return held
+    return listener
 
 
 def _is_loopback(address: str) -> bool:
@@ -378,33 +397,22 @@ def _is_loopback(address: str) -> bool:
 
 
 def launchers_met(endpoint: str, limit: timedelta, connect: Callable[[], Any]) -> Any:
-    """The result of `connect`; a LaunchError where a stranger holds the port of the endpoint, or nobody answers in time."""
+    """The result of `connect`; a LaunchError if another program uses the port of the endpoint, or nothing answers in time."""
     try:
         return _within(limit, connect)
-    except Exception as error:  # torch has classes of its own for this
+    except Exception as error:  # torch raises classes of its own
+        cause = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise LaunchError(
-            f"the launchers of the machines cannot meet at {endpoint}: {(str(error).strip() or type(error).__name__).splitlines()[0]}. Is its port free on the "
-            f"first machine, and reachable from here? Another one is given by --rdzv-endpoint, the same on every machine",
+            f"the launchers of the machines cannot meet at {endpoint}: {cause}. Is the port free on the first machine, and "
+            f"reachable from here? Choose another with --rdzv-endpoint, the same on every machine",
             code="C021",
         ) from error
 
 
 def _within(limit: timedelta, connect: Callable[[], Any]) -> Any:
-    """The result of `connect`, with a deadline of our own.
+    """The result of `connect`, with a deadline.
 
-    A TCPStore client that reaches a stranger's open port waits for ever for the answer, whatever its timeout.
+    A TCPStore client that reaches the port of another program waits for an answer forever, whatever its own timeout.
     """
     seconds = limit.total_seconds()
     return call_within(seconds + 1, connect, f"something listens there but gave no answer in {seconds:.0f} s")
-
-
-def _connection_help(rank: int, host: str, port: int, error: Exception) -> str:
-    if "EADDRINUSE" in str(error) or "in use" in str(error):
-        return (
-            f"port {port} on {host} is in use, so rank 0 cannot listen there. Choose another port "
-            f"(`colonnade run` finds a free one by itself), or end the process that holds it."
-        )
-    return (
-        f"rank {rank} could not reach rank 0 at {host}:{port}: {error}. Is rank 0 running, and is the address "
-        f"reachable from here?"
-    )

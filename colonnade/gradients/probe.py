@@ -33,7 +33,7 @@ from colonnade.comm.waits import pauses
 from colonnade.context.layout import Layout
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.context.random_state import random_state, set_random_state
+from colonnade.context.random import random_state, set_random_state
 from colonnade.errors import ColonnadeError, LedgerError
 from colonnade.gradients.handler import BaseGradientHandler
 from colonnade.gradients.sums import Demand, Reduction, group_reductions

@@ -14,7 +14,7 @@ from colonnade.checkpoint.values import is_stateful
 from colonnade.comm.messages import gather_from_all
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.context.random_state import random_state, set_random_state
+from colonnade.context.random import random_state, set_random_state
 from colonnade.errors import ConfigError
 from colonnade.logging import get_dist_logger
 from colonnade.utils.sampler import DistinctDataSampler

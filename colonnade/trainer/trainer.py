@@ -22,7 +22,7 @@ from colonnade.checkpoint.values import is_stateful
 from colonnade.comm.messages import agree, is_alone
 from colonnade.comm.waits import PhaseClock
 from colonnade.constants import STOPPED_IN_ORDER
-from colonnade.context.random_state import random_state, set_random_state
+from colonnade.context.random import random_state, set_random_state
 from colonnade.engine.engine import Engine
 from colonnade.engine.schedule.base import BaseSchedule
 from colonnade.errors import CheckpointError, ColonnadeError, ConfigError, ScheduleError, TrainerError, listed

@@ -41,7 +41,7 @@ def _fail(point: str) -> None:
 def test_the_full_file_replaces_one_that_is_there_only_when_it_is_whole(four_ranks, tmp_path, monkeypatch):
     file = tmp_path / "full.safetensors"
     file.write_text("old")
-    with pytest.raises(CheckpointError, match=r"has no good checkpoint \[C080\]\Z"):
+    with pytest.raises(CheckpointError, match=r"has no intact checkpoint \[C080\]\Z"):
         export_full(tmp_path, file)
     with monkeypatch.context() as patched:
         patched.setattr(storage, "hook", _fail)
@@ -67,7 +67,7 @@ def test_the_newest_good_checkpoint_is_found(tmp_path):
     (tmp_path / "step-00000003").mkdir()
     assert find_checkpoint(tmp_path / "step-00000003") == tmp_path / "step-00000003"  # by its name
     with pytest.raises(
-        CheckpointError, match=r"no good checkpoint of step 2\s+step-00000002: rank-00000\.safetensors has 1 bytes"
+        CheckpointError, match=r"no intact checkpoint of step 2\s+step-00000002: rank-00000\.safetensors has 1 bytes"
     ):
         find_checkpoint(tmp_path, 2)
 
@@ -157,7 +157,7 @@ def test_an_import_that_fails_leaves_nothing(tmp_path, monkeypatch):
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.lock"]
     path = import_checkpoint(tmp_path / "one.safetensors", tmp_path / "run", "safetensors")
     assert path.name == "step-00000000"
-    with pytest.raises(CheckpointError, match="the format is one of safetensors, hf, dcp, not 'zip'"):
+    with pytest.raises(CheckpointError, match="format 'zip' is unknown; allowed are safetensors, hf, dcp"):
         export_checkpoint(tmp_path / "run", tmp_path / "out", "zip")
     with pytest.raises(CheckpointError, match=r"one\.safetensors is a file; give the name of a folder"):
         export_checkpoint(tmp_path / "run", tmp_path / "one.safetensors", "hf")

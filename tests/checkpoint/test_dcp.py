@@ -198,11 +198,11 @@ def test_only_what_is_trusted_is_read(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Explodes()))
     with pytest.raises(CheckpointError, match=r"\.metadata is a pickle, which can run code .* pass --trust"):
         import_checkpoint(tmp_path, tmp_path / "run", "dcp")
-    with pytest.raises(CheckpointError, match="the format is one of safetensors, hf, dcp, not 'zip'"):
+    with pytest.raises(CheckpointError, match="format 'zip' is unknown; allowed are safetensors, hf, dcp"):
         import_checkpoint(tmp_path, tmp_path / "run", "zip")
-    with pytest.raises(CheckpointError, match="a step is a whole number from 0 on, not -1"):
+    with pytest.raises(CheckpointError, match="step=-1: pass a whole number from 0 on"):
         import_checkpoint(tmp_path, tmp_path / "run", "dcp", -1, trust=True)
-    with pytest.raises(CheckpointError, match="is no file; give a safetensors file"):
+    with pytest.raises(CheckpointError, match="is not a file; give a safetensors file"):
         import_checkpoint(tmp_path, tmp_path / "run", "safetensors")
     assert not (tmp_path / "run").exists()
 
@@ -238,7 +238,7 @@ def test_files_and_folders_come_in_and_go_out(tmp_path: Path) -> None:
     assert equal(mine, model)
     with pytest.raises(CheckpointError, match="give a folder with config"):
         export_checkpoint(tmp_path / "run", tmp_path / "out", "hf", config=tmp_path)
-    with pytest.raises(CheckpointError, match=r"out is there, and no folder of torch\.distributed\.checkpoint"):
+    with pytest.raises(CheckpointError, match=r"out exists and is not a folder of torch\.distributed\.checkpoint"):
         export_checkpoint(tmp_path / "run", tmp_path / "out", "dcp")
 
 
@@ -251,7 +251,7 @@ def test_names_that_are_one_weight_must_have_one_value(tmp_path: Path) -> None:
     with (
         CheckpointManager(tmp_path / "run", ParallelContext()) as manager,
         pytest.raises(
-            CheckpointError, match=r"embed\.weight, head\.weight are one tensor in the model, and .* different"
+            CheckpointError, match=r"embed\.weight, head\.weight are one tied tensor in this model, but .* different"
         ),
     ):
         manager.load(model)

@@ -184,6 +184,8 @@ def test_another_format_is_no_damage_that_a_load_passes_over(tmp_path, form):
             manager.save(step, nn.Linear(1, 1))
         manifest = tmp_path / "step-00000002/manifest.json"
         manifest.write_bytes(manifest.read_bytes().replace(b'"format":2', f'"format":{form}'.encode()))
-        with pytest.raises(CheckpointError, match=f"step-00000002 cannot be loaded: it has format {form}, written by"):
+        with pytest.raises(
+            CheckpointError, match=f"step-00000002 cannot be loaded: the checkpoint has format {form}, written by"
+        ):
             manager.load(nn.Linear(1, 1))
         assert manager.load(nn.Linear(1, 1), step=1).step == 1

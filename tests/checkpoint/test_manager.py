@@ -93,13 +93,13 @@ def test_left_overs_of_killed_runs_are_cleaned_and_nothing_else_is_touched(manag
 
 @pytest.mark.parametrize("step", [-1, 1.5, "3", True, None])
 def test_a_step_is_a_whole_number(manager, step):
-    with pytest.raises(CheckpointError, match="a step is a whole number from 0 on, not"):
+    with pytest.raises(CheckpointError, match="pass a whole number from 0 on"):
         manager.save(step, nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize("keep", [0, -1, 1.5, "3", True])
 def test_keep_is_a_whole_number(tmp_path, keep):
-    with pytest.raises(CheckpointError, match="keep is how many checkpoints stay"):
+    with pytest.raises(CheckpointError, match="pass the number of checkpoints to keep"):
         CheckpointManager(tmp_path, ParallelContext(), keep=keep)
 
 
@@ -123,7 +123,7 @@ def test_a_model_or_optimizer_that_cannot_be_saved_is_named(manager):
     with pytest.raises(CheckpointError, match=r"weight is torch\.complex128"):
         manager.save(1, complex_model)
     model = nn.Linear(2, 2)
-    with pytest.raises(CheckpointError, match=r"parameter of shape \(1, 1\) that the model does not have"):
+    with pytest.raises(CheckpointError, match=r"parameter of shape \(1, 1\) that is not in the model"):
         manager.save(1, model, torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     optimizer.state[model.weight]["odd"] = {1, 2}
@@ -163,7 +163,7 @@ def test_read_only_loads_and_does_not_save(manager):
     manager.save(1, nn.Linear(1, 1))
     with CheckpointManager(manager.folder, ParallelContext(), read_only=True) as reader:
         assert reader.load(nn.Linear(1, 1)).step == 1
-        with pytest.raises(CheckpointError, match="opened read_only"):
+        with pytest.raises(CheckpointError, match="this manager is read-only"):
             reader.save(2, nn.Linear(1, 1))
 
 
@@ -246,10 +246,10 @@ def test_the_launcher_is_told_what_a_run_would_go_on_from(manager, monkeypatch):
     for path in (file, manager.folder / "not there/told"):  # a launcher that is gone does no harm
         monkeypatch.setenv(SAVED, str(path))
         manager.save(3, nn.Linear(1, 1))
-    said = (
-        f"step 3 in {manager.folder / 'step-00000003'}; a loop that calls load() of a CheckpointManager on that folder"
+    folder = manager.folder / "step-00000003"
+    assert file.read_text() == (
+        f"step 3 in {folder}; a loop that calls CheckpointManager.load() on that folder resumes from it"
     )
-    assert file.read_text() == f"{said} goes on from there"
     monkeypatch.delenv(SAVED)
     manager.save(4, nn.Linear(1, 1))
     assert "step 4" not in file.read_text()
@@ -350,15 +350,15 @@ def meet_errors(folder: Path) -> list[str]:
 
 def test_every_rank_raises_when_one_does_and_can_go_on(tmp_path):
     expected = [
-        "the ranks save different steps: 0, 1",
+        "ranks called save() with different steps (0, 1); call it with the same step on every rank",
         "ValueError: out of order",
         "extra['x'] is a builtins.set",
         "its 2 parts have 2, 3",
         "ranks do not agree on weight",
-        "Two stages may use one name for different tensors",
-        "only state of its own shape or of one element",
+        "two stages use one name for different tensors",
+        "only state of the same shape or of one element",
         "has no checkpoint",
-        "which rank 0 has made; checkpoints need a folder that all ranks share",
+        "which rank 0 created; use a folder on a file system that all ranks share",
     ]
     for told in run_world(4, meet_errors, tmp_path).values:
         assert len(told) == len(expected)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.context.random_state import random_state, set_random_state, why_not_here
+from colonnade.context.random import random_state, set_random_state, why_not_restorable
 
 
 def draw() -> list[float]:
@@ -50,13 +50,13 @@ def test_numpy_may_be_there_on_one_side_only(monkeypatch, here_at):
     [
         ("cpu", "cpu", False, None),
         ("cpu", "cpu", True, None),
-        ("cpu", "cuda", True, "it was saved without cuda"),
+        ("cpu", "cuda", True, "they were saved without cuda"),
         ("cuda", "cuda", True, None),
         ("cuda", "cpu", True, None),
-        ("cuda", "cpu", False, "it was saved on cuda"),
+        ("cuda", "cpu", False, "they were saved on cuda"),
     ],
 )
 def test_streams_of_a_gpu_need_one(monkeypatch, saved_on, here, there_is_cuda, reason):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there_is_cuda)
     context: Any = SimpleNamespace(device=torch.device(here))
-    assert why_not_here({"streams": {"default": {"cpu": 1, saved_on: 2}}}, context) == reason
+    assert why_not_restorable({"streams": {"default": {"cpu": 1, saved_on: 2}}}, context) == reason

@@ -75,8 +75,8 @@ class Sender(WholeTensors):
     def __init__(self, piece: Tensor) -> None:
         self.log: list[str] = []
         self._context = SimpleNamespace(world_size=3)  # type: ignore[assignment]
-        self._rank, self._wires = 0, self
-        self._mine = {"w": FileEntry.of("w", piece)}
+        self._rank, self._gloo = 0, self
+        self._entries = {"w": FileEntry.of("w", piece)}
 
     def _blocks(self, record: Any) -> Iterator[Any]:
         yield 0, "w", whole_box((3, 2))

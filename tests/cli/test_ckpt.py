@@ -113,7 +113,7 @@ def test_folders_of_others_go_out_and_come_in(ckpt, run, tmp_path):
         (["export", "{run}"], "export needs --out: a file"),
         (["import", "{run}", "--format", "hf"], "import needs --out: a file or folder"),
         (["import", "{empty}/x", "--format", "hf", "--out", "{empty}/y"], "is neither a folder nor a file"),
-        (["export", "{run}", "--step", "3", "--out", "{empty}/x"], "no good checkpoint of step 3"),
+        (["export", "{run}", "--step", "3", "--out", "{empty}/x"], "no intact checkpoint of step 3"),
     ],
 )
 def test_what_cannot_be_done_is_one_message_and_exit_code_2(ckpt, run, tmp_path, words, message):

@@ -76,7 +76,7 @@ def test_errors_of_other_kinds_are_left_as_they_are(monkeypatch):
     assert lost_peer_error(CLOSED, "summing", None) is None
     said = lost_peer_error(CheckpointError(f"saving: {CLOSED}"), "summing", processes)
     assert isinstance(said, CheckpointError)
-    assert "a rank has left" in str(said)
+    assert "a rank has exited" in str(said)
 
 
 def test_an_error_is_where_a_rank_is_until_it_goes_on():
@@ -137,7 +137,7 @@ def test_a_rank_that_dies_outside_the_sums_of_gradients_is_lost_peer_error(where
     found = run_world(2, _dies, config, where, str(tmp_path), timeout=30, check=False).outcomes[0]
     assert found.ok, found.headline
     kind, said, seconds = found.value
-    assert "rank 1 has left while this rank was" in said, said
+    assert "rank 1 has exited while this rank was" in said, said
     assert said.endswith("[C043]")
     assert kind in ("GradientError", "CheckpointError")
     assert seconds < 5
@@ -156,4 +156,4 @@ def _never_comes() -> str:
 def test_a_rank_that_died_before_a_call_for_all_ranks_is_lost_peer_error():
     found = run_world(2, _never_comes, timeout=30, check=False).outcomes[0]
     assert found.ok, found.headline
-    assert found.value == "a save is for all ranks to call, and rank 1 has left [C043]"
+    assert found.value == "a save must be called on all ranks, but rank 1 has exited [C043]"

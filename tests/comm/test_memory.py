@@ -84,7 +84,7 @@ def test_memory_that_cannot_be_had_is_told_and_leaves_nothing_open():
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert nothing is None
-    assert (problem or "").startswith("4.0 MiB of shared memory cannot be had: ")
+    assert (problem or "").startswith("4.0 MiB of shared memory cannot be allocated: ")
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 

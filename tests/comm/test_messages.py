@@ -156,10 +156,10 @@ def test_the_private_names_of_torch_do_what_we_use_them_for():
 
 @pytest.mark.parametrize("failed", [True, False])
 def test_where_a_rank_is_gone_what_was_wrong_here_matters_more(monkeypatch, failed):
-    def gone(*_: object) -> None:
+    def gone(*_: object, **__: object) -> None:
         raise RuntimeError("connection closed")
 
-    monkeypatch.setattr(messages, "_compare", gone)
+    monkeypatch.setattr(messages.dist, "all_reduce", gone)
     monkeypatch.setattr(messages, "message_device", lambda device: device)
     with pytest.raises(PlacementError if failed else RuntimeError), agreed_errors(CPU):  # noqa: PT012
         if failed:

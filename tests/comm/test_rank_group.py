@@ -22,7 +22,7 @@ def test_one_rank_needs_no_group_and_hears_itself():
 
 @pytest.mark.parametrize("ranks", [(0, 1), (0, 1, 2)])
 def test_several_ranks_without_a_group_are_refused(ranks):
-    with pytest.raises(GradientError, match="was given the group of"):
+    with pytest.raises(GradientError, match="has the process group of"):
         RankGroup(ranks, None)
 
 
@@ -30,7 +30,7 @@ def test_why_memory_is_not_shared_is_said_or_raised():
     said: list[str] = []
     group = RankGroup((3,), None, said.append)
     group.cannot_share("no room")
-    assert said == ["gradients travel by the process group, not by shared memory: no room"]
+    assert said == ["gradients are sent by the process group, not by shared memory: no room"]
     group.share_memory(must=True)  # one rank can share with itself
     with pytest.raises(GradientError, match="shared_memory=True, but no room"):
         group.cannot_share("no room")
@@ -47,7 +47,7 @@ def test_where_one_rank_cannot_be_reached_none_is_connected(monkeypatch, here, t
     group = RankGroup((3,), None, said.append)
     monkeypatch.setattr(group, "gather_objects", lambda mine: [mine, there if mine == here else mine])
     group.share_memory(must=False)
-    assert said == [f"gradients travel by the process group, not by shared memory: {here or there}"]
+    assert said == [f"gradients are sent by the process group, not by shared memory: {here or there}"]
     assert group.sockets is None
     assert closed == [True] * (here is None)
 

@@ -127,7 +127,7 @@ def test_a_rank_that_does_not_say_who_it_is_in_time_or_is_another_users_is_told(
     content = b"" if who == "silent" else b"\1\0\0\0"
     sockets, problem = _alone(0, 2, "", lambda name: who != "nobody" and kept.append(_dial(name, content)))
     assert sockets is None
-    reason = f"user {user} answered in place of a rank" if who == "stranger" else "timed out"
+    reason = f"a process of user {user} answered in place of a rank" if who == "stranger" else "timed out"
     assert problem == f"sockets between ranks of this host failed: {reason}"
 
 

@@ -147,7 +147,12 @@ def test_ranks_go_on_when_all_have_come_every_time(store, monkeypatch, ranks):
     ("step", "limit", "least", "message"),
     [
         (3, 30, 0.15, r"rank 2 is summing the gradients of step 3, for which it needs this rank"),
-        (4, 0.3, 0.3, r"save\(\) is for all ranks to call, and 3 have not for 0\.3 s"),  # that step was made
+        (
+            4,
+            0.3,
+            0.3,
+            r"save\(\) must be called on all ranks, but 3 have not called it for 0\.3 s",
+        ),  # that step was made
     ],
 )
 def test_a_rank_that_waits_for_others_who_never_come_says_why(store, monkeypatch, step, limit, least, message):

@@ -45,7 +45,7 @@ def test_groups_of_all_sets_of_axes(axes):
                     assert groups.group_of(rank) == group
                     assert groups.position(rank) == at
             for size in [size for size in range(1, len(expected[0]) + 1) if len(expected[0]) % size == 0]:
-                runs, twins = groups.cut(size)
+                runs, twins = groups.split_into_runs(size)
                 assert sorted(runs) == sorted(
                     group[at : at + size] for group in expected for at in range(0, len(group), size)
                 )

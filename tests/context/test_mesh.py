@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from colonnade.context.parallel_context import _product
+from colonnade.context.parallel_context import _rank_grid
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ContextError
 
@@ -21,7 +21,7 @@ def layout_of(rows: list[list[int]], columns: list[list[int]]) -> Any:
 
 def test_a_grid_is_the_same_from_every_rank_of_it():
     layout = layout_of([[0, 2], [1, 3], [4, 6], [5, 7]], [[0, 1], [2, 3], [4, 5], [6, 7]])
-    assert [_product(layout, [ROWS, COLUMNS], rank) for rank in range(8)] == [[[0, 1], [2, 3]]] * 4 + [
+    assert [_rank_grid(layout, [ROWS, COLUMNS], rank) for rank in range(8)] == [[[0, 1], [2, 3]]] * 4 + [
         [[4, 5], [6, 7]]
     ] * 4
 
@@ -35,4 +35,4 @@ def test_a_grid_is_the_same_from_every_rank_of_it():
 )
 def test_modes_that_do_not_form_one_are_refused(rows, columns):
     with pytest.raises(ContextError, match="do not form a grid around rank 0"):
-        _product(layout_of(rows, columns), [ROWS, COLUMNS], 0)
+        _rank_grid(layout_of(rows, columns), [ROWS, COLUMNS], 0)

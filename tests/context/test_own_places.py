@@ -97,25 +97,25 @@ WRONG: list[tuple[dict[str, object], int, dict[M, list[list[int]]], str]] = [
         {"pipeline": 2, "tensor": 2},
         8,
         {M.TENSOR: [[0, 2], [1, 3], [4, 6], [5, 7]]},
-        "the group [0, 2] of ParallelMode.TENSOR has ranks at places 0, 1 of the axis 'pipeline'",
+        "the group [0, 2] of ParallelMode.TENSOR has ranks at coordinates 0, 1 of the axis 'pipeline'",
     ),
     (
         {"pipeline": 2, "tensor": 2},
         8,
         {M.TENSOR: [[0, 2], [1, 3], [4, 6], [5, 7]], M.PIPELINE: [[0, 5], [1, 4], [2, 6], [3, 7]]},
-        "rank 0 reaches 8 ranks, but a replica of the model has 2 x 2 = 4",
+        "rank 0 reaches 8 ranks, but a model replica has 2 x 2 = 4",
     ),
     (
         {"tensor": 2},
         4,
         {M.DATA: [[0, 3], [1, 2]]},
-        "the group [0, 3] of ParallelMode.DATA has ranks at several places of the other axes",
+        "the group [0, 3] of ParallelMode.DATA has ranks with different coordinates on other axes",
     ),
     (
         {"tensor": 2, "expert": 2},
         4,
         {M.TENSOR: [[0, 3], [1, 2]]},
-        "the places of ParallelMode.EXPERT would be taken by the ranks [3, 2], in this order",
+        "the group of ParallelMode.EXPERT would be the ranks [3, 2], in this order",
     ),
 ]  # fmt: skip
 

@@ -223,7 +223,7 @@ def test_a_rank_of_a_world_that_is_not_there_has_no_groups():
     assert (context.seed, context.is_simulated, context.is_launched) == (0, True, True)
     assert context.get_group(ParallelMode.DATA) is None
     for ask in (lambda: context.ensure_groups([(0, 3)]), lambda: context.group_of_ranks([1, 3, 5, 7])):
-        with pytest.raises(ContextError, match="this world is only simulated"):
+        with pytest.raises(ContextError, match="this world is simulated"):
             ask()
     with pytest.raises(ContextError, match="has joined a world"):
         context.simulate({}, 1, 0)

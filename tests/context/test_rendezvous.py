@@ -231,7 +231,7 @@ def test_a_rank_takes_only_an_answer_to_its_own_token(monkeypatch):
         with pytest.raises(TimeoutError, match="rank 0 did not launch again"):
             rendezvous._prefix(base, 1, time.monotonic() + 0.05)
     old = rendezvous._Answers(base, "old")
-    old.give()
+    old.answer_arrivals()
     with pytest.raises(TimeoutError, match="rank 0 did not launch again"):  # a new token, and the old answers
         rendezvous._prefix(base, 1, time.monotonic() + 0.05)
     came: list[str] = []
@@ -239,7 +239,7 @@ def test_a_rank_takes_only_an_answer_to_its_own_token(monkeypatch):
     waiting.start()
     new = rendezvous._Answers(base, "new")
     while not came and waiting.is_alive():
-        new.give()
+        new.answer_arrivals()
     waiting.join()
     assert came == ["new"]
     assert rendezvous._last_prefix == "new"
@@ -258,19 +258,19 @@ def test_rank_0_looks_at_each_rank_that_has_come_once_and_leaves_those_it_has_re
     come("a")
     late = base.add(rendezvous._ARRIVALS, 1)
     one = rendezvous._Answers(base, "one")
-    one.give()
+    one.answer_arrivals()
     assert answer("a") == "one"
     base.delete_key(rendezvous._ANSWER.format("a"))
     base.set(rendezvous._ARRIVAL.format(late), "b ")
     come("c", last="one")  # was told that the launch `one` fails
-    one.give()
+    one.answer_arrivals()
     assert [answer(token) for token in "abc"] == ["none", "one", "none"]
     two = rendezvous._Answers(base, "two")
-    two.give()
+    two.answer_arrivals()
     assert answer("c") == "two"
     two.close()
     base.delete_key(rendezvous._ANSWER.format("c"))
-    rendezvous._Answers(base, "three").give()
+    rendezvous._Answers(base, "three").answer_arrivals()
     assert answer("c") == "none"  # where a launch has come up, what was before it is over
 
 
@@ -367,7 +367,7 @@ def test_nobody_is_told_where_nothing_failed_or_nobody_else_is(monkeypatch, worl
 def test_ranks_meet_where_the_last_one_opens_the_door():
     store = HashStore()
     assert rendezvous._meet(None, 0, 1, timedelta(0)) is None
-    with pytest.raises(TimeoutError, match=r"^1 of 2 ranks came within 0 s$"):
+    with pytest.raises(TimeoutError, match=r"^1 of 2 ranks connected within 0 s$"):
         rendezvous._meet(store, 0, 2, timedelta(milliseconds=20))
     assert rendezvous._meet(store, 1, 2, timedelta(seconds=1)) is None
     assert store.get("colonnade/outcome") == b""

@@ -52,19 +52,19 @@ from colonnade.errors import LayoutError
             {"data": 3, "tensor": 2},
             8,
             "parallel: data 3 x tensor 2 = 6 is not the world of 8 ranks; data=4 would fit. "
-            "Leave `data` out and it takes what is left.",
+            "Leave `data` out to give the axis all remaining ranks.",
         ),
         (
             {"data": 3},
             8,
             "parallel: data 3 x no other axis = 3 is not the world of 8 ranks; data=8 would fit. "
-            "Leave `data` out and it takes what is left.",
+            "Leave `data` out to give the axis all remaining ranks.",
         ),
         ({}, 0, "a world has at least one rank, not 0"),
         (
             {"sequence": 2, "tensor": {"size": 2, "mode": "sequence"}},
             8,
-            "parallel: the axes 'tensor' and 'sequence' both have ParallelMode.SEQUENCE; a mode belongs to one axis",
+            "parallel: the axes 'tensor' and 'sequence' both have ParallelMode.SEQUENCE; give one of them another mode",
         ),
     ],
 )

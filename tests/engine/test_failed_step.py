@@ -179,4 +179,4 @@ def test_while_others_wait_for_a_rank_whose_handler_raised_they_are_told_its_err
         "rank 1: outside the engine, after an error summing the gradients: ValueError: a mistake in my handler" in said
     )
     assert first.ok, first.headline
-    assert "rank 1 has left while this rank was summing the gradients" in first.value
+    assert "rank 1 has exited while this rank was summing the gradients" in first.value

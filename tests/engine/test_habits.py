@@ -341,7 +341,7 @@ def _by_rank_0(what: str, config: dict[str, Any], folder: Path) -> None:
 def test_what_all_ranks_must_call_and_rank_0_calls_alone(what, shared_memory, tmp_path):
     config = {"sync": {"shared_memory": shared_memory}, "zero": 1}
     first, second = run_world(2, _by_rank_0, what, config, tmp_path, check=False).outcomes
-    assert f"{what} is for all ranks to call, and rank 1 is" in first.message, first
+    assert f"{what} must be called on all ranks, but rank 1 is" in first.message, first
     assert "of step 1" in first.message
     assert second.kind == "exception", second
 

@@ -51,7 +51,11 @@ def _transport(shared: object, spoil: str) -> tuple[str, list[str]]:
 
 @pytest.mark.parametrize(
     ("spoil", "reason"),
-    [("memory", "MiB of shared memory cannot be had"), ("host", "2 hosts"), ("system", "rank 1 runs on a system")],
+    [
+        ("memory", "MiB of shared memory cannot be allocated"),
+        ("host", "2 hosts"),
+        ("system", "rank 1 runs on a system"),
+    ],
 )
 def test_all_ranks_fall_back_together_and_say_why(spoil, reason):
     for transport, said in run_world(2, _transport, "auto", spoil).values:

@@ -273,10 +273,8 @@ def _noted(folder: Path) -> list[str]:
 def test_a_run_that_goes_on_tells_the_launcher_from_where(tmp_path):
     saved, loaded, own = run_world(1, _noted, tmp_path).values[0]
     folder = tmp_path / "run" / "step-00000002"
-    assert saved == loaded == f"step 2 in {folder}; a run with a LoadCheckpointHook goes on from there"
-    assert own.startswith(
-        f"step 3 in {tmp_path / 'own' / 'step-00000003'}; a loop that calls load() of a CheckpointManager"
-    )
+    assert saved == loaded == f"step 2 in {folder}; a run with a LoadCheckpointHook resumes from it"
+    assert own.startswith(f"step 3 in {tmp_path / 'own' / 'step-00000003'}; a loop that calls CheckpointManager.load()")
     assert "Hook" not in own
 
 

@@ -91,46 +91,46 @@ def test_a_layout_in_words():
     ("change", "message"),
     [
         ({"files": (replace(FILES[0], name="../x.safetensors"), FILES[1])}, "names the file '../x.safetensors'; only"),
-        ({"files": (FILES[0], FILES[0])}, "names a file twice"),
+        ({"files": (FILES[0], FILES[0])}, "lists a file twice"),
         ({"files": (replace(FILES[0], size=1), replace(FILES[1], size=54))}, "56 bytes of tensors in files of 55"),
-        ({"cuts": (Cut((3, 4), (0,)), GOOD.cuts[1])}, "a cut whose 1 pieces do not follow each other"),
-        ({"cuts": (Cut((4, 4), (0, 1)), GOOD.cuts[1])}, "a cut whose 2 pieces do not follow each other"),
-        ({"cuts": (Cut((0, 4), (0, 1)), GOOD.cuts[1])}, "a cut whose 2 pieces do not follow each other"),
-        ({"cuts": (Cut((3, 4), (0, 2)), GOOD.cuts[1])}, "speaks of file 2, and has 2 files"),
-        ({"cuts": (Cut((3, 4), (0, 0)), GOOD.cuts[1])}, "uses one entry of a file twice"),
-        ({"cuts": (Cut((2, 3), (0, 1)), GOOD.cuts[1])}, "the blocks of w do not make a whole of shape"),
-        ({"tensors": (replace(TENSORS[0], dtype="F33"),)}, "w has the type F33, which is none of BOOL"),
+        ({"cuts": (Cut((3, 4), (0,)), GOOD.cuts[1])}, "a cut whose 1 pieces are not adjacent"),
+        ({"cuts": (Cut((4, 4), (0, 1)), GOOD.cuts[1])}, "a cut whose 2 pieces are not adjacent"),
+        ({"cuts": (Cut((0, 4), (0, 1)), GOOD.cuts[1])}, "a cut whose 2 pieces are not adjacent"),
+        ({"cuts": (Cut((3, 4), (0, 2)), GOOD.cuts[1])}, "refers to file 2 but lists only 2 files"),
+        ({"cuts": (Cut((3, 4), (0, 0)), GOOD.cuts[1])}, "uses an entry of a file twice"),
+        ({"cuts": (Cut((2, 3), (0, 1)), GOOD.cuts[1])}, "the blocks of w do not tile the full tensor of shape"),
+        ({"tensors": (replace(TENSORS[0], dtype="F33"),)}, "w has the unknown type F33; allowed are BOOL"),
         ({"tensors": (replace(TENSORS[0], shape=(1,) * 65),)}, "w has 65 dimensions; at most 64"),
         (
             {"tensors": (replace(TENSORS[0], shape=(5, 3)),)},
-            r"the blocks of w do not make a whole of shape \[5, 3\]: \[0, 0\]\+\[4, 3\]",
+            r"the blocks of w do not tile the full tensor of shape \[5, 3\]: \[0, 0\]\+\[4, 3\]",
         ),
-        ({"tensors": (replace(TENSORS[0], parts=()),)}, r"do not make a whole of shape \[4, 3\]: none"),
+        ({"tensors": (replace(TENSORS[0], parts=()),)}, r"do not tile the full tensor of shape \[4, 3\]: none"),
         (
             {"tensors": (replace(TENSORS[0], parts=(replace(ROWS, offset=(0,)),)),)},
-            r"do not make a whole of shape \[4, 3\]: \[0\]\+\[4, 3\]",
+            r"do not tile the full tensor of shape \[4, 3\]: \[0\]\+\[4, 3\]",
         ),
         (
             {"tensors": (replace(TENSORS[0], parts=(replace(ROWS, order=(0, 0)),)),)},
-            r"do not make a whole of shape \[4, 3\]",
+            r"do not tile the full tensor of shape \[4, 3\]",
         ),
-        ({"tensors": (*TENSORS, replace(TENSORS[1], label="t"))}, "uses one entry of a file twice"),
+        ({"tensors": (*TENSORS, replace(TENSORS[1], label="t"))}, "uses an entry of a file twice"),
         (
             {"tensors": (replace(TENSORS[1], parts=(replace(SCALAR, key="epoch#0"),)),)},
-            "uses one entry of a file twice",
+            "uses an entry of a file twice",
         ),
-        ({"items": (ITEM, replace(ITEM, name="other"))}, "uses one entry of a file twice"),
+        ({"items": (ITEM, replace(ITEM, name="other"))}, "uses an entry of a file twice"),
         (
             {"items": (replace(ITEM, value={"$tensor": 0}, tensors=1, key="options", file=FILES[0].name),)},
-            "uses one entry of a file twice",
+            "uses an entry of a file twice",
         ),
-        ({"items": (replace(ITEM, file="rank-00009.safetensors"),)}, "speaks of rank-00009.safetensors, which is not"),
-        ({"items": (replace(PLAIN, file="rank-00009.safetensors"),)}, "speaks of rank-00009.safetensors, which is not"),
-        ({"items": (replace(ITEM, tensors=3),)}, "epoch has 3 tensors, of which its value has 2"),
-        ({"items": (replace(ITEM, tensors=0),)}, "epoch has 0 tensors, of which its value has 2"),
-        ({"items": (replace(ITEM, value=[{"$tensor": 0}, {"$tensor": 0}]),)}, "epoch has 2 tensors, of which its .* 2"),
-        ({"items": (replace(ITEM, value=[{"$tensor": 1}, {"$tensor": 2}]),)}, "epoch has 2 tensors, of which its .* 2"),
-        ({"items": (replace(ITEM, file=None),)}, "a value whose tensors are nowhere"),
+        ({"items": (replace(ITEM, file="rank-00009.safetensors"),)}, "refers to rank-00009.safetensors, which is not"),
+        ({"items": (replace(PLAIN, file="rank-00009.safetensors"),)}, "refers to rank-00009.safetensors, which is not"),
+        ({"items": (replace(ITEM, tensors=3),)}, "epoch declares 3 tensors, but its value has 2"),
+        ({"items": (replace(ITEM, tensors=0),)}, "epoch declares 0 tensors, but its value has 2"),
+        ({"items": (replace(ITEM, value=[{"$tensor": 0}, {"$tensor": 0}]),)}, "epoch declares 2 tensors, but its .* 2"),
+        ({"items": (replace(ITEM, value=[{"$tensor": 1}, {"$tensor": 2}]),)}, "epoch declares 2 tensors, but its .* 2"),
+        ({"items": (replace(ITEM, file=None),)}, "a value with tensors but no file"),
     ],
 )
 def test_what_contradicts_itself_is_damage(change, message):
@@ -153,7 +153,7 @@ def test_what_just_fits_is_taken():
     ):
         manifest = replace(GOOD, **change)
         assert parse(manifest.dump()) == manifest
-    with pytest.raises(Damaged, match="the blocks of w do not make a whole"):
+    with pytest.raises(Damaged, match="the blocks of w do not tile the full tensor"):
         parse(replace(GOOD, tensors=(replace(TENSORS[0], parts=(halves[0], replace(turned, cut=0))),)).dump())
 
 
@@ -169,10 +169,10 @@ def changed(edit: Any) -> bytes:
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (b"", "does not begin with its format"),
-        (b'{"format": 0,' + GOOD.dump()[12:], "does not begin with its format"),
-        (GOOD.dump()[:-1], "it is not the text that was written"),
-        (GOOD.dump() + b"\n", "it is not the text that was written"),
+        (b"", "does not start with a format number"),
+        (b'{"format": 0,' + GOOD.dump()[12:], "does not start with a format number"),
+        (GOOD.dump()[:-1], "it does not end with a digest"),
+        (GOOD.dump() + b"\n", "it does not end with a digest"),
         (GOOD.dump().replace(b'"step":7', b'"step":8'), "its digest is [0-9a-f]{64}, expected [0-9a-f]{64}"),
         (changed(lambda content: content.update(time=float("nan"))), "NaN is not JSON"),
         (changed(lambda content: content.update(step=-1)), "manifest.json: step is '-1', not a whole number from 0 on"),
@@ -218,7 +218,7 @@ def test_marks_that_nobody_writes_are_damage_in_items_and_options(value):
             (replace(GOOD, items=(item,)), "name"),
             (replace(GOOD, groups=(group,)), "group 0"),
         ):
-            with pytest.raises(Damaged, match=rf"{name} has .*, which is none of the marks \$tensor, \$float"):
+            with pytest.raises(Damaged, match=rf"{name} has .*; expected one of the tags \$tensor, \$float"):
                 parse(manifest.dump())
 
 
@@ -238,8 +238,8 @@ def test_every_value_that_can_be_saved_is_read_again():
 @pytest.mark.parametrize(
     ("version", "says"),
     [
-        (3, "which reads formats up to 2. Update Colonnade to load it."),
-        (1, "which reads format 2 alone. Format 1 was last read by the version before this one: load it there with "),
+        (3, "which reads format 2. Update Colonnade to load it."),
+        (1, "which reads only format 2. Load the checkpoint with the previous version of Colonnade"),
     ],
 )
 def test_another_format_names_who_wrote_it_and_says_what_to_do(version, says):
@@ -249,7 +249,7 @@ def test_another_format_names_who_wrote_it_and_says_what_to_do(version, says):
         assert not isinstance(error.value, Damaged)
         assert error.value.code == "C081"
         assert str(error.value).startswith(
-            f"it has format {version}, written by Colonnade {by}; this is {__version__}, {says}"
+            f"the checkpoint has format {version}, written by Colonnade {by}; this is {__version__}, {says}"
         )
 
 

@@ -105,13 +105,13 @@ def test_what_was_read_is_let_go(file, opened):
     [
         (
             {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 9]}},
-            r"a, of F32 and shape \[2\], is said to be bytes 0",
+            r"a, of F32 and shape \[2\], has bytes 0",
         ),
         ({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}}, "bytes 0 to 12"),
         ({"a": {"dtype": "F32", "shape": [-1, -1, 2], "data_offsets": [0, 8]}}, "shape"),
         ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [-1, 7]}}, "bytes -1 to 7"),
         ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [1, 9]}}, "bytes 1 to 9"),
-        ({"a": {"dtype": "F99", "shape": [2], "data_offsets": [0, 8]}}, "has the type F99"),
+        ({"a": {"dtype": "F99", "shape": [2], "data_offsets": [0, 8]}}, "has the unknown type F99"),
         ({"a": {"dtype": "F32"}}, "shape"),
         ([], "cannot be read"),
     ],
@@ -131,9 +131,9 @@ def test_what_is_no_folder_of_weights_is_refused(tmp_path, file):
     (tmp_path / "x.safetensors").write_bytes(b"\xff" * 16)
     with pytest.raises(CheckpointError, match="a table of 18446744073709551615 bytes in a file of 16"):
         tensors_in(tmp_path)
-    beside = r"names '.*', which is no file beside it"
+    beside = r"refers to '.*', which is not a file in its folder"
     elsewhere = {"a": f"../{tmp_path.name}/x.safetensors"}
-    for names, said in (("x", "is no index of weights"), (elsewhere, beside), ({"a": "y.safetensors"}, beside)):
+    for names, said in (("x", "is not an index of weights"), (elsewhere, beside), ({"a": "y.safetensors"}, beside)):
         (tmp_path / INDEX).write_text(json.dumps({"weight_map": names}))
         with pytest.raises(CheckpointError, match=said):
             tensors_in(tmp_path)
@@ -143,7 +143,7 @@ def test_what_is_no_folder_of_weights_is_refused(tmp_path, file):
 def test_a_pickle_is_read_only_where_it_is_trusted(tmp_path):
     value = torch.arange(6, dtype=torch.int16).reshape(2, 3)
     torch.save({"a": value, "step": 3}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="is a pickle, which may run code when it is read"):
+    with pytest.raises(CheckpointError, match="is a pickle, which can run code when it is read"):
         tensors_in(tmp_path)
     found = tensors_in(tmp_path, trust=True)
     assert found.keys() == {"a"}
@@ -175,8 +175,8 @@ def test_of_several_kinds_of_files_the_whole_one_is_taken_and_what_was_interrupt
     with pytest.raises(CheckpointError) as error:
         tensors_in(tmp_path)
     assert str(error.value).startswith(
-        f"{tmp_path} has no weights: neither model.safetensors nor {INDEX} is there. They were being replaced when a "
-        f"save was killed: save again, or move back what is in {tmp_path / '.old-1'}"
+        f"{tmp_path} has no weights: it has neither model.safetensors nor {INDEX}. A save was killed while it replaced "
+        f"them: save again, or move the files in {tmp_path / '.old-1'} back"
     )
     for name in ("a", "b"):
         save_file({name: torch.ones(1)}, tmp_path / f"{name}.safetensors")

@@ -100,7 +100,9 @@ def test_a_table_that_no_reader_would_take_is_not_written(tmp_path, monkeypatch)
     monkeypatch.setattr(module, "_LONGEST_HEADER", length)
     write_tensors(tmp_path / "b", entries)
     monkeypatch.setattr(module, "_LONGEST_HEADER", length - 1)
-    with pytest.raises(CheckpointError, match=f"the table of 1 tensors takes {length} bytes; {length - 1} can be read"):
+    with pytest.raises(
+        CheckpointError, match=f"the table of 1 tensors takes {length} bytes, but readers accept at most {length - 1}"
+    ):
         write_tensors(tmp_path / "c", entries)
 
 
@@ -148,7 +150,7 @@ def test_a_file_that_does_not_hold_what_the_manifest_says_is_damaged(tmp_path):
         record = TensorRecord("w", "", ("w",), shape, dtype, (part,))
         manifest = manifest_of([record], [Cut((shape[0],), (file,))], ["x.safetensors", "y.safetensors"])
         with pytest.raises(Damaged):
-            TensorReader(tmp_path, manifest).whole(record)
+            TensorReader(tmp_path, manifest).full(record)
 
 
 def test_two_tensors_of_one_name_are_found_when_they_are_written(tmp_path):

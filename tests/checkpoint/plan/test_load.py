@@ -47,7 +47,10 @@ def test_what_does_not_fit_is_listed_from_all_ranks():
     assert note == {
         "used": ["a", "b"],
         "missing": ["c", "e"],
-        "mismatched": ["a: F32 [2] in the checkpoint, F32 [3] here", "b: F32 [2] in the checkpoint, F64 [2] here"],
+        "mismatched": [
+            "a: F32 [2] in the checkpoint, F32 [3] in the model",
+            "b: F32 [2] in the checkpoint, F64 [2] in the model",
+        ],
     }
     with pytest.raises(CheckpointError) as error:
         made.check([note, {"used": ["alone"], "missing": ["z", "c"], "mismatched": []}], "step 3")
@@ -55,8 +58,8 @@ def test_what_does_not_fit_is_listed_from_all_ranks():
         "step 3 does not fit this model:\n"
         "  missing in the checkpoint (3): c, e, z\n"
         "  in the checkpoint, but not in the model (1): f\n"
-        "  of another shape or type (2): a: F32 [2] in the checkpoint, F32 [3] here, "
-        "b: F32 [2] in the checkpoint, F64 [2] here\n"
+        "  with a different shape or type (2): a: F32 [2] in the checkpoint, F32 [3] in the model, "
+        "b: F32 [2] in the checkpoint, F64 [2] in the model\n"
         "Build the model that was saved (names, sizes and types are in the manifest), or load another checkpoint."
     )
 
@@ -93,7 +96,7 @@ def test_weights_that_are_tied_now_must_have_been_equal(tmp_path, untied):
             manager.load(model)
     other = "c" if untied == "c" else "b"
     assert (
-        f"a, b, c are one tensor in the model, and a and {other} have different values in the checkpoint: "
-        "the model that was saved had not tied them"
+        f"a, b, c are one tied tensor in this model, but a and {other} have different values in the checkpoint, "
+        "which was saved from a model without the tie; untie them to load it"
     ) in str(error.value)
     assert model.a.tolist() == [0, 0]

@@ -27,7 +27,7 @@ from colonnade.checkpoint.save_plan import RankNote, entry_key, merge_groups, me
 from colonnade.checkpoint.storage import read_manifest
 from colonnade.checkpoint.values import encode
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.context.random_state import random_state
+from colonnade.context.random import random_state
 from colonnade.errors import CheckpointError
 from colonnade.parallel.boxes import Box, boxes_in_order
 
@@ -198,7 +198,7 @@ def test_rows_with_another_grid_below_are_parts_of_their_own():
     ],
 )
 def test_pieces_that_overlap_or_leave_a_gap_are_refused(pieces):
-    with pytest.raises(CheckpointError, match=r"do not make a whole of shape \[6, 4\]: .* \(from ranks 0"):
+    with pytest.raises(CheckpointError, match=r"do not tile the full tensor of shape \[6, 4\]: .* \(from ranks 0"):
         merge_tensors([note(rank, piece) for rank, piece in enumerate(pieces)])
 
 

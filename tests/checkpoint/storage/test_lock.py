@@ -105,12 +105,12 @@ def test_a_file_system_without_locks_is_warned_of_and_saved_to(tmp_path, monkeyp
         manager.save(1, nn.Linear(1, 1))
         assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
     assert manager.steps() == [1]
-    assert f"locks no files ({os.strerror(code)})" in caplog.text
-    assert "see to it that no other run writes here" in caplog.text
-    assert "the last to write" not in caplog.text
+    assert f"does not support locks ({os.strerror(code)})" in caplog.text
+    assert "make sure that no other run writes to this folder" in caplog.text
+    assert "last owner in the file" not in caplog.text
     (tmp_path / LOCK_FILE).write_text('{"pid": 5}')
     RunLock(tmp_path).release()
-    assert "here (the last to write its name there: process 5 on ?, since ?)" in caplog.text
+    assert "folder (last owner in the file: process 5 on ?, since ?)" in caplog.text
     assert "took over" not in caplog.text
 
 
@@ -141,9 +141,7 @@ def test_every_rank_of_the_second_run_is_refused(tmp_path, holder):
 def test_a_holder_that_has_not_said_its_name_is_one_too(tmp_path, text):
     lock = RunLock(tmp_path)
     (tmp_path / LOCK_FILE).write_text(text)
-    with pytest.raises(
-        CheckpointError, match=r"another run writes checkpoints to .*: a process that has not said its name"
-    ):
+    with pytest.raises(CheckpointError, match=r"another run writes checkpoints to .*: an unknown process"):
         RunLock(tmp_path)
     lock.release()
 

@@ -257,7 +257,7 @@ def test_what_could_not_be_loaded_is_not_published_and_older_checkpoints_stay(tm
         manager.save(1, model_at(1))
         with monkeypatch.context() as patched:
             patched.setattr(verify_module, "_LONGEST", 100)
-            with pytest.raises(CheckpointError, match=r"step 2 was written, but could not be loaded: .* 100 bytes"):
+            with pytest.raises(CheckpointError, match=r"step 2 was written but failed verification: .* 100 bytes"):
                 manager.save(2, model_at(2))
         assert sorted(path.name for path in tmp_path.iterdir()) == ["run.lock", "step-00000001"]
         manager.save(2, model_at(2))

@@ -61,7 +61,7 @@ def test_a_process_that_has_ended_gives_up_a_minute_later_and_not_before(tmp_pat
     writer = writer_of(tmp_path)
     writer._note_file(0).touch()
     ended = {500: lambda: setattr(clock, "alive", False)}
-    with pytest.raises(CheckpointError, match=r"given up after 565.0 s: ranks \[1\] have not written"):
+    with pytest.raises(CheckpointError, match=r"abandoned after 565.0 s: ranks \[1\] have not written"):
         writer.wait_for_notes(Stop(clock, dict(ended)))
     clock.now, clock.alive = 0.0, True
     writer.wait_for_notes(Stop(clock, {**ended, 555: writer._note_file(1).touch}))
@@ -77,7 +77,7 @@ def test_a_save_whose_other_ranks_are_gone_is_given_up(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="connection closed"):
         pending.finish(ParallelContext())
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match="the other ranks are gone"):
+    with pytest.raises(CheckpointError, match="the other ranks have exited"):
         pending.finish(ParallelContext())
     assert (pending.is_writing, plan.entries, list(tmp_path.iterdir())) == (False, [], [])
 
@@ -88,7 +88,7 @@ def test_a_process_does_not_wait_for_a_save_that_it_will_give_up(tmp_path, monke
     before = {*threading.enumerate()}
     pending.give_up_soon()
     assert all(thread.daemon for thread in {*threading.enumerate()} - before)
-    with pytest.raises(CheckpointError, match=r"step 5 was given up .* ranks \[1\]"):
+    with pytest.raises(CheckpointError, match=r"step 5 was abandoned .* ranks \[1\]"):
         pending.finish(ParallelContext())
 
 
