@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -92,7 +93,7 @@ def _page(code: str) -> str:
     page = find(code)
     if page is None:
         raise ConfigError(unknown(code))
-    return page.text(code.upper())
+    return page.text(code.upper(), width=min(shutil.get_terminal_size().columns, 100))
 
 
 # -- for people -------------------------------------------------------------------------------------------
