@@ -52,7 +52,7 @@ from colonnade.config.fields import (
     only_dict,
     with_dict,
 )
-from colonnade.config.problems import UNSAID, ConfigSource, Problem, config_error, foreign_word, near_miss
+from colonnade.config.problems import UNSAID, ConfigSource, Problem, config_error, foreign_word, near_miss, squeezed
 from colonnade.errors import ConfigError, did_you_mean, listed
 
 if TYPE_CHECKING:
@@ -826,6 +826,9 @@ def require_valid(values: Mapping[str, Any], source: ConfigSource) -> None:
         raise config_error(found, source)
 
 
+_WHOLE_CONFIGS = ("config", "cfg", "conf", "colonnadeconfig")
+
+
 def _wrong_keys(values: Mapping[Any, Any]) -> Iterator[Problem]:
     for name, value in values.items():
         if not isinstance(name, str) or not name:
@@ -839,7 +842,16 @@ def _wrong_keys(values: Mapping[Any, Any]) -> Iterator[Problem]:
             # A key that is not ours is the user's own, unless it was meant to be ours.
             text = REFUSED.get(name) or foreign_word(name, value, values)
             if text is None and (close := near_miss(name, KEYS)):
-                text = f"unknown key. Did you mean `{close}`? A key of your own needs a less similar name"
+                text = f"unknown key. Did you mean `{close}`? To use it as your own key, rename it"
+            if text is None and squeezed(name) in _WHOLE_CONFIGS and isinstance(value, Mapping):
+                # `config = dict(...)` as a script passes it to launch. If no other key of the file is known, the file would
+                # pass as a config of nothing but the user's own keys, and none of it would be read.
+                inside = [inner for inner in value if inner in KEYS]
+                if inside and not any(other in KEYS for other in values):
+                    text = (
+                        f"is not read: the keys of a config file are variables at its top level. Write "
+                        f"{', '.join(f'{inner} = ...' for inner in inside[:3])} without the dict around them"
+                    )
             if text is not None:
                 yield Problem((name,), text, value)
 

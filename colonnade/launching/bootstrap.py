@@ -69,7 +69,7 @@ def main() -> None:
             raise
     except BaseException as error:
         # The traceback goes into the note, which the launcher shows last, and into the log. Then exit as Python would have.
-        fields = description(error, _STARTERS)
+        fields = description(error, _STARTERS, fold_library=True)
         status = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
         write_failure(note, fields, status)
         sys.stdout.flush()

@@ -18,7 +18,6 @@ import traceback
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 from colonnade.error_pages import codes_in
@@ -29,6 +28,7 @@ Kind = Literal["value", "exception", "signal", "exit", "timeout", "ended"]
 _PR_SET_PDEATHSIG = 1
 _TAIL_LINES = 25
 _NOT_THE_USERS = ("site-packages", os.path.dirname(os.__file__))
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 HIDDEN_FROM_HERE = b"\x1e"
 """Ends what the launcher shows of a rank's stderr as it comes: the traceback after it is shown last, and once."""
@@ -245,7 +245,7 @@ def launch_report(outcomes: Mapping[int, Outcome], stderr: Mapping[int, Path]) -
 
     blame = f"colonnade: {who_failed(first)}, exit status {exit_status(first)}"
     if first.traceback:
-        more = "".join(f"; colonnade explain {code} says more" for code in codes_in(first.message)[-1:])
+        more = "".join(f"; details: colonnade explain {code}" for code in codes_in(first.message)[-1:])
         shown = [blame + more, first.traceback]
     else:
         log = stderr[first.rank]
@@ -303,10 +303,26 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def description(error: BaseException, starters: Collection[str]) -> dict[str, Any]:
-    """Return the fields of an `Outcome` for what was raised, without the leading frames of the files that started it."""
+def description(error: BaseException, starters: Collection[str], fold_library: bool = False) -> dict[str, Any]:
+    """The fields of an `Outcome` for an exception.
+
+    Args:
+        error: the exception.
+        starters: files that started the rank; their leading frames are left out of the traceback.
+        fold_library: leave out the trailing frames of this package if the error is a ColonnadeError.
+    """
     kind = type(error)
-    trace = _users_part(error.__traceback__, starters)
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in starters:
+        trace = trace.tb_next
+    shown = traceback.TracebackException(kind, error, trace or error.__traceback__, compact=True)
+    if fold_library and isinstance(error, ColonnadeError):
+        # A ColonnadeError is raised on purpose and its message is complete: the last line of the user's code says where, and
+        # frames of the library below it would only hide that line. An error without user code keeps all frames.
+        frames = list(shown.stack)
+        while frames and frames[-1].filename.startswith(_PACKAGE):
+            frames.pop()
+        shown.stack = traceback.StackSummary.from_list(frames or shown.stack)
     waits = sys.modules.get("colonnade.comm.waits")  # of a process that has joined a world, with torch
     if waits is not None:
         waits.explain_end(error)
@@ -315,15 +331,7 @@ def description(error: BaseException, starters: Collection[str]) -> dict[str, An
         "kind": "exception",
         "type": kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}",
         "message": str(error),
-        "traceback": "".join(traceback.format_exception(kind, error, trace)),
+        "traceback": "".join(shown.format()),
         "consequence": consequence,
         "told_of": ranks,
     }
-
-
-def _users_part(trace: TracebackType | None, starters: Collection[str]) -> TracebackType | None:
-    """Drop the leading frames of these files, unless there are no others."""
-    own = trace
-    while own is not None and own.tb_frame.f_code.co_filename in starters:
-        own = own.tb_next
-    return own or trace

@@ -20,6 +20,11 @@ AXES = "data, pipeline, tensor, expert, sequence"
 
 # A config with one problem -> the line that tells it.
 BAD: list[tuple[dict[str, Any], str]] = [
+    (
+        {"config": {"zero": 1, "lr": 0.1, "parallel": {"tensor": 2}}, "steps": 100},
+        "config = {'zero': 1, 'lr': 0.1, 'parallel': {'tensor': 2}}   is not read: the keys of a config file are variables at its "
+        "top level. Write zero = ..., parallel = ... without the dict around them",
+    ),
     ({"parallel": 2}, f"parallel = 2   must be a dict of {AXES} and axes of your own"),
     ({"parallel": {"tensro": 2}}, "parallel.tensro = 2   unknown key. Did you mean `tensor`?"),
     (
@@ -242,14 +247,15 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"clip_grad_nrom": 1.0},
-        "clip_grad_nrom = 1.0   unknown key. Did you mean `clip_grad_norm`? "
-        "A key of your own needs a less similar name",
+        "clip_grad_nrom = 1.0   unknown key. Did you mean `clip_grad_norm`? To use it as your own key, rename it",
     ),
     ({3: 4}, "[3] = 4   is no key: a key is a non-empty string"),  # type: ignore[dict-item]
 ]
 
 GOOD: list[dict[str, Any]] = [
     {},
+    {"zero": 1, "config": {"seed": 3}},  # a dict of the user's own, in a file whose keys are read
+    {"config": {"hidden_size": 64}},
     {"parallel": {"pipeline": {"size": 1}, "tensor": {"size": 2, "mode": "new_mode"}}},
     {"parallel": {"data": -1, "pipeline": 2, "tensor": {"size": 8, "mode": "2.5d", "depth": 2}}},
     {"parallel": {"data": "auto", "tensor": None, "expert": 2, "sequence": {"size": 2}}},

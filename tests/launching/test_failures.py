@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
+from colonnade.config import load_config
+from colonnade.errors import ConfigError
 from colonnade.launching.outcome import (
     Outcome,
+    description,
     exit_status,
     first_failure,
     launch_report,
@@ -142,7 +145,19 @@ def test_what_a_rank_left_survives_the_file(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["note"]
 
 
+def test_the_traceback_of_a_config_error_ends_at_the_users_line() -> None:
+    with pytest.raises(ConfigError) as raised_here:
+        load_config({"clip_grad_nrom": 1.0})
+    error = raised_here.value
+    frames = [line for line in description(error, [], fold_library=True)["traceback"].splitlines() if "File " in line]
+    assert [line.split('"')[1] for line in frames] == [__file__]
+    assert "config.py" in description(error, [])["traceback"]
+    assert (
+        "config.py" in description(error, [__file__], fold_library=True)["traceback"]
+    )  # without user code: all frames
+
+
 def test_the_verdict_names_the_page_of_an_error_that_has_a_code() -> None:
     assert told(raised(0, 5.0, "LedgerError", "a sum is owed [C040]"))[0] == (
-        "colonnade: rank 0 failed first, exit status 1; colonnade explain C040 says more"
+        "colonnade: rank 0 failed first, exit status 1; details: colonnade explain C040"
     )
