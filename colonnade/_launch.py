@@ -137,7 +137,7 @@ def _start(
         # A failed launch leaves nothing behind, so that the caller may correct the config and try again.
         context.destroy()
         raise
-    _logging.get_dist_logger().info(f"{context!r}; {address.source}; device {context.device}")
+    _logging.get_dist_logger().debug(f"{context!r}; {address.source}; device {context.device}")
     return context
 
 

@@ -138,7 +138,7 @@ class ZeroOptimizer(EngineOptimizer, Optimizer):
         self._ahead = GatherAhead(self._model, self._gathers) if self.settings.gather_ahead else None
         self.numel = sum(part.stop - part.start for part in parts)
         """How many elements this rank steps on."""
-        get_dist_logger().info(
+        get_dist_logger().debug(
             f"ZeRO stage {self.settings.stage}: {self.numel} of {sum(p.numel() for p in self._model.parameters())} "
             f"elements are stepped on here"
         )
