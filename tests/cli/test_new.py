@@ -64,7 +64,7 @@ def test_the_written_test_passes(tmp_path):
 @pytest.mark.parametrize(
     ("right", "wrong", "found"),
     [
-        ('Replicate(owes="sum")', "Replicate()", "gain: ranks 0 and 1 hold the same part with different values"),
+        ('Replicate(owes="sum")', "Replicate()", "gain: ranks 0 and 1 store the same shard with different values"),
         pytest.param(
             "place(part, {RING_ROWS: Shard(0)}",
             "place(part, {RING_ROWS: Replicate()}",
@@ -74,7 +74,7 @@ def test_the_written_test_passes(tmp_path):
         pytest.param(
             '"ring_rows", data="same"',
             '"ring_rows", data="distinct"',
-            "not equal to one process",
+            "the results differ from a single process",
             marks=pytest.mark.long,
         ),
         pytest.param("copy(x, RING_ROWS)", "x", "gradient of x", marks=pytest.mark.long),

@@ -193,7 +193,7 @@ def test_nothing_is_set_where_no_gpu_is_shared(monkeypatch: pytest.MonkeyPatch, 
 
 def test_nccl_without_a_gpu_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(LaunchError, match="backend='nccl' needs a GPU and torch finds none"):
+    with pytest.raises(LaunchError, match="backend='nccl' needs a GPU, but torch finds none"):
         run_world(2, variables, backend="nccl")
 
 
