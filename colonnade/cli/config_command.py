@@ -19,42 +19,35 @@ def config(
 ) -> None:
     """Check a config file, or list all config keys."""
     if keys or find is not None:
-        _list_keys(find or "", as_json)
+        from colonnade.config.settings import all_keys
+
+        text = (find or "").lower()
+        found = [key for key in all_keys() if text in " ".join((key.path, key.means, key.allows)).lower()]
+        if as_json:
+            typer.echo(json.dumps([key._asdict() for key in found]))
+        elif found:
+            from rich.console import Console
+
+            from colonnade.cli.tables import fitted_table
+
+            console = Console(highlight=False)
+            rows = [(f"{key.path}{' (required)' if key.required else ''}", key.means, key.allows) for key in found]
+            console.print(fitted_table(("key", "meaning", "allowed values"), rows, console.width))
+        else:
+            raise ConfigError(
+                f"no config key contains {find!r} in its name, meaning or values; `colonnade config --keys` lists all"
+            )
     elif file is not None:
-        _check(file, as_json)
+        from colonnade.config import load_config
+        from colonnade.config.settings import KEYS
+
+        loaded = load_config(file)
+        known, custom = [key for key in loaded if key in KEYS], [key for key in loaded if key not in KEYS]
+        if as_json:
+            typer.echo(json.dumps({"ours": known, "yours": custom}))
+            return
+        typer.echo(f"{file}: no problems found")
+        typer.echo(f"  Colonnade keys: {', '.join(known) or 'none'}")
+        typer.echo(f"  your own keys:  {', '.join(custom) or 'none'}")
     else:
         raise ConfigError("give a config file to check, or --keys to list all keys")
-
-
-def _list_keys(find: str, as_json: bool) -> None:
-    from colonnade.config.settings import all_keys
-
-    found = [key for key in all_keys() if find.lower() in " ".join((key.path, key.means, key.allows)).lower()]
-    if as_json:
-        typer.echo(json.dumps([key._asdict() for key in found]))
-    elif found:
-        from rich.console import Console
-
-        from colonnade.cli.tables import fitted_table
-
-        console = Console(highlight=False)
-        rows = [(f"{key.path}{' (required)' if key.required else ''}", key.means, key.allows) for key in found]
-        console.print(fitted_table(("key", "meaning", "allowed values"), rows, console.width))
-    else:
-        raise ConfigError(
-            f"no config key contains {find!r} in its name, meaning or values; `colonnade config --keys` lists all"
-        )
-
-
-def _check(file: Path, as_json: bool) -> None:
-    from colonnade.config import load_config
-    from colonnade.config.settings import KEYS
-
-    loaded = load_config(file)
-    known, custom = [key for key in loaded if key in KEYS], [key for key in loaded if key not in KEYS]
-    if as_json:
-        typer.echo(json.dumps({"ours": known, "yours": custom}))
-        return
-    typer.echo(f"{file}: no problems found")
-    typer.echo(f"  Colonnade keys: {', '.join(known) or 'none'}")
-    typer.echo(f"  your own keys:  {', '.join(custom) or 'none'}")

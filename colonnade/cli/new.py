@@ -36,11 +36,22 @@ def new(
     NAME.py contains a mode, its initializer, a layer with placements and a gradient handler, for you to modify. The test
     compares gradients, norm and weights with a single-process run.
     """
-    _check_name(name)
+    # The name becomes a Python file and, in upper case, a mode.
+    if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower() or not name[0].isalpha():
+        raise RegistryError(
+            f"{name!r} cannot name a parallelism, because a Python file and a mode get this name: give a lower-case "
+            f"identifier that starts with a letter and is no keyword, such as {_identifier(name)!r}"
+        )
     module, test = folder / f"{name}.py", folder / f"test_{name}.py"
-    _check_absent([module, test])
+    existing = [str(target) for target in (module, test) if target.exists()]
+    if existing:
+        raise ColonnadeError(
+            f"files exist and are never overwritten: {listed(existing)}. Choose another name or another --folder, or move "
+            f"these files."
+        )
     templates = [_template(f"{kind.value}.py.txt"), _template(f"test_{kind.value}.py.txt")]
-    _check_free(name, templates)
+    for reason, details in _clashes(name, templates):
+        raise RegistryError(f"{reason}; choose another name, such as {'my_' + name!r}. {details}".rstrip())
     for target, template in zip((module, test), templates, strict=True):
         _write(target, _filled(template, name))
     typer.echo(f"wrote {module}: a mode, its initializer, a layer with placements, a gradient handler")
@@ -48,31 +59,8 @@ def new(
     typer.echo(f"next: python -m pytest {shlex.quote(str(test))}")
 
 
-def _check_name(name: str) -> None:
-    """Reject a name that is no valid Python module or, in upper case, no valid mode."""
-    if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower() or not name[0].isalpha():
-        raise RegistryError(
-            f"{name!r} cannot name a parallelism, because a Python file and a mode get this name: give a lower-case "
-            f"identifier that starts with a letter and is no keyword, such as {_identifier(name)!r}"
-        )
-
-
-def _check_absent(targets: list[Path]) -> None:
-    there = [str(target) for target in targets if target.exists()]
-    if there:
-        raise ColonnadeError(
-            f"files exist and are never overwritten: {listed(there)}. Choose another name or another --folder, or move "
-            f"these files."
-        )
-
-
-def _check_free(name: str, templates: list[str]) -> None:
-    """Reject a name that means something else already: a mode, an axis, a name in the templates, a module."""
-    for reason, details in _clashes(name, templates):
-        raise RegistryError(f"{reason}; choose another name, such as {'my_' + name!r}. {details}".rstrip())
-
-
 def _clashes(name: str, templates: list[str]) -> Iterator[tuple[str, str]]:
+    """(problem, details) for every existing meaning of a name: a mode, an axis, a name in the templates, a module."""
     from colonnade.config import parallel_sizes
     from colonnade.context.parallel_mode import ParallelMode
     from colonnade.registry import DIST_GROUP_INITIALIZER, GRADIENT_HANDLER

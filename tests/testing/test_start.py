@@ -45,14 +45,14 @@ def script_output(code: str, *how: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_lambda_is_refused_with_the_way_out() -> None:
-    with pytest.raises(LaunchError, match="Move it to module level"):
+    with pytest.raises(LaunchError, match="Move it to the top level of a module"):
         run_world(2, lambda: 1)
 
 
 def test_a_local_function_is_refused_with_the_way_out() -> None:
     def local() -> None: ...
 
-    with pytest.raises(LaunchError, match=r"local.*Move it to module level"):
+    with pytest.raises(LaunchError, match=r"local.*Move it to the top level of a module"):
         run_world(2, local)
 
 
