@@ -66,7 +66,7 @@ def test_a_path_stays_as_it_is(given):
 def test_a_file_url_is_told_its_path_and_no_path_at_all_is_named():
     with pytest.raises(ConfigError, match="Give only the path: '/tmp/x'"):
         local_path("file:///tmp/x", "the log")
-    with pytest.raises(ConfigError, match=r"as text or pathlib\.Path, not None"):
+    with pytest.raises(ConfigError, match=r"\(str or pathlib.Path\), not None"):
         local_path(None, "the log")  # type: ignore[arg-type]
 
 

@@ -124,7 +124,7 @@ class AnySection:
     def build(cls, given: Any) -> Self:
         """Read a checked value of a config: None (not set), the plain value of `short`, or a dict."""
         rules = keys_of(cls)
-        readers = {each.name: each.metadata["read"] for each in fields(cast(Any, cls)) if each.name in rules}
+        readers = {item.name: item.metadata["read"] for item in fields(cast(Any, cls)) if item.name in rules}
         spelled = cls.spelled_out(given)
         values = {name: value for name, value in spelled.items() if name in rules and value is not None}
         values = {name: readers[name](value) if readers[name] else value for name, value in values.items()}
@@ -175,7 +175,7 @@ def keys_of(section: type[AnySection]) -> dict[str, Rule]:
     """The keys of a section with their rules, in the order of its fields."""
     if section not in _keys:
         given = cast(Any, section)
-        _keys[section] = {each.name: each.metadata["rule"] for each in fields(given) if "rule" in each.metadata}
+        _keys[section] = {item.name: item.metadata["rule"] for item in fields(given) if "rule" in item.metadata}
     return _keys[section]
 
 

@@ -208,13 +208,16 @@ def _join_padded(pieces: list[Any]) -> Any:
 
 
 def _filled(first: Any, *others: Any) -> Sequence[Any]:
+    """Tensors of different sizes, padded with -100 to the largest size; other values unchanged."""
     tensors = [first, *others]
-    if not all(isinstance(each, Tensor) and each.dim() == first.dim() for each in tensors):
+    if not all(isinstance(tensor, Tensor) and tensor.dim() == first.dim() for tensor in tensors):
         return tensors
-    sizes = [max(column) for column in zip(*(each.shape[1:] for each in tensors), strict=True)]
-    missing = [[size - has for size, has in zip(sizes, each.shape[1:], strict=True)] for each in tensors]
-    fills = [[side for size in reversed(one) for side in (0, size)] for one in missing]
-    return [F.pad(each, fill, value=IGNORED) if any(fill) else each for each, fill in zip(tensors, fills, strict=True)]
+    sizes = [max(column) for column in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
+    missing = [[size - has for size, has in zip(sizes, tensor.shape[1:], strict=True)] for tensor in tensors]
+    fills = [[side for size in reversed(lacks) for side in (0, size)] for lacks in missing]
+    return [
+        F.pad(tensor, fill, value=IGNORED) if any(fill) else tensor for tensor, fill in zip(tensors, fills, strict=True)
+    ]
 
 
 def _indices(loader: Iterable[Any]) -> Tensor | None:

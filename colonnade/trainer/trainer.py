@@ -281,8 +281,8 @@ class Trainer:
     def agree(self) -> None:
         """Raise the pending error of any rank on every rank; return if there is none. Collective over the world."""
         with agree(self.context):
-            if self._hooks.held is not None:
-                raise self._hooks.held
+            if self._hooks.pending is not None:
+                raise self._hooks.pending
 
     @property
     def cur_epoch(self) -> int:
@@ -364,11 +364,7 @@ class Trainer:
         if fit.resumed is not None and (self._place.batches == 0 or self.epoch_done):
             # At the end of an epoch there is no loader to restore the random streams, so it is done here.
             set_random_state(self._load_hook_states(fit), self.context)
-        while not (
-            self.stopping
-            or self._has_enough_steps()
-            or (self.max_epochs is not None and self.cur_epoch >= self.max_epochs)
-        ):
+        while not self._is_over():
             # A run that was saved after the last batch of an epoch resumes with the evaluation after that epoch.
             if not self.epoch_done:
                 self._train_epoch(fit)
@@ -384,6 +380,10 @@ class Trainer:
             self.cur_epoch += 1
         if self.stopping:
             self.logger.info(f"stopped after step {self.cur_step}: {self.stop_reason}")
+
+    def _is_over(self) -> bool:
+        has_epochs = self.max_epochs is not None and self.cur_epoch >= self.max_epochs
+        return self.stopping or has_epochs or self._has_enough_steps()
 
     def _has_enough_steps(self) -> bool:
         return self.max_steps is not None and self.cur_step >= self.max_steps
@@ -512,7 +512,7 @@ class Trainer:
 
     def _start_sums(self, fit: FitState, has_batch: bool) -> None:
         """Start the all-reduce of the flags for the next step. Collective over the world; does not block."""
-        has_error = fit.hooks.held is not None
+        has_error = fit.hooks.pending is not None
         fit.sums.start([has_error, has_batch, not has_batch, bool(self._wants_stop), self._wants_exit])
 
     def _finish_sums(self, fit: FitState, has_batch: bool) -> bool:

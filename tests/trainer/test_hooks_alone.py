@@ -435,7 +435,7 @@ def test_the_first_error_is_held_and_the_hook_that_raised_is_not_called_again():
     for _ in range(2):
         listed.call("before_train")
     assert [hook.told for hook in hooks] == [["before_train"], ["before_train"] * 2, ["before_train"]]
-    assert str(listed.held).startswith("hook Heard failed in before_train (epoch 1, step 2): ValueError: one")
+    assert str(listed.pending).startswith("hook Heard failed in before_train (epoch 1, step 2): ValueError: one")
     listed.close()
     assert [hook.told[-1] for hook in hooks] == ["close"] * 3
 
@@ -447,14 +447,14 @@ def test_states_of_hooks_are_kept_by_name_and_what_fails_is_held():
     assert states == {"Heard": {"name": "one"}, "Heard 3": {"name": "three"}}
     listed.load_state_dict(states)
     assert [hook.told for hook in listed.hooks] == [[{"name": "one"}], [], [{"name": "three"}]]  # type: ignore[attr-defined]
-    assert listed.held is None
+    assert listed.pending is None
     for use, told in (
         (HookList.state_dict, "state_dict"),
         (lambda each: each.load_state_dict(states), "load_state_dict"),
     ):
         failing = HookList(trainer, [Heard("one", True)])
         use(failing)
-        assert f"hook Heard failed in {told}" in str(failing.held)
+        assert f"hook Heard failed in {told}" in str(failing.pending)
 
 
 def test_what_a_hook_is_by_itself():

@@ -125,7 +125,7 @@ class HookList:
     def __init__(self, trainer: Any, hooks: Iterable[HookLike]) -> None:
         self._trainer = trainer
         self.hooks = sorted((build_hook(hook) for hook in hooks), key=lambda hook: hook.priority)
-        self.held: TrainerError | None = None
+        self.pending: TrainerError | None = None
         """The pending error: the first error of this rank that the other ranks do not know yet."""
         self._calls: dict[str, list[tuple[BaseHook, Callable[..., None]]]] = {
             point: [
@@ -146,8 +146,8 @@ class HookList:
 
     def hold(self, error: TrainerError) -> None:
         """Keep an error pending until all ranks can raise it together; the first one wins."""
-        if self.held is None:
-            self.held = error
+        if self.pending is None:
+            self.pending = error
         else:
             get_dist_logger().warning(f"after an error: {error}")
 

@@ -192,7 +192,7 @@ def _refusals() -> None:
     for zero, message in [
         ({"stage": 3, "wrap": "laiers.*"}, "names no module"),
         ({"stage": 3, "replicate": "mine"}, "no axis beside data"),
-        ({"stage": 3, "bucket_mb": 4}, "for stages 1 and 2"),
+        ({"stage": 3, "bucket_mb": 4}, "requires ZeRO stage 1 or 2"),
         ({"stage": 2, "replicate": "mine"}, "requires ZeRO stage 3"),
         ({"stage": 2, "reduce_scatter": False}, "requires ZeRO stage 1"),
         ({"stage": 1, "offload": "disk"}, "must be True, False or 'cpu'"),
