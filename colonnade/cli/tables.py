@@ -1,4 +1,4 @@
-"""Tables that fit the width of the terminal: cells wrap between words, long names after a punctuation mark, never inside a word."""
+"""Tables that fit the width of the terminal: cells wrap between words, and long names after punctuation or inside CamelCase."""
 
 from __future__ import annotations
 

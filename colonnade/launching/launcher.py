@@ -119,7 +119,7 @@ def launch(job: LaunchJob) -> int:
             console.close()
             return 0
         console.close()
-        # After a failure or an interrupt the newest checkpoint matters; the Trainer notes it in this file.
+        # After a failure or an interrupt the newest checkpoint matters; the run notes it in this file.
         if saved.is_file():
             text = f"saved last: {saved.read_text(encoding='utf-8')}\n{text}"
         console.say(text)

@@ -206,7 +206,7 @@ class JsonlHook(_LineFile):
 
     Lines have `kind`, `step` and `epoch`; non-finite numbers are null. Kinds: `step`; `train` and `test`, the metrics of an epoch
     and of an evaluation; `run`, facts about the run, at its start and after a resume; `event`, a warning; `end`, the time and the
-    way it ended (finished, stopped, failed), missing after a kill. About once per second a step has `memory`, the peak of
+    way it ended (finished, stopped, failed), missing after a kill. At most once per second a step has `memory`, the peak of
     rank 0 in MiB. With `report`, the HTML report (`colonnade report`) is written next to the file when the run ends; an error
     in it is only logged.
     """
