@@ -1,4 +1,4 @@
-"""Colonnade: parallel training on PyTorch whose gradients are proven equal to one process."""
+"""Colonnade: multi-dimensional parallel training for PyTorch, checked against a single-process run."""
 
 from __future__ import annotations
 

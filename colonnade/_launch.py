@@ -153,7 +153,7 @@ def _start(
         # Clean up completely, so that a notebook can correct the config and call launch again.
         context.destroy()
         raise
-    _logging.get_dist_logger().info(f"{context!r}; {address.source}; device {context.device}")
+    _logging.get_dist_logger().debug(f"{context!r}; {address.source}; device {context.device}")
     return context
 
 

@@ -1,7 +1,6 @@
-"""Names of a package that are imported when they are first asked for.
+"""Lazy package attributes: a name is imported on first access, by a module-level `__getattr__`.
 
-`import colonnade`, the command line and layout planning must not pay for torch; Python's module-level
-`__getattr__` makes that invisible to the user.
+`import colonnade`, the command line and the computation of layouts must not import torch.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from typing import Any
 def lazy_names(
     package: str, names: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """(`__getattr__`, `__dir__`, `__all__`) of a package whose names come from modules: {module: "Name other_name"}.
+    """`__getattr__`, `__dir__` and `__all__` for a package, from {module: "Name other_name"}.
 
-    Its submodules can be had without importing them first, too.
+    Submodules are imported on first access too.
     """
     homes = {name: module for module, words in names.items() for name in words.split()}
 

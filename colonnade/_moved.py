@@ -1,6 +1,6 @@
-"""Old paths of modules that were moved: an import of the old path gives the module at its new place, with a warning.
+"""Old paths of moved modules: an import of an old path returns the module at its new path, with a DeprecationWarning.
 
-Only paths that the documentation once named are listed. An alias is the module itself, not a copy.
+Only paths that the documentation has mentioned are listed. An alias is the module itself, not a copy.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MOVED = {
 
 
 class AliasLoader(Loader):
-    """Gives an existing module under another name."""
+    """Loads an existing module under another name."""
 
     def __init__(self, home: str) -> None:
         self._home = home
@@ -46,7 +46,7 @@ class AliasLoader(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # The import system has just put the alias's spec on the module; its own spec is put back.
+        # The import system has just set the spec of the alias on the module; restore its own.
         module.__spec__ = self._spec
 
 
@@ -57,11 +57,11 @@ class MovedModules(MetaPathFinder):
         new = MOVED.get(fullname)
         if new is None:
             return None
-        warnings.warn(f"{fullname} is {new} now", DeprecationWarning, stacklevel=2)
+        warnings.warn(f"{fullname} has moved to {new}", DeprecationWarning, stacklevel=2)
         return ModuleSpec(fullname, AliasLoader(new), is_package=True)
 
 
 def install() -> None:
-    """Put the finder before Python's own, which would load a second copy through the parent's folder."""
+    """Install the finder in front of the default ones, which would load a second copy through the folder of the parent."""
     if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
         sys.meta_path.insert(0, MovedModules())

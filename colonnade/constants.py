@@ -1,4 +1,4 @@
-"""Names that users may extend at run time, and numbers that several parts agree on."""
+"""The mapping of mode names, which users may extend, and constants that several packages share."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ INITIALIZER_MAPPING: dict[str, str] = {
     "sequence": "Initializer_Sequence",
     "expert": "Initializer_Expert",
 }
-"""Mode name in the config -> name in `DIST_GROUP_INITIALIZER`.
+"""Mode name in a config -> registered name in `DIST_GROUP_INITIALIZER`.
 
-Open: a tensor mode is allowed by being a key here, and by nothing else. Add your own with
+A tensor mode is valid if it is a key of this dict. Add a custom one with
 `colonnade.constants.INITIALIZER_MAPPING['new_mode'] = 'MyParallelInitializer'`.
 """
 
 STOPPED_IN_ORDER = 75
-"""Exit status of a run that was told to stop, finished its step and saved: start it again (EX_TEMPFAIL)."""
+"""Exit status of a run that received a stop signal, finished its step and saved; it can be restarted (EX_TEMPFAIL)."""
 
 SAVED = "COLONNADE_SAVED"
-"""Environment variable: the file in which a run notes its newest checkpoint, for the launcher that started it."""
+"""Environment variable: the file in which a run notes its newest checkpoint for its launcher."""
 
 TERMINAL = "COLONNADE_TERMINAL"
-"""Environment variable: the width of the terminal on which a launcher shows what rank 0 prints."""
+"""Environment variable: the width of the terminal on which the launcher prints the output of rank 0."""
 
 FOLLOWS_AFTER = 3.0
-"""Seconds that a rank which failed only because of another one stays under a launcher, so that the other one, which may be slow
-to leave, is seen first."""
+"""Seconds that a rank waits before it exits after a failure of another rank, so that the launcher notices that rank first."""

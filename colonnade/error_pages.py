@@ -1,4 +1,4 @@
-"""The meaning of the codes at the end of error messages. The texts are in `errors.toml`, beside this file.
+"""Pages for the codes at the end of error messages, read from `errors.toml` in this folder.
 
 `colonnade explain C040` prints a page; `python -m colonnade.error_pages docs/reference/errors.md` writes all of them.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
+import textwrap
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,22 +17,23 @@ from colonnade.errors import did_you_mean
 
 @dataclass(frozen=True)
 class ErrorPage:
-    """One family of errors."""
+    """The page of one error code."""
 
     title: str
     means: str
     do: str
     more: str = ""
-    """A page of the documents, without its ending."""
+    """A page below docs/, without its suffix."""
 
-    def text(self, code: str) -> str:
-        """As `colonnade explain` prints it."""
-        more = f"\n\nMore, in the documents: {self.more}" if self.more else ""
-        return f"{code}: {self.title}\n\n{self.means}\n\nWhat to do: {self.do}{more}"
+    def text(self, code: str, width: int = 0) -> str:
+        """The page as `colonnade explain` prints it, wrapped at `width` columns; 0: not wrapped."""
+        more = [f"More: docs/{self.more}.md in the source tree"] if self.more else []
+        parts = [f"{code}: {self.title}", self.means, f"What to do: {self.do}", *more]
+        return "\n\n".join(textwrap.fill(part, width, break_on_hyphens=False) if width else part for part in parts)
 
 
 def _read() -> dict[str, ErrorPage]:
-    """The pages by code. A line break in a text of the file is a blank."""
+    """The pages by code. A line break inside a text of the file counts as a space."""
     entries = tomllib.loads(Path(__file__).with_name("errors.toml").read_text(encoding="utf-8"))
     return {
         code: ErrorPage(**{name: text.replace("\n", " ") for name, text in entry.items()})
@@ -43,17 +45,21 @@ PAGES = _read()
 
 
 def find(code: str) -> ErrorPage | None:
-    """The page of a code, in any case of letters."""
+    """The page of a code; the case of letters does not matter."""
     return PAGES.get(code.upper())
 
 
 def unknown(code: str) -> str:
-    """The message about a code that does not exist."""
-    return f"there is no code {code!r}.{did_you_mean(code, PAGES)} The codes are {', '.join(PAGES)}"
+    """The error message for a code that does not exist."""
+    first, last = min(PAGES), max(PAGES)
+    return (
+        f"there is no error code {code!r}.{did_you_mean(code, PAGES)} The {len(PAGES)} codes are between {first} and {last}; "
+        f"docs/reference/errors.md lists them"
+    )
 
 
 def codes_in(text: str) -> list[str]:
-    """The codes that a message ends with, or holds at the ends of messages inside it."""
+    """The known codes in a message, including those of messages that are quoted inside it."""
     return [code for code in re.findall(r"\[(C\d{3})\]", text) if code in PAGES]
 
 
@@ -61,9 +67,9 @@ def document() -> str:
     """The text of docs/reference/errors.md."""
     head = (
         "# Error codes\n\n"
-        "Errors that users meet end in a code, such as `[C040]`. `colonnade explain C040` prints its page from here. "
-        "All are subclasses of `colonnade.errors.ColonnadeError`, and have it as `error.code`.\n"
-        "This page is written by `python -m colonnade.error_pages docs/reference/errors.md`.\n"
+        "Error messages end in a code, such as `[C040]`. `colonnade explain C040` prints the entry of this page. "
+        "All these errors are subclasses of `colonnade.errors.ColonnadeError`, with the code in `error.code`.\n"
+        "`python -m colonnade.error_pages docs/reference/errors.md` generates this page.\n"
     )
     parts = [head]
     for code, page in PAGES.items():

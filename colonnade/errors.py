@@ -1,6 +1,6 @@
-"""What can go wrong, as types a user can catch.
+"""The exception classes of Colonnade, helpers for their messages, and the analysis of errors that follow from other ranks.
 
-Every message gives the value that was met, what is allowed, and the next step.
+Every message gives the value found, the allowed values and the next step.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ from typing import Literal
 
 
 class ColonnadeError(Exception):
-    """Base of every error that Colonnade raises on purpose. A message that ends in a code, [C040], has a page:
-    `colonnade explain C040`."""
+    """Base class of all errors that Colonnade raises on purpose.
+
+    A message that ends in a code, such as [C040], has a page: `colonnade explain C040`.
+    """
 
     def __init__(self, message: object = "", *, code: str | None = None, ranks: Iterable[int] = ()) -> None:
         super().__init__(message if code is None else f"{message} [{code}]")
-        inside = re.search(r"\[(C\d{3})\]$", str(message))  # of an error that came from another rank
+        inside = re.search(r"\[(C\d{3})\]$", str(message))  # the code of an error from another rank
         self.code = code or (inside[1] if inside else None)
         self.ranks = tuple(ranks)
-        """The other ranks that failed, where this error only tells of their failure; empty for a failure of this rank."""
+        """The failed ranks, if this error only reports their failure; empty for a failure of this rank."""
 
 
 class ConfigError(ColonnadeError, ValueError):
-    """A configuration that cannot be used, or that is not the same on all ranks."""
+    """An invalid config or argument, or one that differs between ranks."""
 
 
 class RegistryError(ColonnadeError, LookupError):
@@ -35,52 +37,52 @@ class RegistryError(ColonnadeError, LookupError):
 
 
 class LayoutError(ColonnadeError, ValueError):
-    """Sizes or rank lists that do not make a world."""
+    """Parallel sizes or rank lists that do not fit the number of ranks."""
 
 
 class ContextError(ColonnadeError, RuntimeError):
-    """A group, rank or stream was asked for that this context does not have."""
+    """A request for a group, rank or random stream that this context does not have."""
 
 
 class LaunchError(ColonnadeError, RuntimeError):
-    """The world could not be started."""
+    """Ranks that could not be started."""
 
 
 class PlacementError(ColonnadeError, ValueError):
-    """A parameter whose placement is missing, contradictory or does not add up."""
+    """A placement that is missing, contradictory or inconsistent over the ranks."""
 
 
 class LedgerError(ColonnadeError, RuntimeError):
-    """A gradient reduction that nobody does, that two do, or that is done with another divisor."""
+    """A gradient reduction that has no handler, has two handlers, or uses the wrong divisor."""
 
 
 class GradientError(ColonnadeError, RuntimeError):
-    """Gradients that cannot be synchronised, clipped or applied as asked."""
+    """Gradients that cannot be reduced, clipped or applied as requested."""
 
 
 class ScheduleError(ColonnadeError, ValueError):
-    """A schedule or a table of actions that cannot run."""
+    """A pipeline schedule or action table that cannot run."""
 
 
 class ParityError(ColonnadeError, AssertionError):
-    """A parallel result that differs from one process."""
+    """A parallel result that differs from a single-process run."""
 
 
 class TrainerError(ColonnadeError, RuntimeError):
-    """Training cannot go on; raised on every rank."""
+    """An error that ends training; raised on every rank."""
 
 
 class HookError(TrainerError):
-    """A hook raised; says which one, at which point of its life cycle, at which step. Raised on every rank."""
+    """An exception in a hook, with the hook point and the step; raised on every rank."""
 
 
 class CheckpointError(ColonnadeError, RuntimeError):
-    """A checkpoint that cannot be written or must not be loaded."""
+    """A checkpoint that cannot be written or loaded."""
 
 
 @contextmanager
 def as_checkpoint_errors(doing: str) -> Iterator[None]:
-    """Turn every error of the block into a CheckpointError that says what was being done."""
+    """Turn every exception of the block into a CheckpointError that starts with `doing`."""
     try:
         yield
     except CheckpointError:
@@ -90,20 +92,20 @@ def as_checkpoint_errors(doing: str) -> Iterator[None]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name closest to `name`, or None when nothing is close."""
+    """The known name closest to `name`, or None if none is close."""
     by_lower = {candidate.lower(): candidate for candidate in known}
     found = difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=0.6)
     return by_lower[found[0]] if found else None
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return " Did you mean 'x'?" for the nearest known name, or an empty string."""
+    """The text " Did you mean 'x'?" for the nearest known name, or an empty string."""
     close = nearest(name, known)
     return f" Did you mean {close!r}?" if close else ""
 
 
 def listed(names: Iterable[object]) -> str:
-    """Return the names as one readable line, or "none"."""
+    """The names in one line, separated by commas, or "none"."""
     return ", ".join(str(name) for name in names) or "none"
 
 
@@ -121,43 +123,39 @@ _LOST_A_PEER = re.compile(
 
 
 def lost_a_peer(text: str) -> bool:
-    """Whether this is what a healthy rank says when another rank has gone, or does not come."""
+    """Whether this is the error text of a healthy rank after another rank has exited or did not arrive."""
     return bool(_LOST_A_PEER.search(text))
 
 
 def consequence_of(error: BaseException) -> tuple[Consequence, tuple[int, ...]]:
-    """Whether an error only follows from the failure of other ranks, and which ones, where the error says so.
+    """Whether an error only follows from the failure of other ranks, and these ranks if the error names them.
 
-    "partly" where this rank failed by itself too, before or while it dealt with the other failure.
+    "partly": this rank also had a failure of its own, before or while it handled the failure of another rank.
     """
     own = following = False
     ranks: tuple[int, ...] = ()
-    for each in _told(error):
-        from_others = getattr(each, "ranks", ()) if isinstance(each, ColonnadeError) else ()
-        if from_others or lost_a_peer(str(each)):
+    # Walk the chain of exceptions: an exception with a cause stands for its cause (unless it reports other ranks), any other
+    # for itself and for the exception that was being handled. Chains may contain cycles.
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        from_others = getattr(link, "ranks", ()) if isinstance(link, ColonnadeError) else ()
+        if link.__cause__ is not None and not from_others:
+            link = link.__cause__
+            continue
+        if from_others or lost_a_peer(str(link)):
             following, ranks = True, ranks or tuple(from_others)
-        elif not isinstance(each, (SystemExit, KeyboardInterrupt)):
+        elif not isinstance(link, (SystemExit, KeyboardInterrupt)):
             own = True
+        link = None if link.__suppress_context__ else link.__context__
     if not following:
         return "no", ()
     return ("partly" if own else "wholly"), ranks
 
 
-def _told(error: BaseException) -> Iterator[BaseException]:
-    """The errors that an error stands for: its cause, if it was raised from one, else itself and the one being handled."""
-    seen: set[int] = set()
-    each: BaseException | None = error
-    while each is not None and id(each) not in seen:
-        seen.add(id(each))
-        if each.__cause__ is not None and not (isinstance(each, ColonnadeError) and each.ranks):
-            each = each.__cause__
-            continue
-        yield each
-        each = None if each.__suppress_context__ else each.__context__
-
-
 def users_line(error: BaseException) -> str:
-    """Where an error that is not Colonnade's own began, as `File "train.py", line 14, in criterion`; else nothing."""
+    """The innermost line of user code of an error, as `File "train.py", line 14, in criterion`; empty for a ColonnadeError."""
     first = error
     while first.__cause__ is not None:
         first = first.__cause__
@@ -169,7 +167,7 @@ def users_line(error: BaseException) -> str:
 
 
 def with_users_line(error: BaseException, longest: int | None = None) -> str:
-    """The text of an error, at most `longest` characters, with the user's line that it began at, as other ranks are told."""
+    """The text of an error for other ranks: at most `longest` characters, and the innermost line of user code."""
     text, line = str(error), users_line(error)
     if longest is not None and len(text) > longest:
         text = text[:longest] + "..."

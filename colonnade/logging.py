@@ -1,6 +1,6 @@
-"""Rank-aware logging. Nothing is configured at import; `launch` attaches the handler.
+"""Rank-aware logging. Importing configures nothing; `launch` attaches the handler.
 
-`info` and `debug` speak on rank 0 alone unless told otherwise; `warning` and `error` speak where they happen.
+By default `info` and `debug` log on rank 0 only, `warning` and `error` on every rank.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from colonnade.paths import local_path
 _NAME = "colonnade"
 _RankOf = Callable[[Any], int]
 
-_rank_of: _RankOf = lambda mode: 0  # noqa: E731 - before launch this process is a world of one
+_rank_of: _RankOf = lambda mode: 0  # noqa: E731 - before launch there is a single process
 
 
 class DistributedLogger:
-    """A logger whose messages are filtered by this process's rank in a mode.
+    """A logger whose methods log only on some ranks.
 
-    `ranks=None` is the default of the level (rank 0 for info and debug, every rank for warning and error);
-    `ranks="all"` is every rank; a list names ranks of `parallel_mode` (the whole world if None).
+    Arguments of `debug`, `info`, `warning` and `error`:
+        message: the text.
+        parallel_mode: the mode whose ranks are counted; None: all ranks.
+        ranks: the ranks that log: a list, or "all". Default: rank 0 for debug and info, all ranks for warning and error.
     """
 
     def __init__(self, name: str = _NAME) -> None:
@@ -43,13 +45,13 @@ class DistributedLogger:
         self._log(logging.ERROR, message, parallel_mode, "all" if ranks is None else ranks)
 
     def set_level(self, level: str | int) -> None:
-        """Set the least level that is shown: "DEBUG", "INFO", "WARNING" or "ERROR"."""
+        """Set the lowest level that is logged: "DEBUG", "INFO", "WARNING" or "ERROR"."""
         self._logger.setLevel(level.upper() if isinstance(level, str) else level)
 
     def log_to_file(
         self, path: str | Path, mode: Literal["a", "w"] = "a", level: str = "INFO", suffix: str | None = None
     ) -> Path:
-        """Also write to `path/rank_<n>[_suffix].log`; returns the file."""
+        """Also log to the file `path/rank_<n>[_suffix].log`; returns its path."""
         folder = local_path(path, "the folder of the logs")
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / f"rank_{_rank_of(None)}{f'_{suffix}' if suffix else ''}.log"
@@ -61,7 +63,7 @@ class DistributedLogger:
 
     def _log(self, level: int, message: str, mode: Any, ranks: Sequence[int] | Literal["all"]) -> None:
         if ranks == "all" or _rank_of(mode) in ranks:
-            # The caller's file and line, not ours: one frame for this method, one for debug/info/...
+            # The record gets the file and line of the caller: skip this frame and that of debug/info/...
             self._logger.log(level, message, stacklevel=3)
 
 
@@ -71,12 +73,17 @@ _loggers: dict[str, DistributedLogger] = {}
 
 
 def get_dist_logger(name: str = _NAME) -> DistributedLogger:
-    """The logger of this name; the same object each time."""
+    """The logger of this name, the same object on every call."""
     return _loggers.setdefault(name, DistributedLogger(name))
 
 
 def disable_existing_loggers(include: Sequence[str] | None = None, exclude: Sequence[str] = (_NAME,)) -> None:
-    """Raise the level of other libraries' loggers to WARNING; `include` limits it to names that start so."""
+    """Set loggers of other libraries to WARNING.
+
+    Args:
+        include: prefixes of the names of these loggers; None: all.
+        exclude: prefixes of names to leave unchanged.
+    """
     for name in list(logging.root.manager.loggerDict):
         wanted = include is None or any(name.startswith(start) for start in include)
         if wanted and not any(name.startswith(start) for start in exclude):
@@ -84,7 +91,7 @@ def disable_existing_loggers(include: Sequence[str] | None = None, exclude: Sequ
 
 
 def attach(rank_of: _RankOf, verbose: bool) -> None:
-    """Called by launch: from now on ranks are known, and records go to stderr. Idempotent."""
+    """Set the rank of this process and log to stderr. Called by `launch`; idempotent."""
     global _rank_of
     _rank_of = rank_of
     logger = logging.getLogger(_NAME)
@@ -98,7 +105,7 @@ def attach(rank_of: _RankOf, verbose: bool) -> None:
 
 
 def detach() -> None:
-    """Called when the context closes: back to how it was at import."""
+    """Undo `attach`. Called when the context is destroyed."""
     global _rank_of
     _rank_of = lambda mode: 0  # noqa: E731
     logger = logging.getLogger(_NAME)
@@ -110,7 +117,7 @@ def detach() -> None:
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to whatever sys.stderr is at that moment, so that captured output stays captured."""
+    """Writes to the current sys.stderr, so that redirected output is captured."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:

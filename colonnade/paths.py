@@ -1,4 +1,4 @@
-"""The check of every path that a user gives: a URL is refused, since only file systems are read and written."""
+"""The check of paths given by users: URLs raise an error, because only file systems are supported."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ from pathlib import Path
 
 from colonnade.errors import ColonnadeError, ConfigError
 
-# One letter is a drive of Windows; `Path` makes s3:/x of s3://x; variables of a shell may keep quotes.
+# A single letter is a Windows drive; `Path` turns s3://x into s3:/x; shell variables may contain quotes.
 _URL = re.compile(r"[\s'\"]*([A-Za-z][\w+.:-]+):/+")
 
 
 def local_path(given: str | Path, what: str, error: type[ColonnadeError] = ConfigError) -> Path:
-    """`given` as a path. Raises `error`, which calls it `what`, where it is a URL such as s3://bucket/run, or no path at all."""
+    """`given` as a path. Raises `error` if it is a URL such as s3://bucket/run, or no path; `what` names it in the message."""
     if not isinstance(given, (str, os.PathLike)):
-        raise error(f"{what} is a path, as text or pathlib.Path, not {given!r}", code="C120")
+        raise error(f"{what} must be a path (str or pathlib.Path), not {given!r}", code="C120")
     text = os.fspath(given)
     found = _URL.match(text)
     if found is None:
         return Path(text)
     if found[1].lower() == "file":
-        do = f"Give the path alone: {'/' + text[found.end() :]!r}"
+        do = f"Give only the path: {'/' + text[found.end() :]!r}"
     else:
         do = (
-            "Give a path of a file system, which all ranks see (a mounted bucket is one), and copy from there to the store. "
-            "A folder whose name really begins so can be given by its absolute path"
+            "Give a path on a file system that all ranks can access (such as a mounted bucket), and copy from there to the object "
+            "store. If a folder really has this name, give its absolute path"
         )
     raise error(
-        f"{what} is {text!r}, a URL of the kind {found[1]!r}, and only file systems are supported. {do}", code="C120"
+        f"{what} is {text!r}, a URL with the scheme {found[1]!r}, but only file systems are supported. {do}",
+        code="C120",
     )

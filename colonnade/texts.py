@@ -1,4 +1,4 @@
-"""Texts that several parts of the package make in the same way: digests, name patterns, sizes and times."""
+"""Common text functions: digests, name patterns, sizes and times."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import re
 
 
 def digest_of(content: str | bytes) -> int:
-    """A digest of 62 bits, the same in every process: fits an int64 together with its negative, so that a MIN can compare it.
+    """A digest of 62 bits, equal in every process. It and its negative fit into an int64, so a MIN reduction can compare it.
 
-    For comparisons within one run alone. Hashes that are kept (files of a checkpoint) or that numbers follow from (seeds, the
-    marks of the probe) are SHA-256 where they are made, since they must never change.
+    Only for comparisons within one run. Hashes that are stored (files of a checkpoint) or determine numbers (seeds, probe
+    gradients) must never change, and use SHA-256.
     """
     raw = content.encode() if isinstance(content, str) else content
     return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big") >> 2
 
 
 def pattern_of(name: str, inside: bool = False) -> str:
-    """A name with a '*' for each number between dots: the same for all layers of a list.
+    """A name with '*' in place of each number between dots, so that all layers of a list have the same pattern.
 
-    With `inside`, numbers inside a part of a name (`fc1`), or in any other text, become a '*' too.
+    With `inside`, all other numbers (`fc1`) are replaced too.
     """
     if inside:
         return re.sub(r"\d+", "*", name)
@@ -27,7 +27,7 @@ def pattern_of(name: str, inside: bool = False) -> str:
 
 
 def format_count(count: float) -> str:
-    """A large number in three digits: 12,900 is "12.9 k"."""
+    """A number with three digits and a unit prefix: 12,900 is "12.9 k"."""
     for unit in ("", "k", "M", "G", "T", "P"):
         if abs(count) < 999.5 or unit == "P":
             break
@@ -36,12 +36,12 @@ def format_count(count: float) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """A number of bytes in three digits: "12.9 kB". Units are powers of 1,000."""
+    """A number of bytes with three digits: "12.9 kB". Units are powers of 1,000."""
     return f"{format_count(count)}B" if abs(count) >= 999.5 else f"{count:.0f} B"
 
 
 def format_seconds(time: float) -> str:
-    """A time in three digits, "1.5 ms", or from one minute on as hours, minutes and seconds, "0:01:30"."""
+    """A time with three digits, "1.5 ms", or for a minute and more as hours, minutes and seconds, "0:01:30"."""
     if time >= 60:
         return f"{int(time // 3600)}:{int(time // 60 % 60):02d}:{int(time % 60):02d}"
     return f"{time:.3g} s" if time >= 1 else f"{time * 1e3:.3g} ms" if time >= 1e-3 else f"{time * 1e6:.3g} µs"

@@ -6,9 +6,13 @@ import logging
 import subprocess
 import sys
 
+import torch
+from torch import nn
+
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
+from colonnade.engine.build import initialize
 from colonnade.logging import get_dist_logger
 from colonnade.testing import run_world
 
@@ -35,6 +39,25 @@ def test_filters_by_rank_and_mode(tmp_path):
         assert "too-fine" not in log
         assert f"rank {rank} WARNING] a-warning" in log
         assert "all-of-us" in (tmp_path / f"rank_{rank}_x.log").read_text()
+
+
+def _start(level: str | None) -> None:
+    if level is not None:
+        get_dist_logger().set_level(level)
+    with launch({"zero": 1, "clip_grad_norm": 1.0}, context=ParallelContext()) as context:
+        model = nn.Linear(4, 4)
+        initialize(model, torch.optim.AdamW(model.parameters()), nn.MSELoss(), context=context)
+
+
+def test_a_start_is_one_line_and_debug_has_the_rest():
+    (line,) = run_world(2, _start, None).stderr[0].splitlines()
+    assert line.endswith(
+        "INFO] 2 ranks (data 2) on cpu: 20 parameters on this rank, 240 B for weights, gradients and optimizer state"
+    )
+    everything = run_world(2, _start, "DEBUG").stderr[0]
+    assert "DEBUG] gradient handlers: " in everything
+    assert "DEBUG] ZeRO stage 1: " in everything
+    assert "bytes of each on this rank" in everything
 
 
 def test_closing_the_context_puts_logging_back():

@@ -15,7 +15,7 @@ def test_an_old_path_gives_the_module_at_its_new_place(old: str, monkeypatch: py
     above = old.rpartition(".")[0]
     importlib.import_module(above)
     monkeypatch.delitem(sys.modules, old, raising=False)
-    with pytest.warns(DeprecationWarning, match=f"{old} is {MOVED[old]} now".replace(".", r"\.")):
+    with pytest.warns(DeprecationWarning, match=f"{old} has moved to {MOVED[old]}".replace(".", r"\.")):
         found = importlib.import_module(old)
     assert found is importlib.import_module(MOVED[old])
     assert found.__name__ == MOVED[old]

@@ -52,7 +52,7 @@ def empty_folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("url", URLS)
 def test_a_url_is_no_path(url):
-    with pytest.raises(ConfigError, match=r"the log is ['\"].*['\"], a URL of the kind '.*\[C120\]$"):
+    with pytest.raises(ConfigError, match=r"the log is ['\"].*['\"], a URL with the scheme '.*\[C120\]$"):
         local_path(url, "the log")
 
 
@@ -64,9 +64,9 @@ def test_a_path_stays_as_it_is(given):
 
 
 def test_a_file_url_is_told_its_path_and_no_path_at_all_is_named():
-    with pytest.raises(ConfigError, match="Give the path alone: '/tmp/x'"):
+    with pytest.raises(ConfigError, match="Give only the path: '/tmp/x'"):
         local_path("file:///tmp/x", "the log")
-    with pytest.raises(ConfigError, match=r"as text or pathlib\.Path, not None"):
+    with pytest.raises(ConfigError, match=r"\(str or pathlib.Path\), not None"):
         local_path(None, "the log")  # type: ignore[arg-type]
 
 
@@ -98,7 +98,7 @@ TAKES_A_PATH = {
 
 @pytest.mark.parametrize("what", TAKES_A_PATH)
 def test_everything_that_takes_a_path_refuses_a_url(what):
-    with pytest.raises(ColonnadeError, match=r"a URL of the kind 's3'.*\[C120\]$"):
+    with pytest.raises(ColonnadeError, match=r"a URL with the scheme 's3'.*\[C120\]$"):
         TAKES_A_PATH[what]("s3://bucket/run")
 
 
@@ -130,7 +130,7 @@ def test_every_command_refuses_a_url(words, capsys):
     with pytest.raises(SystemExit) as ended:
         main(words.split())
     assert ended.value.code == 2
-    assert "a URL of the kind 's3'" in capsys.readouterr().err
+    assert "a URL with the scheme 's3'" in capsys.readouterr().err
 
 
 def write_to_urls() -> list[str]:
@@ -156,7 +156,7 @@ def write_to_urls() -> list[str]:
 
 def test_an_engine_writes_to_no_url():
     for told in run_world(2, write_to_urls).values:
-        assert all("a URL of the kind 's3'" in text and text.endswith("[C120]") for text in told)
+        assert all("a URL with the scheme 's3'" in text and text.endswith("[C120]") for text in told)
 
 
 def test_no_function_makes_a_path_of_what_it_is_given_by_itself():

@@ -1,4 +1,4 @@
-"""`colonnade ckpt`: list, verify, import and export checkpoints, in one process and without the code that made them."""
+"""`colonnade ckpt`: list, verify, import and export checkpoints in one process, without the code of the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from colonnade.errors import CheckpointError, listed
 
 
 class CkptAction(StrEnum):
-    """What to do with checkpoints."""
+    """The actions of the command."""
 
     ls = "ls"
     verify = "verify"
@@ -23,7 +23,7 @@ class CkptAction(StrEnum):
 
 
 class Format(StrEnum):
-    """What is read or written beside our own checkpoints."""
+    """File formats of imports and exports."""
 
     safetensors = "safetensors"
     hf = "hf"
@@ -31,33 +31,40 @@ class Format(StrEnum):
 
 
 def ckpt(
-    action: Annotated[CkptAction, typer.Argument(help="ls, verify, export or import.")],
-    path: Annotated[Path, typer.Argument(help="The folder of a run, or one checkpoint in it; import: what to read.")],
+    action: Annotated[CkptAction, typer.Argument(help="What to do.")],
+    path: Annotated[
+        Path, typer.Argument(help="Folder of a run or of one checkpoint; for import, the file or folder to read.")
+    ],
     step: Annotated[
         int | None,
         typer.Option(
-            help="The checkpoint of this step; else all (ls, verify), the newest good one, or step 0 (import)."
+            metavar="N",
+            help="Step of the checkpoint. Default: all (ls, verify), the newest intact one (export), 0 (import).",
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="export: the file or folder to write; import: the run's folder.")
+        Path | None,
+        typer.Option("--out", "-o", metavar="PATH", help="File or folder to write; for import, the folder of the run."),
     ] = None,
     kind: Annotated[
-        Format, typer.Option("--format", help="Of the other side: a file, a folder of transformers, or torch's DCP.")
+        Format,
+        typer.Option("--format", help="Format to import or export: one file, a Hugging Face folder, or torch's DCP."),
     ] = Format.safetensors,
     config: Annotated[
-        Path | None, typer.Option(help="export --format hf: the folder to take config.json and its like from.")
+        Path | None,
+        typer.Option(metavar="FOLDER", help="For export --format hf: copy config.json and tokenizer files from here."),
     ] = None,
     trust: Annotated[
-        bool, typer.Option("--trust", help="import: read pickles (DCP's metadata, .bin files), which can run code.")
+        bool, typer.Option("--trust", help="For import: allow pickles (DCP metadata, .bin files), which can run code.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="ls, verify: print JSON instead of a table.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For ls and verify: print JSON instead of a table.")] = False,
 ) -> None:
     """List, verify, export or import checkpoints.
 
-    ls checks the manifest and the sizes of the files; verify reads every byte. Both exit with 1 if one is not ok.
-    export writes all weights into one safetensors file, which plain torch loads; or with --format a folder that transformers
-    or torch.distributed.checkpoint loads. import makes a checkpoint of such a file or folder.
+    ls checks the manifest and the file sizes; verify reads every byte. Both exit with 1 if a checkpoint has a problem.
+
+    export writes all weights into one safetensors file, or with --format into a folder that transformers or
+    torch.distributed.checkpoint can load. import creates a checkpoint from such a file or folder.
     """
     if action in (CkptAction.ls, CkptAction.verify):
         raise typer.Exit(_show(_rows(path, step, content=action is CkptAction.verify), as_json))
@@ -78,8 +85,10 @@ def _rows(path: Path, step: int | None, content: bool) -> list[dict[str, Any]]:
     from colonnade.checkpoint.storage import published
 
     path = _run_folder(path)
-    alone = (path / MANIFEST).exists()
-    folders = [path] if alone else [found.path for found in published(path) if step in (None, found.step)]
+    if (path / MANIFEST).exists():
+        folders = [path]
+    else:
+        folders = [found.path for found in published(path) if step in (None, found.step)]
     if not folders:
         wanted = f" of step {step}" if step is not None else ""
         raise CheckpointError(
@@ -89,7 +98,7 @@ def _rows(path: Path, step: int | None, content: bool) -> list[dict[str, Any]]:
 
 
 def _run_folder(path: Path) -> Path:
-    """`path`, or the one folder in it that has checkpoints: a run keeps them in `checkpoints`, beside its log."""
+    """`path`, or its only subfolder with checkpoints: a run writes them to `checkpoints`, next to its log."""
     from colonnade.checkpoint.manifest import MANIFEST
     from colonnade.checkpoint.storage import published
 
@@ -98,7 +107,7 @@ def _run_folder(path: Path) -> Path:
     found = sorted(inner for inner in path.iterdir() if inner.is_dir() and published(inner))
     if len(found) > 1:
         raise CheckpointError(
-            f"{path} has several folders with checkpoints: {listed(found)}; give one of them", code="C080"
+            f"several folders in {path} have checkpoints: {listed(found)}; give one of them", code="C080"
         )
     return found[0] if found else path
 
@@ -125,24 +134,20 @@ def _show(rows: list[dict[str, Any]], as_json: bool) -> int:
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
     else:
-        _show_table(rows)
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        from colonnade.checkpoint.storage import megabytes
+
+        table = Table(box=None, pad_edge=False)
+        for title in ("checkpoint", "step", "size", "files", "layout", "saved", "ok"):
+            table.add_column(title, justify="right" if title in ("step", "size", "files") else "left")
+        for row in rows:
+            if row["ok"]:
+                size, step, files = megabytes(row["bytes"]), str(row["step"]), str(row["files"])
+                table.add_row(row["folder"], step, size, files, row["layout"], row["saved"], Text("ok", style="green"))
+            else:
+                table.add_row(row["folder"], "", "", "", "", "", Text(row["problem"], style="red"))
+        Console().print(table)
     return 0 if all(row["ok"] for row in rows) else 1
-
-
-def _show_table(rows: list[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    from colonnade.checkpoint.storage import megabytes
-
-    table = Table(box=None, pad_edge=False)
-    for title in ("checkpoint", "step", "size", "files", "layout", "saved", "ok"):
-        table.add_column(title, justify="right" if title in ("step", "size", "files") else "left")
-    for row in rows:
-        if row["ok"]:
-            size, step, files = megabytes(row["bytes"]), str(row["step"]), str(row["files"])
-            table.add_row(row["folder"], step, size, files, row["layout"], row["saved"], Text("ok", style="green"))
-        else:
-            table.add_row(row["folder"], "", "", "", "", "", Text(row["problem"], style="red"))
-    Console().print(table)

@@ -1,4 +1,4 @@
-"""`colonnade demo`: train a small GPT on ranks of this machine, with everything that a run leaves behind."""
+"""`colonnade demo`: train a small GPT on ranks of this machine, with checkpoints, log and HTML report."""
 
 from __future__ import annotations
 
@@ -14,19 +14,23 @@ from colonnade.launching.launch_job import LaunchJob, checked
 
 def demo(
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="Where checkpoints, log and the page of the run go.")
+        Path,
+        typer.Option("--output", "-o", metavar="FOLDER", help="Folder for checkpoints, log and HTML report."),
     ] = Path("colonnade-demo"),
-    nproc: Annotated[int, typer.Option("--nproc", "-n", min=2, help="Ranks, an even number.")] = 4,
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps to train; without it 200.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint there.")] = False,
+    nproc: Annotated[int, typer.Option("--nproc", "-n", min=2, metavar="N", help="Ranks, an even number.")] = 4,
+    steps: Annotated[int | None, typer.Option(min=1, metavar="N", help="Steps to train. Default: 200.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume from the newest checkpoint in the folder.")] = False,
     copy: Annotated[
-        Path | None, typer.Option("--copy", help="Train nothing; copy the demo's script into this new folder.")
+        Path | None,
+        typer.Option(
+            "--copy", metavar="FOLDER", help="Copy the script of the demo into this new folder; do not train."
+        ),
     ] = None,
 ) -> None:
-    """Train a small GPT on 4 ranks of this machine, in about a minute: data 2 x pipeline 2, tied, clipped.
+    """Train a small GPT on 4 ranks of this machine in about a minute.
 
-    It needs no network: the text is Python's own reference. It leaves checkpoints, a log, a page of the run and one file of
-    weights for plain torch.
+    The model trains on data 2 x pipeline 2, with tied embeddings and gradient clipping. No network is needed: the training
+    text is Python's own reference. The run writes checkpoints, a log, an HTML report and one weight file for plain torch.
     """
     script = demo_script()
     if copy is not None:
@@ -36,22 +40,24 @@ def demo(
         raise LaunchError(
             f"--nproc {nproc} is odd; the demo has two pipeline stages, so give {nproc - 1} or {nproc + 1}", code="C022"
         )
-    words = ["--output", str(output), *([] if resume else ["--fresh"]), *(["--steps", str(steps)] if steps else [])]
-    job = checked(LaunchJob(target=str(script), nproc=nproc, arguments=tuple(words)))
+    options = ["--output", str(output), *([] if resume else ["--fresh"]), *(["--steps", str(steps)] if steps else [])]
+    job = checked(LaunchJob(target=str(script), nproc=nproc, arguments=tuple(options)))
     from colonnade.launching.launcher import launch
 
     status = launch(job)
     if status == 0:
-        typer.echo(f"look at it:    colonnade ckpt ls {output}")
-        typer.echo(f"interrupt it:  colonnade demo -o {output} --resume --steps 400, then Ctrl-C, then the same again")
-        typer.echo("make it yours: colonnade demo --copy my-gpt")
+        typer.echo(f"checkpoints: colonnade ckpt ls {output}")
+        typer.echo(
+            f"resume:      colonnade demo -o {output} --resume --steps 400 (try Ctrl-C, then the same command again)"
+        )
+        typer.echo("your copy:   colonnade demo --copy my-gpt")
     raise typer.Exit(status)
 
 
 def _copy(source: Path, folder: Path) -> None:
-    """The files of the demo as the beginning of a project."""
+    """Copy the files of the demo into a new folder."""
     if folder.exists():
-        raise ColonnadeError(f"{folder} is there already, and nothing is overwritten; give the name of a new folder")
+        raise ColonnadeError(f"{folder} already exists and is never overwritten; give the name of a new folder")
     folder.mkdir(parents=True)
     for file in sorted(source.glob("*.py")):
         shutil.copyfile(file, folder / file.name)
@@ -59,6 +65,6 @@ def _copy(source: Path, folder: Path) -> None:
 
 
 def demo_script() -> Path:
-    """The script of the demo: in an installed package beside this file, in a checkout in `examples`."""
+    """The script of the demo: next to this file in an installed package, in `examples` in a checkout."""
     installed = Path(__file__).parent / "gpt" / "train.py"
     return installed if installed.exists() else Path(__file__).parents[2] / "examples" / "gpt" / "train.py"

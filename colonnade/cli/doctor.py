@@ -1,6 +1,6 @@
-"""`colonnade doctor`: what this machine can do, what is wrong with it, and what to do about it.
+"""`colonnade doctor`: checks of this machine, each with its status and the next step.
 
-One function for each check, by name; it says ok, warn or bad and the next step.
+`CHECKS` maps each name to one function that returns a `DoctorFinding`.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.metadata
+import ipaddress
 import json
 import os
 import platform
@@ -33,15 +34,15 @@ _LEAST_SHM = 1 << 30
 _LEAST_FILES = 1024
 _LEAST_THREADS = 4096
 _WORLD_SECONDS = 120
-_PLACES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _NO_TORCH = ("torch cannot be imported", "pip install torch")
 _OPTIONAL = ("tensorboard", "triton", "numpy")
-_NEEDED = ("safetensors", "rich", "typer", "pygal")
+_REQUIRED = ("safetensors", "rich", "typer", "pygal")
 
 
 @dataclass(frozen=True)
 class DoctorFinding:
-    """What one check found."""
+    """The result of one check."""
 
     status: Literal["ok", "warn", "bad"]
     detail: str
@@ -51,7 +52,10 @@ class DoctorFinding:
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
 ) -> None:
-    """Check this machine for training: each line is ok, warn or bad with the next step; bad exits with 1."""
+    """Check that this machine can train, and print what to fix.
+
+    Each line is ok, warn or bad, with the next step. The exit code is 1 if a line is bad.
+    """
     findings = {name: check() for name, check in CHECKS.items()}
     healthy = all(finding.status != "bad" for finding in findings.values())
     if as_json:
@@ -64,28 +68,26 @@ def doctor(
 
 
 def next_step(findings: dict[str, DoctorFinding]) -> str:
-    """What to do after this, in a sentence."""
+    """The recommended next step, as one sentence."""
     bad = [name for name, finding in findings.items() if finding.status == "bad"]
     if bad:
-        return f"Next: mend what is bad ({', '.join(bad)}) as its line says, then run `colonnade doctor` again."
+        return f"Next: fix the items marked bad ({', '.join(bad)}), then run `colonnade doctor` again."
     warned = [name for name, finding in findings.items() if finding.status == "warn"]
-    also = f" Have a look at {', '.join(warned)} before a long run." if warned else ""
-    return f"Next: `colonnade demo` trains a small model here; `colonnade run --nproc {_good_number()} train.py` yours.{also}"
-
-
-def _good_number() -> int:
-    """How many ranks this machine is good for: one for each GPU, or each core up to 4."""
+    also = f" Check the warnings ({', '.join(warned)}) before a long run." if warned else ""
     torch = _torch()
-    return (torch.cuda.device_count() if torch is not None else 0) or min(4, cores())
+    ranks = (torch.cuda.device_count() if torch is not None else 0) or min(4, cores())
+    return (
+        f"Next: `colonnade demo` trains a small model; `colonnade run --nproc {ranks} train.py` runs your script.{also}"
+    )
 
 
 def check_python() -> DoctorFinding:
-    """Which Python runs; an older one could not have installed this."""
+    """The running Python, which is recent enough, since the package was installed."""
     return DoctorFinding("ok", f"{platform.python_version()} at {sys.executable}")
 
 
 def check_torch() -> DoctorFinding:
-    """A torch that is new enough and has torch.distributed."""
+    """A recent torch with torch.distributed."""
     torch = _torch()
     if torch is None:
         return DoctorFinding("bad", *_NO_TORCH)
@@ -96,24 +98,26 @@ def check_torch() -> DoctorFinding:
     except LaunchError as error:
         return DoctorFinding("bad", torch.__version__, str(error))
     if not torch.distributed.is_available():
-        return DoctorFinding("bad", f"{torch.__version__} without torch.distributed", "install a build that has it")
+        return DoctorFinding(
+            "bad", f"{torch.__version__} without torch.distributed", "install a torch build with torch.distributed"
+        )
     return DoctorFinding("ok", torch.__version__)
 
 
 def check_devices() -> DoctorFinding:
-    """CUDA devices, and nccl for them."""
+    """CUDA devices and NCCL."""
     torch = _torch()
     if torch is None or not torch.cuda.is_available():
         return DoctorFinding("ok", "no CUDA device: ranks run on the CPU")
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     if not torch.distributed.is_nccl_available():
-        return DoctorFinding("warn", f"{len(names)} devices, no nccl", "install a torch build with nccl")
+        return DoctorFinding("warn", f"{len(names)} devices, no NCCL", "install a torch build with NCCL")
     version = ".".join(map(str, torch.cuda.nccl.version()))
-    return DoctorFinding("ok", f"{len(names)} x {names[0]}, nccl {version}")
+    return DoctorFinding("ok", f"{len(names)} x {names[0]}, NCCL {version}")
 
 
 def check_gloo() -> DoctorFinding:
-    """The backend of CPU ranks and of control messages."""
+    """gloo, the backend of CPU ranks and of control messages."""
     torch = _torch()
     if torch is None or not torch.distributed.is_gloo_available():
         return DoctorFinding("bad", "not available", "install a torch build with gloo")
@@ -121,40 +125,40 @@ def check_gloo() -> DoctorFinding:
 
 
 def check_cores() -> DoctorFinding:
-    """Cores this process may use, and torch's threads."""
+    """CPU cores and torch threads."""
     torch = _torch()
     threads = f", torch uses {torch.get_num_threads()} threads" if torch else ""
     return DoctorFinding("ok", f"{cores()} usable of {os.cpu_count()}{threads}")
 
 
 def check_memory() -> DoctorFinding:
-    """Memory that is free now."""
-    facts = _meminfo()
-    if not facts:
+    """Free memory."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
         return DoctorFinding("ok", "unknown on this system")
+    facts = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
     detail = f"{_gib(facts['MemAvailable'])} free of {_gib(facts['MemTotal'])}"
     if facts["MemAvailable"] < _LEAST_MEMORY:
         return DoctorFinding(
-            "warn", detail, "each rank needs about 0.3 GiB before its model: end something or use fewer"
+            "warn", detail, "each rank needs about 0.3 GiB before its model: stop other programs or use fewer ranks"
         )
     return DoctorFinding("ok", detail)
 
 
 def check_shared_memory() -> DoctorFinding:
-    """Room in /dev/shm, where data loaders and nccl put buffers."""
+    """Free space in /dev/shm, which data loaders and NCCL use for buffers."""
     if not Path("/dev/shm").is_dir():
         return DoctorFinding("ok", "no /dev/shm on this system")
     usage = shutil.disk_usage("/dev/shm")
     detail = f"{_gib(usage.free)} free of {_gib(usage.total)} in /dev/shm"
     if usage.free < _LEAST_SHM:
-        return DoctorFinding(
-            "warn", detail, "data loader workers may crash: in a container start it with --shm-size=8g"
-        )
+        return DoctorFinding("warn", detail, "data loader workers may crash; start a container with --shm-size=8g")
     return DoctorFinding("ok", detail)
 
 
 def check_limits() -> DoctorFinding:
-    """Open files and threads: a gloo group takes three threads and a socket per peer."""
+    """Limits of open files and threads: a gloo group uses three threads and one socket per peer."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     tasks = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     detail = f"{_limit(files)} open files, {_limit(tasks)} processes"
@@ -166,45 +170,52 @@ def check_limits() -> DoctorFinding:
 
 
 def check_port() -> DoctorFinding:
-    """A port can be opened and reached on the loopback interface."""
+    """Opening and reaching a port on the loopback interface."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
             socket.create_connection(("127.0.0.1", port), timeout=5).close()
     except OSError as error:
         return DoctorFinding("bad", f"loopback does not work: {error}", "bring the interface up: ip link set lo up")
-    return DoctorFinding("ok", f"a free port on loopback ({port})")
+    return DoctorFinding("ok", f"opened and reached port {port} on the loopback interface")
 
 
 def check_hostname() -> DoctorFinding:
-    """The machine's own name resolves; gloo and several machines need it."""
+    """The address of the host name, which gloo announces to the other machines of a job."""
     name = socket.gethostname()
     try:
-        return DoctorFinding("ok", f"{name} is {socket.gethostbyname(name)}")
+        address = socket.gethostbyname(name)
     except OSError as error:
-        step = f"add {name} to /etc/hosts, or set GLOO_SOCKET_IFNAME to an interface"
+        step = f"add {name} to /etc/hosts, or set GLOO_SOCKET_IFNAME to an interface of `ip link`"
         return DoctorFinding("warn", f"{name} does not resolve: {error}", step)
+    if ipaddress.ip_address(address).is_loopback and "GLOO_SOCKET_IFNAME" not in os.environ:
+        step = (
+            f"fine on one machine; for several, map {name} to a network address in /etc/hosts, or set "
+            f"GLOO_SOCKET_IFNAME to an interface of `ip link`"
+        )
+        return DoctorFinding("warn", f"{name} resolves to the loopback address {address}", step)
+    return DoctorFinding("ok", f"{name} resolves to {address}")
 
 
 def check_environment() -> DoctorFinding:
-    """Variables that change a run without being seen."""
-    stale = [name for name in _PLACES if name in os.environ]
+    """Environment variables that silently change a run."""
+    stale = [name for name in _RANK_VARIABLES if name in os.environ]
     nccl = sorted(name for name in os.environ if name.startswith("NCCL_"))
     if stale:
         return DoctorFinding("warn", f"{', '.join(stale)} already set", f"unset {' '.join(stale)}")
     if nccl:
-        return DoctorFinding("warn", f"{', '.join(nccl)} set", f"make sure they are meant: unset {' '.join(nccl)}")
+        return DoctorFinding("warn", f"{', '.join(nccl)} set", f"if this is not intended: unset {' '.join(nccl)}")
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads is None:
-        return DoctorFinding("ok", "OMP_NUM_THREADS is not set; `colonnade run` sets cores / ranks")
+        return DoctorFinding("ok", "OMP_NUM_THREADS is not set; `colonnade run` sets it to cores / ranks")
     return DoctorFinding("ok", f"OMP_NUM_THREADS={threads}")
 
 
 def check_packages() -> DoctorFinding:
-    """Packages Colonnade needs, and those it uses where they are."""
-    found = {name: _version(name) for name in (*_NEEDED, *_OPTIONAL)}
+    """Required and optional packages."""
+    found = {name: _version(name) for name in (*_REQUIRED, *_OPTIONAL)}
     detail = ", ".join(f"{name} {version or '-'}" for name, version in found.items())
-    missing = [name for name in _NEEDED if found[name] is None]
+    missing = [name for name in _REQUIRED if found[name] is None]
     if missing:
         return DoctorFinding("bad", detail, f"pip install {' '.join(missing)}")
     return DoctorFinding("ok", detail)
@@ -216,20 +227,21 @@ def check_two_ranks() -> DoctorFinding:
         return DoctorFinding("bad", *_NO_TORCH)
     from colonnade.testing import run_world
 
-    result = run_world(2, _summed, timeout=_WORLD_SECONDS, check=False)
+    result = run_world(2, _reduce_ones, timeout=_WORLD_SECONDS, check=False)
     if result.root_cause is not None:
-        step = "see the lines above; GLOO_SOCKET_IFNAME, if set, must be an interface of `ip link`"
+        step = "read the lines above; GLOO_SOCKET_IFNAME, if set, must name an interface of `ip link`"
         return DoctorFinding("bad", result.root_cause.headline, step)
     totals, seconds = zip(*result.values, strict=True)
     if totals != (3.0, 3.0):
-        return DoctorFinding(
-            "bad", f"the sum of 1 and 2 came out as {totals[0]} and {totals[1]}", "install torch again"
-        )
-    return DoctorFinding("ok", f"all-reduce right; {max(seconds):.2f} s to reduce, {result.seconds:.1f} s in all")
+        return DoctorFinding("bad", f"the all-reduce of 1 and 2 gave {totals[0]} and {totals[1]}", "reinstall torch")
+    return DoctorFinding(
+        "ok",
+        f"all-reduce correct: {max(seconds):.2f} s, {result.seconds:.1f} s with start-up (usual: below 0.5 and 10 s)",
+    )
 
 
-def _summed() -> tuple[float, float]:
-    """On a rank: the sum of ranks + 1 over the world, and how long it took."""
+def _reduce_ones() -> tuple[float, float]:
+    """On a rank: all-reduce rank + 1 over the world; returns the result and the seconds."""
     from torch import distributed, tensor
 
     started = time.monotonic()
@@ -256,7 +268,7 @@ CHECKS: dict[str, Callable[[], DoctorFinding]] = {
 
 
 def _torch() -> Any:
-    """Return torch, or None where it cannot be imported."""
+    """torch, or None if it cannot be imported."""
     try:
         return importlib.import_module("torch")
     except (ImportError, OSError):
@@ -268,14 +280,6 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _meminfo() -> dict[str, int]:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return {}
-    return {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
 
 
 def _gib(size: int) -> str:

@@ -1,9 +1,13 @@
-"""`colonnade explain`: what a config makes of every parameter, and what a factor in a gradient can mean. Starts no process."""
+"""`colonnade explain`: sharding and reductions of every parameter, the causes of a wrong factor, the page of an error code.
+
+Starts no process.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,37 +22,50 @@ if TYPE_CHECKING:
 
 
 class Of(StrEnum):
-    """What is off by a factor."""
+    """The quantity that is wrong by a factor."""
 
     gradient = "gradient"
     norm = "norm"
 
 
 def explain(
-    config: Annotated[Path, typer.Argument(help="The config, a .py or .toml file; or the code of an error, as C040.")],
+    config: Annotated[Path, typer.Argument(help="Config file, .py or .toml; or an error code such as C040.")],
     model: Annotated[
         str | None,
         typer.Option(
-            help="MODULE:FUNCTION or FILE.py:FUNCTION that returns the model, or what colonnade.split returns. It may take "
-            "`config` and `context`. Built on the meta device. A function `optimizer` beside it is used too."
+            metavar="MODULE:FUNCTION",
+            help="Function (or FILE.py:FUNCTION) that returns the model or the result of colonnade.split. It may have the "
+            "parameters `config` and `context`, and runs on the meta device. A function `optimizer` in the same module is "
+            "used too.",
         ),
     ] = None,
-    world_size: Annotated[int | None, typer.Option(help="How many ranks; else the least that the config fits.")] = None,
-    param: Annotated[str | None, typer.Option(help="Only parameters of these names, as a pattern: '*.bias'.")] = None,
+    world_size: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Number of ranks. Default: the fewest that fit the config."),
+    ] = None,
+    param: Annotated[
+        str | None, typer.Option(metavar="PATTERN", help="Only parameters whose names match, such as '*.bias'.")
+    ] = None,
     ratio: Annotated[
-        float | None, typer.Option(help="Which bug is this: a gradient (or norm) is so many times what it should be.")
+        float | None,
+        typer.Option(
+            metavar="FACTOR", help="List possible causes of a gradient (or norm) that is wrong by this factor."
+        ),
     ] = None,
-    of: Annotated[Of, typer.Option(help="--ratio: of what.")] = Of.gradient,
+    of: Annotated[Of, typer.Option(help="With --ratio: the wrong quantity.")] = Of.gradient,
     imports: Annotated[
-        list[str] | None, typer.Option("--import", help="Modules of yours to import first: modes, handlers.")
+        list[str] | None,
+        typer.Option("--import", metavar="MODULE", help="Import your module first (modes, handlers). May be repeated."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of words and a table.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
-    """Say of every class of parameters where it lies, what is summed over which ranks, by whom, divided by what, and why.
+    """Show how each parameter is sharded and how its gradient is reduced; or explain an error code.
 
-    Without --model: of one parameter of each kind of placement. With --ratio: what a factor in a gradient or a norm
-    can mean in this layout, best guess first. Exit code 1 if `initialize` would refuse the config.
-    With the code of an error: what it means and what to do.
+    Without --model, one example parameter is shown for each kind of placement. With --ratio, the possible causes of a wrong
+    factor in a gradient or norm are listed, the most likely first. With an error code, its meaning and the next step are
+    printed.
+
+    Exit code 1 if `initialize` would reject the config.
     """
     if re.fullmatch(r"[Cc]\d+", str(config)):
         typer.echo(_page(str(config)))
@@ -59,8 +76,8 @@ def explain(
     for name in imports or ():
         import_named(name, config.parent)
     build = function_named(model, config.parent, "--model") if model is not None else None
-    beside = vars(import_named(model.rpartition(":")[0], config.parent)) if model is not None else {}
-    optimizer = beside.get("optimizer") if callable(beside.get("optimizer")) else None
+    module = vars(import_named(model.rpartition(":")[0], config.parent)) if model is not None else {}
+    optimizer = module.get("optimizer") if callable(module.get("optimizer")) else None
     loaded = load_config(config)
     count = world_size if world_size is not None else least_world(loaded)
     if ratio is not None:
@@ -72,7 +89,7 @@ def explain(
                 {"ratio": ratio, "of": of.value, "world_size": count, "meanings": _rows(found), "nearest": _rows(near)}
             )
             if as_json
-            else _ratio_text(ratio, of.value, count, found, near)
+            else _meanings_text(ratio, of.value, count, found, near)
         )
         return
     from colonnade.proof.explain import explain as explain_config
@@ -92,10 +109,10 @@ def _page(code: str) -> str:
     page = find(code)
     if page is None:
         raise ConfigError(unknown(code))
-    return page.text(code.upper())
+    return page.text(code.upper(), width=min(shutil.get_terminal_size().columns, 100))
 
 
-# -- for people -------------------------------------------------------------------------------------------
+# --- Text output ---
 
 
 def _show(explained: Explanation, named: bool) -> None:
@@ -109,67 +126,73 @@ def _show(explained: Explanation, named: bool) -> None:
     for note in explained.notes:
         console.print(f"- {note}", markup=False)
     if not named:
-        console.print("\nNo --model was given; these are one parameter of each kind of placement:", markup=False)
+        console.print("\nWithout --model, these are example parameters, one for each kind of placement:", markup=False)
     console.print()
-    console.print(_table(explained))
-    for number, one in enumerate(explained.classes, 1):
+    console.print(_table(explained, console.width))
+    for number, parameters in enumerate(explained.classes, 1):
         console.print()
-        for line in _words(number, one, pipeline="pipeline" in explained.axes):
+        for line in _description(number, parameters, pipeline="pipeline" in explained.axes):
             console.print(line, markup=False, soft_wrap=True)
     for problem in explained.problems:
-        console.print(f"\ninitialize() would refuse this: {problem}", markup=False, style="red", soft_wrap=True)
+        console.print(f"\ninitialize() would reject this: {problem}", markup=False, style="red", soft_wrap=True)
 
 
-def _table(explained: Explanation) -> Any:
-    from rich.table import Table
+def _table(explained: Explanation, width: int) -> Any:
+    from colonnade.cli.tables import fitted_table
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for head in ("", "parameters", "n", "over", "divided by", "done by", "norm", "written by"):
-        table.add_column(head, overflow="fold")
-    for number, one in enumerate(explained.classes, 1):
-        sums = one.sums or (None,)
-        table.add_row(
-            str(number),
-            "\n".join(_names(one, 3)),
-            str(sum(one.names.values())),
-            "\n".join("-" if each is None else each.mode for each in sums),
-            "\n".join("-" if each is None else f"{each.divisor:g}" for each in sums),
-            "\n".join("-" if each is None else each.handler for each in sums),
-            f"1/{one.share}",
-            _few(one.writers),
+    rows = []
+    for number, parameters in enumerate(explained.classes, 1):
+        sums = parameters.sums
+        rows.append(
+            (
+                str(number),
+                "\n".join(_names(parameters, 3)),
+                str(sum(parameters.names.values())),
+                "\n".join(reduction.mode for reduction in sums) or "-",
+                "\n".join(f"{reduction.divisor:g}" for reduction in sums) or "-",
+                "\n".join(reduction.handler.removesuffix("GradientHandler") for reduction in sums) or "-",
+                f"1/{parameters.share}",
+                _few(parameters.writers),
+            )
         )
-    return table
+    heads = ("", "parameters", "n", "reduced over", "divisor", "handler", "norm", "saved by")
+    return fitted_table(heads, rows, width)
 
 
-def _words(number: int, one: ParameterClass, pipeline: bool) -> list[str]:
+def _description(number: int, parameters: ParameterClass, pipeline: bool) -> list[str]:
+    """The paragraph of one class of parameters: placement, reductions, norm, initial values, checkpoint."""
     from colonnade.proof.explain import groups_text
 
-    stages = f", at stage {', '.join(map(str, one.stages))}" if pipeline else ""
-    frozen = ", frozen" if one.frozen else ""
-    lines = [
-        f"{number}. {', '.join(_names(one, 8))}: {one.elements:,} elements on a rank of each stage{stages}{frozen}"
-    ]
-    if not pipeline:
-        lines[0] = lines[0].replace(" on a rank of each stage", " on a rank")
-    lines.append(f"   lies       {'; '.join(one.lies) or 'whole, on one rank'}")
-    for each in one.sums:
-        kind = (
-            f"summed over {each.mode} {groups_text(each.groups)}" if len(each.groups[0]) > 1 else "summed with nobody"
-        )
-        divided = each.why_divided if each.divisor == 1 else f"divided by {each.divisor:g}: {each.why_divided}"
+    where = f"a rank of each stage, at stage {', '.join(map(str, parameters.stages))}" if pipeline else "a rank"
+    frozen = ", frozen" if parameters.frozen else ""
+    lines = [f"{number}. {', '.join(_names(parameters, 8))}: {parameters.elements:,} elements on {where}{frozen}"]
+    lines.append(f"   placement  {'; '.join(parameters.lies) or 'full, on one rank'}")
+    for reduction in parameters.sums:
+        kind = "not reduced"
+        if len(reduction.groups[0]) > 1:
+            kind = f"all-reduced over {reduction.mode} {groups_text(reduction.groups)}"
+        divided = reduction.why_divided
+        if reduction.divisor != 1:
+            divided = f"divided by {reduction.divisor:g} ({divided})"
         lines.append(f"   gradient   {kind}, {divided}")
-        lines.append(f"              by {each.handler}: {each.why_handled}")
-    if not one.sums:
-        lines.append("   gradient   owes nothing: it is final as backward leaves it")
-    same = f"held alike by {groups_text(one.holders)}" if one.share > 1 else "held by one rank each"
-    lines.append(f"   norm       each rank counts 1/{one.share} of its squares; {same}")
-    lines.append(f"   start      {'these ranks must start equal' if one.share > 1 else 'nobody must start equal'}")
-    lines.append(f"   checkpoint keeps {one.kept}; the first holder of each part writes it: {_few(one.writers)}")
+        lines.append(f"              by {reduction.handler} ({reduction.why_handled})")
+    if not parameters.sums:
+        lines.append("   gradient   needs no reduction")
+    share = parameters.share
+    replicas = f"replicas on {groups_text(parameters.holders)}" if share > 1 else "no replicas"
+    contribution = (
+        f"each rank contributes 1/{share} of its squares" if share > 1 else "each rank contributes its squares"
+    )
+    lines.append(f"   norm       {contribution}; {replicas}")
+    lines.append(f"   start      {'replicas must start with equal values' if share > 1 else 'no replicas to compare'}")
+    lines.append(
+        f"   checkpoint {parameters.kept}; written by the first replica of each shard: {_few(parameters.writers)}"
+    )
     return lines
 
 
-def _names(one: ParameterClass, shown: int) -> list[str]:
-    names = [f"{name} ({count})" if count > 1 else name for name, count in one.names.items()]
+def _names(parameters: ParameterClass, shown: int) -> list[str]:
+    names = [f"{name} ({count})" if count > 1 else name for name, count in parameters.names.items()]
     return names[:shown] + ([f"... {len(names) - shown} more"] if len(names) > shown else [])
 
 
@@ -182,11 +205,11 @@ def _rows(found: list[Meaning]) -> list[dict[str, Any]]:
     return [meaning._asdict() for meaning in found]
 
 
-def _ratio_text(ratio: float, of: str, count: int, found: list[Meaning], near: list[Meaning]) -> str:
-    lines = [f"A {of} that is {ratio:g} times what it should be, on {count} ranks of this config:"]
-    for number, one in enumerate(found, 1):
-        lines.append(f"{number:2}. {one.cause} (x {one.value:.4g} = {one.made_of}): {one.sentence}")
+def _meanings_text(ratio: float, of: str, count: int, found: list[Meaning], near: list[Meaning]) -> str:
+    lines = [f"Possible causes of a {of} that is {ratio:g} times the correct value, on {count} ranks of this config:"]
+    for number, cause in enumerate(found, 1):
+        lines.append(f"{number:2}. {cause.cause} (x {cause.value:.4g} = {cause.made_of}): {cause.sentence}")
     if not found:
-        lines.append("nothing that this layout can make has that value. The nearest:")
-        lines += [f" -  {one.cause} (x {one.value:.4g} = {one.made_of}): {one.sentence}" for one in near]
+        lines.append("none: no combination of sizes of this layout has that value. The nearest:")
+        lines += [f" -  {cause.cause} (x {cause.value:.4g} = {cause.made_of}): {cause.sentence}" for cause in near]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""`colonnade new`: write the beginning of something of the user's own, with a test that passes."""
+"""`colonnade new`: write a template of a custom parallelism, with a passing test."""
 
 from __future__ import annotations
 
@@ -17,62 +17,50 @@ import typer
 from colonnade.errors import ColonnadeError, ConfigError, RegistryError, listed
 
 _MODE = "my_mode"
-"""What the templates call their parallelism: valid Python as they stand."""
+"""The name of the parallelism in the templates, so that they are valid Python themselves."""
 
 
 class TemplateKind(StrEnum):
-    """What can be begun."""
+    """The templates."""
 
     parallelism = "parallelism"
 
 
 def new(
-    kind: Annotated[TemplateKind, typer.Argument(help="What to begin: parallelism.")],
-    name: Annotated[str, typer.Argument(help="Its name, as of a Python file: lower_case.")],
-    folder: Annotated[Path, typer.Option("--folder", "-f", help="Where to write.")] = Path("."),
+    kind: Annotated[TemplateKind, typer.Argument(help="Template to use.")],
+    name: Annotated[str, typer.Argument(help="Name of the parallelism and of the file, in lower_case.")],
+    folder: Annotated[Path, typer.Option("--folder", "-f", metavar="FOLDER", help="Folder to write to.")] = Path("."),
 ) -> None:
-    """Write NAME.py and test_NAME.py: a parallelism of your own that works, and its comparison with one process.
+    """Write a working custom parallelism, NAME.py, and its test, test_NAME.py.
 
-    NAME.py holds a mode, its initializer, a layer with placements and a gradient handler. Change them as you like;
-    the test says whether gradients, norm and weights are still those of one process.
+    NAME.py contains a mode, its initializer, a layer with placements and a gradient handler, for you to modify. The test
+    compares gradients, norm and weights with a single-process run.
     """
-    _check_name(name)
-    own, test = folder / f"{name}.py", folder / f"test_{name}.py"
-    _check_absent([own, test])
-    templates = [_template(f"{kind.value}.py.txt"), _template(f"test_{kind.value}.py.txt")]
-    _check_free(name, templates)
-    for target, template in zip((own, test), templates, strict=True):
-        _write(target, _filled(template, name))
-    typer.echo(f"wrote {own}: a mode, its initializer, a layer with placements, a gradient handler")
-    typer.echo(f"wrote {test}: that it equals one process, on 2 and 4 ranks")
-    typer.echo(f"run the test: python -m pytest {shlex.quote(str(test))}")
-
-
-def _check_name(name: str) -> None:
-    """Refuse what cannot be the name of a Python file and, in upper case, of a mode."""
+    # The name becomes a Python file and, in upper case, a mode.
     if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower() or not name[0].isalpha():
         raise RegistryError(
-            f"{name!r} cannot name a parallelism: it becomes a Python file and a mode, so give a lower-case "
-            f"identifier that begins with a letter and is no keyword, such as {_identifier(name)!r}"
+            f"{name!r} cannot name a parallelism, because a Python file and a mode get this name: give a lower-case "
+            f"identifier that starts with a letter and is no keyword, such as {_identifier(name)!r}"
         )
-
-
-def _check_absent(targets: list[Path]) -> None:
-    there = [str(target) for target in targets if target.exists()]
-    if there:
+    module, test = folder / f"{name}.py", folder / f"test_{name}.py"
+    existing = [str(target) for target in (module, test) if target.exists()]
+    if existing:
         raise ColonnadeError(
-            f"already there, and never overwritten: {listed(there)}. Choose another name or another --folder, or move "
-            f"what is there away."
+            f"files exist and are never overwritten: {listed(existing)}. Choose another name or another --folder, or move "
+            f"these files."
         )
-
-
-def _check_free(name: str, templates: list[str]) -> None:
-    """Refuse a name that stands for something else: a mode, an axis, a word of the files, a module."""
-    for why, more in _clashes(name, templates):
-        raise RegistryError(f"{why}; choose another name, such as {'my_' + name!r}. {more}".rstrip())
+    templates = [_template(f"{kind.value}.py.txt"), _template(f"test_{kind.value}.py.txt")]
+    for reason, details in _clashes(name, templates):
+        raise RegistryError(f"{reason}; choose another name, such as {'my_' + name!r}. {details}".rstrip())
+    for target, template in zip((module, test), templates, strict=True):
+        _write(target, _filled(template, name))
+    typer.echo(f"wrote {module}: a mode, its initializer, a layer with placements, a gradient handler")
+    typer.echo(f"wrote {test}: comparison with a single process, on 2 and 4 ranks")
+    typer.echo(f"next: python -m pytest {shlex.quote(str(test))}")
 
 
 def _clashes(name: str, templates: list[str]) -> Iterator[tuple[str, str]]:
+    """(problem, details) for every existing meaning of a name: a mode, an axis, a name in the templates, a module."""
     from colonnade.config import parallel_sizes
     from colonnade.context.parallel_mode import ParallelMode
     from colonnade.registry import DIST_GROUP_INITIALIZER, GRADIENT_HANDLER
@@ -88,11 +76,11 @@ def _clashes(name: str, templates: list[str]) -> Iterator[tuple[str, str]]:
     camel = _camel(name)
     made = (name.upper(), f"{camel}Initializer", f"{camel}Linear", f"{camel}GradientHandler")
     if name != _MODE and (clash := [word for word in made if word in used]):
-        yield f"{name!r} would define {listed(clash)}, which is something else already", ""
+        yield f"{name!r} would define {listed(clash)}, which exists already", ""
     found = importlib.util.find_spec(name)
     if found is not None and found.origin is not None:
-        # The file would hide it, or be hidden by it.
-        yield f"Python has a module {name!r} already ({found.origin})", ""
+        # The new file would shadow that module, or be shadowed by it.
+        yield f"a Python module {name!r} exists already ({found.origin})", ""
 
 
 def _template(file: str) -> str:
@@ -100,7 +88,7 @@ def _template(file: str) -> str:
 
 
 def _filled(template: str, name: str) -> str:
-    """The template's text with `name` for its own."""
+    """The text of a template with its name replaced by `name`."""
     for old, new in ((_MODE, name), (_MODE.upper(), name.upper()), (_camel(_MODE), _camel(name))):
         template = template.replace(old, new)
     return template
@@ -121,7 +109,7 @@ def _camel(name: str) -> str:
 
 
 def _identifier(name: str) -> str:
-    """An allowed name that looks like the given one."""
+    """A valid name similar to the given one."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
     plain = re.sub(r"[^a-z0-9]+", "_", words).strip("_")
     return plain if plain[:1].isalpha() and not keyword.iskeyword(plain) else f"my_{plain or 'mode'}"

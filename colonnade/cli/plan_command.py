@@ -1,4 +1,4 @@
-"""`colonnade plan`: a job before it runs: groups, memory, collectives, timeline and step time. Starts no process, but to measure."""
+"""`colonnade plan`: estimates groups, memory, collectives and step time of a job. Only --measure starts processes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from colonnade.cli.tables import fitted_table
 from colonnade.errors import ConfigError
 from colonnade.proof.planner.plan_records import SearchResult
 from colonnade.proof.report.plan_tables import (
@@ -37,36 +38,49 @@ from colonnade.texts import format_bytes
 
 
 def plan(
-    config: Annotated[
-        Path | None, typer.Argument(help="The config, a .py or .toml file; --search may go without one.")
+    config: Annotated[Path | None, typer.Argument(help="Config file, .py or .toml. Optional with --search.")] = None,
+    world_size: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Number of ranks. Default: the fewest that fit the config."),
     ] = None,
-    world_size: Annotated[int | None, typer.Option(help="How many ranks; else the least that the config fits.")] = None,
     model: Annotated[
         str | None,
         typer.Option(
-            help="MODULE:FUNCTION or FILE.py:FUNCTION that returns the model, or what colonnade.split returns. Functions `batch`, "
-            "`criterion` and `optimizer` beside it are used too."
+            metavar="MODULE:FUNCTION",
+            help="Function (or FILE.py:FUNCTION) that returns the model or the result of colonnade.split. Functions `batch`, "
+            "`criterion` and `optimizer` in the same module are used too.",
         ),
     ] = None,
-    hardware: Annotated[str, typer.Option(help="h100, h200, b200, a100, or a .toml file.")] = "h100",
-    search: Annotated[bool, typer.Option("--search", help="Rank all layouts that fit this many devices.")] = False,
-    limit: Annotated[int, typer.Option(help="--search: how many of the best to show.")] = 10,
+    hardware: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="h100, h200, b200, a100 or a .toml file."),
+    ] = "h100",
+    search: Annotated[bool, typer.Option("--search", help="Rank all layouts for --world-size devices.")] = False,
+    limit: Annotated[int, typer.Option(metavar="N", help="With --search: number of layouts to show.")] = 10,
     measure: Annotated[
         Path | None,
-        typer.Option(help="Time this machine's collectives and products, and write them to this .toml file."),
+        typer.Option(
+            metavar="FILE",
+            help="Measure collectives and matrix products on this machine; write them to this .toml file.",
+        ),
     ] = None,
-    nproc: Annotated[int, typer.Option(min=1, help="--measure: between so many processes.")] = 4,
+    nproc: Annotated[int, typer.Option(min=1, metavar="N", help="With --measure: number of processes.")] = 4,
     imports: Annotated[
-        list[str] | None, typer.Option("--import", help="Modules of yours to import first: modes, handlers.")
+        list[str] | None,
+        typer.Option("--import", metavar="MODULE", help="Import your module first (modes, handlers). May be repeated."),
     ] = None,
-    html: Annotated[Path | None, typer.Option(help="Also write one HTML page of it to this file.")] = None,
-    svg: Annotated[Path | None, typer.Option(help="Also write its pictures as SVG files into this folder.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write an HTML report to this file.")] = None,
+    svg: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Also write the figures as SVG files to this folder.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """See a job of any number of ranks before it runs: who talks to whom, what each rank holds, and how long a step takes.
+    """Estimate memory, communication and step time of a job, without GPUs.
 
-    Without --model: groups and communicators alone. With --search: the layouts that fit memory, fastest first, and why the
-    others do not. Exit code 1 if `initialize` would refuse the config, or a rank does not fit its device.
+    Without --model only groups and communicators are printed. With --search all layouts are compared: those that fit into
+    memory, fastest first, and the reason why the others do not.
+
+    Exit code 1 if `initialize` would reject the config, or if a rank needs more memory than its device has.
     """
     if measure is not None:
         hardware = _measured(measure, nproc)
@@ -75,7 +89,7 @@ def plan(
     if config is None and not search:
         raise ConfigError("give a config: colonnade plan config.py --world-size 64 --model train.py:build")
     if config is None and world_size is None:
-        raise ConfigError("--search without a config needs --world-size: the number of devices to look for layouts of")
+        raise ConfigError("--search without a config needs --world-size, the number of devices")
     home = config.parent if config is not None else Path()
     from colonnade.config import least_world, load_config
     from colonnade.proof.planner.hardware import load_hardware
@@ -108,28 +122,28 @@ def _plan(loaded: Any, count: int, machine: Any, job: Any, as_json: bool) -> Any
 
 
 def _job(model: str, folder: Path) -> Any:
-    """The model's function, with those beside it."""
+    """The model function and the other functions of its module."""
     from colonnade.proof.planner.job import Job
     from colonnade.proof.user_functions import function_named, import_named
 
     build = function_named(model, folder, "--model")
-    beside = vars(import_named(model.rpartition(":")[0], folder))
-    if not callable(beside.get("batch")):
+    module = vars(import_named(model.rpartition(":")[0], folder))
+    if not callable(module.get("batch")):
         raise ConfigError(
-            f"--model {model!r}: a plan needs a function `batch` beside it, that returns what one rank gets for one pass: "
-            f"(data, label), as the loader does. It may take `config` and `context`"
+            f"--model {model!r}: an estimate also needs a function `batch` in the same module. It returns one micro-batch of a "
+            f"rank, (data, label), as the data loader does, and may have the parameters `config` and `context`"
         )
-    return Job(build, beside["batch"], beside.get("criterion"), beside.get("optimizer"))
+    return Job(build, module["batch"], module.get("criterion"), module.get("optimizer"))
 
 
 def _measured(path: Path, nproc: int) -> str:
     from colonnade.proof.planner.hardware import measure_machine, to_toml
 
     if path.suffix != ".toml":
-        raise ConfigError(f"--measure {str(path)!r}: the file is a .toml file, which --hardware then takes")
+        raise ConfigError(f"--measure {str(path)!r}: give a .toml file; --hardware reads it later")
     found = measure_machine(nproc)
     path.write_text(to_toml(found), encoding="utf-8")
-    typer.echo(f"wrote {path}: --hardware {path} uses it", err=True)
+    typer.echo(f"wrote {path}; use it with --hardware {path}", err=True)
     return str(path)
 
 
@@ -137,7 +151,7 @@ def _search(loaded: Any, count: int, machine: Any, job: Any, model: str, limit: 
     from colonnade.proof.planner.search import search
 
     if job is None:
-        raise ConfigError("--search needs --model: without it nothing is known of memory and time")
+        raise ConfigError("--search needs --model to estimate memory and time")
     found = search(loaded, count, machine, job, model)
     if as_json:
         typer.echo(json.dumps(found.to_dict()))
@@ -147,7 +161,7 @@ def _search(loaded: Any, count: int, machine: Any, job: Any, model: str, limit: 
 
 
 def _draw(values: dict[str, Any], html: Path | None, svg: Path | None) -> None:
-    """Write the page and the pictures that were asked for; where they are goes beside the tables, not into the JSON."""
+    """Write the requested HTML report and figures. Their paths are printed to stderr, so that stdout stays pure JSON."""
     from colonnade.proof.report import plan_page, write_plan_pictures
 
     if html is not None:
@@ -158,91 +172,91 @@ def _draw(values: dict[str, Any], html: Path | None, svg: Path | None) -> None:
         typer.echo(f"wrote {path}", err=True)
 
 
-# --- A plan on the terminal: the figures and tables of `plan_tables`, bars of memory, and the pipeline's timeline ---
+# --- Terminal output: the figures and tables of `plan_tables`, memory bars and the pipeline timeline ---
 
 _COLORS = ("blue", "green", "magenta", "yellow", "cyan", "white")
 """Of the parts of memory."""
+_LETTERS = ("P", "G", "S", "A", "C", "B")
+"""Of the same parts, where a terminal or a file has no colours."""
+_SUFFIX = "GradientHandler"
+"""Left out in the tables, where every handler has it."""
 ROWS_SHOWN = 16
 _PASS = {"F": "blue", "B": "green", "I": "green", "W": "yellow"}
 
 
 def show(plan: Values) -> None:
-    """Print everything that a plan says."""
+    """Print the tables of a plan."""
     console = Console(highlight=False)
     title = f"{plan['totals']['world_size']:,} ranks: {title_of(plan)}"
     console.print(f"{title}, on {hardware_line(plan)}", markup=False, style="bold")
     for figure in figures(plan):
         console.print(f"{figure.value:>12}  {figure.meaning}", markup=False, style="red" if figure.is_bad else None)
     console.print()
-    console.print(_rich(groups(plan)))
+    console.print(_rich(groups(plan), console.width))
     if plan["classes"]:
         for formula in FORMULAS:
             console.print(formula, markup=False, style="dim")
         console.print()
         _memory(console, plan)
         console.print()
-        # Ranks of all kinds make nearly the same calls, so one kind fills the rows.
+        # All kinds of ranks make nearly the same calls, so only the slowest is shown.
         calls = collectives([slowest_kind(plan)], 24)
-        console.print(_rich(replace(calls, title=f"{calls.title}, on the kind of rank that communicates longest")))
+        title = f"{calls.title}, on the ranks that communicate longest"
+        console.print(_rich(replace(calls, title=title), console.width))
         if plan["timeline"] is not None and len(plan["timeline"]["rows"]) > 1:
             console.print()
             _timeline(console, plan["timeline"])
         console.print()
-        console.print(_rich(_ledger(plan, 40)))
+        console.print(_rich(_ledger(plan, 40), console.width))
     for note in plan["notes"]:
         console.print(f"- {note}", markup=False, soft_wrap=True)
     for problem in plan["problems"]:
-        console.print(f"initialize() would refuse this: {problem}", markup=False, style="red", soft_wrap=True)
+        console.print(f"initialize() would reject this: {problem}", markup=False, style="red", soft_wrap=True)
 
 
 def show_search(found: Values, limit: int = 10) -> None:
-    """Print the layouts that fit, fastest first; how many were cut, and why; and what to paste."""
+    """Print the layouts that fit, fastest first, the rejected ones with the reason, and the best config."""
     console = Console(highlight=False)
-    console.print(_rich(layouts(found, limit)))
+    console.print(_rich(layouts(found, limit), console.width))
     if found["cut"]:
         console.print()
-        console.print(_rich(cut_layouts(found, limit)))
+        console.print(_rich(cut_layouts(found, limit), console.width))
     for note in found["notes"]:
         console.print(f"- {note}", markup=False, soft_wrap=True)
     if found["config"]:
-        console.print("\nThe best, to paste:\n", style="bold")
+        console.print("\nConfig of the fastest layout:\n", style="bold")
         console.print(found["config"], markup=False, soft_wrap=True)
-        console.print("\nIts small twin, verified on this machine:\n", style="bold")
+        console.print("\nVerify a scaled-down configuration on this machine:\n", style="bold")
         console.print(found["verify"], markup=False, soft_wrap=True)
 
 
-def _rich(made: PlanTable) -> Table:
-    note = f" ({made.note})" if made.note else ""
-    table = Table(
-        title=escape(made.title + note), box=None, pad_edge=False, header_style="bold", title_style="bold", title_justify="left"
-    )  # fmt: skip
-    for at, head in enumerate(made.heads):
-        table.add_column(head, overflow="fold", justify="right" if at in made.numbers else "left")
-    for row in made.rows:
-        table.add_row(*map(escape, row))
-    return table
+def _rich(table: PlanTable, width: int) -> Table:
+    title = escape(f"{table.title} ({table.note})" if table.note else table.title)
+    rows = [[cell.replace(_SUFFIX, "") for cell in row] for row in table.rows]
+    return fitted_table(table.heads, rows, width, table.numbers, title=title, title_style="bold", title_justify="left")
 
 
 def _memory(console: Console, plan: Values) -> None:
-    """A bar for each kind of rank; the mark is what a device has."""
+    """A bar for each kind of rank; the mark is the memory of the device."""
     console.print("Memory of a rank", style="bold")
-    console.print(
-        Text("  ").join(Text(f"\u2588 {name}", style=color) for name, color in zip(MEMORY, _COLORS, strict=True))
-    )
+    blocks = _LETTERS if console.no_color or console.color_system is None else ("\u2588",) * len(MEMORY)
+    kinds = list(zip(MEMORY, _COLORS, blocks, strict=True))
+    console.print(Text("  ").join(Text(f"{block} {name}", style=color) for name, color, block in kinds))
     limit = plan["hardware"]["memory"]
     scale = max(limit, plan["totals"]["peak_memory"])
-    for one in spread(plan["classes"], ROWS_SHOWN):
-        bar = Text(f"{one['name']:<12}{one['count']:>8,} ranks  ")
+    columns = max(20, min(60, console.width - 40))
+    for kind in spread(plan["classes"], ROWS_SHOWN):
+        bar = Text(f"{kind['name']:<12}{kind['count']:>8,} ranks  ")
         drawn = 0
-        for name, color in zip(MEMORY, _COLORS, strict=True):
-            width = round(one["memory"][name] / scale * 60)
-            bar.append("\u2588" * width, style=color)
+        for name, color, block in kinds:
+            width = round(kind["memory"][name] / scale * columns)
+            bar.append(block * width, style=color)
             drawn += width
-        mark = round(limit / scale * 60)
+        mark = round(limit / scale * columns)
         bar.append(" " * max(0, mark - drawn) + "|" if drawn <= mark else "")
-        bar.append(f" {format_bytes(one['memory']['total'])}")
+        bar.append(f" {format_bytes(kind['memory']['total'])}")
         console.print(bar)
-        console.print(f"{'':<12}{memory_words(one)}", markup=False, style="dim", soft_wrap=True)
+        console.print(f"{'':<12}{memory_words(kind)}", markup=False, style="dim", soft_wrap=True)
 
 
 def _timeline(console: Console, timeline: Values) -> None:
@@ -268,12 +282,22 @@ def _timeline(console: Console, timeline: Values) -> None:
 
 
 def _ledger(plan: Values, most: int) -> PlanTable:
-    """A row for each sum: a terminal has no room for a column of each mode, as the page has."""
+    """One row per reduction; the HTML report has one column per mode instead, for which a terminal is too narrow."""
     rows = []
     for entry in ledger_entries(plan):
-        lies = (entry.parameters, entry.count, entry.elements, entry.stages, entry.placement)
-        rows += [(*lies, mode, owed.ranks, owed.divisor, owed.done_by) for mode, owed in entry.sums.items()]
-        rows += [] if entry.sums else [(*lies, "-", "1", "1", "-")]
-    heads = ("parameters", "n", "elements on a rank", "stages", "lies", "over", "ranks", "divided by", "by")
+        placed = (entry.parameters, entry.count, entry.elements, entry.stages, entry.placement)
+        rows += [(*placed, mode, owed.ranks, owed.divisor, owed.done_by) for mode, owed in entry.sums.items()]
+        rows += [] if entry.sums else [(*placed, "-", "1", "1", "-")]
+    heads = (
+        "parameters",
+        "n",
+        "elements on a rank",
+        "stages",
+        "placement",
+        "reduced over",
+        "ranks",
+        "divided by",
+        "by",
+    )
     note = f"the first {most} of {len(rows)}" if len(rows) > most else ""
     return PlanTable("Gradients", heads, rows[:most], (1, 2, 6, 7), note)

@@ -1,4 +1,4 @@
-"""`colonnade report`: the page of a run, of several, of one that goes on; and the traces of its ranks as one."""
+"""`colonnade report`: the HTML report of one run, several runs or a live run; joins the traces of the ranks too."""
 
 from __future__ import annotations
 
@@ -11,27 +11,35 @@ from colonnade.errors import ConfigError
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, or logs (*.jsonl); with --trace: of traces.")],
+    runs: Annotated[
+        list[Path], typer.Argument(help="Folders of runs or log files (*.jsonl); with --trace, a folder of traces.")
+    ],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The file to write; else beside the first log.")
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="File to write. Default: next to the first log.")
     ] = None,
     follow: Annotated[
-        bool, typer.Option("--follow", help="Serve the page on this machine while the run goes on.")
+        bool, typer.Option("--follow", help="Serve the report on this machine while the run continues.")
     ] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="With --follow: the port; 0: any that is free.")] = 8484,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, metavar="PORT", help="Port of --follow; 0: any free port.")
+    ] = 8484,
     trace: Annotated[
-        bool, typer.Option("--trace", help="Join what a ProfilerHook wrote on each rank into one file for Perfetto.")
+        bool,
+        typer.Option(
+            "--trace", help="Join the traces that a ProfilerHook wrote on each rank into one file for Perfetto."
+        ),
     ] = False,
 ) -> None:
-    """Show a run: one HTML page that needs no network; several runs are compared on one page.
+    """Write an HTML report of a run, or compare several runs in one report.
 
-    The page has loss, learning rate, gradient norm, throughput, the time of a step by parts, memory, events, ledger and config. A
-    run writes it at its end too. With --follow it is served to this machine alone, and always new.
+    The report shows loss, learning rate, gradient norm, throughput, the time of a step by parts, memory, events, ledger and
+    config. It is one file and needs no network. Runs also write it when they end. With --follow it is served on the
+    loopback interface and updated continuously.
     """
     if follow and trace:
-        raise ConfigError("--follow shows the page of a run and --trace joins traces: give one of them")
+        raise ConfigError("--follow and --trace exclude each other: give one of them")
     if trace and len(runs) > 1:
-        raise ConfigError(f"--trace joins the traces of one folder, and {len(runs)} were given: join each by itself")
+        raise ConfigError(f"--trace joins the traces of one folder, and {len(runs)} were given: run it once per folder")
     if trace:
         from colonnade.proof.report.traces import merge_traces
 
@@ -46,5 +54,5 @@ def report(
     from colonnade.proof.report.runs import find_log
 
     log = find_log(runs[0])
-    beside = log.with_suffix(".html") if len(runs) == 1 else log.with_name("compared.html")
-    typer.echo(write_run_page(runs, out or beside))
+    default = log.with_suffix(".html") if len(runs) == 1 else log.with_name("compared.html")
+    typer.echo(write_run_page(runs, out or default))

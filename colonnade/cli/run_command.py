@@ -1,8 +1,7 @@
-"""`colonnade run`: start a script on several ranks of this machine, or as one node of several."""
+"""`colonnade run`: start a script on several ranks of this machine, or as one node of a multi-node job."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -13,45 +12,64 @@ from colonnade.launching.launch_job import LaunchJob, checked
 
 def run(
     ctx: typer.Context,
-    script: Annotated[str, typer.Argument(help="Script to run, or a module with -m.")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="What follows goes to the script.")] = None,
+    script: Annotated[str, typer.Argument(help="Script to run; with -m, a module.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")] = None,
     nproc: Annotated[
-        int | None, typer.Option("--nproc", "-n", min=1, help="Ranks on this machine; without it one per GPU, or one.")
+        int | None,
+        typer.Option(
+            "--nproc", "-n", min=1, metavar="N", help="Ranks on this machine. Default: one per GPU, or one on a CPU."
+        ),
     ] = None,
-    module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT names a module.")] = False,
+    module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is the name of a module.")] = False,
     as_colossalai: Annotated[
-        bool, typer.Option("--as-colossalai", help="Let `import colossalai` find Colonnade.")
+        bool, typer.Option("--as-colossalai", help="Make `import colossalai` import Colonnade.")
     ] = False,
     log_dir: Annotated[
         Path | None,
-        typer.Option("--log-dir", help="Keep each rank's output here as rank<N>.stdout and .stderr."),
+        typer.Option(
+            "--log-dir", metavar="FOLDER", help="Write the output of each rank to rank<N>.stdout and .stderr here."
+        ),
     ] = None,
-    no_prefix: Annotated[bool, typer.Option("--no-prefix", help="Do not mark lines with their rank.")] = False,
-    prefix_all: Annotated[bool, typer.Option("--prefix-all", help="Mark the lines of rank 0 too.")] = False,
-    max_restarts: Annotated[int, typer.Option(min=0, help="Start all ranks again after a failure, this often.")] = 0,
+    no_prefix: Annotated[bool, typer.Option("--no-prefix", help="Print no rank in front of lines.")] = False,
+    prefix_all: Annotated[
+        bool, typer.Option("--prefix-all", help="Print the rank in front of lines of rank 0 too.")
+    ] = False,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Restart all ranks after a failure, at most N times.")
+    ] = 0,
     grace: Annotated[
         int,
-        typer.Option(min=0, max=86_400, help="Seconds that ranks have after SIGTERM to finish their step and save."),
+        typer.Option(
+            min=0,
+            max=86_400,
+            metavar="SECONDS",
+            help="Time that ranks have after SIGTERM to finish their step and save.",
+        ),
     ] = 30,
-    nnodes: Annotated[int, typer.Option(min=1, help="Machines in the job; run this command on each.")] = 1,
+    nnodes: Annotated[int, typer.Option(min=1, metavar="N", help="Machines of the job; run this command on each.")] = 1,
     node_rank: Annotated[
-        int | None, typer.Option(help="This machine's place, 0 to nnodes-1; without it they agree.")
+        int | None,
+        typer.Option(metavar="N", help="Number of this machine, 0 to nnodes-1. Default: assigned automatically."),
     ] = None,
     rdzv_endpoint: Annotated[
         str | None,
-        typer.Option(help="HOST:PORT of one machine, where all meet. Needed for several machines."),
+        typer.Option(metavar="HOST:PORT", help="Address of one machine of the job. Required with --nnodes > 1."),
     ] = None,
 ) -> None:
-    """Run SCRIPT on several ranks. Options of this command come before the script's own arguments.
+    """Run SCRIPT on several ranks.
 
-    torchrun's spellings are taken too: --nproc_per_node, --max_restarts, --rdzv_endpoint.
+    Options of this command come before SCRIPT; everything after SCRIPT is passed to it. The option names of torchrun work
+    too: --nproc_per_node, --max_restarts, --rdzv_endpoint.
 
-    Rank 0 prints as if it were alone; lines of the others begin with their rank.
-    When a rank fails all are ended, and its traceback is shown last.
-    The exit code is that of the rank, or 128 + the signal that killed it; 75 after a SIGTERM that all ranks
-    obeyed in order (a Trainer finishes its step and saves). Ctrl-C ends it at once, and says what was saved last.
+    Lines of rank 0 are printed unchanged; lines of other ranks start with their rank. If a rank fails, all ranks are
+    stopped and its traceback is printed last. Ctrl-C stops all ranks at once and prints the newest checkpoint.
+
+    Exit code: that of the failed rank, or 128 + the number of the signal that killed it; 75 if all ranks stopped in order
+    after SIGTERM (a Trainer finishes its step and saves).
     """
-    _warn_of_misplaced_option(ctx, arguments or ())
+    own = {name for option in ctx.command.params for name in option.opts if name.startswith("--")}
+    if arguments and f"--{option_name(arguments[0].partition('=')[0].removeprefix('--'))}" in own:
+        typer.echo(f"colonnade: {arguments[0]} is passed to the script; options of `run` come before SCRIPT", err=True)
     job = checked(
         LaunchJob(
             target=script,
@@ -73,13 +91,7 @@ def run(
     raise typer.Exit(launch(job))
 
 
-def our_name(option: str) -> str:
-    """torchrun's spelling of an option as ours: `nproc_per_node` is `nproc`, `max_restarts` is `max-restarts`."""
+def option_name(option: str) -> str:
+    """The name of an option that torchrun spells otherwise: `nproc` for `nproc_per_node`, `max-restarts` for `max_restarts`."""
     name = option.replace("_", "-")
     return "nproc" if name == "nproc-per-node" else name
-
-
-def _warn_of_misplaced_option(ctx: typer.Context, arguments: Sequence[str]) -> None:
-    own = {name for option in ctx.command.params for name in option.opts if name.startswith("--")}
-    if arguments and f"--{our_name(arguments[0].partition('=')[0].removeprefix('--'))}" in own:
-        typer.echo(f"colonnade: {arguments[0]} goes to the script; options of `run` come before it", err=True)

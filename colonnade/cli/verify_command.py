@@ -1,4 +1,4 @@
-"""`colonnade verify`: a script on its ranks beside the same script as one process."""
+"""`colonnade verify`: run a script on several ranks and in a single process, and compare the results."""
 
 from __future__ import annotations
 
@@ -23,44 +23,76 @@ EQUAL, DIFFERENT, NOT_RUN = 0, 1, 2
 
 def verify(
     context: typer.Context,
-    script: Annotated[str, typer.Argument(help="Script to verify, or a module with -m; or a config, with --model.")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="What follows goes to the script.")] = None,
+    script: Annotated[str, typer.Argument(help="Script to verify; with -m, a module; with --model, a config file.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")] = None,
     nproc: Annotated[
         int | None,
-        typer.Option("--nproc", "-n", min=1, help="Ranks to run it on; else 2, or the least that a config fits."),
+        typer.Option(
+            "--nproc", "-n", min=1, metavar="N", help="Ranks. Default: 2, or the fewest that fit the config of --model."
+        ),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="How many steps to compare.")] = 2,
-    dtype: Annotated[str, typer.Option(help="fp64, or own: what the script itself computes in.")] = "fp64",
-    dropout: Annotated[str, typer.Option(help="own: one process drops what the ranks drop. 0: nothing drops.")] = "own",
+    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Number of steps to compare.")] = 2,
+    dtype: Annotated[
+        str, typer.Option(metavar="fp64|own", help="Precision of both runs; own: that of the script.")
+    ] = "fp64",
+    dropout: Annotated[
+        str,
+        typer.Option(
+            metavar="own|0", help="own: the single process repeats the dropout masks of the ranks; 0: dropout is off."
+        ),
+    ] = "own",
     timeout: Annotated[
-        float, typer.Option(min=1.0, help="Seconds in which the script must come to its last step.")
+        float,
+        typer.Option(min=1.0, metavar="SECONDS", help="Time limit for the script to finish its last compared step."),
     ] = 1800.0,
-    module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT names a module.")] = False,
+    module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is the name of a module.")] = False,
     model: Annotated[
-        str | None, typer.Option(help="SCRIPT is a config: MODULE:FUNCTION or FILE.py:FUNCTION makes the model.")
+        str | None,
+        typer.Option(
+            metavar="MODULE:FUNCTION", help="Function (or FILE.py:FUNCTION) that returns the model; SCRIPT is a config."
+        ),
     ] = None,
-    batch: Annotated[str | None, typer.Option(help="With --model: a function that gives a rank's batch.")] = None,
-    criterion: Annotated[str | None, typer.Option(help="With --model: the loss.")] = None,
-    imports: Annotated[list[str] | None, typer.Option("--import", help="With --model: import these first.")] = None,
+    batch: Annotated[
+        str | None,
+        typer.Option(metavar="MODULE:FUNCTION", help="With --model: function that returns the batch of a rank."),
+    ] = None,
+    criterion: Annotated[
+        str | None, typer.Option(metavar="MODULE:FUNCTION", help="With --model: the loss function.")
+    ] = None,
+    imports: Annotated[
+        list[str] | None,
+        typer.Option("--import", metavar="MODULE", help="With --model: import this first. May be repeated."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
-    mutate: Annotated[bool, typer.Option("--mutate", help="Plant known mistakes one at a time: who notices?")] = False,
-    mistakes: Annotated[str | None, typer.Option(help="With --mutate: only these, with commas between.")] = None,
+    mutate: Annotated[
+        bool, typer.Option("--mutate", help="Inject known bugs one at a time and check that they are detected.")
+    ] = False,
+    mistakes: Annotated[
+        str | None, typer.Option(metavar="NAME,NAME", help="With --mutate: inject only these bugs.")
+    ] = None,
     tests: Annotated[
-        str | None, typer.Option(help='With --mutate: a command that must fail on each, as "pytest tests".')
+        str | None,
+        typer.Option(
+            metavar="COMMAND", help='With --mutate: command that must fail for each bug, such as "pytest tests".'
+        ),
     ] = None,
 ) -> None:
-    """Prove that SCRIPT trains on several ranks as one process would, or say what is wrong.
+    """Compare a parallel run of SCRIPT with a single-process run, and name the cause of any difference.
 
-    The script needs no change where it calls colonnade.initialize. Options of this command come before it. It runs
-    for some steps on N ranks, and again as one process with every parallel size 1, from the same weights and with the batches
-    of all ranks joined. Loss, activations, gradients, norm and weights are compared.
-    With --model, SCRIPT is a config, and the model that the function returns is trained as it says; the function may take
-    `config` and `context`. Batches come from --batch (which may take `step` too), or are drawn to fit the first layer.
-    The exit code is 0 if they are equal, 1 if not, 2 if the script could not be compared. With --mutate it is 0 if every
-    mistake was noticed, by this command and by the tests where some are given.
+    A script that calls colonnade.initialize needs no change. Options of this command come before SCRIPT. The script runs a
+    few steps on N ranks and again in a single process with all parallel sizes 1, from the same weights, on the global batch.
+    Loss, activations, gradients, norm and weights are compared.
+
+    With --model, SCRIPT is a config file, and the model that the function returns is trained with this config; the function
+    may have the parameters `config` and `context`. Batches come from --batch (which may also have the parameter `step`), or
+    are random inputs for the first layer.
+
+    Exit code: 0 if the runs match, 1 if not, 2 if the script could not be compared. With --mutate: 0 if every bug was
+    detected by this command, and by the tests if --tests is given.
     """
-    options = {**context.params, **_written_after(context)}
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # which ends what it has started
+    options = {**context.params, **_options_after_config(context)}
+    # An exit through Python's own cleanup stops the processes that were started; the default action would not.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         report = _report(**options)
     except ParityError as error:
@@ -70,8 +102,8 @@ def verify(
     raise typer.Exit(EQUAL if report.ok else DIFFERENT)
 
 
-def _written_after(context: typer.Context) -> dict[str, Any]:
-    """Options that follow a config, which takes none itself."""
+def _options_after_config(context: typer.Context) -> dict[str, Any]:
+    """Options after a config file, which has no arguments of its own; empty for a script."""
     from colonnade.proof.from_config import is_config
 
     given = context.params
@@ -88,16 +120,20 @@ def _report(
 ) -> Report | Mutation:
     for option, value, allowed in (("--dtype", dtype, ("fp64", "own")), ("--dropout", dropout, ("own", "0"))):
         if value not in allowed:
-            raise typer.BadParameter(f"{value!r} is neither {' nor '.join(allowed)}", param_hint=option)
+            raise typer.BadParameter(f"{value!r} is not allowed: use {' or '.join(allowed)}", param_hint=option)
     if (mistakes or tests) and not mutate:
-        raise typer.BadParameter("goes with --mutate", param_hint="--mistakes" if mistakes else "--tests")
+        raise typer.BadParameter("requires --mutate", param_hint="--mistakes" if mistakes else "--tests")
     from colonnade.proof.mutate import mutate_script
     from colonnade.proof.scripts import verify_script
 
+    # A verification takes minutes; the lines go to stderr, so that stdout is the report only.
+    def progress(line: str) -> None:
+        typer.echo(f"colonnade: {line}", err=True)
+
     script = _script(dtype=dtype, off={} if dropout == "own" else None, **job)
     if mutate:
-        return mutate_script(script, mistakes, tests, lambda line: typer.echo(line, err=True))
-    return verify_script(script)
+        return mutate_script(script, mistakes, tests, progress)
+    return verify_script(script, progress)
 
 
 def _script(
@@ -119,14 +155,14 @@ def _script(
     if model is None:
         for option, value in (("--batch", batch), ("--criterion", criterion), ("--import", imports)):
             if value:
-                raise typer.BadParameter("goes with --model", param_hint=option)
+                raise typer.BadParameter("requires --model", param_hint=option)
         if not module and is_config(Path(script)):
             raise typer.BadParameter(
-                f"{script} is a config, which trains nothing by itself: give a script, or --model MODULE:FUNCTION too",
+                f"{script} is a config, which defines no training: give a script, or add --model MODULE:FUNCTION",
                 param_hint="SCRIPT",
             )
         return Script(script, tuple(arguments or ()), nproc or 2, is_module=module, **more)
     given = Given(script, model, batch, criterion, tuple(imports or ())).as_argument()
     count = nproc or least_world(load_config(Path(script)))
-    name = f"the model of {model} under {script}"
+    name = f"the model of {model} with {script}"
     return Script("colonnade.proof.from_config", (given,), count, is_module=True, called=name, **more)

@@ -1,4 +1,4 @@
-"""What a run is asked to do: a `.py` or `.toml` file or a dict, checked at once; imports no torch."""
+"""The config of a run: a `.py` or `.toml` file or a dict, checked completely when it is loaded. Imports no torch."""
 
 from __future__ import annotations
 

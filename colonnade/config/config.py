@@ -1,4 +1,4 @@
-"""`Config`, a dict with attribute access that can be frozen, and `load_config`, which makes a checked one."""
+"""`Config`, a dict with attribute access that can be frozen, and `load_config`, which reads and checks one."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _KEYS_SHOWN = 20
 
 
 class Config(dict[str, Any]):
-    """A dict whose keys are attributes too, at every depth: `config.parallel.tensor.size`.
+    """A dict whose keys are also attributes at every depth: `config.parallel.tensor.size`.
 
-    Dicts, lists and tuples that go in are copied, and each dict in them becomes a Config. A key that is also
-    the name of a method is reached as `config["items"]`. Copies are never frozen; a pickle stays as it was.
-    Printed, it is a config file: a line `key = value` for each key.
+    Dicts, lists and tuples are copied on insertion, and every dict in them becomes a Config. Keys that are also method names
+    are read as `config["items"]`. A copy is never frozen; a pickle keeps the frozen state. `str(config)` is a valid config
+    file, with one line `key = value` for each key.
     """
 
     __slots__ = ("_frozen",)
@@ -39,26 +39,23 @@ class Config(dict[str, Any]):
 
     @classmethod
     def from_file(cls: type[Self], path: str | Path) -> Self:
-        """Read and check a `.py` or `.toml` file; every problem is told in one ConfigError."""
+        """Read and check a `.py` or `.toml` file. One ConfigError lists all problems."""
         values, source = read_file(path)
         return _checked(cls(values), source)
 
     def freeze(self: Self) -> Self:
-        """Refuse any later change, here and in everything inside; returns self.
-
-        Lists inside become lists that refuse changes, sets become frozensets.
-        """
+        """Reject all later changes, at every depth; returns self. Lists become `FrozenList`, sets become frozensets."""
         for key, value in self.items():
             super().__setitem__(key, _as_frozen(value))
         object.__setattr__(self, "_frozen", True)
         return self
 
     def copy(self: Self) -> Self:
-        """Return a Config of its own that is not frozen; only what is no dict, list or tuple is shared."""
+        """An independent copy that is not frozen. Values other than dicts, lists and tuples are shared."""
         return type(self)(self)
 
     def update(self: Self, /, *args: Any, **kwargs: Any) -> Self:  # type: ignore[override]
-        """Set keys as `dict.update` does, and return self."""
+        """Set keys like `dict.update`; returns self."""
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
         return self
@@ -86,7 +83,7 @@ class Config(dict[str, Any]):
             super().__setitem__(key, _adopted(value))
         except RecursionError:
             raise ConfigError(
-                f"{key!r} holds itself, or is nested too deeply: write its values out", code="C002"
+                f"{key!r} contains itself or is nested too deeply; write its values out", code="C002"
             ) from None
 
     def __delitem__(self, key: str) -> None:
@@ -101,7 +98,7 @@ class Config(dict[str, Any]):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if hasattr(type(self), name):
-            raise AttributeError(f"{name!r} is an attribute of every Config; write config[{name!r}] = ...", name=name)
+            raise AttributeError(f"{name!r} is a method of Config; write config[{name!r}] = ...", name=name)
         self[name] = value
 
     def __delattr__(self, name: str) -> None:
@@ -129,11 +126,11 @@ class Config(dict[str, Any]):
         return type(self)({key: copy.deepcopy(value, memo) for key, value in self.items()})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (type(self), dict(self), self._frozen)
+        return _unpickled, (type(self), dict(self), self._frozen)
 
     def _require_open(self, change: str) -> None:
         if self._frozen:
-            _refuse(change)
+            _raise_frozen(change)
 
     def _no_such(self, name: str) -> str:
         keys = [key for key in self if isinstance(key, str)]
@@ -142,16 +139,16 @@ class Config(dict[str, Any]):
 
 
 def load_config(source: Config | dict[str, Any] | str | Path) -> Config:
-    """Return the checked Config of a `.py` or `.toml` path, a dict, or a Config.
+    """The checked Config of a `.py` or `.toml` path, a dict or a Config. One ConfigError lists all problems.
 
-    A Config comes back as the same object, so that freezing it at launch also stops its owner from setting
-    what nobody would read any more. Every problem is told in one ConfigError.
+    A Config is returned as the same object: freezing it at launch then also prevents later changes by its owner, which no part
+    of the library would read.
     """
     if isinstance(source, (str, Path)):
         return Config.from_file(source)
     if not isinstance(source, dict):
         raise ConfigError(
-            f"a config is a path to a .py or .toml file (str or Path), a dict or a Config, "
+            f"a config is the path of a .py or .toml file (str or Path), a dict or a Config, "
             f"not {type(source).__name__}: {shortened(source)}",
             code="C002",
         )
@@ -167,7 +164,7 @@ def _checked(config: Self, source: ConfigSource) -> Self:
 
 
 class FrozenList(list[Any]):
-    """A list inside a frozen config: reads like any list, and every change is a ConfigError."""
+    """A list in a frozen config: can be read like any list; every change raises ConfigError."""
 
     __slots__ = ()
 
@@ -181,27 +178,27 @@ class FrozenList(list[Any]):
         return copy.deepcopy(list(self), memo)
 
 
-def _changes_list(self: FrozenList, *args: Any, **kwargs: Any) -> NoReturn:
-    _refuse("change a list in it")
+def _reject_change(self: FrozenList, *args: Any, **kwargs: Any) -> NoReturn:
+    _raise_frozen("change a list in it")
 
 
 for _method in (
     *("append", "extend", "insert", "remove", "pop", "clear", "sort", "reverse"),
     *("__setitem__", "__delitem__", "__iadd__", "__imul__"),
 ):
-    setattr(FrozenList, _method, _changes_list)
+    setattr(FrozenList, _method, _reject_change)
 
 
-def _refuse(change: str) -> NoReturn:
+def _raise_frozen(change: str) -> NoReturn:
     raise ConfigError(
-        f"cannot {change}: the config is frozen after launch, as every rank has read it. "
-        f"Set it before launch, or work on config.copy().",
+        f"cannot {change}: the config is frozen after launch, because every rank has read it. "
+        f"Set values before launch, or work on config.copy().",
         code="C002",
     )
 
 
 def _adopted(value: Any) -> Any:
-    """What is stored for `value`: dicts as Config, also in lists and tuples; containers are copied."""
+    """A copy of `value` with every dict as a Config, at every depth of lists and tuples."""
     if isinstance(value, dict):
         return Config(value)
     if type(value) in (list, FrozenList):
@@ -221,21 +218,21 @@ def _as_frozen(value: Any) -> Any:
     return frozenset(value) if type(value) is set else value
 
 
-def _restored(kind: type[Config], values: dict[str, Any], is_frozen: bool) -> Config:
+def _unpickled(kind: type[Config], values: dict[str, Any], is_frozen: bool) -> Config:
     config = kind(values)
     return config.freeze() if is_frozen else config
 
 
-# --- A config as texts by key: what must be the same on all ranks, in a form that ranks can compare ---
+# --- The values that must be equal on all ranks, as texts that ranks can compare ---
 
 
 def compared_texts(config: Mapping[str, Any]) -> dict[str, str]:
-    """Every key of ours that is set and may not differ between ranks, as "clip_grad_norm.max_norm", with its value."""
+    """The set keys that must be equal on all ranks, such as "clip_grad_norm.max_norm", with their values as text."""
     return {path: text for key, rule in KEYS.items() for path, text in _texts(rule, key, config.get(key))}
 
 
 def text_of(value: Any) -> str:
-    """The value as it is printed, less addresses in memory: the same for the same value on every rank."""
+    """The repr of a value without memory addresses, so that equal values have equal texts on every rank."""
     if isinstance(value, dict):
         return f"{{{', '.join(f'{text_of(key)}: {text_of(inner)}' for key, inner in value.items())}}}"
     if isinstance(value, (list, tuple)):
@@ -247,8 +244,9 @@ def text_of(value: Any) -> str:
 
 def _texts(rule: Rule, path: str, value: Any) -> Iterator[tuple[str, str]]:
     if isinstance(value, dict) and rule.section is not None:
-        known, others = keys_of(rule.section), rule.section.others or replace(ANYTHING, may_differ=rule.may_differ)
+        known = keys_of(rule.section)
+        other = rule.section.others or replace(ANYTHING, may_differ=rule.may_differ)
         for key in sorted(value, key=str):
-            yield from _texts(known.get(key, others), f"{path}.{key}", value[key])
+            yield from _texts(known.get(key, other), f"{path}.{key}", value[key])
     elif value is not None and not rule.may_differ:
         yield path, text_of(value)

@@ -1,8 +1,8 @@
-"""What a key of a config may hold, and the two walks over a section: the check of a config, and the reading of a section.
+"""The building blocks of the config schema: rules for values, sections of keys, and the check of a config.
 
-A `Rule` says what one value may be; the kinds of values stand below. A section is a frozen dataclass whose fields are
-`key(...)`: type, default, rule and purpose of a key in one line. `check_value` compares a config with the rules and yields
-problems; `read` of a section makes the object that the code reads. `settings.py` is the table of all sections in these terms.
+A `Rule` defines the allowed values of a key; rules for common kinds of values are at the end of this file. A section is a frozen
+dataclass whose fields are `key(...)`: type, default, rule and purpose of a key in one line. `check_value` compares a config with
+the rules and yields problems; `read` of a section returns the object that the library uses. `settings.py` defines all sections.
 
 No torch here: a config is checked before torch is imported.
 """
@@ -19,21 +19,23 @@ from typing import Any, ClassVar, Self, cast
 from colonnade.config.problems import KeyPath, Problem, is_ordinary, near
 from colonnade.errors import listed, nearest
 
-NO_KEY = "is no key: a key is a non-empty string"
-_LARGEST = 2**63 - 1  # what torch's own integers hold
+NO_KEY = "is no valid key: a key is a non-empty string"
+_LARGEST = 2**63 - 1  # the largest int64 of torch
 
 
 def nothing(value: object) -> bool:
-    """Accept no plain value: the rule is for a dict or a list."""
+    """Accept no plain value, for a rule of a dict or list."""
     return False
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What one value may be: one that `accepts` takes, or a dict of `section`, or a list of `items`.
+    """The allowed values of a key: those that `accepts` accepts, a dict of `section`, or a list of `items`.
 
-    `allows` completes the sentence "must be ...". `may_differ`: ranks may have other values; all else is compared at
-    launch. `purpose` says what the key is for, in the list of all keys.
+    Attributes:
+        allows: completes the sentence "must be ...".
+        may_differ: whether ranks may have different values; all other values are compared at launch.
+        purpose: the meaning of the key, in the list of all keys.
     """
 
     allows: str
@@ -56,10 +58,15 @@ def key(
     may_differ: bool = False,
     compare: bool = True,
 ) -> Any:
-    """A field of a section: its default (of a class: what a call of it gives), what it may be, and what it is for.
+    """A field of a section.
 
-    `read` makes the value of the field from the value in a config, where they are not the same. `may_differ`: ranks may
-    have other values. `compare=False` leaves the field out of `==`.
+    Args:
+        default: the default value; a class is called to create it.
+        rule: the allowed values.
+        purpose: the meaning of the key.
+        read: converts the value in a config to the value of the field.
+        may_differ: whether ranks may have different values.
+        compare: whether `==` compares the field.
     """
     about = {"rule": replace(rule, purpose=purpose, may_differ=may_differ), "read": read}
     if isinstance(default, type):
@@ -68,13 +75,18 @@ def key(
 
 
 class AnySection:
-    """Base of the frozen dataclasses that say what may stand in a dict of a config, and are what is read from it.
+    """Base of the frozen dataclasses that define the keys of one dict of a config, and hold their values.
 
-    Arguments of a subclass: `required` keys; `short`, the key that a plain value in place of the dict stands for
-    (`zero = 2`); `renamed`, words of other frameworks by key; `refused`, keys with the sentence that says what to do
-    instead; `further`, the name of the field that takes keys which are not ours (somebody's keyword arguments: only what is
-    nearly one of our keys is refused); `others`, the rule of such keys. Without `further` and `others` they are errors.
-    Fields that are not made by `key` are not read from a config.
+    Arguments of a subclass:
+        required: keys that must be set.
+        short: the key that is set by a plain value in place of the dict (`zero = 2`).
+        renamed: words of other frameworks, by key.
+        refused: rejected keys, each with the message that names the alternative.
+        further: the field for unknown keys, such as keyword arguments of a user's class; only near-misses of known keys are
+            rejected then.
+        others: the rule for unknown keys. Without `further` and `others` unknown keys are errors.
+
+    Fields that are not created by `key` are not read from a config.
     """
 
     required: ClassVar[tuple[str, ...]] = ()
@@ -102,20 +114,17 @@ class AnySection:
 
     @classmethod
     def conflicts(cls, given: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-        """(key, what is wrong, value) for values of a dict that are right one by one and wrong together.
+        """(key, problem, value) for values that are valid alone but contradict each other.
 
-        Asked of what stands in the config, which may have other problems too: all are told in one error.
+        `given` is the dict of the config, which may have other problems too; one error lists them all.
         """
         return iter(())
 
     @classmethod
     def build(cls, given: Any) -> Self:
-        """From what stands in a config: nothing, the plain value that `short` is for, or a dict. It was checked before.
-
-        None stands for "not set".
-        """
+        """Read a checked value of a config: None (not set), the plain value of `short`, or a dict."""
         rules = keys_of(cls)
-        readers = {each.name: each.metadata["read"] for each in fields(cast(Any, cls)) if each.name in rules}
+        readers = {item.name: item.metadata["read"] for item in fields(cast(Any, cls)) if item.name in rules}
         spelled = cls.spelled_out(given)
         values = {name: value for name, value in spelled.items() if name in rules and value is not None}
         values = {name: readers[name](value) if readers[name] else value for name, value in values.items()}
@@ -127,35 +136,35 @@ class AnySection:
 
     @classmethod
     def spelled_out(cls, given: Any) -> Mapping[str, Any]:
-        """The dict that a value in a config stands for."""
+        """The dict form of a value in a config."""
         if given is None:
             return {}
         return given if isinstance(given, Mapping) or cls.short is None else {cls.short: given}
 
     @classmethod
     def completed(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """The values of all fields from those that are given: defaults that depend on other keys."""
+        """Add defaults that depend on other keys."""
         return values
 
     def refuse(self, given: Mapping[str, Any]) -> None:
-        """Raise for values that are wrong together and are met first when the section is read; `given` are those set."""
+        """Raise for contradictions that are only checked when the section is read; `given` are the set values."""
 
 
 class Section(AnySection):
-    """A section that always means something: all defaults where its key is not set."""
+    """A section that is always in effect: without its key, with all defaults."""
 
     @classmethod
     def read(cls, given: Any) -> Self:
-        """From what stands in a config: nothing, the plain value that `short` is for, or a dict."""
+        """Read a value of a config: None (not set), the plain value of `short`, or a dict."""
         return cls.build(given)
 
 
 class SwitchedSection(AnySection):
-    """A section that is off where its key is not set, False or empty, and on with all defaults where it is True."""
+    """A section that is off if its key is not set, False or empty, and on with all defaults if it is True."""
 
     @classmethod
     def read(cls, given: Any) -> Self | None:
-        """From a bool, the plain value that `short` is for, or a dict; None where it is off."""
+        """Read a bool, the plain value of `short`, or a dict; None if the section is off."""
         return cls.build(None if given is True else given) if given else None
 
 
@@ -163,10 +172,10 @@ _keys: dict[type, dict[str, Rule]] = {}
 
 
 def keys_of(section: type[AnySection]) -> dict[str, Rule]:
-    """The keys of a section, in the order of its fields: one dict for each section."""
+    """The keys of a section with their rules, in the order of its fields."""
     if section not in _keys:
         given = cast(Any, section)
-        _keys[section] = {each.name: each.metadata["rule"] for each in fields(given) if "rule" in each.metadata}
+        _keys[section] = {item.name: item.metadata["rule"] for item in fields(given) if "rule" in item.metadata}
     return _keys[section]
 
 
@@ -174,9 +183,9 @@ def keys_of(section: type[AnySection]) -> dict[str, Rule]:
 
 
 def check_value(rule: Rule, path: KeyPath, value: Any) -> Iterator[Problem]:
-    """Yield every problem of `value`, which lies at `path`."""
+    """Yield every problem of the value at `path`."""
     if _is_int(value) and abs(value) > _LARGEST:
-        yield Problem(path, "is too large: no number of a config is above 2**63 - 1", value)
+        yield Problem(path, "is too large: the largest allowed number is 2**63 - 1", value)
     elif isinstance(value, dict) and rule.section is not None:
         yield from _check_section(rule.section, path, value)
     elif isinstance(value, (list, tuple)) and rule.items is not None:
@@ -188,15 +197,37 @@ def check_value(rule: Rule, path: KeyPath, value: Any) -> Iterator[Problem]:
 
 def _check_section(section: type[AnySection], path: KeyPath, values: dict[Any, Any]) -> Iterator[Problem]:
     known = keys_of(section)
-    # A required key that stands under a nearly right name is not reported as missing besides.
+    allowed = f"unknown key; allowed: {listed(known)}"
+    # A required key under a misspelled name is not also reported as missing.
     meant: set[str | None] = set()
     for name, value in values.items():
         if name in known:
             yield from check_value(known[name], (*path, name), value)
             continue
-        close = _meant_key(section, name)
+
+        # The known key that the user probably meant. Where further keys are allowed, only a single edit counts as a typo.
+        close: str | None = None
+        if isinstance(name, str) and name:
+            if name.lower() in section.renamed:
+                close = section.renamed[name.lower()]
+            elif section.further is None and section.others is None:
+                close = nearest(name, known)
+            elif not is_ordinary(name, known):
+                close = near(name, known)
         meant.update(section.required if name in section.refused else [close])
-        text = _why_unknown(section, name, value, close)
+
+        text: str | None = None
+        if not isinstance(name, str) or not name:
+            text = NO_KEY
+        elif name in section.refused:
+            text = section.refused[name]
+        elif close is not None:
+            text = f"unknown key. Did you mean `{close}`?"
+        elif section.others is None and section.further is None:
+            text = allowed
+        elif section.others is not None and known and not isinstance(value, dict):
+            text = f"{allowed}, or a further one as {section.others.allows}"
+
         if text is not None:
             yield Problem((*path, name), text, value)
         elif section.others is not None:
@@ -206,56 +237,28 @@ def _check_section(section: type[AnySection], path: KeyPath, values: dict[Any, A
             yield Problem((*path, name), f"is missing; it must be {known[name].allows}")
 
 
-def _meant_key(section: type[AnySection], name: object) -> str | None:
-    """The known key that an unknown one stands for, or None when it is a key of its own."""
-    if not isinstance(name, str) or not name:
-        return None
-    if name.lower() in section.renamed:
-        return section.renamed[name.lower()]
-    known = keys_of(section)
-    if section.further is None and section.others is None:
-        return nearest(name, known)
-    # Where further keys are allowed, only what is one edit away is taken for a typo.
-    return None if is_ordinary(name, known) else near(name, known)
-
-
-def _why_unknown(section: type[AnySection], name: object, value: object, close: str | None) -> str | None:
-    """Say what is wrong with a key that is not among the known ones; None when it may stay."""
-    if not isinstance(name, str) or not name:
-        return NO_KEY
-    if name in section.refused:
-        return section.refused[name]
-    if close is not None:
-        return f"unknown key. Did you mean `{close}`?"
-    if section.others is None:
-        return None if section.further is not None else f"unknown key; allowed: {listed(keys_of(section))}"
-    if keys_of(section) and not isinstance(value, dict):
-        return f"unknown key; allowed: {listed(keys_of(section))}, or a further one as {section.others.allows}"
-    return None
-
-
 # --- Kinds of values ---
 
 
 def any_of(*rules: Rule) -> Rule:
-    """A value that one of the rules takes; the message lists them all. Dicts: see `with_dict`."""
-    told = [rule.allows for rule in rules]
-    return Rule(f"{', '.join(told[:-1])} or {told[-1]}", lambda value: any(rule.accepts(value) for rule in rules))
+    """A value that any of the rules accepts; the message lists all. For dicts see `with_dict`."""
+    forms = [rule.allows for rule in rules]
+    return Rule(f"{', '.join(forms[:-1])} or {forms[-1]}", lambda value: any(rule.accepts(value) for rule in rules))
 
 
-def with_dict(rule: Rule, section: type[AnySection], told: str | None = None) -> Rule:
-    """What `rule` takes, or a dict of `section`; `told` is how the message writes that dict."""
-    form = told or f"a dict of {', '.join(keys_of(section))}"
+def with_dict(rule: Rule, section: type[AnySection], form: str | None = None) -> Rule:
+    """A value that `rule` accepts, or a dict of `section`; `form` is that dict in messages."""
+    form = form or f"a dict of {', '.join(keys_of(section))}"
     return Rule(f"{rule.allows}, or {form}", rule.accepts, section)
 
 
-def only_dict(section: type[AnySection], told: str | None = None) -> Rule:
-    """A dict of `section` and nothing else."""
-    return Rule(told or f"a dict of {', '.join(keys_of(section))}", section=section)
+def only_dict(section: type[AnySection], form: str | None = None) -> Rule:
+    """A dict of `section`; `form` is that dict in messages."""
+    return Rule(form or f"a dict of {', '.join(keys_of(section))}", section=section)
 
 
 def choice(*values: Any) -> Rule:
-    """One of these values; 1 and True are different."""
+    """One of these values; 1 and True differ."""
     return Rule(
         ", ".join(map(repr, values[:-1])) + (" or " if values[1:] else "") + repr(values[-1]),
         lambda value: any(type(value) is type(allowed) and value == allowed for allowed in values),
@@ -263,22 +266,22 @@ def choice(*values: Any) -> Rule:
 
 
 def int_from(low: int) -> Rule:
-    """An int of at least `low`; a bool is none."""
+    """An int >= `low`, not a bool."""
     return Rule(f"an int >= {low}", lambda value: _is_int(value) and value >= low)
 
 
 def int_within(low: int, high: int) -> Rule:
-    """An int from `low` to `high`; a bool is none."""
+    """An int from `low` to `high`, not a bool."""
     return Rule(f"an int from {low} to {high}", lambda value: _is_int(value) and low <= value <= high)
 
 
 def number_above(low: float) -> Rule:
-    """A number greater than `low`; nan and bools are none."""
+    """A number > `low`, not nan or a bool."""
     return Rule(f"a number > {low:g}", lambda value: _is_number(value) and value > low)
 
 
 def number_from(low: float) -> Rule:
-    """A number of at least `low`; nan and bools are none."""
+    """A number >= `low`, not nan or a bool."""
     return Rule(f"a number >= {low:g}", lambda value: _is_number(value) and value >= low)
 
 
@@ -311,12 +314,12 @@ TEXT = Rule("a non-empty string", lambda value: isinstance(value, str) and value
 TEXTS = Rule("a list of strings", _is_texts)
 SOME_TEXTS = Rule("a non-empty list of strings", lambda value: _is_texts(value) and len(value) > 0)
 LOSS_SCALE = Rule("a number from 2**-126 to 2**127", lambda value: _is_number(value) and 2**-126 <= value <= 2**127)
-# The order of a norm: sums of higher powers of small gradients leave the range of fp64.
+# The p of a p-norm: sums of higher powers of small gradients underflow in fp64.
 ORDER = Rule(
     "a number > 0 and <= 32, or inf or 'inf'",
     lambda value: value == "inf" or (_is_number(value) and (0 < value <= 32 or value == math.inf)),
 )
-# These two are known by the names of their types: configs are read where torch is not imported.
+# These two are recognized by the names of their types, because torch may not be imported here.
 AMP_MODE = Rule(
     "a member of AMP_TYPE", lambda value: isinstance(value, enum.Enum) and type(value).__name__ == "AMP_TYPE"
 )

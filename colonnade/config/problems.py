@@ -1,4 +1,4 @@
-"""Problems found in a config, and the one form in which all of them are told at once."""
+"""Problems found in a config, the error message that lists them, and the suggestions for unknown keys."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 from colonnade.errors import ConfigError
 
 KeyPath = tuple[Any, ...]
-"""Where a value lies: keys of dicts and indices of lists, from the outside in."""
+"""The path of a value: dict keys and list indices, from the outside in."""
 
 UNSAID: Any = object()
-"""The value of a problem that is not about one value."""
+"""The value of a problem that does not concern one value."""
 
 _LONGEST = 60
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: where, what to do about it, and the value that was met."""
+    """One problem: its path, its description with the next step, and the value found."""
 
     path: KeyPath
     text: str
@@ -30,17 +30,17 @@ class Problem:
 
 @dataclass(frozen=True)
 class ConfigSource:
-    """Where a config came from: its name in the head line, its short name, and its text."""
+    """The source of a config: its name in the first line of a message, its file name, and its text."""
 
     name: str = "the config"
     file: str = ""
     text: str = ""
 
     def where(self, path: KeyPath) -> str:
-        """Return `file:line` of the first line with the key at `path`, or with the nearest one around it.
+        """`file:line` of the key at `path`, or of the closest key around it that is found in the text.
 
-        A top-level key begins its line, `.py` or `.toml`; a nested one comes after the key it lies in. What a
-        list holds has the line of the list; a key that came by an import has none.
+        A top-level key starts its line, in `.py` and `.toml`; a nested key follows the key that contains it. Elements of a
+        list have the line of the list; an imported key has no line.
         """
         position = -1
         for depth, key in enumerate(path):
@@ -54,25 +54,25 @@ class ConfigSource:
 
 
 def config_error(problems: Sequence[Problem], source: ConfigSource) -> ConfigError:
-    """Return one error that tells every problem, each with its place in the source."""
-    rows = [(source.where(_present(problem)), _told(problem)) for problem in problems]
+    """One error that lists all problems, each with its line in the source."""
+    rows = [(source.where(_present(problem)), _described(problem)) for problem in problems]
     width = max(len(where) for where, _ in rows)
     lines = [f"  {where:<{width}}  {text}" if width else f"  {text}" for where, text in rows]
     return ConfigError("\n".join([_head(len(rows), source.name), *lines]), code="C001")
 
 
 def file_error(name: str, file: str, text: str, *, line: int | None = None, shown: str = "") -> ConfigError:
-    """Return the error of a file that could not be read; `shown` is source text to print below."""
+    """The error for a file that cannot be read; `shown` is source text to print below the message."""
     where = file if line is None else f"{file}:{line}"
     below = [f"      {row}" for row in shown.splitlines()]
-    # The code stands behind what is said, not behind the source.
+    # The code ends the message, not the quoted source below it.
     error = ConfigError("\n".join([_head(1, name), f"  {where}  {text} [C002]", *below]))
     error.code = "C002"
     return error
 
 
 def dotted(path: KeyPath) -> str:
-    """Return a path as one writes it: `gradient_handler[0].type`."""
+    """A path as text: `gradient_handler[0].type`."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part or repr(part)}"
@@ -84,47 +84,46 @@ def _head(count: int, name: str) -> str:
 
 
 def _present(problem: Problem) -> KeyPath:
-    """The path of what is there: a nested problem without a value is about a key that is missing."""
+    """The path of an existing key: a nested problem without a value concerns a missing key, so its parent is taken."""
     return problem.path[:-1] if problem.value is UNSAID and len(problem.path) > 1 else problem.path
 
 
-def _told(problem: Problem) -> str:
+def _described(problem: Problem) -> str:
     value = "" if problem.value is UNSAID else f" = {shortened(problem.value)}"
     return f"{dotted(problem.path)}{value}   {problem.text}"
 
 
 def shortened(value: object) -> str:
-    """Return `value` as one line of limited length, for a message."""
+    """`value` as one line of limited length, for a message."""
     try:
         text = " ".join(repr(value).split())
-    except Exception:  # a value of the user's own, or an int of thousands of digits
+    except Exception:  # a custom class, or an int of thousands of digits
         text = f"<{type(value).__name__}>"
     return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
 
 
-# --- Which key of ours was meant: names that are nearly ours, and other frameworks' words for ours, as data ---
+# --- Suggestions: names that are nearly a Colonnade key, and the corresponding words of other frameworks ---
 #
-# Each is an error that names our key: a clipping value under a name that nobody reads trains without clipping
-# and says nothing.
+# All of these are errors: a clipping value under a name that no code reads would silently train without clipping.
 
-# Real names within one edit of a key of ours: a user who writes one of these means it.
+# Ordinary names within one edit of a Colonnade key. A user who writes one of these means it.
 _ORDINARY_WORDS = (
     "mode modes model models modal module node nodes size sizes resize cover type types seeds speed feed need zeros",
     "zeroed hero async syncs synced schedules scheduler scheduled reschedule flat_steps last_step TENSOR_SHAPES",
     "Model Schedule Seed Sync Zero",
 )
 _ORDINARY = frozenset(word for line in _ORDINARY_WORDS for word in line.split())
-_SHORTEST = 4  # below this nearly everything is one edit away
-_LONG = 12  # from here on two edits still mean the key
+_SHORTEST = 4  # shorter keys are within one edit of too many words
+_LONG = 12  # from this length on, two edits still identify the key
 
 
 def squeezed(name: str) -> str:
-    """Return `name` in lower case without underscores and hyphens."""
+    """`name` in lower case without underscores and hyphens."""
     return name.lower().replace("_", "").replace("-", "")
 
 
 def near(name: str, known: Iterable[str], edits: int = 1) -> str | None:
-    """Return the known name that is most like `name`, if about `edits` letters differ at most."""
+    """The known name most similar to `name`, if at most about `edits` letters differ."""
 
     def likeness(candidate: str) -> float:
         return SequenceMatcher(None, name, candidate, autojunk=False).ratio()
@@ -139,7 +138,7 @@ def near(name: str, known: Iterable[str], edits: int = 1) -> str | None:
 
 
 def is_ordinary(name: str, known: Collection[str]) -> bool:
-    """Whether `name` is a user's own although it is close to a known one: `seeds`, `model2`, `_zero`."""
+    """Whether `name` is an intended custom name although it is close to a known one: `seeds`, `model2`, `_zero`."""
     word = name.rstrip("_0123456789")
     numbered = name[-1:].isdigit() and word in known
     marked = "_" not in word and name.rstrip("_") in known
@@ -147,10 +146,10 @@ def is_ordinary(name: str, known: Collection[str]) -> bool:
 
 
 def near_miss(name: str, known: Collection[str]) -> str | None:
-    """Return the key of ours that a top-level key nearly is, or None when it is the user's own.
+    """The Colonnade key of which a top-level key is probably a typo; None for a custom key.
 
-    Case and underscores do not count (`clipGradNorm`). Beyond that a name in one case may be a typo of a key in
-    that case; short keys and UPPER_CASE ones, of which users have many, leave less room.
+    Case and underscores are ignored (`clipGradNorm`). Otherwise only keys of the same case are compared. Short and UPPER_CASE
+    keys need a closer match, because users have many of their own.
     """
     if is_ordinary(name, known):
         return None
@@ -162,7 +161,7 @@ def near_miss(name: str, known: Collection[str]) -> str | None:
 
 @dataclass(frozen=True)
 class Foreign:
-    """Words for the key at `target`, and what to write instead (`{}` is the value that was met)."""
+    """Words of other frameworks for the key at `target`, and the replacement (`{}` is the value found)."""
 
     target: KeyPath
     write: str
@@ -220,7 +219,7 @@ _FOREIGN = (
     ),
     Foreign(
         ("parallel", "data"),
-        "nothing: the ranks that other sizes leave over are data parallel (parallel = dict(data=...) says how many they must be)",
+        "nothing: the remaining ranks are data parallel automatically (parallel = dict(data=...) requires a number)",
         "ddp use_ddp ddp_config distributed_data_parallel",
     ),
     Foreign(
@@ -260,26 +259,26 @@ _FOREIGN = (
     Foreign(("sync", "overlap"), "sync = dict(overlap=...)", "overlap_comm overlap_grad_reduce"),
 )
 ALIASES: dict[str, str] = {}
-"""Further names of our top-level keys that are valid too: `colonnade.compat` adds Colossal-AI's."""
+"""Valid aliases of top-level keys: `colonnade.compat` adds those of Colossal-AI."""
 
 _BY_WORD = {squeezed(word): entry for entry in _FOREIGN for word in entry.words.split()}
 
 
 def foreign_word(name: str, value: Any, config: Mapping[str, Any]) -> str | None:
-    """Say what to write instead of `name`, or None when it is not another framework's word for a key.
+    """The message for a word of another framework, or None if `name` is no such word.
 
-    A word that holds the same value as our key in the same config is a helper variable
-    (`TP_SIZE = 2` above `parallel = dict(tensor=dict(size=TP_SIZE))`) and may stay.
+    A word with the same value as the corresponding key in the same config is a helper variable and may stay:
+    `TP_SIZE = 2` before `parallel = dict(tensor=dict(size=TP_SIZE))`.
     """
     entry = _BY_WORD.get(squeezed(name))
-    if entry is None or name.startswith("_") or name in entry.target or _holds(config, entry.target, value):
+    if entry is None or name.startswith("_") or name in entry.target or _has_value(config, entry.target, value):
         return None
     write = entry.write.format(shortened(value))
     return f"is not read: it is another framework's word for `{'.'.join(entry.target)}`. Write {write}"
 
 
-def _holds(config: Mapping[str, Any], target: KeyPath, value: Any) -> bool:
-    """Whether our key at `target` has this value, directly or as the main entry of its dict."""
+def _has_value(config: Mapping[str, Any], target: KeyPath, value: Any) -> bool:
+    """Whether the key at `target` has this value, directly or as the main entry of its dict."""
     found: Any = config
     for key in target:
         if not isinstance(found, Mapping) or key not in found:

@@ -1,12 +1,11 @@
-"""Every key of a config, as dataclasses: name, type, default, what it may be and what it is for, in one place.
+"""All config keys as dataclasses: name, type, default, allowed values and purpose of a key in one place.
 
-A section is a frozen dataclass whose fields are `key(default, rule, purpose)`. The check of a config, `colonnade config --keys`,
-the reference page, the comparison between ranks and the object that the code reads (`ZeroSettings.read(config.get("zero"))`)
-are all this class. A new key is one more field; whether values fit together stands in `conflicts` (told when the config is
-loaded) or `refuse` (raised where the section is read) of its section. All ranks must have the same values, which is compared at
-launch, but for keys with `may_differ=True`.
+A section is a frozen dataclass whose fields are `key(default, rule, purpose)`. The check of a config, `colonnade config --keys`, the
+reference page, the comparison between ranks and the settings objects (`ZeroSettings.read(config.get("zero"))`) all use it. A new
+key is one new field. Combinations of values are checked in `conflicts` (when the config is loaded) or `refuse` (when the section
+is read). All ranks must have the same values, which `launch` compares, except for keys with `may_differ=True`.
 
-`Settings` below the sections has the top-level keys. `require_valid` at the end is the check of a whole config.
+`Settings`, after the sections, contains the top-level keys. `require_valid`, at the end, checks a complete config.
 No torch at the top: a config is checked before torch is imported.
 """
 
@@ -52,7 +51,7 @@ from colonnade.config.fields import (
     only_dict,
     with_dict,
 )
-from colonnade.config.problems import UNSAID, ConfigSource, Problem, config_error, foreign_word, near_miss
+from colonnade.config.problems import UNSAID, ConfigSource, Problem, config_error, foreign_word, near_miss, squeezed
 from colonnade.errors import ConfigError, did_you_mean, listed
 
 if TYPE_CHECKING:
@@ -62,18 +61,18 @@ _NAMES = any_of(TEXT, TEXTS, NONE)
 
 
 def as_names(value: Any) -> tuple[str, ...]:
-    """A name, or a list of them, as a tuple."""
+    """A name or a list of names, as a tuple."""
     return (value,) if isinstance(value, str) else tuple(value)
 
 
-# --- What is chosen by a registered name ---
+# --- Choices by a registered name ---
 
 
 @dataclass(frozen=True)
 class NamedChoice(Section, required=("type",), short="type", further="options"):
-    """A registered name and the arguments of what it names: of a gradient handler, a schedule, a clip method."""
+    """The registered name and the arguments of a gradient handler, a schedule or a clip method."""
 
-    type: str | None = key(None, TEXT, "its registered name")
+    type: str | None = key(None, TEXT, "registered name")
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -92,31 +91,31 @@ _AXIS_FORM = "dict(size=..., mode=..., ...)"
 class DataAxis(Section, required=("size",)):
     """`parallel.data` as a dict."""
 
-    size: int | None = key(None, _REST, "how many ranks")
+    size: int | None = key(None, _REST, "number of ranks")
 
 
 @dataclass(frozen=True)
 class PipelineAxis(Section, required=("size",)):
     """`parallel.pipeline` as a dict."""
 
-    size: int = key(1, COUNT, "how many stages")
+    size: int = key(1, COUNT, "number of stages")
 
 
 @dataclass(frozen=True)
 class AxisSpec(Section, required=("size",), short="size", further="kwargs"):
-    """One axis: its name in `parallel`, its size, its mode, and the arguments of the mode's initializer."""
+    """One axis: its name in `parallel`, its size, its mode, and the arguments of the initializer of the mode."""
 
     name: str = ""
-    size: int = key(1, COUNT, "how many ranks a group of it has", read=int)
-    mode: str | None = key(None, any_of(TEXT, NONE), "which initializer makes the groups: a key of INITIALIZER_MAPPING")
+    size: int = key(1, COUNT, "ranks per group", read=int)
+    mode: str | None = key(None, any_of(TEXT, NONE), "initializer of the groups: a key of INITIALIZER_MAPPING")
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class ExpertAxis(AxisSpec, required=("size",), short="size", further="kwargs"):
-    """`parallel.expert` as a dict; it is read as an `AxisSpec`, whose initializer takes `over`."""
+    """`parallel.expert` as a dict; it is read as an `AxisSpec`, and its initializer has the argument `over`."""
 
-    over: tuple[str, ...] = key((), _NAMES, "the axes that experts lie on", read=as_names)
+    over: tuple[str, ...] = key((), _NAMES, "axes over which experts are sharded", read=as_names)
 
 
 @dataclass(frozen=True)
@@ -134,45 +133,45 @@ class ParallelSizes(
         word: f"belongs to an axis: parallel = dict(tensor=dict(size=..., {word}=...))" for word in ("mode", "depth")
     },
 ):
-    """The sizes that a config asks for; a key left out or None has size 1.
+    """The parallel sizes of a config; an unset key or None means size 1.
 
-    `data` is None where it is whatever the other axes leave. `axes` are the further ones in the order they
-    were written: `sequence` and the user's own.
+    `data` is None if it is the quotient of the number of ranks and the other sizes. `axes` are `sequence` and custom axes, in the
+    order of the config.
     """
 
     data: int | None = key(
         None,
         with_dict(_REST, DataAxis, "dict(size=...)"),
-        "data-parallel size; None, -1 or 'auto': what the other axes leave",
+        "data-parallel size; None, -1 or 'auto': all remaining ranks",
     )
     pipeline: int = key(1, with_dict(any_of(COUNT, NONE), PipelineAxis, "dict(size=...)"), "number of pipeline stages")
     tensor: int = key(
         1,
         with_dict(any_of(COUNT, NONE), AxisSpec, _AXIS_FORM),
-        "tensor parallelism; further keys go to the mode's initializer",
+        "tensor parallelism; further keys are arguments of the initializer",
     )
     tensor_mode: str | None = None
     tensor_kwargs: dict[str, Any] = field(default_factory=dict)
     expert: AxisSpec | None = key(
         None, with_dict(any_of(COUNT, NONE), ExpertAxis, "dict(size=..., over=..., ...)"), "expert parallelism"
     )
-    sequence: AxisSpec | None = key(None, with_dict(any_of(COUNT, NONE), AxisSpec, _AXIS_FORM), "sequence parallelism")
+    sequence: AxisSpec | None = key(None, with_dict(any_of(COUNT, NONE), AxisSpec, _AXIS_FORM), "context parallelism")
     axes: tuple[AxisSpec, ...] = ()
 
     @classmethod
     def read(cls, given: Any) -> Self:
-        asked = {name: value for name, value in (given or {}).items() if value is not None}
-        data = asked.pop("data", None)
+        values = {name: value for name, value in (given or {}).items() if value is not None}
+        data = values.pop("data", None)
         size = data["size"] if isinstance(data, Mapping) else data
-        axes = {name: replace(AxisSpec.read(value), name=name) for name, value in asked.items()}
-        alone = AxisSpec()
+        axes = {name: replace(AxisSpec.read(value), name=name) for name, value in values.items()}
+        unset = AxisSpec()
         pipeline, tensor, expert = (axes.pop(name, None) for name in ("pipeline", "tensor", "expert"))
         return cls(
             data=None if size in (None, -1, "auto") else int(size),
-            pipeline=(pipeline or alone).size,
-            tensor=(tensor or alone).size,
-            tensor_mode=(tensor or alone).mode,
-            tensor_kwargs=(tensor or alone).kwargs,
+            pipeline=(pipeline or unset).size,
+            tensor=(tensor or unset).size,
+            tensor_mode=(tensor or unset).mode,
+            tensor_kwargs=(tensor or unset).kwargs,
             expert=expert,
             sequence=axes.get("sequence"),
             axes=tuple(axes.values()),
@@ -180,13 +179,13 @@ class ParallelSizes(
 
 
 def parallel_sizes(config: Mapping[str, Any]) -> ParallelSizes:
-    """Read `config["parallel"]`, which is checked once more: one that cannot be used is a ConfigError, as at loading."""
+    """Check and read `config["parallel"]`. Raises ConfigError as `load_config` does."""
     require_valid({"parallel": config.get("parallel")}, ConfigSource())
     return ParallelSizes.read(config.get("parallel"))
 
 
 def least_world(config: Mapping[str, Any]) -> int:
-    """One replica of everything else, or two so that there is something to sum; more where experts lie on data ranks."""
+    """The smallest useful number of ranks for a config: two data-parallel replicas, or as many as experts need."""
     sizes = parallel_sizes(config)
     rest = sizes.pipeline * sizes.tensor * prod(axis.size for axis in sizes.axes)
     expert = sizes.expert.size if sizes.expert is not None else 1
@@ -203,21 +202,21 @@ _GROUP_FORM = "dict(params=<name patterns>, max_norm=..., counted=..., clipped=.
 
 @dataclass(frozen=True)
 class ClipGroup(Section, required=("params",), renamed=dict(max_norm="max")):
-    """A named set of parameters: those whose names fit one of the patterns in `params`.
+    """A named group of parameters, chosen by the name patterns in `params`.
 
-    `counted`: its gradients are part of the total norm. `clipped`: its gradients are divided. With a
-    `max_norm` of its own it is clipped by its own norm, else by the total norm and the clip method.
+    `counted`: its gradients are part of the total norm. `clipped`: its gradients are scaled. A group with `max_norm` is clipped by
+    its own norm, any other by the total norm and the clip method.
     """
 
     name: str = ""
     params: tuple[str, ...] = key(
-        (), any_of(TEXT, SOME_TEXTS), "names of its parameters, as patterns", read=as_names, compare=False
+        (), any_of(TEXT, SOME_TEXTS), "name patterns of the parameters", read=as_names, compare=False
     )
     max_norm: float | None = key(
-        None, any_of(POSITIVE, NONE), "a limit of its own; None: clipped with the rest", read=float
+        None, any_of(POSITIVE, NONE), "limit for the norm of this group; None: clipped with the rest", read=float
     )
-    counted: bool = key(True, BOOL, "whether it is part of the total norm")
-    clipped: bool = key(True, BOOL, "whether it is clipped at all")
+    counted: bool = key(True, BOOL, "whether the group is part of the total norm")
+    clipped: bool = key(True, BOOL, "whether the group is clipped")
 
     def __post_init__(self) -> None:
         if self.max_norm is not None:
@@ -226,18 +225,18 @@ class ClipGroup(Section, required=("params",), renamed=dict(max_norm="max")):
 
 @dataclass(frozen=True)
 class ClipGroups(Section, others=only_dict(ClipGroup, _GROUP_FORM)):
-    """`clip_grad_norm.groups`: groups by names of the user's."""
+    """`clip_grad_norm.groups`: the groups by name."""
 
 
 def positive(name: str, value: float) -> float:
-    """A setting that must be above 0 (inf allowed)."""
+    """`value` as a float; raises ConfigError unless it is above 0 (inf is allowed)."""
     if (
         isinstance(value, bool)
         or not isinstance(value, (int, float))
         or not value > 0
         or (isinstance(value, int) and value >= 2**63)
     ):
-        raise ConfigError(f"{name} is a number above 0 (inf measures only), not {value!r}", code="C003")
+        raise ConfigError(f"{name} must be a number > 0 (inf: only measure), not {value!r}", code="C003")
     return float(value)
 
 
@@ -255,43 +254,45 @@ class ClipSettings(
         nonfinite="error_if_nonfinite",
     ),
 ):
-    """How to clip. `optim.clip.ClipPolicy` carries it out in a run, and `engine.stepper.Stepper` makes that policy.
+    """Gradient clipping. `engine.stepper.Stepper` creates a `optim.clip.ClipPolicy` from it, which does the clipping.
 
-    A key that changes which divisor a step has must also be known to `verify`, which computes the divisor of one process from
-    the same settings: `proof.api`, `proof.record.info_of`, `proof.reference.Limit`, `proof.case.ClipCase`; and to the planted
-    mistakes (`proof.mutation`).
+    `verify` computes the divisor of the single-process run from the same settings. A key that changes the divisor must therefore
+    be handled in `proof.api`, `proof.record.info_of`, `proof.reference.Limit` and `proof.case.ClipCase`, too, and in the injected
+    bugs (`proof.mutation`).
 
-    `max_norm` and `options` are the arguments of the clip method: inf measures without clipping, None is the method's own
-    default. `per` says what is clipped by a norm of its own: the whole gradient (or a group with a limit of its own), each
-    layer, or each parameter. `report` says what gets a norm of its own to be looked at: as `per`, if it is None.
+    `max_norm` and `options` are the arguments of the clip method: inf measures without clipping, None is the default of the
+    method. `per` chooses the norm groups: the full gradient (and groups with their own limit), each layer, or each parameter.
+    `report` chooses the norm groups of `engine.grad_norms()`; None: those of `per`.
     """
 
     max_norm: float | None = key(
-        None, any_of(number_from(0), NONE), "largest global norm; 0: off, inf: only measure", read=float
+        None, any_of(number_from(0), NONE), "maximum global norm; 0: off, inf: only measure", read=float
     )
-    norm_type: float = key(2.0, ORDER, "p of the norm", read=float)
+    norm_type: float = key(2.0, ORDER, "p of the p-norm", read=float)
     groups: tuple[ClipGroup, ...] = key(
         (),
         Rule(f"a dict of {_GROUP_FORM} by name or None", NONE.accepts, ClipGroups),
-        "parameters that are clipped apart",
+        "parameter groups with their own limits",
         read=_groups,
     )
     nonfinite: NonFinite = key(
-        "skip", any_of(choice("skip", "raise", "propagate"), NONE), "what to do when the norm is nan or inf"
+        "skip", any_of(choice("skip", "raise", "propagate"), NONE), "action if the norm is nan or inf"
     )
     method: str = key(
-        "norm", with_dict(any_of(TEXT, NONE), NamedChoice, "dict(type='Name', ...)"), "how the threshold is found"
+        "norm",
+        with_dict(any_of(TEXT, NONE), NamedChoice, "dict(type='Name', ...)"),
+        "clip method, which determines the threshold",
     )
     options: Mapping[str, Any] = field(default_factory=dict)
     per: Per = key(
         "group",
         choice("group", "layer", "parameter"),
-        "what is clipped by its own norm; group: the whole, and groups with a max_norm",
+        "norm groups; group: all parameters, and groups with a max_norm",
     )
     report: Per | None = key(
         None,
         choice("group", "layer", "parameter"),
-        "what engine.grad_norms() tells apart; the same as `per` by itself",
+        "norm groups of engine.grad_norms(); default: those of `per`",
     )
 
     @classmethod
@@ -301,28 +302,28 @@ class ClipSettings(
 
     @classmethod
     def read(cls, given: Any) -> Self | None:
-        """From a number, or a dict; None where nothing is clipped or measured: no value, 0, or a dict of max_norm=0."""
+        """Read a number or a dict; None if clipping is off: no value, 0, or a dict with max_norm=0."""
         settings = super().read(given)
         if settings is None or settings._is_off:
             return None
-        # Beside groups, no max_norm or 0 is inf: the rest is measured only.
+        # With groups, a missing max_norm or 0 means inf for the rest, which is then only measured.
         return replace(settings, max_norm=inf) if settings.method == "norm" and not settings.max_norm else settings
 
     @classmethod
     def completed(cls, values: dict[str, Any]) -> dict[str, Any]:
         method = NamedChoice.read(values.pop("method", None))
         options = dict(method.options)
-        # A max_norm beside the method wins over one among its arguments.
+        # clip_grad_norm.max_norm takes precedence over a max_norm among the arguments of the method.
         max_norm = values.pop("max_norm", options.pop("max_norm", None))
-        # AdaGC has a limit for every parameter.
+        # AdaGC has one threshold per parameter.
         values.setdefault("per", "parameter" if method.type == "adagc" else "group")
         return {**values, "method": method.type or "norm", "options": options, "max_norm": max_norm}
 
     def refuse(self, given: Mapping[str, Any]) -> None:
         if self.report not in (None, self.per) and self.per != "group" and not self._is_off:
             raise ConfigError(
-                f"clip_grad_norm: report={self.report!r} beside per={self.per!r}: what is clipped by a norm of its own is what norms are "
-                f"reported of. Leave report out",
+                f"clip_grad_norm: report={self.report!r} differs from per={self.per!r}; norms are reported for the groups that are "
+                f"clipped. Remove report",
                 code="C003",
             )
 
@@ -336,14 +337,14 @@ class ClipSettings(
         return dict(self.options) if self.max_norm is None else {**self.options, "max_norm": self.max_norm}
 
     def group_of(self, name: str) -> int:
-        """The number of the group that a parameter is in; the last is "rest"."""
+        """The index of the group of a parameter; the last group is "rest"."""
         for number, group in enumerate(self.groups):
             if any(fnmatchcase(name, pattern) for pattern in group.params):
                 return number
         return len(self.groups)
 
     def clip_groups(self) -> list[ClipGroup]:
-        """The named groups, and last the rest."""
+        """The named groups, followed by the rest."""
         return [*self.groups, ClipGroup("rest" if self.groups else "all")]
 
 
@@ -362,18 +363,18 @@ class Fp16Settings(
     ),
     refused={"verbose": "is not read: changes of the scale are not logged. Leave it out"},
 ):
-    """fp16 mixed precision with a loss scale. `mode` is Colossal-AI's: all kinds are the same here, and None turns fp16 off."""
+    """fp16 mixed precision with a loss scale. `mode` comes from Colossal-AI: all values mean the same, None turns fp16 off."""
 
     mode: Any = key(None, any_of(choice("torch", "apex", "naive"), AMP_MODE, NONE), "kind of mixed precision")
-    init_scale: float = key(2.0**16, LOSS_SCALE, "loss scale to start from")
-    growth_factor: float = key(2.0, number_above(1), "the scale grows by this factor")
-    backoff_factor: float = key(0.5, FRACTION, "the scale shrinks by this factor after an overflow")
+    init_scale: float = key(2.0**16, LOSS_SCALE, "initial loss scale")
+    growth_factor: float = key(2.0, number_above(1), "growth factor of the scale")
+    backoff_factor: float = key(0.5, FRACTION, "factor of the scale after an overflow")
     growth_interval: int = key(2000, COUNT, "steps without overflow before the scale grows")
     min_scale: float | None = key(None, any_of(LOSS_SCALE, NONE), "smallest loss scale")
     max_scale: float | None = key(None, any_of(LOSS_SCALE, NONE), "largest loss scale")
     hysteresis: int = key(1, COUNT, "overflows before the scale shrinks")
-    enabled: bool = key(True, BOOL, "False: as if fp16 were left out")
-    dynamic_grad_scale: bool = key(True, BOOL, "whether the scale moves at all")
+    enabled: bool = key(True, BOOL, "False: as without fp16")
+    dynamic_grad_scale: bool = key(True, BOOL, "whether the scale changes")
 
     @classmethod
     def conflicts(cls, given: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
@@ -400,14 +401,12 @@ class Fp16Settings(
 
     def refuse(self, given: Mapping[str, Any]) -> None:
         if self.enabled and self.hysteresis != 1:
-            raise ConfigError(
-                "fp16.hysteresis: only 1 is known here: the scale falls after each dropped step", code="C003"
-            )
+            raise ConfigError("fp16.hysteresis must be 1: the scale shrinks after each skipped step", code="C003")
 
 
 @dataclass(frozen=True)
 class Bf16Settings(SwitchedSection):
-    """bf16 mixed precision. `master_weights` stands under `zero` as well: see `Precision.read`."""
+    """bf16 mixed precision. `zero` has `master_weights` too: see `Precision.read`."""
 
     master_weights: bool = key(True, BOOL, "the optimizer steps on fp32 weights")
 
@@ -419,20 +418,20 @@ _NOT_IN_FLOAT8 = ("lm_head", "head", "classifier", "output", "router", "gate")
 class Float8Settings(SwitchedSection):
     """Linear layers in float8.
 
-    `skip`: names or patterns of layers that keep their dtype, instead of the usual ones. `emulate`: compute as float8 would
-    with the operations of wider dtypes, on any device, to try it out.
+    `skip`: names or patterns of layers that keep their dtype, in place of the default list. `emulate`: emulate float8 with wider
+    dtypes, on any device.
     """
 
-    recipe: str = key("tensorwise", choice("tensorwise", "rowwise", "rowwise_with_gw_hp"), "how torchao scales values")
+    recipe: str = key("tensorwise", choice("tensorwise", "rowwise", "rowwise_with_gw_hp"), "scaling recipe of torchao")
     skip: tuple[str, ...] = key(_NOT_IN_FLOAT8, _NAMES, "layers that keep their dtype, by name", read=as_names)
-    emulate: bool = key(False, BOOL, "try it out where there is no float8 hardware")
+    emulate: bool = key(False, BOOL, "emulate float8 on other hardware")
 
 
 # --- zero ---
 
 
 _OLD_ZERO = (
-    "is an older form. Write zero = dict(stage=3, offload='cpu'); settings of the loss scale go to fp16 = dict(...)"
+    "is an obsolete form. Write zero = dict(stage=3, offload='cpu'); loss scale settings belong to fp16 = dict(...)"
 )
 _STAGE = choice(0, 1, 2, 3)
 
@@ -442,7 +441,7 @@ def _offload(value: Any) -> bool:
         return value
     if value == "cpu":
         return True
-    raise ConfigError(f"zero.offload={value!r}; allowed are True, False and 'cpu'", code="C003")
+    raise ConfigError(f"zero.offload={value!r} must be True, False or 'cpu'", code="C003")
 
 
 @dataclass(frozen=True)
@@ -457,22 +456,26 @@ class ZeroSettings(
     ),
     refused={"model_config": _OLD_ZERO, "optimizer_config": _OLD_ZERO},
 ):
-    """What is sharded (`stage`) and how.
+    """ZeRO: the sharded state (`stage`), and options.
 
-    All stages read `offload` and `master_weights`; the others are for the stages that `refuse` names. `gather_dtype` and
-    `reduce_dtype` (stage 3) come from other sections: what fp32 weights are gathered in, and what gradients are reduced in.
+    All stages use `offload` and `master_weights`; `refuse` lists the stages of the other keys. `gather_dtype` (all-gather of fp32
+    weights) and `reduce_dtype` (reduction of gradients) of stage 3 come from other sections.
     """
 
     stage: int = key(0, _STAGE, "1: optimizer state is sharded, 2: and gradients, 3: and parameters", read=int)
     reduce_scatter: bool = key(True, BOOL, "reduce-scatter gradients instead of all-reduce")
-    offload: bool = key(False, any_of(BOOL, TEXT, NONE), "device that keeps the shards between steps", read=_offload)
+    offload: bool = key(
+        False, any_of(BOOL, TEXT, NONE), "'cpu' or True: keep the shards on the host between steps", read=_offload
+    )
     bucket_mb: float | None = key(None, POSITIVE, "bucket size in MiB")
-    gather_ahead: bool = key(False, BOOL, "stages 1, 2: gather parameters while the next forward pass runs")
-    prefetch: int = key(0, int_from(0), "stage 3: how many modules are gathered ahead", read=int)
+    gather_ahead: bool = key(False, BOOL, "stages 1, 2: all-gather parameters during the next forward pass")
+    prefetch: int = key(0, int_from(0), "stage 3: number of modules to all-gather ahead", read=int)
     master_weights: bool = key(True, BOOL, "the optimizer steps on fp32 weights")
-    replicate: str | None = key(None, any_of(TEXT, NONE), "stage 3: the axis on which shards are replicas (HSDP)")
-    wrap: tuple[str, ...] = key((), _NAMES, "stage 3: names of the modules that are gathered one by one", read=as_names)
-    reshard: bool = key(True, BOOL, "stage 3: give parameters back after their forward pass")
+    replicate: str | None = key(None, any_of(TEXT, NONE), "stage 3: axis over which shards are replicated (HSDP)")
+    wrap: tuple[str, ...] = key(
+        (), _NAMES, "stage 3: names of the modules that are all-gathered separately", read=as_names
+    )
+    reshard: bool = key(True, BOOL, "stage 3: reshard parameters after their forward pass")
     gather_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
 
@@ -482,13 +485,14 @@ class ZeroSettings(
             for name in names:
                 if name in given and self.stage != stage and not (name == "reduce_scatter" and self.reduce_scatter):
                     raise ConfigError(
-                        f"zero.{name}={given[name]!r} is for stage {stage}, not for stage {self.stage}", code="C003"
+                        f"zero.{name}={given[name]!r} requires ZeRO stage {stage}, not {self.stage}", code="C003"
                     )
         if self.stage == 3:
             for name in ("bucket_mb", "gather_ahead"):
                 if name in given:
                     raise ConfigError(
-                        f"zero.{name} is for stages 1 and 2: at stage 3, FSDP2 groups by module", code="C003"
+                        f"zero.{name} requires ZeRO stage 1 or 2: at stage 3, FSDP2 groups parameters by module",
+                        code="C003",
                     )
 
 
@@ -506,17 +510,15 @@ class ActivationSettings(
         mode="type policy granularity", blocks="modules layers wrap", every="every_n interval", offload="cpu_offload"
     ),
 ):
-    """Which activations are computed again in backward (`mode`, `keep`), of which blocks, and whether they lie on the host."""
+    """Activation checkpointing (`mode`, `keep`) and offloading, and the blocks they apply to."""
 
-    mode: str = key(
-        "none", _MODES, "what a block computes again in backward: nothing, everything, all but the ops of `keep`"
-    )
-    every: int = key(1, COUNT, "of the blocks, every n-th one")
+    mode: str = key("none", _MODES, "recomputation in backward: nothing, everything, or all but the ops of `keep`")
+    every: int = key(1, COUNT, "apply to every n-th block")
     blocks: tuple[str, ...] = key(
-        (), _NAMES, "their classes, or patterns of module names; left out, they are looked for", read=as_names
+        (), _NAMES, "classes or name patterns of the blocks; default: detected", read=as_names
     )
     keep: tuple[str, ...] = key(
-        (), any_of(TEXTS, NONE), "mode 'selective': ops whose results are kept, such as 'aten.mm'", read=as_names
+        (), any_of(TEXTS, NONE), "mode 'selective': ops whose results are stored, such as 'aten.mm'", read=as_names
     )
     offload: bool = key(False, BOOL, "what is kept for backward lies in the host's memory")
 
@@ -530,7 +532,7 @@ class ActivationSettings(
     def refuse(self, given: Mapping[str, Any]) -> None:
         if self.keep and self.mode != "selective":
             raise ConfigError(
-                f"activation_checkpoint.keep is for mode='selective', not for mode={self.mode!r}", code="C003"
+                f"activation_checkpoint.keep requires mode='selective', not mode={self.mode!r}", code="C003"
             )
 
 
@@ -545,14 +547,14 @@ _HALVES = ("bfloat16", "float16")
 
 
 def half_dtypes() -> tuple[torch.dtype, torch.dtype]:
-    """The dtypes of 16 bits: bfloat16 and float16."""
+    """bfloat16 and float16."""
     import torch
 
     return torch.bfloat16, torch.float16
 
 
 def _dtype(name: str, value: Any) -> Any:
-    """A dtype by its name; anything else comes back as it is."""
+    """The dtype for a name; other values are returned unchanged."""
     if not isinstance(value, str):
         return value
     import torch
@@ -565,13 +567,17 @@ def _dtype(name: str, value: Any) -> Any:
 
 @dataclass(frozen=True)
 class SyncOptions(Section):
-    """How gradients are synchronised, for all or for one named handler; every default suits the device and the transport.
+    """Options of the gradient reduction, for all handlers or one named handler.
 
-    `bucket_mb=None` is the size that suits the transport, `first_bucket_mb=None` (of the bucket that is full first)
-    likewise. `reduce_dtype` is what they are reduced in: added in it where it is wider than they are, sent in it where it is
-    narrower; stage 3 of ZeRO reads it too. `compress` ("bf16" or "fp16") is what they are sent in, beside a wider
-    `reduce_dtype`. `fixed_order` adds in rank order, so that bits do not depend on bucket
-    sizes. `shared_memory=True` is an error where it cannot be had; "auto" falls back.
+    Attributes:
+        bucket_mb: bucket size; None: the size that suits the transport.
+        first_bucket_mb: size of the bucket that is ready first; None: as above.
+        overlap: reduce while backward runs.
+        reduce_dtype: dtype of the reduction. A dtype wider than the gradients is used for adding, a narrower one for
+            sending. ZeRO stage 3 uses it too.
+        compress: "bf16" or "fp16": dtype for sending, together with a wider `reduce_dtype`.
+        fixed_order: add in rank order, so that results do not depend on bucket sizes, bit for bit.
+        shared_memory: True: an error if shared memory is not available; "auto": fall back.
     """
 
     bucket_mb: float | None = key(None, POSITIVE, "bucket size in MiB")
@@ -596,7 +602,7 @@ class SyncOptions(Section):
 
     @classmethod
     def spelled_out(cls, given: Any) -> Mapping[str, Any]:
-        # The options of a handler come from whoever builds it, a config or a script: nothing has checked their names.
+        # The options of a handler may come from a script, so their names have not been checked.
         known = keys_of(cls)
         for name in given or ():
             if name not in known:
@@ -612,29 +618,29 @@ class SyncOptions(Section):
         for name in ("bucket_mb", "first_bucket_mb"):
             size = getattr(self, name)
             if size is not None and not size > 0:
-                raise ConfigError(f"{name} must be more than 0, not {size!r}", code="C003")
+                raise ConfigError(f"{name} must be a number > 0, not {size!r}", code="C003")
         for name in ("overlap", "shared_memory"):
             if getattr(self, name) not in (True, False, "auto"):
-                raise ConfigError(f'{name} is True, False or "auto", not {getattr(self, name)!r}', code="C003")
+                raise ConfigError(f'{name} must be True, False or "auto", not {getattr(self, name)!r}', code="C003")
         dtype, halves = self.reduce_dtype, half_dtypes()
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ConfigError(f"reduce_dtype is a floating point dtype, not {dtype!r}", code="C003")
+            raise ConfigError(f"reduce_dtype must be a floating point dtype, not {dtype!r}", code="C003")
         if self.compress not in (None, *halves):
-            raise ConfigError(f'compress is "bf16", "fp16" or None, not {self.compress!r}', code="C003")
+            raise ConfigError(f'compress must be "bf16", "fp16" or None, not {self.compress!r}', code="C003")
         if self.compress is not None and dtype in halves and dtype is not self.compress:
             raise ConfigError(
-                f"compress={self.compress} and reduce_dtype={dtype} are two dtypes to send in; give one of them, or a wider "
-                f"reduce_dtype",
+                f"compress={self.compress} and reduce_dtype={dtype} both set the dtype for sending; remove one of them, or give a "
+                f"wider reduce_dtype",
                 code="C003",
             )
 
     @property
     def narrow(self) -> torch.dtype | None:
-        """The half-precision dtype that wider gradients are sent in, if one was asked for."""
+        """The half-precision dtype for sending wider gradients, if it is set."""
         return self.compress or (self.reduce_dtype if self.reduce_dtype in half_dtypes() else None)
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which gradients of `dtype` are added: never narrower; fp16 would overflow in its own."""
+        """The dtype for adding gradients of `dtype`: never narrower, and at least fp32 for fp16, which would overflow."""
         import torch
 
         least = torch.float32 if dtype is torch.float16 else _real(dtype)
@@ -642,7 +648,7 @@ class SyncOptions(Section):
         return wanted if not dtype.is_complex and wanted.itemsize > least.itemsize else least
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which gradients of `dtype` are sent: never wider."""
+        """The dtype for sending gradients of `dtype`: never wider."""
         real, narrow = _real(dtype), self.narrow
         return narrow if narrow is not None and narrow.itemsize < real.itemsize else real
 
@@ -662,10 +668,10 @@ class SyncSettings(
         fixed_order="deterministic",
     ),
 ):
-    """The `sync` section: the options of all sums, and which parameters are summed at all."""
+    """The `sync` section: options of all reductions, and the parameters that are exempt from them."""
 
-    automatic: bool = key(True, BOOL, "attach handlers for what no named handler does")
-    waive: tuple[str, ...] = key((), _NAMES, "parameters that nobody need synchronise, by name", read=as_names)
+    automatic: bool = key(True, BOOL, "attach handlers for required reductions without a named handler")
+    waive: tuple[str, ...] = key((), _NAMES, "names of parameters exempt from the ledger check", read=as_names)
 
 
 # --- guard, model, compile ---
@@ -673,14 +679,14 @@ class SyncSettings(
 
 @dataclass(frozen=True)
 class GuardSettings(SwitchedSection, renamed=dict(every="interval every_n steps")):
-    """Comparisons of ranks while training; None: as often as the guard does by itself."""
+    """Periodic comparison of replicas during training; None: the default interval."""
 
     every: int | None = key(None, COUNT, "steps between two comparisons")
 
 
 @dataclass(frozen=True)
 class ModelSettings(Section, further="own"):
-    """`model`, which is the user's own but for one key."""
+    """`model`, a section of the user with one Colonnade key."""
 
     num_chunks: int | None = key(None, COUNT, "model chunks per pipeline rank")
     own: Mapping[str, Any] = field(default_factory=dict)
@@ -690,7 +696,7 @@ class ModelSettings(Section, further="own"):
 class CompileSettings(SwitchedSection, further="options"):
     """torch.compile; further keys are its arguments."""
 
-    blocks: bool = key(True, BOOL, "False: the model in one piece")
+    blocks: bool = key(True, BOOL, "compile block by block; False: the full model")
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -699,20 +705,20 @@ class CompileSettings(SwitchedSection, further="options"):
 
 @dataclass(frozen=True)
 class Settings(Section):
-    """The top-level keys that are ours. Under each of them None stands for "not set"."""
+    """The top-level keys. None means "not set" for each of them."""
 
     parallel: ParallelSizes = key(
         ParallelSizes,
-        only_dict(ParallelSizes, "a dict of data, pipeline, tensor, expert, sequence and axes of your own"),
-        "how the ranks are divided into axes",
+        only_dict(ParallelSizes, "a dict of data, pipeline, tensor, expert, sequence and your own axes"),
+        "parallel sizes",
         read=ParallelSizes.read,
     )
     gradient_handler: tuple[Any, ...] = key(
-        (), _HANDLERS, "gradient handlers to add to what the placements demand", read=tuple
+        (), _HANDLERS, "gradient handlers, in addition to the automatic ones", read=tuple
     )
-    gradient_handlers: tuple[Any, ...] = key((), _HANDLERS, "another name of gradient_handler", read=tuple)
+    gradient_handlers: tuple[Any, ...] = key((), _HANDLERS, "alias of gradient_handler", read=tuple)
     clip_grad_norm: ClipSettings | None = key(
-        None, with_dict(number_from(0), ClipSettings), "clip to this global norm; 0: off", read=ClipSettings.read
+        None, with_dict(number_from(0), ClipSettings), "maximum global gradient norm; 0: off", read=ClipSettings.read
     )
     gradient_accumulation: int = key(1, COUNT, "batches per optimizer step", read=int)
     fp16: Fp16Settings | None = key(
@@ -720,75 +726,74 @@ class Settings(Section):
     )
     bf16: Bf16Settings | None = key(None, with_dict(BOOL, Bf16Settings), "bf16 mixed precision", read=Bf16Settings.read)
     float8: Float8Settings | None = key(
-        None, with_dict(BOOL, Float8Settings), "linear layers in float8, by torchao", read=Float8Settings.read
+        None, with_dict(BOOL, Float8Settings), "float8 linear layers (torchao)", read=Float8Settings.read
     )
     zero: ZeroSettings = key(
-        ZeroSettings, with_dict(_STAGE, ZeroSettings), "sharding over the data axis", read=ZeroSettings.read
+        ZeroSettings, with_dict(_STAGE, ZeroSettings), "ZeRO: sharding over the data axis", read=ZeroSettings.read
     )
     schedule: NamedChoice | None = key(
-        None, _NAMED, "how one step's passes run; further keys go to the schedule", read=NamedChoice.read
+        None, _NAMED, "pipeline schedule; further keys are its arguments", read=NamedChoice.read
     )
-    sync: SyncSettings = key(SyncSettings, only_dict(SyncSettings), "how gradients are reduced", read=SyncSettings.read)
+    sync: SyncSettings = key(
+        SyncSettings, only_dict(SyncSettings), "options of the gradient reduction", read=SyncSettings.read
+    )
     compare_stages: bool = key(
         True,
         BOOL,
-        "False: pipeline stages that `split` has not made may be alike in names, shapes and values of their parameters",
+        "False: pipeline stages may have parameters of equal names, shapes and values",
     )
     guard: GuardSettings | None = key(
         None,
         with_dict(BOOL, GuardSettings),
-        "compare replicas and the calls of handlers between ranks every so many steps",
+        "compare replicas, and the collectives of handlers, periodically",
         read=GuardSettings.read,
     )
-    compare_batches: bool = key(
-        True, BOOL, "compare the first batches of ranks that see the same data; on unless False"
-    )
+    compare_batches: bool = key(True, BOOL, "compare the first batches of ranks that need the same data")
     activation_checkpoint: ActivationSettings = key(
         ActivationSettings,
         with_dict(any_of(BOOL, _MODES), ActivationSettings),
-        "which activations are computed again in backward, or kept on the host; True: 'full'",
+        "activation checkpointing and offloading; True: 'full'",
         read=ActivationSettings.read,
     )
-    flat_step: bool | None = key(None, BOOL, "run the optimizer on flat buffers")
-    graph_step: bool = key(False, BOOL, "run the flat step and the clipping as CUDA graphs")
+    flat_step: bool | None = key(None, BOOL, "run the optimizer on flat buffers; default: if possible")
+    graph_step: bool = key(False, BOOL, "run clipping and flat step as CUDA graphs")
     compile: CompileSettings | None = key(
         None,
-        with_dict(BOOL, CompileSettings, "dict of torch.compile's options"),
-        "torch.compile the model, block by block",
+        with_dict(BOOL, CompileSettings, "a dict of torch.compile arguments"),
+        "torch.compile the model",
         read=CompileSettings.read,
     )
-    seed: int = key(0, INT, "seed of every random stream", read=int)
-    cudnn_benchmark: bool | None = key(None, BOOL, "let cuDNN search for the fastest algorithm")
-    cudnn_deterministic: bool | None = key(None, BOOL, "let cuDNN use deterministic algorithms only")
+    seed: int = key(0, INT, "seed of all random streams", read=int)
+    cudnn_benchmark: bool | None = key(None, BOOL, "let cuDNN benchmark its algorithms")
+    cudnn_deterministic: bool | None = key(None, BOOL, "restrict cuDNN to deterministic algorithms")
     compare_weights: bool = key(
-        True, BOOL, "False: ranks that have the same seed may start with other weights; the first's are taken"
+        True, BOOL, "False: replicas may start with different weights; those of the first are used"
     )
     model: Any = key(
         None,
         Rule("anything", ANYTHING.accepts, ModelSettings),
-        "your own, but for num_chunks",
+        "your own keys, and num_chunks",
         may_differ=True,
     )
     num_microbatches: int | None = key(None, int_within(1, 1 << 16), "micro-batches per step of a pipeline")
-    TENSOR_SHAPE: Any = key(None, SHAPE, "shape sent between stages; left out, the stages ask each other")
+    TENSOR_SHAPE: Any = key(None, SHAPE, "shape of activations sent between stages; default: exchanged by the stages")
 
 
 KEYS: dict[str, Rule] = keys_of(Settings)
-"""Every top-level key that is ours."""
+"""The top-level keys with their rules."""
 
 REFUSED: dict[str, str] = {
-    "torch_ddp": "is not read: torch DDP is never wrapped around a model. "
-    "Write sync = dict(bucket_mb=..., overlap=...)",
-    "max_ep_size": "is not read. Write parallel = dict(expert=...), the number of ranks that experts are divided over",
+    "torch_ddp": "is not read: models are not wrapped in torch DDP. Write sync = dict(bucket_mb=..., overlap=...)",
+    "max_ep_size": "is not read. Write parallel = dict(expert=...), the number of ranks over which experts are sharded",
 }
-"""Keys that mean something elsewhere and nothing here, with what to write instead."""
+"""Keys of other frameworks without a counterpart, with the replacement."""
 
 
-# --- All keys in one list: what `colonnade config --keys` and the reference page show ---
+# --- The list of all keys, for `colonnade config --keys` and the reference page ---
 
 
 class Key(NamedTuple):
-    """One key: its path in a config (`zero.stage`; `NAME` stands for a name of yours), and what its field says of it."""
+    """One key: its path (`zero.stage`; `NAME` stands for a custom name), allowed values and meaning."""
 
     path: str
     allows: str
@@ -797,7 +802,7 @@ class Key(NamedTuple):
 
 
 def all_keys() -> list[Key]:
-    """Every key that is ours, in the order of the fields, each section after its own key."""
+    """All keys in the order of the fields, each section after its own key."""
     return list(_keys_below(Settings, ()))
 
 
@@ -816,14 +821,27 @@ def _keys_in(rule: Rule, path: tuple[str, ...]) -> Iterator[Key]:
         yield from _keys_in(rule.items, (*path[:-1], f"{path[-1]}[]"))
 
 
-# --- The check of a whole config ---
+# --- The check of a complete config ---
 
 
 def require_valid(values: Mapping[str, Any], source: ConfigSource) -> None:
-    """Raise one ConfigError that tells every problem of `values`, before any process group exists."""
-    found = [*_wrong_keys(values), *_conflicts(values)]
+    """Raise one ConfigError that lists all problems of `values`, before any process group exists."""
+    found = [*_wrong_keys(values)]
+
+    # Values that are valid alone but contradict each other: between top-level keys, then within each section.
+    if values.get("gradient_handler") is not None and values.get("gradient_handlers") is not None:
+        found.append(Problem(("gradient_handlers",), "is an alias of gradient_handler, which is set too: remove one"))
+    if _is_on(values.get("fp16")) and _is_on(values.get("bf16")):
+        found.append(Problem(("bf16",), "is on together with fp16: remove one"))
+    for name, rule in KEYS.items():
+        given = values.get(name)
+        if isinstance(given, dict) and rule.section is not None:
+            found += [Problem((name, inner), text, value) for inner, text, value in rule.section.conflicts(given)]
     if found:
         raise config_error(found, source)
+
+
+_WHOLE_CONFIGS = ("config", "cfg", "conf", "colonnadeconfig")
 
 
 def _wrong_keys(values: Mapping[Any, Any]) -> Iterator[Problem]:
@@ -834,27 +852,23 @@ def _wrong_keys(values: Mapping[Any, Any]) -> Iterator[Problem]:
             if value is not None:
                 yield from check_value(KEYS[name], (name,), value)
         elif isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
-            continue  # a helper of the config file: nobody means a setting by a function
+            continue  # a helper function of the config file, not a setting
         else:
-            # A key that is not ours is the user's own, unless it was meant to be ours.
+            # An unknown key is the user's own, unless it is probably meant as a Colonnade key.
             text = REFUSED.get(name) or foreign_word(name, value, values)
             if text is None and (close := near_miss(name, KEYS)):
-                text = f"unknown key. Did you mean `{close}`? A key of your own needs a less similar name"
+                text = f"unknown key. Did you mean `{close}`? To use it as your own key, rename it"
+            if text is None and squeezed(name) in _WHOLE_CONFIGS and isinstance(value, Mapping):
+                # `config = dict(...)` as a script passes it to launch. If no other key of the file is known, the file would
+                # pass as a config of nothing but the user's own keys, and none of it would be read.
+                inside = [inner for inner in value if inner in KEYS]
+                if inside and not any(other in KEYS for other in values):
+                    text = (
+                        f"is not read: the keys of a config file are variables at its top level. Write "
+                        f"{', '.join(f'{inner} = ...' for inner in inside[:3])} without the dict around them"
+                    )
             if text is not None:
                 yield Problem((name,), text, value)
-
-
-def _conflicts(values: Mapping[str, Any]) -> Iterator[Problem]:
-    """Values that are right one by one and wrong together: between top-level keys, then within each section."""
-    if values.get("gradient_handler") is not None and values.get("gradient_handlers") is not None:
-        yield Problem(("gradient_handlers",), "is set beside gradient_handler, its other name: keep one")
-    if _is_on(values.get("fp16")) and _is_on(values.get("bf16")):
-        yield Problem(("bf16",), "is on beside fp16: keep one")
-    for name, rule in KEYS.items():
-        given = values.get(name)
-        if isinstance(given, dict) and rule.section is not None:
-            for inner, text, value in rule.section.conflicts(given):
-                yield Problem((name, inner), text, value)
 
 
 def _is_on(setting: Any) -> bool:

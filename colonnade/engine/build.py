@@ -37,6 +37,7 @@ from colonnade.gradients.ledger import is_waived
 from colonnade.logging import get_dist_logger
 from colonnade.parallel.held import Placements, broadcast_shared, check_placements, held_tensors
 from colonnade.parallel.split import Split, build_schedule
+from colonnade.texts import format_bytes
 
 if TYPE_CHECKING:
     from colonnade.optim.zero.fsdp import ShardedModel
@@ -159,7 +160,15 @@ def initialize(
             schedule=schedule,
             accumulation=int(config.get("gradient_accumulation") or 1),
         )
-    get_dist_logger().info(str(engine.precision_table()))
+    # One line for a start; everything else that is known by now is for those who look for a mistake.
+    table = engine.precision_table()
+    axes = " x ".join(f"{axis.name} {axis.size}" for axis in context.layout.axes if axis.size > 1)
+    get_dist_logger().info(
+        f"{context.world_size} rank{'s' if context.world_size > 1 else ''}{f' ({axes})' if axes else ''} on {context.device.type}: "
+        f"{table.parameters:,} parameters on this rank, {format_bytes(table.parameters * table.bytes_per_parameter)} for weights, "
+        f"gradients and optimizer state"
+    )
+    get_dist_logger().debug(str(table))
     announce(engine)
     return engine, train_dataloader, test_dataloader, _scheduler(lr_scheduler, engine)
 
@@ -176,7 +185,7 @@ def _shard_parameters(
     if hasattr(optimizer, "param_groups"):
         sharding.carry_over(optimizer)
     check_placements(model, context)
-    get_dist_logger().info(
+    get_dist_logger().debug(
         f"ZeRO stage 3: {sharding.units} modules are gathered one by one (FSDP2); not sharded: {listed(sharding.whole)}"
     )
 

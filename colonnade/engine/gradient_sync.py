@@ -141,7 +141,7 @@ def build_sync(
         plan = plan_sums(
             model, optimizer, context, claims, options, bucket_all=bucket_all, shards=shards, touched=touched
         )
-    get_dist_logger().info(describe(plan.attached, named))
+    get_dist_logger().debug(describe(plan.attached, named))
     sums = with_groups(plan.sums, context)
     with agreed_errors(context.device):
         synchroniser = Synchroniser(sums, log=get_dist_logger().info)

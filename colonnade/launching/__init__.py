@@ -1,1 +1,1 @@
-"""`colonnade run`: read `launcher` first. `outcome` decides which rank failed first, for `run_world` too."""
+"""The launcher behind `colonnade run`. Start with `launcher`; `outcome` finds the first failed rank, for `run_world` too."""

@@ -1,9 +1,9 @@
-"""The rendezvous of torchrun's elastic agents, one on each machine, and the store that they serve to the ranks of each start.
+"""The rendezvous of the elastic agents of torchrun, one per machine, and the store that they serve to the ranks.
 
-Torch lets a store listen on all interfaces. Here it listens on the loopback interface where the job has one machine,
-and else on the address by which the other machines know this one. The launcher itself serves the ranks' store, on
-a port that the kernel gives it: so nobody can take the port between the choice and the start. Every start gets a store
-of its own, because in a store that outlived the ranks gloo finds the addresses of dead ones.
+A torch store listens on all interfaces. Here it listens only on the loopback interface for a job on one machine, else on the
+address by which the other machines know this one. The launcher serves the store of the ranks itself, on a port chosen by the
+kernel, so no other process can take the port before the ranks start. Every (re)start gets a new store, because gloo would find
+the addresses of dead ranks in an old one.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from colonnade.context.rendezvous import launchers_met, listening_at
 
 BACKEND = "colonnade"
 STATIC_BACKEND = "colonnade-placed"
-"""Where each machine was given its place by --node-rank."""
+"""The backend if every machine has a --node-rank."""
 _SECONDS = 60
 
 
 class AgentRendezvous(RendezvousHandler):
-    """Torch's rendezvous, which also agrees on a store for this start and on how many starts there were before."""
+    """The rendezvous of torch, which additionally agrees on a store for this start and on the number of earlier starts."""
 
     def __init__(self, inner: Any, one_host: bool) -> None:
         self._inner, self._one_host = inner, one_host
         self._served: Any = None
         self._starts = 0
         self.restarts = 0
-        """How often all ranks were started before this start: the same on every machine."""
+        """The number of starts before this one; equal on every machine."""
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the launchers of the other machines; the first of them serves the ranks."""
+        """Wait for the launchers of the other machines; the first one serves the store of the ranks."""
         met = self._inner.next_rendezvous()
         if met.rank == 0:
             host = "127.0.0.1" if self._one_host else met.bootstrap_store_info.master_addr
@@ -55,39 +55,39 @@ class AgentRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """No rank serves the store."""
+        """True: no rank serves the store."""
         return True
 
     def get_backend(self) -> str:
-        """The name in torch's registry."""
+        """The name in the registry of torch."""
         return BACKEND
 
     def is_closed(self) -> bool:
-        """As torch's."""
+        """As in torch."""
         return bool(self._inner.is_closed())
 
     def set_closed(self) -> None:
-        """As torch's."""
+        """As in torch."""
         self._inner.set_closed()
 
     def num_nodes_waiting(self) -> int:
-        """As torch's."""
+        """As in torch."""
         return int(self._inner.num_nodes_waiting())
 
     def get_run_id(self) -> str:
-        """As torch's."""
+        """As in torch."""
         return str(self._inner.get_run_id())
 
     def shutdown(self) -> bool:
-        """As torch's."""
+        """As in torch."""
         return bool(self._inner.shutdown())
 
 
 class StaticAgentRendezvous(StaticTCPRendezvous):
-    """Torch's rendezvous of machines with given places, at one store for the whole job, which the first machine serves."""
+    """The rendezvous of torch for machines with a given --node-rank; the first serves one store for the whole job."""
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """The store and this machine's place."""
+        """The store and the number of this machine."""
         if self._store is not None:
             return super().next_rendezvous()
         return launchers_met(f"{self.master_addr}:{self.master_port}", timedelta(seconds=_SECONDS), self._first)
@@ -98,20 +98,20 @@ class StaticAgentRendezvous(StaticTCPRendezvous):
         return super().next_rendezvous()
 
     def get_backend(self) -> str:
-        """The name in torch's registry."""
+        """The name in the registry of torch."""
         return STATIC_BACKEND
 
 
 def serve_store(host: str, port: int, one_host: bool) -> TCPStore:
-    """A store that is served here, at this address alone where that can be; port 0 is any that is free."""
+    """Serve a store in this process, on this address only if possible; port 0: any free port."""
     try:
-        held = listening_at(host, port, one_host)
-    except OSError:  # the port is in use, which torch says; or the address leads here by way of another machine
-        held = None
-    return _served(host, held.getsockname()[1] if held is not None else port, held, multi_tenant=port != 0)
+        listener = listening_at(host, port, one_host)
+    except OSError:  # the port is in use (torch reports that), or the address is forwarded here by another machine
+        listener = None
+    return _served(host, listener.getsockname()[1] if listener is not None else port, listener, multi_tenant=port != 0)
 
 
-def _served(host: str, port: int, held: socket.socket | None, multi_tenant: bool) -> TCPStore:
+def _served(host: str, port: int, listener: socket.socket | None, multi_tenant: bool) -> TCPStore:
     return TCPStore(
         host,
         port,
@@ -119,31 +119,31 @@ def _served(host: str, port: int, held: socket.socket | None, multi_tenant: bool
         timeout=timedelta(seconds=_SECONDS),
         wait_for_workers=False,
         multi_tenant=multi_tenant,
-        master_listen_fd=held.detach() if held is not None else None,
+        master_listen_fd=listener.detach() if listener is not None else None,
     )
 
 
 handlers: list[AgentRendezvous] = []
-"""Of this process, the last one last."""
+"""The handlers of this process, in order of creation."""
 
 
 def make_handler(params: RendezvousParameters) -> AgentRendezvous:
     one_host = params.get("store_type") == "file"
     if one_host:
-        # The agent of a single machine meets itself in a file: nothing listens.
+        # A single machine needs no socket; its agent uses a file.
         backend, store = create_backend(params)
     else:
-        # The machine whose address the endpoint is serves the store of all agents, at that address alone.
+        # The machine with the address of the endpoint serves the store of all agents, on that address only.
         host, _, port = params.endpoint.rpartition(":")
         try:
-            held = listening_at(host, int(port), False)
-        except OSError:  # another machine is the host, or another launcher on this one
-            held = None
-        if held is None:
+            listener = listening_at(host, int(port), False)
+        except OSError:  # another machine has the address, or another launcher on this machine the port
+            listener = None
+        if listener is None:
             limit = timedelta(seconds=_SECONDS)
             backend, store = launchers_met(params.endpoint, limit, lambda: create_backend(params))
         else:
-            store = _served(host, int(port), held, multi_tenant=True)
+            store = _served(host, int(port), listener, multi_tenant=True)
             backend = C10dRendezvousBackend(store, params.run_id)
     handlers[:] = [AgentRendezvous(create_handler(store, backend, params), one_host)]
     return handlers[-1]

@@ -1,6 +1,6 @@
-"""The first thing a rank of `colonnade run` executes: it dies with the launcher and records how it failed.
+"""The entry point of a rank of `colonnade run`: it runs the script, records a failure and ends with the launcher.
 
-`python -m colonnade.launching.bootstrap KIND NAMES TARGET ARGUMENTS...`, which the launcher's agent starts once for each rank.
+The agent of the launcher starts `python -m colonnade.launching.bootstrap KIND NAMES TARGET ARGUMENTS...` once per rank.
 """
 
 from __future__ import annotations
@@ -32,13 +32,27 @@ def main() -> None:
     """
     kind, names, target, *arguments = sys.argv[1:]
 
-    # A rank never outlives the launcher: the kernel ends it, or it ends here if the launcher has gone before that was asked.
+    # A rank never outlives the launcher: the kernel kills it, or it exits here if the launcher has already gone.
     end_with_parent()
     if os.getppid() != int(os.environ[LAUNCHER]):
         os._exit(1)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
-    _end_soon_after_interrupt()
+
+    # Ctrl-C must end this rank within a second, even inside a torch wait, where Python does not run its signal handlers. Python
+    # writes the number of every signal to this socket immediately, and a thread reads it. A script that handles SIGINT itself
+    # has the full time that the launcher gives.
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+
+    def end_after_interrupt(_keep: Any = writer) -> None:
+        while number := reader.recv(1):
+            if number[0] == signal.SIGINT and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                time.sleep(_INTERRUPT_SECONDS)
+                os._exit(128 + signal.SIGINT)
+
+    threading.Thread(target=end_after_interrupt, name="colonnade-interrupts", daemon=True).start()
 
     sys.argv = [target, *arguments]
     note = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
@@ -48,7 +62,7 @@ def main() -> None:
 
             install()
         with ExitStack() as stack:
-            # `colonnade verify` starts its ranks this way too, and records what the script does.
+            # `colonnade verify` starts its ranks this way too, and records the training steps of the script.
             if "COLONNADE_VERIFY" in os.environ:
                 from colonnade.proof.script_job import current_part, taking_part
 
@@ -58,7 +72,7 @@ def main() -> None:
             if kind == "module":
                 runpy.run_module(target, run_name="__main__", alter_sys=True)
             else:
-                # As `python TARGET` does: the script's folder comes first in the path.
+                # Like `python TARGET`, put the folder of the script first in the module path.
                 if not getattr(sys.flags, "safe_path", False):
                     sys.path[0] = str(Path(target).resolve().parent)
                 runpy.run_path(target, run_name="__main__")
@@ -68,42 +82,24 @@ def main() -> None:
             write_failure(note, {**description(error, _STARTERS), "traceback": ""}, status)
             raise
     except BaseException as error:
-        # The traceback goes into the note, which the launcher shows last, and into the log. Then exit as Python would have.
-        fields = description(error, _STARTERS)
+        # The launcher prints the traceback last, from the note; the log has it too. Then exit with the status of Python.
+        fields = description(error, _STARTERS, fold_library=True)
         status = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
         write_failure(note, fields, status)
         sys.stdout.flush()
         sys.stderr.flush()
         os.write(2, HIDDEN_FROM_HERE + b"\n" + fields["traceback"].encode("utf-8", "backslashreplace"))
         if isinstance(error, KeyboardInterrupt):
-            os._exit(status)  # to take torch's groups down would wait for ranks that are gone
+            os._exit(status)  # destroying process groups would wait for ranks that have exited
         if fields["consequence"] == "wholly":
-            # The launcher ends all ranks when one leaves: the rank that failed by itself leaves its note first.
+            # The launcher stops all ranks when one exits. The rank that caused the failure must write its note first.
             time.sleep(FOLLOWS_AFTER)
         sys.exit(status)
 
-    # The process groups that a finished script left: gloo often aborts if the interpreter destroys them.
+    # A finished script may leave process groups behind; gloo often aborts if the interpreter destroys them at exit.
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
-
-
-def _end_soon_after_interrupt() -> None:
-    """Let Ctrl-C end this rank within a second, though it waits inside torch, where Python handles no signal.
-
-    Python itself notes every signal in a pipe; a thread reads there. A script that handles SIGINT has all the time that the launcher gives.
-    """
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-
-    def watch(_keep: Any = writer) -> None:
-        while number := reader.recv(1):
-            if number[0] == signal.SIGINT and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-                time.sleep(_INTERRUPT_SECONDS)
-                os._exit(128 + signal.SIGINT)
-
-    threading.Thread(target=watch, name="colonnade-interrupts", daemon=True).start()
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""`colonnade run`: start a job's ranks on torchrun's elastic agent, show what they print, and report how the job ended.
+"""`colonnade run`: starts the ranks of a job with the elastic agent of torchrun, prints their output and reports failures.
 
-`launch` is the whole of it. The agent is used in this process, not as a `torchrun` child: it owns the hard part (processes in
-sessions of their own, signals, rendezvous of several machines, restarts), and here its log files, its failures and its
-exit code can be turned into one report. It is told where agents and ranks meet (`agent_rendezvous`), what to
-execute first in a rank (`bootstrap`), and where output goes (`RankLogs`), which `Console` shows. Which rank is to blame is
-decided in `outcome`.
+`launch` is the entry point. The agent does the hard part: processes in separate sessions, signals, the rendezvous of several
+machines, restarts. It runs in this process instead of a `torchrun` child, so that its logs, failures and exit code can be turned
+into one report. `agent_rendezvous` tells it where agents and ranks connect, `bootstrap` is the entry point of a rank, `RankLogs`
+names the output files, which `Console` prints. `outcome` finds the rank that failed first.
 """
 
 from __future__ import annotations
@@ -48,10 +47,10 @@ _CHUNK = 1 << 16
 
 
 def launch(job: LaunchJob) -> int:
-    """Run the job to its end and return the exit status of this process."""
+    """Run the job to its end; returns the exit status of this process."""
     nproc = job.nproc or torch.cuda.device_count() or 1
 
-    # The ranks inherit this process's environment: what a job on shared cores wants, and how they find the launcher.
+    # The ranks inherit the environment of this process: threads per rank on shared cores, and how to find the launcher.
     os.environ[LAUNCHER] = str(os.getpid())
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(job.grace)
@@ -62,11 +61,11 @@ def launch(job: LaunchJob) -> int:
     if job.nnodes == 1 and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
-    # The agent logs its own account of a failure; the report here says it once.
+    # The agent logs failures too; the report below prints them once.
     logging.disable(logging.CRITICAL)
 
     with contextlib.ExitStack() as stack:
-        # Without --log-dir the logs are gone afterwards; the console has shown them.
+        # Without --log-dir the logs are temporary; the console has printed them.
         if job.log_dir is not None:
             folder = job.log_dir.resolve()
         else:
@@ -77,11 +76,11 @@ def launch(job: LaunchJob) -> int:
         console = Console(job.prefix)
         logs = RankLogs(folder, console)
 
-        # One machine meets itself in a file. Several meet at the endpoint, in the order in which they come or at given places;
-        # they must agree on the name of the job, while a job on one machine has a name that nobody else has.
-        meets: dict[str, Any]
+        # One machine uses a file as rendezvous and a random job name, so that jobs cannot collide. Several machines connect to
+        # the endpoint, numbered by arrival or by --node-rank, and must have the same job name.
+        rendezvous: dict[str, Any]
         if job.nnodes == 1:
-            meets = {
+            rendezvous = {
                 "run_id": uuid.uuid4().hex,
                 "rdzv_backend": BACKEND,
                 "rdzv_endpoint": str(private / "store"),
@@ -89,9 +88,9 @@ def launch(job: LaunchJob) -> int:
                 "local_addr": "127.0.0.1",
             }
         else:
-            meets = {"run_id": f"colonnade-{job.endpoint}", "rdzv_backend": BACKEND, "rdzv_endpoint": job.endpoint}
+            rendezvous = {"run_id": f"colonnade-{job.endpoint}", "rdzv_backend": BACKEND, "rdzv_endpoint": job.endpoint}
             if job.node_rank is not None:
-                meets |= {"rdzv_backend": STATIC_BACKEND, "rdzv_configs": {"rank": job.node_rank}}
+                rendezvous |= {"rdzv_backend": STATIC_BACKEND, "rdzv_configs": {"rank": job.node_rank}}
         config = LaunchConfig(
             min_nodes=job.nnodes,
             max_nodes=job.nnodes,
@@ -99,7 +98,7 @@ def launch(job: LaunchJob) -> int:
             max_restarts=job.max_restarts,
             monitor_interval=_POLL_SECONDS,
             logs_specs=logs,
-            **meets,
+            **rendezvous,
         )
 
         kind = "module" if job.is_module else "script"
@@ -110,17 +109,17 @@ def launch(job: LaunchJob) -> int:
         except ChildFailedError as error:
             text, status = logs.report(error.failures)
         except SignalException as error:
-            # Ranks that obeyed the signal in order say so by their exit status: a scheduler may start them again.
+            # This exit status tells a scheduler that all ranks saved and that the job can be restarted.
             if logs.stopped_in_order():
                 console.close()
-                console.say(f"colonnade: stopped by {error.sigval.name}; the ranks finished their step and left")
+                console.say(f"colonnade: stopped by {error.sigval.name}; all ranks finished their step and exited")
                 return STOPPED_IN_ORDER
             text, status = f"colonnade: ended by {error.sigval.name}", 128 + error.sigval
         else:
             console.close()
             return 0
         console.close()
-        # A run that ended early has saved something, or nothing where it saves no checkpoints.
+        # After a failure or an interrupt the newest checkpoint matters; the run notes it in this file.
         if saved.is_file():
             text = f"saved last: {saved.read_text(encoding='utf-8')}\n{text}"
         console.say(text)
@@ -128,7 +127,7 @@ def launch(job: LaunchJob) -> int:
 
 
 class RankLogs(LogsSpecs):
-    """Where the agent sends each rank's output: rank<N>.stdout and .stderr, in restart<K> after a restart."""
+    """The output files of the ranks: rank<N>.stdout and .stderr, in the folder restart<K> after a restart."""
 
     def __init__(self, folder: Path, console: Console) -> None:
         super().__init__(log_dir=str(folder))
@@ -139,12 +138,12 @@ class RankLogs(LogsSpecs):
 
     @property
     def root_log_dir(self) -> str:
-        """Return the folder of all logs."""
+        """The folder of all logs."""
         return str(self._folder)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Name the files of one start of all local ranks, and let the console follow them."""
-        if handlers:  # torch counts on each machine what it saw fail itself
+        if handlers:  # the count of torch differs between machines: each counts the failures it has seen
             for env in envs.values():
                 env["TORCHELASTIC_RESTART_COUNT"] = str(handlers[-1].restarts)
         restart = int(envs[0]["TORCHELASTIC_RESTART_COUNT"])
@@ -152,10 +151,10 @@ class RankLogs(LogsSpecs):
             self._console.drain()
             first = first_failure(self._notes().values())
             if first is not None and first.lost_a_peer:
-                why = f"{who_failed(first)} ({first.cause})" if first.told_of else "a rank died"
+                reason = f"{who_failed(first)} ({first.cause})" if first.told_of else "a rank died"
             else:
-                why = first.headline if first is not None else "a rank died"
-            self._console.say(f"colonnade: {why}; restart {restart}")
+                reason = first.headline if first is not None else "a rank died"
+            self._console.say(f"colonnade: {reason}; restart {restart}")
         self._current = self._folder / f"restart{restart}" if restart else self._folder
         self._current.mkdir(parents=True, exist_ok=True)
         ranks = {local_rank: int(env["RANK"]) for local_rank, env in envs.items()}
@@ -173,9 +172,9 @@ class RankLogs(LogsSpecs):
         )
 
     def report(self, failures: Mapping[int, ProcessFailure]) -> tuple[str, int]:
-        """Return the text on the ranks that failed, with what they left, and the exit status.
+        """The report on the failed ranks, and the exit status.
 
-        The agent ends the others as soon as it has seen one leave: who left a note and had not left yet counts too.
+        The agent stops all ranks as soon as one has exited, so a rank that wrote a note but did not exit counts too.
         """
         notes = self._notes()
         silent = {
@@ -187,12 +186,12 @@ class RankLogs(LogsSpecs):
         return launch_report(outcomes, {rank: self._file(rank, "stderr") for rank in outcomes})
 
     def stopped_in_order(self) -> bool:
-        """Whether every rank left by itself, with the exit status that says it may be started again."""
+        """Whether every rank exited on its own with the status "stopped in order"."""
         notes = self._notes()
         return 0 < len(notes) == len(self._ranks) and all(note.exitcode == STOPPED_IN_ORDER for note in notes.values())
 
     def _notes(self) -> dict[int, Outcome]:
-        """What ranks of the current start left when they failed."""
+        """The failure notes of the ranks of the current start."""
         found = {rank: read_failure(rank, self._file(rank, "error")) for rank in self._ranks}
         return {rank: note for rank, note in found.items() if note is not None}
 
@@ -205,12 +204,12 @@ class RankLogs(LogsSpecs):
         return self._current / f"rank{rank}.{kind}"
 
 
-# --- The ranks' output on one console: rank 0 as it comes, the others line by line behind their rank ---
+# --- The output of the ranks on one console: rank 0 unchanged, other ranks line by line with their number ---
 
 
 @dataclass
 class _FollowedFile:
-    """One growing log file and where its lines go."""
+    """A growing log file, and the stream that its lines are copied to."""
 
     path: Path
     rank: int
@@ -221,7 +220,7 @@ class _FollowedFile:
     hidden: bool = False
 
     def new_bytes(self) -> bytes:
-        """Return what was written since, up to the traceback that the launcher shows at the end."""
+        """The bytes since the last call, up to the traceback, which the launcher prints at the end."""
         if self.hidden or not self.path.exists():
             return b""
         with self.path.open("rb") as log:
@@ -235,11 +234,11 @@ class _FollowedFile:
 
 @dataclass
 class Console:
-    """Copies rank logs to this process's stdout and stderr until closed.
+    """Copies rank logs to stdout and stderr of this process until it is closed.
 
-    Bytes of a rank without a prefix are copied at once, so progress bars work; a prefixed rank's are copied
-    by whole lines. A line that another rank left open is ended first. If the reader of our output goes
-    away, the job goes on and its output is dropped.
+    Output of a rank without prefix is copied at once, so that progress bars work; output with a prefix is copied in complete
+    lines. An incomplete line of another rank is ended first. If the reader of the output disappears, the job continues and its
+    output is dropped.
     """
 
     prefix: Prefix
@@ -252,7 +251,7 @@ class Console:
     _thread: threading.Thread | None = None
 
     def follow(self, logs: Sequence[tuple[int, Path, Path]]) -> None:
-        """Follow the (rank, stdout, stderr) files from their beginning, instead of those followed before."""
+        """Follow the (rank, stdout, stderr) files from their start, in place of earlier ones."""
         self.drain()
         with self._lock:
             self._files = [
@@ -265,7 +264,7 @@ class Console:
             self._thread.start()
 
     def drain(self) -> None:
-        """Copy everything that has been written so far, with the last lines even if they are not ended."""
+        """Copy everything written so far, including incomplete last lines."""
         while self._copy_once():
             pass
         with self._lock:
@@ -276,7 +275,7 @@ class Console:
             self._end_open_line()
 
     def say(self, text: str) -> None:
-        """Write a message of the launcher itself to stderr."""
+        """Write a message of the launcher to stderr."""
         with self._lock:
             self._end_open_line()
             _put(self.err, text.encode("utf-8", "backslashreplace") + b"\n")
@@ -293,7 +292,7 @@ class Console:
             self._copy_once()
 
     def _copy_once(self) -> bool:
-        """Copy one chunk per file; return whether there was any."""
+        """Copy one chunk per file; returns whether there was output."""
         with self._lock:
             return sum(self._take(file) for file in self._files) > 0
 
@@ -302,9 +301,9 @@ class Console:
         if not chunk:
             return False
         if file.prefix:
-            whole, newline, file.partial = (file.partial + chunk).rpartition(b"\n")
+            complete, newline, file.partial = (file.partial + chunk).rpartition(b"\n")
             if newline:
-                text = without_frames(whole.decode("utf-8", "surrogateescape") + "\n")
+                text = without_frames(complete.decode("utf-8", "surrogateescape") + "\n")
                 shown = "".join(f"{file.prefix.decode()}{line}\n" for line in text.split("\n")[:-1])
                 self._write(file, shown.encode("utf-8", "surrogateescape"))
         else:

@@ -1,8 +1,8 @@
-"""How the ranks of a world ended: one outcome per rank, which of them failed first, and the reports. No torch.
+"""The outcomes of ranks: how each rank ended, which one failed first, and the reports. Imports no torch.
 
-A rank describes its own failure (`description`). A rank of `colonnade run` leaves it in a file for the launcher
-(`write_failure`, `read_failure`); one of `run_world` sends it to its parent. `first_failure` decides who is to blame.
-`WorldResult.report` tells it to a test, `launch_report` to the user of `colonnade run`.
+A rank describes its own failure (`description`). A rank of `colonnade run` writes the description to a file for the launcher
+(`write_failure`, `read_failure`); a rank of `run_world` sends it to its parent. `first_failure` finds the cause.
+`WorldResult.report` is the report of a test, `launch_report` that of `colonnade run`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import traceback
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 from colonnade.error_pages import codes_in
@@ -29,12 +28,13 @@ Kind = Literal["value", "exception", "signal", "exit", "timeout", "ended"]
 _PR_SET_PDEATHSIG = 1
 _TAIL_LINES = 25
 _NOT_THE_USERS = ("site-packages", os.path.dirname(os.__file__))
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 HIDDEN_FROM_HERE = b"\x1e"
-"""Ends what the launcher shows of a rank's stderr as it comes: the traceback after it is shown last, and once."""
+"""Separates the live output in the stderr of a rank from the traceback, which the launcher prints once, at the end."""
 
-# A rank that dies without leaving a note is noticed by its peers before the launcher sees it is gone, so their notes are
-# older than its death seems to be: the agent polls, and counts whole seconds.
+# When a rank dies without a note, other ranks notice it before the launcher does, because the agent polls and counts whole
+# seconds. Their notes would seem older than the death that caused them, so it is dated back by this many seconds.
 _HEAD_START = 2.0
 
 _FRAMES = re.compile(
@@ -46,12 +46,14 @@ _FRAMES = re.compile(
 class Outcome:
     """How one rank ended.
 
-    `kind` is "value" (the function returned `value`), "exception" (`type`, `message`, `traceback`),
-    "signal" (`signal` names it), "exit" (the process left with `exitcode` and `message` says when),
-    "timeout" (it was still running at the deadline) or "ended" (another rank had failed, so it was
-    stopped). `stack` holds the Python stacks of a rank that had to be stopped; `time` is the monotonic
-    clock when it ended. `consequence` tells whether an exception only follows from the failure of other ranks, and
-    `told_of` names these, where it says so; without it, the message decides.
+    Attributes:
+        kind: "value" (the function returned `value`), "exception" (`type`, `message`, `traceback`), "signal" (named by
+            `signal`), "exit" (the process exited with `exitcode`; `message` describes when), "timeout" (still running at the
+            deadline) or "ended" (stopped, because another rank had failed).
+        time: the monotonic clock when it ended.
+        stack: the Python stacks of a rank that was stopped.
+        consequence: whether an exception only follows from the failure of other ranks; None: decided by the message.
+        told_of: the ranks that failed, if the exception names them.
     """
 
     rank: int
@@ -74,7 +76,7 @@ class Outcome:
 
     @classmethod
     def of_exit(cls, rank: int, exitcode: int, time: float, message: str) -> Outcome:
-        """Return the outcome of a process that left no report; a negative exit code is that of a signal."""
+        """The outcome of a process without a report; a negative exit code is the number of a signal."""
         if exitcode >= 0:
             return cls(rank, "exit", time, exitcode=exitcode, message=message)
         known = {member.value: member.name for member in signal.Signals}
@@ -82,20 +84,20 @@ class Outcome:
 
     @property
     def headline(self) -> str:
-        """Say in one line how this rank ended."""
+        """One line on how this rank ended."""
         return f"rank {self.rank}: {self.cause}"
 
     @property
     def cause(self) -> str:
-        """Say why it ended: its exception, exit code or signal."""
+        """The reason: exception, exit code or signal."""
         if self.kind == "exception":
             first_line = self.message.strip().splitlines()[0] if self.message.strip() else "(no message)"
             return f"{self.type}: {first_line}"
         if self.kind == "signal":
-            hint = " (the system does that when memory runs out)" if self.signal == "SIGKILL" else ""
+            hint = " (the system may do this when memory runs out)" if self.signal == "SIGKILL" else ""
             return f"killed by {self.signal}{hint}"
         if self.kind == "exit":
-            return f"left with exit code {self.exitcode}: {self.message}"
+            return f"exited with code {self.exitcode}: {self.message}"
         if self.kind == "timeout":
             return f"still running at the deadline{self._where()}"
         if self.kind == "ended":
@@ -103,7 +105,7 @@ class Outcome:
         return "returned"
 
     def _where(self) -> str:
-        """Name the innermost line of the user's in the main thread, which faulthandler prints last."""
+        """The innermost line of user code in the main thread, which faulthandler prints last."""
         main_thread = self.stack.rstrip().rpartition("\n\n")[2]
         frames = [line.strip() for line in main_thread.splitlines() if line.strip().startswith("File ")]
         own = [frame for frame in frames if not any(place in frame for place in _NOT_THE_USERS)]
@@ -111,28 +113,27 @@ class Outcome:
 
     @property
     def lost_a_peer(self) -> bool:
-        """Whether it failed only because another rank had failed: never the cause while another rank has one."""
+        """Whether the rank failed only because another rank had failed, so it is not the cause if another rank may be."""
         if self.kind != "exception":
             return False
         return lost_a_peer(self.message) if self.consequence is None else self.consequence == "wholly"
 
 
 def first_failure(outcomes: Iterable[Outcome]) -> Outcome | None:
-    """Return the outcome that explains the others, or None when every rank returned.
+    """The outcome that explains the others, or None if every rank returned.
 
-    A rank that was stopped explains nothing while another failed by itself, and neither does one that only
-    noticed a lost peer, or was told of its failure. Next come ranks that failed by themselves while they dealt with
-    that of another; among the rest it is the first by time.
+    Ranks with a failure of their own come first, ordered by time; then ranks that failed while they handled the failure of
+    another rank; then ranks that only lost a peer, ranks that timed out, and ranks that were stopped.
     """
 
-    def blame(outcome: Outcome) -> tuple[int, float]:
+    def order(outcome: Outcome) -> tuple[int, float]:
         if outcome.kind == "ended":
             return 4, outcome.time
         if outcome.kind == "timeout":
             return 3, outcome.time
         return 2 if outcome.lost_a_peer else int(outcome.consequence == "partly"), outcome.time
 
-    return min((outcome for outcome in outcomes if not outcome.ok), key=blame, default=None)
+    return min((outcome for outcome in outcomes if not outcome.ok), key=order, default=None)
 
 
 # --- The worlds of `run_world` ---
@@ -140,7 +141,7 @@ def first_failure(outcomes: Iterable[Outcome]) -> Outcome | None:
 
 @dataclass(frozen=True)
 class WorldResult:
-    """All ranks of one world: what they returned, how they ended and what they printed."""
+    """The outcomes and the output of all ranks of a world."""
 
     outcomes: tuple[Outcome, ...]
     stdout: tuple[str, ...]
@@ -149,7 +150,7 @@ class WorldResult:
 
     @property
     def values(self) -> list[Any]:
-        """What the function returned on each rank; None for a rank that failed."""
+        """The return values of the ranks; None for a failed rank."""
         return [outcome.value for outcome in self.outcomes]
 
     @property
@@ -159,11 +160,11 @@ class WorldResult:
 
     @property
     def root_cause(self) -> Outcome | None:
-        """Return the outcome that explains the failure, or None when every rank returned."""
+        """The outcome that explains the failure, or None if every rank returned."""
         return first_failure(self.outcomes)
 
     def report(self) -> str:
-        """Return the failure as text: the root cause with all that is known, then a line per other rank."""
+        """The failure as text: the root cause in full, then one line per other rank."""
         cause = self.root_cause
         if cause is None:
             return f"all {len(self.outcomes)} ranks returned in {self.seconds:.1f} s"
@@ -178,7 +179,7 @@ class WorldResult:
 
 
 class WorldError(ColonnadeError, RuntimeError):
-    """A world in which a rank failed; `result` holds all of it, `rank` is the one that failed first."""
+    """A rank of a world failed. `result` is the complete result, `rank` the rank that failed first."""
 
     def __init__(self, result: WorldResult) -> None:
         super().__init__(result.report())
@@ -190,10 +191,10 @@ class WorldError(ColonnadeError, RuntimeError):
 
 
 def write_failure(file: Path, fields: Mapping[str, Any], status: int) -> None:
-    """Leave the fields of an `Outcome` for the launcher, in a form that torchrun's own tools read as well.
+    """Write the fields of an `Outcome` for the launcher, in a format that the tools of torchrun can read too.
 
-    Whole or not at all: the launcher may be ending this rank at the same time. `status` is the exit status that
-    the rank is about to return; it may be ended before it gets there.
+    The write is atomic, because the launcher may stop this rank at the same time. `status` is the exit status that the rank is
+    about to return; it may be stopped before.
     """
     now = time.time()
     extra = {"py_callstack": fields["traceback"], "timestamp": str(int(now))}
@@ -207,7 +208,7 @@ def write_failure(file: Path, fields: Mapping[str, Any], status: int) -> None:
 
 
 def read_failure(rank: int, file: Path) -> Outcome | None:
-    """Return what a rank left, or None if it left nothing."""
+    """The failure note of a rank, or None if there is none."""
     if not file.is_file():
         return None
     fields = json.loads(file.read_text())["outcome"]
@@ -215,28 +216,28 @@ def read_failure(rank: int, file: Path) -> Outcome | None:
 
 
 def silent_failure(rank: int, exitcode: int, seen: float) -> Outcome:
-    """Return the outcome of a rank that left nothing; `seen` is when the launcher noticed."""
+    """The outcome of a rank without a note; `seen` is the time when the launcher noticed."""
     if exitcode == -signal.SIGTERM:
         return Outcome(rank, "ended", seen, exitcode=exitcode)
-    return Outcome.of_exit(rank, exitcode, seen - _HEAD_START, "it left no traceback")
+    return Outcome.of_exit(rank, exitcode, seen - _HEAD_START, "without a traceback")
 
 
 def launch_report(outcomes: Mapping[int, Outcome], stderr: Mapping[int, Path]) -> tuple[str, int]:
-    """Return the text on the failed ranks and the exit status of the first.
+    """The report on the failed ranks, and the exit status of the first failure.
 
-    The other ranks; then the first failure: the line that blames it and its traceback, or the end of its stderr and that line.
+    The report lists the other ranks, then the first failure: a line that names it and its traceback, or the end of its stderr and
+    that line.
     """
     first = first_failure(outcomes.values())
     assert first is not None
     others = [outcomes[rank] for rank in sorted(outcomes) if rank != first.rank]
 
-    # A line for each rank that failed by itself, and one for all those that only lost a peer.
+    # One line per rank with a failure of its own, and one line for all ranks that only lost a peer.
     lost = [outcome.rank for outcome in others if outcome.lost_a_peer or outcome.kind == "ended"]
     lines = [outcome.headline for outcome in others if outcome.rank not in lost]
     gone = f"rank {first.rank}"
-    if (
-        first.lost_a_peer
-    ):  # the rank that failed is another one, which had no time to leave a note, or is on another host
+    if first.lost_a_peer:
+        # The rank that failed wrote no note: it had no time to, or it is on another host.
         lost = [rank for rank in lost if rank not in first.told_of]
         gone = f"rank {listed(first.told_of)}" if first.told_of else "another rank"
     if lost:
@@ -245,7 +246,7 @@ def launch_report(outcomes: Mapping[int, Outcome], stderr: Mapping[int, Path]) -
 
     blame = f"colonnade: {who_failed(first)}, exit status {exit_status(first)}"
     if first.traceback:
-        more = "".join(f"; colonnade explain {code} says more" for code in codes_in(first.message)[-1:])
+        more = "".join(f"; details: colonnade explain {code}" for code in codes_in(first.message)[-1:])
         shown = [blame + more, first.traceback]
     else:
         log = stderr[first.rank]
@@ -255,20 +256,20 @@ def launch_report(outcomes: Mapping[int, Outcome], stderr: Mapping[int, Path]) -
 
 
 def who_failed(first: Outcome) -> str:
-    """Name the rank that failed first; `first` may be one that only lost it, or was told of it."""
+    """The rank that failed first, in words; `first` may be a rank that only noticed that failure."""
     if not first.lost_a_peer:
         return f"rank {first.rank} failed first"
     if first.told_of:
         ranks = f"rank {first.told_of[0]}" if len(first.told_of) == 1 else f"ranks {listed(first.told_of)}"
-        return f"{ranks} failed first, as rank {first.rank} was told"
+        return f"{ranks} failed first, according to rank {first.rank}"
     return (
-        f"rank {first.rank} lost another rank, and none that failed by itself has said so here: look at the output of the "
-        f"other hosts and at what ended that rank"
+        f"rank {first.rank} lost another rank, and no rank on this host reported a failure of its own: read the output of the "
+        f"other hosts, and check for a killed process"
     )
 
 
 def exit_status(outcome: Outcome) -> int:
-    """Return the exit status that a shell would give, or would have given had the rank not been ended."""
+    """The exit status as a shell reports it, also for a rank that was stopped before it could exit."""
     code = outcome.exitcode or 0
     return 128 - code if code < 0 else code
 
@@ -277,8 +278,8 @@ def exit_status(outcome: Outcome) -> int:
 
 
 def without_frames(text: str) -> str:
-    """Fold the stacks that torch's C++ writes: they say where in torch, never what went wrong."""
-    return _FRAMES.sub(lambda found: f"({found[0].count(chr(10))} lines of torch's stack)\n", text)
+    """Fold the C++ stacks of torch, which show a place inside torch but no cause."""
+    return _FRAMES.sub(lambda found: f"({found[0].count(chr(10))} lines of a torch stack)\n", text)
 
 
 def _titled(title: str, outcome: Outcome) -> str:
@@ -286,28 +287,44 @@ def _titled(title: str, outcome: Outcome) -> str:
 
 
 def tail(title: str, text: str) -> str:
-    """Return the last lines of a log under a title, or nothing where there are none."""
+    """The last lines of a log under a title; empty for an empty log."""
     lines = text.rstrip().splitlines()
     if not lines:
         return ""
-    cut = f", last {_TAIL_LINES} of {len(lines)} lines" if len(lines) > _TAIL_LINES else ""
-    return "\n".join([f"--- {title}{cut}", *lines[-_TAIL_LINES:]])
+    shown = f", last {_TAIL_LINES} of {len(lines)} lines" if len(lines) > _TAIL_LINES else ""
+    return "\n".join([f"--- {title}{shown}", *lines[-_TAIL_LINES:]])
 
 
 # --- Inside a rank ---
 
 
 def end_with_parent() -> None:
-    """Let the kernel kill this process when its parent dies, however that dies."""
+    """Let the kernel kill this process when its parent dies, for any reason."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def description(error: BaseException, starters: Collection[str]) -> dict[str, Any]:
-    """Return the fields of an `Outcome` for what was raised, without the leading frames of the files that started it."""
+def description(error: BaseException, starters: Collection[str], fold_library: bool = False) -> dict[str, Any]:
+    """The fields of an `Outcome` for an exception.
+
+    Args:
+        error: the exception.
+        starters: files that started the rank; their leading frames are left out of the traceback.
+        fold_library: leave out the trailing frames of this package if the error is a ColonnadeError.
+    """
     kind = type(error)
-    trace = _users_part(error.__traceback__, starters)
-    waits = sys.modules.get("colonnade.comm.waits")  # of a process that has joined a world, with torch
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in starters:
+        trace = trace.tb_next
+    shown = traceback.TracebackException(kind, error, trace or error.__traceback__, compact=True)
+    if fold_library and isinstance(error, ColonnadeError):
+        # A ColonnadeError is raised on purpose and its message is complete: the last line of the user's code says where, and
+        # frames of the library below it would only hide that line. An error without user code keeps all frames.
+        frames = list(shown.stack)
+        while frames and frames[-1].filename.startswith(_PACKAGE):
+            frames.pop()
+        shown.stack = traceback.StackSummary.from_list(frames or shown.stack)
+    waits = sys.modules.get("colonnade.comm.waits")  # only in a process that has joined a world
     if waits is not None:
         waits.explain_end(error)
     consequence, ranks = consequence_of(error)
@@ -315,15 +332,7 @@ def description(error: BaseException, starters: Collection[str]) -> dict[str, An
         "kind": "exception",
         "type": kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}",
         "message": str(error),
-        "traceback": "".join(traceback.format_exception(kind, error, trace)),
+        "traceback": "".join(shown.format()),
         "consequence": consequence,
         "told_of": ranks,
     }
-
-
-def _users_part(trace: TracebackType | None, starters: Collection[str]) -> TracebackType | None:
-    """Drop the leading frames of these files, unless there are no others."""
-    own = trace
-    while own is not None and own.tb_frame.f_code.co_filename in starters:
-        own = own.tb_next
-    return own or trace

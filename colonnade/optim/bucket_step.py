@@ -224,7 +224,7 @@ class BucketStep:
         key = (self._made_for, self._sizes)
         if key != self._flat_key:
             if self.flat is None:
-                get_dist_logger().info(
+                get_dist_logger().debug(
                     f"{type(self._optimizer).__name__} steps over flat buffers (same result, fewer kernel launches); "
                     f"set flat_step=False in the config to turn this off"
                 )

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -75,19 +75,29 @@ class Script:
         return self.called or self.target
 
 
-def verify_script(script: Script) -> Report:
-    """Run the script on its ranks and alone, in folders and processes of their own, and compare what they did."""
+def verify_script(script: Script, tell: Callable[[str], None] = lambda line: None) -> Report:
+    """Run the script on its ranks and alone, in folders and processes of their own, and compare what they did.
+
+    `tell` gets a line before each of these parts, which can take minutes.
+    """
     with tempfile.TemporaryDirectory(prefix="colonnade-verify-") as name:
-        _, records, alone = run_both(script, Path(name))
+        _, records, alone = run_both(script, Path(name), tell)
+        tell("comparing the runs")
         return alone.judge(records)
 
 
-def run_both(script: Script, folder: Path) -> tuple[Script, list[Record], ScriptAlone]:
+def run_both(
+    script: Script, folder: Path, tell: Callable[[str], None] = lambda line: None
+) -> tuple[Script, list[Record], ScriptAlone]:
     """Run the script on its ranks and alone; once more without the dropout that one process could not repeat."""
 
     def run(off: Mapping[str, str] | None) -> tuple[tuple[Script, list[Record], ScriptAlone], Mapping[str, str]]:
         chosen, inside = replace(script, off=off), Path(tempfile.mkdtemp(dir=folder))
+        tell(f"running {script} on {script.nproc} ranks")
         records = on_ranks(chosen, inside)
+        tell(
+            f"running it as a single process: once, and {PERTURBED_RUNS} times with rounding noise to measure tolerances"
+        )
         alone = ScriptAlone(chosen, inside, records)
         return (chosen, records, alone), alone.not_joined
 

@@ -1,6 +1,6 @@
-"""Run a function on real processes and compare what they did: the harness Colonnade is tested with.
+"""The test harness: `run_world` runs a function on several ranks, `compare` compares results with a single process.
 
-It is public, so that a parallelism of your own can be tested in the same way.
+The tests of Colonnade use it; it is public, so that a custom parallelism can be tested in the same way.
 """
 
 from __future__ import annotations

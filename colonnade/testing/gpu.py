@@ -1,4 +1,4 @@
-"""CUDA's multi-process service, for measurements with several ranks on one GPU."""
+"""The CUDA multi-process service (MPS), for measurements with several ranks on one GPU."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _MPS_SECONDS = 30
 
 @contextlib.contextmanager
 def cuda_mps() -> Iterator[bool]:
-    """Run CUDA's multi-process service while the body runs: kernels of several ranks share a GPU at one time.
+    """Run the CUDA multi-process service inside the block, so that kernels of several ranks run on a GPU concurrently.
 
-    Without it the ranks take turns. The service has pipes and logs in a temporary folder, so it meets no other;
-    worlds started in the body use it. Gives True, or False with a warning where the service is not installed.
+    Without MPS the ranks take turns. Its pipes and logs are in a temporary folder, so it does not interfere with another
+    service. Worlds that start inside the block use it. Yields True, or False with a warning if MPS is not installed.
     """
     if shutil.which(_MPS) is None:
         warnings.warn(
-            f"{_MPS} is not on the PATH: ranks that share a GPU take turns on it. It comes with NVIDIA's driver.",
+            f"{_MPS} is not on the PATH, so ranks that share a GPU take turns. The NVIDIA driver contains it.",
             stacklevel=3,
         )
         yield False
@@ -50,16 +50,16 @@ def cuda_mps() -> Iterator[bool]:
 
 
 def _control(*arguments: str, commands: str | None = None) -> None:
-    # Files and no pipes: the service inherits them, and would keep a pipe open for as long as it runs.
-    with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as asked:
-        asked.write(commands or "")
-        asked.seek(0)
+    # Files instead of pipes: the service inherits its streams, and would keep a pipe open as long as it runs.
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as script:
+        script.write(commands or "")
+        script.seek(0)
         done = subprocess.run(
-            [_MPS, *arguments], stdin=asked, stdout=said, stderr=subprocess.STDOUT, timeout=_MPS_SECONDS, check=False
+            [_MPS, *arguments], stdin=script, stdout=output, stderr=subprocess.STDOUT, timeout=_MPS_SECONDS, check=False
         )
-        said.seek(0)
-        text = said.read().strip()
+        output.seek(0)
+        text = output.read().strip()
     if done.returncode != 0:
         raise LaunchError(
-            f"{_MPS} failed with exit status {done.returncode}: {text or 'no output'}. Leave cuda_mps() out to run without."
+            f"{_MPS} failed with exit status {done.returncode}: {text or 'no output'}. Remove cuda_mps() to run without MPS."
         )

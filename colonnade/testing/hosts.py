@@ -1,7 +1,6 @@
-"""Two hosts on one machine: namespaces with an address, a name, processes and shared memory of their own. Root only, Linux only.
+"""Two simulated hosts on one machine: Linux namespaces, each with its own address, name, processes and shared memory.
 
-For tests of jobs over several hosts: a launcher starts on each, a rank on one of them is killed, a host is looked at
-from outside. Both hosts see the same files.
+For tests of multi-node jobs. Both hosts see the same files. Needs root.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _LISTENS = "0A"
 
 @functools.cache
 def why_not() -> str:
-    """Why this machine cannot show two hosts; empty where it can."""
+    """The reason why this machine cannot run two hosts; empty if it can."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "two hosts on one machine need Linux and root"
     lacking = [tool for tool in _TOOLS if shutil.which(tool) is None]
@@ -51,7 +50,7 @@ _UNSHARE = ("unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-c
 
 
 class Host:
-    """One of the hosts, with the address 10.77.0.<number>. What runs on it ends with the block of `two_hosts`."""
+    """One of the hosts, with the address 10.77.0.<number>. Its processes end with the block of `two_hosts`."""
 
     def __init__(self, number: int, name: str, hosts_file: Path) -> None:
         self.name, self.address = name, f"10.77.0.{number}"
@@ -64,13 +63,13 @@ class Host:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=end_with_parent,  # so that nothing is left of the host when a test is killed
+            preexec_fn=end_with_parent,  # nothing remains of the host if a test is killed
         )
         if self._outer.stdout is None or self._outer.stdout.readline() != b"up\n":
-            raise LaunchError(f"the host {name} could not be made: {why_not() or 'a command failed'}", code="C101")
+            raise LaunchError(f"the host {name} could not be created: {why_not() or 'a command failed'}", code="C101")
         children = Path(f"/proc/{self._outer.pid}/task/{self._outer.pid}/children").read_text().split()
         self.first = int(children[0])
-        """The process of this machine that is number 1 on the host."""
+        """The PID, on this machine, of process 1 of the host."""
         self._processes = os.readlink(f"/proc/{self.first}/ns/pid")
         self._started: list[subprocess.Popen[bytes]] = []
 
@@ -81,7 +80,7 @@ class Host:
     def start(
         self, command: Sequence[object], output: Path, env: Mapping[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
-        """Start a command on the host; what it prints is appended to a file."""
+        """Start a command on the host; its output is appended to a file."""
         own = {"GLOO_SOCKET_IFNAME": DEVICE, "NCCL_SOCKET_IFNAME": DEVICE, "PYTHONUNBUFFERED": "1"}
         with output.open("ab") as log:
             started = subprocess.Popen(
@@ -95,11 +94,11 @@ class Host:
         return started
 
     def output(self, *command: object) -> str:
-        """What a short command prints on the host."""
+        """The output of a short command on the host."""
         return subprocess.run(self._command(command), capture_output=True, text=True, check=True).stdout
 
     def processes(self) -> list[int]:
-        """The processes of this machine that run on the host, its first one aside."""
+        """The PIDs, on this machine, of all processes of the host except the first."""
         found = []
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
@@ -108,7 +107,7 @@ class Host:
         return [pid for pid in found if pid != self.first]
 
     def ranks(self) -> dict[int, int]:
-        """{rank: process} of the ranks that run on the host; processes that a rank has started are left out."""
+        """{rank: PID} of the ranks on the host, without processes that a rank has started."""
         found, here = {}, self.processes()
         for pid in here:
             with contextlib.suppress(OSError, ValueError, IndexError):
@@ -119,11 +118,11 @@ class Host:
         return dict(sorted(found.items()))
 
     def listening(self) -> list[tuple[str, int]]:
-        """(Address, port) of every TCP socket that listens on the host."""
+        """(address, port) of every listening TCP socket on the host."""
         return listening(self.first)
 
     def end(self) -> None:
-        """End the host and all that runs on it at once, as when its power goes."""
+        """Kill the host and all its processes at once, as in a power failure."""
         for pid in (self.first, self._outer.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -140,7 +139,7 @@ def _environment(pid: int) -> dict[str, str]:
 
 
 def listening(pid: int | str = "self") -> list[tuple[str, int]]:
-    """(Address, port) of every TCP socket that listens where this process runs, as the kernel lists them."""
+    """(address, port) of every listening TCP socket in the network namespace of a process."""
     found = []
     for kind, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         table = Path(f"/proc/{pid}/net/{kind}")
@@ -156,23 +155,23 @@ def listening(pid: int | str = "self") -> list[tuple[str, int]]:
 
 @contextlib.contextmanager
 def two_hosts(names: Sequence[str] = NAMES) -> Iterator[tuple[Host, Host]]:
-    """Two hosts that reach each other by name and by address, and nothing else; both end with the block."""
+    """Two hosts that can reach only each other, by name and by address; both end with the block."""
     if why_not():
         raise LaunchError(why_not(), code="C101")
     with tempfile.TemporaryDirectory(prefix="colonnade-hosts-") as folder, contextlib.ExitStack() as ends:
         file = Path(folder) / "hosts"
         lines = ["127.0.0.1 localhost", *(f"10.77.0.{number} {name}" for number, name in enumerate(names, 1))]
         file.write_text("\n".join(lines) + "\n")
-        made = []
+        hosts = []
         for number, name in enumerate(names, 1):
-            made.append(Host(number, name, file))
-            ends.callback(made[-1].end)
-        one, two = made
-        _run("ip", "link", "add", DEVICE, "netns", one.first, "type", "veth", "peer", DEVICE, "netns", two.first)
-        for host in made:
+            hosts.append(Host(number, name, file))
+            ends.callback(hosts[-1].end)
+        first, second = hosts
+        _run("ip", "link", "add", DEVICE, "netns", first.first, "type", "veth", "peer", DEVICE, "netns", second.first)
+        for host in hosts:
             _run("nsenter", "-t", host.first, "-n", "ip", "addr", "add", f"{host.address}/24", "dev", DEVICE)
             _run("nsenter", "-t", host.first, "-n", "ip", "link", "set", DEVICE, "up")
-        yield one, two
+        yield first, second
 
 
 def _run(*command: object) -> None:
@@ -180,25 +179,25 @@ def _run(*command: object) -> None:
 
 
 def torchrun(*words: object, nproc: int = 2, restarts: int = 0, port: int = 29500, job: str = "job") -> list[object]:
-    """The command that starts a script on one of two hosts by torchrun; the first host is where they meet."""
-    meeting = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{NAMES[0]}:{port}", "--rdzv-id", job)
+    """The torchrun command for one of two hosts; the first host is the rendezvous endpoint."""
+    rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{NAMES[0]}:{port}", "--rdzv-id", job)
     return [
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", nproc),
-        *(*meeting, "--max-restarts", restarts, *words),
+        *(*rendezvous, "--max-restarts", restarts, *words),
     ]
 
 
 def colonnade_run(*words: object, nproc: int = 2, restarts: int = 0, port: int = 29500, job: str = "") -> list[object]:
-    """The command that starts a script on one of two hosts by `colonnade run`; the first host is where they meet."""
+    """The `colonnade run` command for one of two hosts; the first host is the rendezvous endpoint."""
     return [
         *(sys.executable, "-m", "colonnade.cli", "run", "--nnodes", 2, "--nproc", nproc),
         *("--rdzv-endpoint", f"{NAMES[0]}:{port}", "--max-restarts", restarts, *words),
     ]
 
 
-def wait_until(come: Callable[[], Any], seconds: float) -> Any:
-    """What `come` gives once it is true; its last value when the time is over."""
+def wait_until(condition: Callable[[], Any], seconds: float) -> Any:
+    """The first true value of `condition()`, or its last value at the timeout."""
     until = time.monotonic() + seconds
-    while not (value := come()) and time.monotonic() < until:
+    while not (value := condition()) and time.monotonic() < until:
         time.sleep(0.05)
     return value

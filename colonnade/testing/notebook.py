@@ -1,4 +1,4 @@
-"""Training from a cell of a notebook: a function that was typed in there, on several ranks of this machine."""
+"""Training from a notebook: a function of a cell runs on several ranks of this machine."""
 
 from __future__ import annotations
 
@@ -9,11 +9,21 @@ from colonnade.testing.world import run_world
 
 
 def run_in_notebook(fn: Callable[..., Any], *args: Any, nproc: int = 2, timeout: float = 86_400, **kwargs: Any) -> Any:
-    """Run `fn(*args, **kwargs)` on `nproc` ranks and return what rank 0 returned; what it prints is shown as it comes.
+    """Run `fn(*args, **kwargs)` on `nproc` ranks, show the output of rank 0 live, and return its result.
 
-    `fn` may be defined in a cell; it calls `colonnade.launch(config)` itself, as a script does. Each rank is a copy of this process: it
-    sees what cells have defined so far, and changes nothing of it here. The GPU must not have been used in the notebook itself.
-    A rank that fails raises `WorldError` here, with its traceback. Interrupting the cell ends all ranks.
+    Each rank is a copy of this process: it sees all definitions of earlier cells, and changes none of them here. Interrupting
+    the cell stops all ranks.
+
+    Args:
+        fn: a function, which may be defined in a cell. It calls `colonnade.launch(config)` like a script.
+        args: positional arguments of `fn`.
+        nproc: the number of ranks.
+        timeout: seconds after which all ranks are stopped.
+        kwargs: keyword arguments of `fn`.
+
+    Raises:
+        WorldError: a rank failed; with its traceback.
+        LaunchError: the notebook has already used a GPU, which cannot be shared with copies of the process.
     """
     plain = {"TORCH_DISTRIBUTED_DEBUG": "OFF"}
     return run_world(nproc, fn, *args, timeout=timeout, backend=None, env=plain, show=True, **kwargs).values[0]

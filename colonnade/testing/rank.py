@@ -1,4 +1,4 @@
-"""The side of `run_world` that runs inside a rank: capture output, join the group, call, report, leave."""
+"""The part of `run_world` inside a rank: capture output, join the group, call the function, report, exit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LONGEST_REPR = 300
 
 @dataclass(frozen=True)
 class WorldSpec:
-    """What every rank of a world needs to know; `folder` is private to the world and goes with it."""
+    """The description of a world for its ranks. `folder` is private to the world and removed with it."""
 
     world_size: int
     folder: Path
@@ -46,20 +46,43 @@ class WorldSpec:
 
     @property
     def call(self) -> Path:
-        """Return the file with the pickled (function, args, kwargs)."""
+        """The file with the pickled (function, args, kwargs)."""
         return self.folder / "call.pickle"
 
     def file(self, rank: int, kind: str) -> Path:
-        """Return the file of a rank's "stdout", "stderr", "stack" or "report"."""
+        """The file for the "stdout", "stderr", "stack" or "report" of a rank."""
         return self.folder / f"rank{rank}.{kind}"
 
 
 def rank_main(rank: int, spec: WorldSpec, link: Connection[Any, Any], listener: socket.socket | None) -> NoReturn:
-    """Run the world's function as `rank`, report, and leave when told so over `link`."""
-    gc.freeze()  # collections need not walk, and so copy, what the fork server imported
-    _die_with_parent(spec.folder)
-    _capture_output(rank, spec)
-    _take_environment(rank, spec)
+    """Run the function of the world as `rank`, report the result, and exit when the parent allows it over `link`."""
+    gc.freeze()  # garbage collection would otherwise touch, and so copy, all pages shared with the fork server
+
+    # The rank and its children end, and the folder is removed, even if the harness is killed.
+    os.setpgid(0, 0)
+    end_with_parent()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    threading.Thread(target=_watch_parent, args=(spec.folder,), daemon=True).start()
+
+    # File descriptors, not only the streams of Python, go to the logs, because C++ writes there too. Lines are flushed, so that
+    # the log is complete even if the rank is killed next.
+    for number, kind in ((1, "stdout"), (2, "stderr")):
+        log = os.open(spec.file(rank, kind), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(log, number)
+        os.close(log)
+    sys.stdout = _line_by_line(1)
+    sys.stderr = _line_by_line(2)
+    faulthandler.enable(sys.stderr, all_threads=True)
+    faulthandler.register(STACK_SIGNAL, spec.file(rank, "stack").open("w"), all_threads=True)
+
+    # Replace the environment of the fork server, and settings that torch read from it when it was imported there.
+    os.environ.clear()
+    os.environ.update(spec.environments[rank])
+    tempfile.tempdir = None
+    torch = importlib.import_module("torch")
+    torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
+    importlib.import_module("torch.distributed").set_debug_level_from_env()
+
     try:
         function, args, kwargs = pickle.loads(spec.call.read_bytes())
         link.send_bytes(LOADED)
@@ -78,29 +101,21 @@ def rank_main(rank: int, spec: WorldSpec, link: Connection[Any, Any], listener: 
         fields = description(error, [__file__])
         fields["traceback"] += _asserted_values(error)
         _send(pickle.dumps({**fields, "time": time.monotonic()}), rank, spec, link)
-        # As soon as every peer has joined the group, so that their collectives fail now and not at their timeout;
-        # not before, or a peer fails in joining and never reaches the function.
+        # The parent answers when every peer has joined the group. Exiting then makes their collectives fail now instead of at
+        # their timeout; exiting earlier would make a peer fail while it joins, before it reaches the function.
         link.recv_bytes()
         _leave(1)
     _send(report, rank, spec, link)
-    # Peers may still talk to this rank: its sockets stay open until every rank has reported. Then nobody
-    # needs the groups, and destroying gloo's takes 25 ms each (70 with DETAIL); the kernel does it in none.
+    # Peers may still communicate with this rank, so its sockets stay open until every rank has reported. Process groups are not
+    # destroyed: that takes 25 ms per gloo group (70 ms with DETAIL), and the kernel cleans up for free.
     link.recv_bytes()
     _leave(0)
 
 
 def _send(report: bytes, rank: int, spec: WorldSpec, link: Connection[Any, Any]) -> None:
-    """Leave the report in a file and say so: the parent never blocks on a rank that dies while it writes."""
+    """Write the report to a file, then notify the parent, which therefore never blocks on a rank that dies while writing."""
     spec.file(rank, "report").write_bytes(report)
     link.send_bytes(REPORTED)
-
-
-def _die_with_parent(folder: Path) -> None:
-    """Make this rank and its children end, and the folder go, even when the harness is killed."""
-    os.setpgid(0, 0)
-    end_with_parent()
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    threading.Thread(target=_watch_parent, args=(folder,), daemon=True).start()
 
 
 def _watch_parent(folder: Path) -> None:
@@ -111,34 +126,13 @@ def _watch_parent(folder: Path) -> None:
         os.killpg(0, signal.SIGKILL)
 
 
-def _capture_output(rank: int, spec: WorldSpec) -> None:
-    """Send the file descriptors, not only Python's streams, to the logs: C++ writes there as well."""
-    for number, kind in ((1, "stdout"), (2, "stderr")):
-        log = os.open(spec.file(rank, kind), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        os.dup2(log, number)
-        os.close(log)
-    sys.stdout = _line_by_line(1)
-    sys.stderr = _line_by_line(2)
-    faulthandler.enable(sys.stderr, all_threads=True)
-    faulthandler.register(STACK_SIGNAL, spec.file(rank, "stack").open("w"), all_threads=True)
-
-
 def _line_by_line(number: int) -> Any:
-    """Open a descriptor so that what was printed is in the log even if the rank is killed next."""
+    """A line-buffered text stream on a file descriptor."""
     return open(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
-def _take_environment(rank: int, spec: WorldSpec) -> None:
-    """Replace the fork server's environment, and what was read from it when torch was imported."""
-    os.environ.clear()
-    os.environ.update(spec.environments[rank])
-    tempfile.tempdir = None
-    torch = importlib.import_module("torch")
-    torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
-    importlib.import_module("torch.distributed").set_debug_level_from_env()
-
-
 def _join_group(rank: int, spec: WorldSpec, backend: str, listener: socket.socket | None) -> None:
+    """Create the default process group; rank 0 serves its store on the socket `listener`."""
     torch, distributed = importlib.import_module("torch"), importlib.import_module("torch.distributed")
     if "nccl" in backend:
         torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -156,7 +150,7 @@ def _join_group(rank: int, spec: WorldSpec, backend: str, listener: socket.socke
 
 
 def _asserted_values(error: BaseException) -> str:
-    """Show the variables of a bare `assert`, which pytest would explain if it ran in this process."""
+    """The variables of a failed bare `assert`, which pytest cannot show because it runs in another process."""
     trace = error.__traceback__
     if not isinstance(error, AssertionError) or error.args or trace is None:
         return ""

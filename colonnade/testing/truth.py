@@ -1,8 +1,8 @@
-"""One process is the truth: whole tensors rebuilt from placements, compared with the plain model's.
+"""Comparison with a single process: full tensors are rebuilt from shards and compared with those of the plain model.
 
-gradients = gather_gradients(engine.model, context)           # on every rank: name -> whole tensor
-truth = plain_gradients(plain_model, loss_of_the_joined_batch)
-compare(truth, gradients, rtol=1e-12)                         # a table per parameter; raises if they differ
+gradients = gather_gradients(engine.model, context)           # on every rank: name -> full tensor
+truth = plain_gradients(plain_model, loss_of_the_global_batch)
+compare(truth, gradients, rtol=1e-12)                         # one row per parameter; raises if they differ
 """
 
 from __future__ import annotations
@@ -29,12 +29,15 @@ Tensors = dict[str, Tensor]
 
 
 def gather_weights(model: nn.Module, context: ParallelContext) -> Tensors:
-    """The whole weights in fp64 (of complex ones the real parts), by each of their names, on every rank. Collective over the world; holders must agree to the bit."""
+    """The full weights in fp64 (real parts of complex ones), by every name of each parameter, on every rank.
+
+    Collective over the world. Raises ParityError if replicas are not bitwise equal.
+    """
     return _gather(model, context, lambda parameter: parameter.detach())
 
 
 def gather_gradients(model: nn.Module, context: ParallelContext) -> Tensors:
-    """The whole gradients, by name, on every rank; zeros where there is none. Collective over the world."""
+    """The full gradients by name, on every rank; zeros for parameters without gradient. Collective over the world."""
     return _gather(
         model,
         context,
@@ -54,7 +57,7 @@ def plain_gradients(model: nn.Module, loss: Tensor) -> Tensors:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one parameter is from the truth: |found - truth| / |truth|, and the largest single element."""
+    """The difference of one parameter: |found - truth| / |truth|, and the largest difference of an element."""
 
     name: str
     relative: float
@@ -86,10 +89,17 @@ class Comparison:
 
 
 def compare(truth: Mapping[str, Tensor], found: Mapping[str, Tensor], rtol: float, check: bool = True) -> Comparison:
-    """Compare every tensor of the truth; a missing one differs. Raises ParityError with the table if `check`."""
+    """Compare every tensor of `truth` with the one in `found`; a missing tensor differs.
+
+    Args:
+        truth: tensors of the single-process run, by name.
+        found: tensors of the parallel run, by name.
+        rtol: the allowed relative difference, |found - truth| / |truth|, of each tensor.
+        check: raise ParityError with the table if a tensor differs.
+    """
     result = Comparison(tuple(_difference(name, truth[name], found.get(name), rtol) for name in truth), rtol)
     if check and not result.ok:
-        raise ParityError(f"not equal to one process:\n{result}", code="C100")
+        raise ParityError(f"the results differ from a single process:\n{result}", code="C100")
     return result
 
 
@@ -98,7 +108,7 @@ def _difference(name: str, truth: Tensor, found: Tensor | None, rtol: float) -> 
         return Difference(name, float("inf"), float("inf"), False, "missing")
     if found.shape != truth.shape:
         return Difference(
-            name, float("inf"), float("inf"), False, f"shape {tuple(found.shape)}, not {tuple(truth.shape)}"
+            name, float("inf"), float("inf"), False, f"shape {tuple(found.shape)} instead of {tuple(truth.shape)}"
         )
     found, truth = _wide(found), _wide(truth)
     distance = (found - truth).abs()
@@ -109,39 +119,31 @@ def _difference(name: str, truth: Tensor, found: Tensor | None, rtol: float) -> 
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """On the CPU, in the widest dtype of its kind: whole numbers and flags too."""
+    """The tensor on the CPU in the widest dtype of its kind; integers and bools become fp64."""
     return tensor.detach().to("cpu", torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def _gather(model: nn.Module, context: ParallelContext, read: Callable[[nn.Parameter], Tensor]) -> Tensors:
     def exact(tensor: LocalTensor) -> Tensor:
-        # Adding zero makes -0.0 the 0.0 that it is equal to.
+        # Adding zero turns -0.0 into 0.0, so that equal values have equal bits.
         return local_part(read(tensor.tensor)).to("cpu", torch.float64, copy=True).add_(0.0)  # type: ignore[arg-type]
 
-    whole = WholeTensors(model, context, exact, lambda tensor: isinstance(tensor.tensor, nn.Parameter))
-    _check_holders(whole.tensors, exact, context)
-    return {name: content for record, content in whole.gather_all() for name in record.names}
+    full = WholeTensors(model, context, exact, lambda tensor: isinstance(tensor.tensor, nn.Parameter))
 
-
-def _check_holders(
-    tensors: list[LocalTensor], exact: Callable[[LocalTensor], Tensor], context: ParallelContext
-) -> None:
-    """Two ranks that hold the same part must hold the same bits."""
-    mine = {tensor.label: [str(tensor.places), Encoded(0, (exact(tensor),)).digest()] for tensor in tensors}
+    # Replicas of a shard must be bitwise equal: the gather reads only one of them, and would hide a difference.
+    local = {tensor.label: [str(tensor.places), Encoded(0, (exact(tensor),)).digest()] for tensor in full.tensors}
     first: dict[tuple[str, str], tuple[int, str]] = {}
-    for rank, found in enumerate(gather_from_all(mine, context)):
-        for name, (places, digest) in found.items():
+    for rank, digests in enumerate(gather_from_all(local, context)):
+        for name, (places, digest) in digests.items():
             other, expected = first.setdefault((name, places), (rank, digest))
             if digest != expected:
                 raise ParityError(
-                    f"{name}: ranks {other} and {rank} hold the same part with different values", code="C100"
+                    f"{name}: ranks {other} and {rank} store the same shard with different values", code="C100"
                 )
+    return {name: content for record, content in full.gather_all() for name in record.names}
 
 
-# --------------------------------------------------------------------------------------------------
-# in_double: a model whose code casts to float32 computes in float64 throughout, so that it can be compared in fp64.
-#
-# --------------------------------------------------------------------------------------------------
+# --- in_double: a model whose code casts to float32 computes in float64 throughout, to be compared in fp64 ---
 
 
 class _Double(TorchFunctionMode):
@@ -153,14 +155,14 @@ class _Double(TorchFunctionMode):
             return backward_inside(self, func, args, kwargs)
         if func is Tensor.float and _widens(args):
             return args[0].to(torch.float64, **kwargs)
-        if func is not Tensor.view and _widens(args):  # view reads the same bits by another name
+        if func is not Tensor.view and _widens(args):  # view reinterprets bits
             args = tuple(_widened_dtype(value) for value in args)
             kwargs = {name: _widened_dtype(value) for name, value in kwargs.items()}
         return func(*args, **kwargs)
 
 
 def _widens(args: tuple[Any, ...]) -> bool:
-    """What lies in 32 bits or fewer already stays as its owner has it; all else, new tensors too, becomes float64."""
+    """Whether a function returns float64 in place of float32: not for arguments of 32 bits or fewer."""
     first = args[0] if args else None
     return not isinstance(first, Tensor) or first.dtype == torch.float64 or not first.is_floating_point()
 
@@ -171,11 +173,11 @@ def _widened_dtype(value: Any) -> Any:
 
 @contextmanager
 def in_double() -> Iterator[None]:
-    """Inside, float64 is the default dtype, and casts of float64 to float32 give float64.
+    """Make float64 the default dtype, and casts of float64 tensors to float32 return float64.
 
-    That holds for `Tensor.to`, `float` and `type`, and for float32 as the dtype of any function (softmax, zeros, arange).
-    Models of transformers cast so in norms, softmax, rotary tables and routers, which leaves float64 with the rounding
-    of float32. Tensors of float32 and below are left alone. It holds in this thread, and so for backward on the CPU.
+    This includes `Tensor.to`, `float` and `type`, and float32 as the dtype argument of any function (softmax, zeros, arange).
+    Hugging Face models contain such casts in norms, softmax, rotary embeddings and routers; they would round a float64 model
+    to float32 precision. Tensors of float32 and smaller are unchanged. Effective in this thread, and in backward on the CPU.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)

@@ -1,9 +1,10 @@
-"""run_world: start a world of real processes, watch it until every rank has reported, and leave nothing behind.
+"""run_world: starts the processes of a world, watches them until every rank has reported, and cleans up completely.
 
-`run_world` writes the pickled call into a private folder, starts one process for each rank (`_World.start`; what happens inside it is
-`rank.rank_main`), and watches them (`_World.watch`). A rank sends short messages over its link: LOADED, JOINED, REPORTED. Its
-report is a file, so that the parent never blocks on a rank that dies while it writes. A rank then waits for the message to
-leave: peers may still use its sockets. The other half of this file is what a world needs before its first process.
+`run_world` writes the pickled call to a private folder, starts one process per rank (`_World.start`; its code is
+`rank.rank_main`) and watches them (`_World.watch`). A rank sends short messages over its link: LOADED, JOINED, REPORTED. Its
+report is a file, so that the parent never blocks on a rank that dies while writing. Then the rank waits for permission to
+exit, because peers may still use its sockets. The second half of this file prepares a world: start method, call, folder, port
+and environments.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from colonnade.errors import LaunchError
 from colonnade.launching.outcome import Outcome, WorldError, WorldResult
 from colonnade.testing.rank import GUARD, JOINED, LOADED, REPORTED, STACK_SIGNAL, WorldSpec, rank_main
 
-# How long the other ranks may take to fail by themselves once one has, and to exit once all are done.
+# Seconds in which other ranks may fail on their own after a failure, and exit after all have reported.
 _GRACE = 3.0
-# Collectives give up before the deadline, so that they say so in a traceback.
+# Collectives time out before the deadline of the world, so that there is a traceback.
 _GROUP_SHARE = 0.75
 _LONGEST_LOG = 1 << 20
 _SHOW_SECONDS = 0.1
@@ -74,38 +75,47 @@ def run_world(
     show: bool = False,
     **kwargs: Any,
 ) -> WorldResult:
-    """Run `fn(*args, **kwargs)` on `n` processes at once and return what each rank returned.
+    """Run `fn(*args, **kwargs)` on `n` ranks, each in its own process, and return the results.
 
-    `fn` is a module-level function; arguments and return values travel by value. The default process group of
-    torch's `backend` exists when `fn` starts; with None only RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE,
-    MASTER_ADDR and MASTER_PORT are set, and the port is free. With "nccl" the current device of rank r is GPU
-    r modulo their number. There may be more ranks than GPUs, so one GPU can test NCCL between several ranks: each
-    rank then gets an NCCL_HOSTID of its own, with NCCL_NET=Socket, NCCL_SOCKET_IFNAME=lo and NCCL_IB_DISABLE=1
-    (also with None, for a `launch` in `fn`).
-    `env` is laid over this process's environment and the harness's defaults (one OMP thread, a TMPDIR that goes with
-    the world, and TORCH_DISTRIBUTED_DEBUG=DETAIL unless the environment sets it; DDP of torch 2.13 crashes under it on
-    gloo: set it OFF there); None takes a variable away. After `timeout` seconds the stacks of all ranks are taken and
-    the world is killed. With `check`, a failing rank raises `WorldError`. With `show`, what rank 0 prints is
-    shown as it comes. A script that calls this needs `if __name__ == "__main__":`, as for any multiprocessing.
+    A script that calls this needs `if __name__ == "__main__":`, as for any multiprocessing.
+
+    Args:
+        n: the number of ranks. There may be more ranks than GPUs, so that one GPU can test NCCL between several ranks: each
+            rank then has its own NCCL_HOSTID, with NCCL_NET=Socket, NCCL_SOCKET_IFNAME=lo and NCCL_IB_DISABLE=1.
+        fn: a function at the top level of a module.
+        args: positional arguments of `fn`, sent by value.
+        timeout: seconds after which the stacks of all ranks are recorded and the world is killed.
+        check: raise WorldError if a rank fails.
+        backend: backend of the default process group, which exists when `fn` starts. With "nccl" the current device of rank r
+            is GPU r modulo the number of GPUs. None: only RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and
+            MASTER_PORT (a free port) are set, for a function that calls `launch`.
+        env: variables on top of the environment of this process and the defaults of the harness: one OMP thread, a TMPDIR that
+            is removed with the world, and TORCH_DISTRIBUTED_DEBUG=DETAIL unless it is set. (DDP of torch 2.13 crashes with
+            DETAIL on gloo; set OFF there.) The value None removes a variable.
+        show: print the output of rank 0 live.
+        kwargs: keyword arguments of `fn`, sent by value.
+
+    Returns:
+        The values, outcomes and output of all ranks.
     """
     if n < 1:
-        raise LaunchError(f"A world of {n} ranks cannot be run: give at least 1.", code="C101")
+        raise LaunchError(f"n={n} ranks cannot be run; give at least 1.", code="C101")
     if timeout <= 0:
-        raise LaunchError(f"timeout={timeout} leaves a world no time to run: give seconds above 0.", code="C101")
+        raise LaunchError(f"timeout={timeout} is too short; give seconds > 0.", code="C101")
     check_keywords(fn, kwargs)
     if backend is not None and "nccl" in backend and not torch.cuda.device_count():
-        raise LaunchError(f"backend={backend!r} needs a GPU and torch finds none. Give backend='gloo'.", code="C024")
+        raise LaunchError(f"backend={backend!r} needs a GPU, but torch finds none. Use backend='gloo'.", code="C024")
 
-    # What is wrong with the call is said before a process is started.
+    # Errors in the call are raised before a process starts.
     call, context, started = packed(fn, args, kwargs), context_for(fn), time.monotonic()
-    with private_folder() as folder, loopback_socket(listening=backend is not None) as held:
-        port = held.getsockname()[1]
+    with private_folder() as folder, loopback_socket(listening=backend is not None) as listener:
+        port = listener.getsockname()[1]
         spec = WorldSpec(n, folder, environments(n, folder, port, env), backend, _GROUP_SHARE * timeout)
         spec.call.write_bytes(call)
         world = _World(spec, _Shown([spec.file(0, "stdout"), spec.file(0, "stderr")]) if show else None)
-        # Every process is gone when this returns, whatever happens in between.
+        # All processes have ended when this returns, even after an exception.
         try:
-            world.start(context, held)
+            world.start(context, listener)
             outcomes = world.watch(timeout)
         finally:
             world.end()
@@ -125,7 +135,7 @@ def run_world(
 
 @dataclass
 class _World:
-    """The processes of one world and what became of them so far."""
+    """The processes of one world and their outcomes so far."""
 
     spec: WorldSpec
     shown: _Shown | None = None
@@ -133,18 +143,18 @@ class _World:
     outcomes: dict[int, Outcome] = field(default_factory=dict)
 
     def start(self, context: ForkContext | ForkServerContext, listener: socket.socket) -> None:
-        """Start all ranks; only rank 0 gets the listening socket of the store."""
+        """Start all ranks; only rank 0 receives the listening socket of the store."""
         for rank in range(self.spec.world_size):
-            here, there = context.Pipe()
+            link, far_end = context.Pipe()
             serves = rank == 0 and self.spec.backend is not None
-            arguments = (rank, self.spec, there, listener if serves else None)
+            arguments = (rank, self.spec, far_end, listener if serves else None)
             process = context.Process(target=rank_main, args=arguments, name=f"colonnade-rank-{rank}")
-            self.ranks.append(_Rank(process, here))
+            self.ranks.append(_Rank(process, link))
             process.start()
-            there.close()
+            far_end.close()
 
     def watch(self, timeout: float) -> tuple[Outcome, ...]:
-        """Collect one outcome per rank; stop what still runs at the deadline or a grace after a failure."""
+        """Collect one outcome per rank; stop ranks that still run at the deadline, or a grace period after a failure."""
         deadline = stop_at = time.monotonic() + timeout
         while self._running() and time.monotonic() < stop_at:
             self._take_events(min(stop_at - time.monotonic(), _SHOW_SECONDS if self.shown else timeout))
@@ -152,23 +162,40 @@ class _World:
                 self.shown.copy()
             failed = [rank for rank, outcome in self.outcomes.items() if not outcome.ok]
             running = [self.ranks[rank] for rank in self._running()]
-            # A failed rank leaves, so that the collectives of its peers fail now. Not while a peer still joins the group that it
-            # is in: that one would fail in joining, and never reach the function.
+            # A failed rank may exit, so that the collectives of its peers fail now. Not while a peer is still joining its group:
+            # the peer would fail while joining, before it reaches the function.
             all_joined = all(rank.joined for rank in running)
             for rank in failed:
                 if all_joined or not self.ranks[rank].joined:
                     self.ranks[rank].dismiss()
-            # The others get a grace to fail by themselves, which starts when all have imported the function: on a busy machine
-            # some may not have begun.
+            # Other ranks have a grace period to fail on their own. It starts when all have imported the function, because on a
+            # busy machine some may not have started yet.
             if failed and stop_at == deadline and all(rank.loaded for rank in running):
                 stop_at = min(deadline, time.monotonic() + _GRACE)
-        self._stop_running("timeout" if stop_at == deadline else "ended")
+
+        # Record the stacks of ranks that still run, then kill them.
+        kind: Literal["timeout", "ended"] = "timeout" if stop_at == deadline else "ended"
+        left = self._running()
+        for number in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.ranks[number].process.pid or 0, STACK_SIGNAL)
+        stacks = _full_texts([self.spec.file(number, "stack") for number in left])
+        for number, text in zip(left, stacks, strict=True):
+            stack = _without_guard(text) or _why_no_stack(self.ranks[number].process.pid)
+            self.outcomes[number] = Outcome(number, kind, time.monotonic(), stack=stack)
+            self.ranks[number].signal(signal.SIGKILL)
+
+        # After a success every rank may exit by itself, within the grace period.
         if all(outcome.ok for outcome in self.outcomes.values()):
-            self._dismiss_all()
+            for finished in self.ranks:
+                finished.dismiss()
+            end = time.monotonic() + _GRACE
+            for finished in self.ranks:
+                finished.process.join(max(0.0, end - time.monotonic()))
         return tuple(self.outcomes[rank] for rank in range(self.spec.world_size))
 
     def end(self) -> None:
-        """Kill whatever is left of the ranks and their children, and forget them."""
+        """Kill all remaining ranks and their children."""
         for rank in self.ranks:
             rank.link.close()
             if rank.process.pid is not None:
@@ -181,7 +208,7 @@ class _World:
         return [rank for rank in range(self.spec.world_size) if rank not in self.outcomes]
 
     def _take_events(self, seconds: float) -> None:
-        """Wait for reports and deaths; a report made before the death counts, so it is looked for first."""
+        """Wait for reports and exits. A report from before the exit counts, so it is read first."""
         running = self._running()
         wait([source for rank in running for source in self.ranks[rank].sources()], max(0.0, seconds))
         for rank in running:
@@ -189,39 +216,17 @@ class _World:
                 report = pickle.loads(self.spec.file(rank, "report").read_bytes())
                 self.outcomes[rank] = Outcome(rank=rank, **report)
             elif self.ranks[rank].process.exitcode is not None:
-                self.outcomes[rank] = self._exited(rank, self.ranks[rank].process.exitcode or 0)
-
-    def _exited(self, rank: int, code: int) -> Outcome:
-        when = _NOT_RETURNED if self.spec.file(rank, "stack").exists() else _NOT_REACHED
-        return Outcome.of_exit(rank, code, time.monotonic(), when)
-
-    def _stop_running(self, kind: Literal["timeout", "ended"]) -> None:
-        """Take the stacks of the ranks that still run and kill them."""
-        running = self._running()
-        for rank in running:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.ranks[rank].process.pid or 0, STACK_SIGNAL)
-        stacks = _full_texts([self.spec.file(rank, "stack") for rank in running])
-        for rank, text in zip(running, stacks, strict=True):
-            stack = _without_guard(text) or _why_no_stack(self.ranks[rank].process.pid)
-            self.outcomes[rank] = Outcome(rank, kind, time.monotonic(), stack=stack)
-            self.ranks[rank].signal(signal.SIGKILL)
-
-    def _dismiss_all(self) -> None:
-        """Let every rank leave, and give it time to exit by itself."""
-        for rank in self.ranks:
-            rank.dismiss()
-        end = time.monotonic() + _GRACE
-        for rank in self.ranks:
-            rank.process.join(max(0.0, end - time.monotonic()))
+                code = self.ranks[rank].process.exitcode or 0
+                when = _NOT_RETURNED if self.spec.file(rank, "stack").exists() else _NOT_REACHED
+                self.outcomes[rank] = Outcome.of_exit(rank, code, time.monotonic(), when)
 
 
 @dataclass
 class _Rank:
-    """One process of the world, seen from the parent.
+    """A rank, from the view of the parent.
 
-    `is_linked` is false once its end of the link is closed; `loaded` is true once it has imported the function, `joined` once
-    it is in the group, and `dismissed` once it was sent the message to leave.
+    `is_linked`: its end of the link is open. `loaded`: it has imported the function. `joined`: it has joined the process group.
+    `dismissed`: it was allowed to exit.
     """
 
     process: BaseProcess
@@ -235,7 +240,7 @@ class _Rank:
         return [self.process.sentinel, *([self.link] if self.is_linked else [])]
 
     def read_messages(self) -> bool:
-        """Take in what the rank has sent; whether it has left its report."""
+        """Read the messages of the rank; returns whether its report is there."""
         try:
             while self.is_linked and self.link.poll():
                 message = self.link.recv_bytes()
@@ -248,14 +253,14 @@ class _Rank:
         return False
 
     def dismiss(self) -> None:
-        """Send the rank the message that it may leave, once."""
+        """Allow the rank to exit; sent once."""
         if not self.dismissed:
             self.dismissed = True
             with contextlib.suppress(OSError):
                 self.link.send_bytes(b"leave")
 
     def signal(self, number: int) -> None:
-        """Signal the process and its process group, which holds the children it left."""
+        """Signal the process and its process group, which contains its children."""
         for send in (os.killpg, os.kill):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 send(self.process.pid or 0, number)
@@ -263,7 +268,7 @@ class _Rank:
 
 @dataclass
 class _Shown:
-    """What a rank has printed, shown in this process too, in a notebook as well."""
+    """Copies the output of a rank to this process, also in a notebook."""
 
     files: list[Path]
     read: dict[Path, int] = field(default_factory=dict)
@@ -273,15 +278,15 @@ class _Shown:
             if file.exists():
                 with file.open("rb") as log:
                     log.seek(self.read.get(file, 0))
-                    whole, newline, _ = log.read().rpartition(b"\n")
+                    lines, newline, _ = log.read().rpartition(b"\n")
                 if newline:
-                    self.read[file] = self.read.get(file, 0) + len(whole) + 1
-                    sys.stdout.write(whole.decode("utf-8", "replace") + "\n")
+                    self.read[file] = self.read.get(file, 0) + len(lines) + 1
+                    sys.stdout.write(lines.decode("utf-8", "replace") + "\n")
                     sys.stdout.flush()
 
 
 def _full_texts(files: list[Path], seconds: float = 2.0) -> list[str]:
-    """Read files that are being written once all have text and have stopped growing, or time is up."""
+    """The contents of files that are being written, once all have text and stop growing, or at the timeout."""
     end, before = time.monotonic() + seconds, [-1] * len(files)
     while time.monotonic() < end:
         sizes = [file.stat().st_size if file.exists() else 0 for file in files]
@@ -293,21 +298,21 @@ def _full_texts(files: list[Path], seconds: float = 2.0) -> list[str]:
 
 
 def _without_guard(stack: str) -> str:
-    """Drop the harness's own thread from a dump of all threads."""
+    """A dump of all threads without the thread of the harness."""
     return "\n\n".join(thread for thread in stack.split("\n\n") if GUARD not in thread)
 
 
 def _why_no_stack(pid: int | None) -> str:
-    """Say in which state the process is; a stopped one (T) cannot answer the request for its stacks."""
+    """The state of the process; a stopped one (T) cannot write its stacks."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return "no stack: the process is gone"
+        return "no stack: the process has exited"
     return "no stack: the process is stopped" if state in "Tt" else f"no stack: process state {state}"
 
 
 def _text(path: Path) -> str:
-    """Return the end of a log, of a length that a report can hold in memory."""
+    """The end of a log, of limited length."""
     if not path.exists():
         return ""
     with path.open("rb") as log:
@@ -315,11 +320,11 @@ def _text(path: Path) -> str:
         return log.read().decode("utf-8", errors="replace")
 
 
-# --- Before the first process: how it starts, the call, the folder, the port, the settings ---
+# --- Preparation of a world: start method, call, folder, port, environments ---
 
 
 def start_server() -> ForkServerContext:
-    """Start the fork server if it does not run yet, without waiting for its imports; return its context."""
+    """Start the fork server if necessary, without waiting for its imports; returns its context."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*_PRELOAD, *(_PRELOAD_UNDER_PYTEST if "pytest" in sys.modules else ())])
     forkserver.ensure_running()
@@ -327,45 +332,45 @@ def start_server() -> ForkServerContext:
 
 
 def context_for(fn: Callable[..., Any]) -> ForkContext | ForkServerContext:
-    """Return the start method for `fn`: the fork server, or plain fork for a function typed at a prompt.
+    """The start method for `fn`: the fork server, or plain fork for a function from a prompt or notebook.
 
-    Such a function exists in this process only, in a `__main__` that no other process could import.
+    Such a function exists only in this process, in a `__main__` that no other process can import.
     """
     source = getattr(sys.modules["__main__"], "__file__", None)
     typed_in = fn.__module__ == "__main__" if source is None else not Path(source).exists()
     if typed_in and torch.cuda.is_initialized():
         raise LaunchError(
-            "this process has used CUDA, so it cannot be copied for the ranks: start anew, and use the GPU only inside "
-            "the function that the ranks run",
+            "this process has used CUDA and cannot be copied for the ranks: restart it, and use the GPU only inside the "
+            "function that the ranks run",
             code="C101",
         )
     return multiprocessing.get_context("fork") if typed_in else start_server()
 
 
 def check_keywords(fn: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse `init=`, as `backend=` was called once, unless the function names such a parameter: it would be passed on to it."""
+    """Raise for `init=`, a former name of `backend=`, unless the function has a parameter of this name."""
     if "init" not in kwargs:
         return
     with contextlib.suppress(TypeError, ValueError):  # some callables have no signature
         if "init" in inspect.signature(fn).parameters:
             return
     raise LaunchError(
-        f"run_world has no keyword init (it got init={kwargs['init']!r}): it is called backend now. Pass backend={kwargs['init']!r}, "
-        f"or give {getattr(fn, '__qualname__', fn)} a parameter init if it is meant for that function.",
+        f"run_world has no keyword init (got init={kwargs['init']!r}); its name is backend now. Pass backend={kwargs['init']!r}, "
+        f"or add a parameter init to {getattr(fn, '__qualname__', fn)} if the value is for that function.",
         code="C115",
     )
 
 
 def packed(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """Return the call as bytes, or say what cannot travel and what to do.
+    """The pickled call. Raises LaunchError with the value that cannot be sent.
 
-    Plain pickle on purpose: multiprocessing's own would share the memory of tensors between the ranks.
+    Plain pickle on purpose: the pickler of multiprocessing would share the memory of tensors between ranks.
     """
     name = getattr(fn, "__qualname__", repr(fn))
     if "<lambda>" in name or "<locals>" in name:
         raise LaunchError(
-            f"run_world cannot send {name} to other processes: it is a lambda or defined inside a function. "
-            "Move it to module level and pass what it needs as arguments.",
+            f"run_world cannot send {name} to other processes, because it is a lambda or defined inside a function. "
+            "Move it to the top level of a module and pass its data as arguments.",
             code="C101",
         )
     for what, thing in (
@@ -378,7 +383,7 @@ def packed(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         except Exception as error:
             raise LaunchError(
                 f"run_world cannot send {what} to other processes ({type(error).__name__}: {error}). "
-                "Pass a module-level function and plain data or tensors; build the rest inside the function.",
+                "Pass a module-level function and plain data or tensors; create other objects inside the function.",
                 code="C101",
             ) from error
     return pickle.dumps((fn, args, kwargs))
@@ -386,7 +391,7 @@ def packed(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[Path]:
-    """Make a folder only this user can read, with the ranks' TMPDIR `tmp` in it; remove it at the end."""
+    """A temporary folder that only this user can read, with a subfolder `tmp` as TMPDIR of the ranks."""
     folder = Path(tempfile.mkdtemp(prefix="colonnade-world-"))
     (folder / "tmp").mkdir()
     try:
@@ -397,22 +402,22 @@ def private_folder() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def loopback_socket(listening: bool) -> Iterator[socket.socket]:
-    """Hold a free loopback port until the end of the world.
+    """Reserve a free loopback port until the end of the world.
 
-    Listening, it is handed to rank 0's store, so no port is ever chosen twice and nothing listens on other
-    interfaces. Bound only, it reserves the port: a rank may listen there (both sides reuse the address),
-    nobody else is given it.
+    A listening socket is passed to the store of rank 0, so that no port is chosen twice and nothing listens on other
+    interfaces. A socket that is only bound reserves the port: a rank can listen on it (both sides reuse the address), but the
+    kernel gives it to no other process.
     """
-    with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
         if listening:
-            held.listen(socket.SOMAXCONN)
-        yield held
+            reserved.listen(socket.SOMAXCONN)
+        yield reserved
 
 
 def environments(n: int, folder: Path, port: int, env: Mapping[str, str | None] | None) -> tuple[dict[str, str], ...]:
-    """Return each rank's environment: this process's, over it our defaults, over them `env` (None removes)."""
+    """The environment of each rank: that of this process, updated by the defaults, then by `env` (None removes)."""
     shared = {
         **{name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")},
         "WORLD_SIZE": str(n),
@@ -436,10 +441,10 @@ def environments(n: int, folder: Path, port: int, env: Mapping[str, str | None] 
 
 
 def nccl_environments(n: int) -> list[dict[str, str]]:
-    """Return, for each of `n` ranks, what NCCL needs where they share GPUs; empty where none is shared.
+    """The variables that NCCL needs on each of `n` ranks that share GPUs; empty if no GPU is shared.
 
-    NCCL refuses two ranks on one device of one host. So each rank names a host of its own, and they talk over
-    loopback sockets, as hosts without a faster network would.
+    NCCL rejects two ranks on the same device of the same host. Each rank therefore claims its own host, and the ranks
+    communicate over loopback sockets, like hosts without a faster network.
     """
     if not 0 < torch.cuda.device_count() < n:
         return [{}] * n

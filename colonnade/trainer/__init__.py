@@ -1,4 +1,4 @@
-"""The trainer: a training loop with hooks, over any engine."""
+"""The Trainer: a training loop with hooks for any engine."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""The data of a run: how many batches each rank has, and the batches of an epoch from any place in it."""
+"""The data of a run: the number of batches of each rank, and the batches of an epoch from any position."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any
@@ -20,12 +21,12 @@ from colonnade.logging import get_dist_logger
 from colonnade.utils.sampler import DistinctDataSampler
 
 NO_BATCH = object()
-"""What a loop gets from a loader that has run out."""
+"""Stands for the end of a loader."""
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """The number of batches of every rank; None where a loader does not know."""
+    """The number of batches of every rank; None if a loader has no length."""
 
     of_rank: tuple[int | None, ...]
 
@@ -39,7 +40,7 @@ class Lengths:
 
     @property
     def longest(self) -> int | None:
-        """The batches of the rank that has most; None if any rank does not know."""
+        """The largest number of batches; None if any loader has no length."""
         return max(length for length in self.of_rank if length is not None) if self.known else None
 
     def __str__(self) -> str:
@@ -49,9 +50,9 @@ class Lengths:
 
 @dataclass(frozen=True)
 class EpochPosition:
-    """How far a run is in an epoch: the batches that each rank has learnt from, and the samples of all ranks together.
+    """The progress within an epoch: the batches of each rank, and the samples of all ranks together.
 
-    The samples hold for any size of a batch, any accumulation and any number of ranks; None where they are not known.
+    The number of samples stays valid if batch size, accumulation or the number of ranks change; None if it is unknown.
     """
 
     batches: int = 0
@@ -59,37 +60,57 @@ class EpochPosition:
 
 
 def read_lengths(loader: Any, context: ParallelContext) -> Lengths:
-    """Ask every rank. Collective; refuses, on all ranks, what is no loader and loaders that cannot work together."""
-    wrong = _what_else(loader)
-    told = gather_from_all([wrong, None if wrong else _length(loader)], context)
-    for rank, (problem, _) in enumerate(told):
-        if problem:
-            raise ConfigError(f"rank {rank}: a data loader is an iterable of batches, not {problem}", code="C090")
-    lengths = Lengths(tuple(length for _, length in told))
+    """The lengths of the loaders of all ranks. Collective over the world.
+
+    Raises ConfigError on all ranks if a loader is no iterable of batches, or if the loaders do not fit together.
+    """
+    # Typical mistakes, each with its remedy. They are recognized by type, since any iterable may be a loader.
+    problem: str | None = None
+    kind = type(loader).__name__
+    if isinstance(loader, Tensor):
+        shape = tuple(loader.shape)
+        problem = f"a tensor of shape {shape}, whose rows would each count as a batch; for one batch pass [batch]"
+    elif isinstance(loader, Mapping):
+        problem = f"a {kind}; for one batch pass [batch]"
+    elif isinstance(loader, Dataset) and not hasattr(type(loader), "__iter__"):
+        problem = f"a {kind}, which yields single samples; colonnade.utils.get_dataloader(dataset, batch_size=...) makes batches"
+    elif isinstance(loader, str) or not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
+        problem = f"a {kind}; colonnade.utils.get_dataloader makes a loader from a dataset"
+    length: int | None = None
+    if problem is None:
+        with suppress(TypeError, NotImplementedError, AttributeError):  # an iterable dataset has no length
+            length = len(loader)
+
+    gathered = gather_from_all([problem, length], context)
+    for rank, (wrong, _) in enumerate(gathered):
+        if wrong:
+            raise ConfigError(f"rank {rank}: a data loader is an iterable of batches, not {wrong}", code="C090")
+    lengths = Lengths(tuple(of_rank for _, of_rank in gathered))
     if lengths.longest == 0:
         raise ConfigError(
-            "the data loader has no batches on any rank; is the dataset smaller than a batch of drop_last?", code="C090"
+            "the data loader has no batches on any rank; with drop_last, a dataset smaller than one batch gives none",
+            code="C090",
         )
     if lengths.known:
         others = _other_distinct(context)
         _check_groups(lengths, context, lambda axis: axis.data == "same", "see the same data")
-        what = f"share forward passes (axes {', '.join(others)})"
+        what = f"communicate in forward passes (axes {', '.join(others)})"
         _check_groups(lengths, context, lambda axis: axis.data == "same" or axis.name in others, what)
     return lengths
 
 
 def moves_together(lengths: Lengths, context: ParallelContext) -> bool:
-    """Whether a rank without a batch would be missed by others that have one: their forward passes need it.
+    """Whether the forward passes of some ranks need every other rank to have a batch, too.
 
-    Stages of a pipeline and shards of a tensor run out together, if their lengths are known to be equal.
+    Pipeline stages and tensor-parallel ranks run out at the same time if their lengths are known to be equal.
     """
-    by_itself = context.world_size == context.data_parallel_size
-    return bool(_other_distinct(context)) or (not lengths.known and not by_itself)
+    only_data_parallel = context.world_size == context.data_parallel_size
+    return bool(_other_distinct(context)) or (not lengths.known and not only_data_parallel)
 
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """The batches that a loader gives in an epoch: so many whole ones of `size` samples, then one of `last`, or none."""
+    """The batch sizes of an epoch: `whole` batches of `size` samples, then one batch of `last` samples unless that is 0."""
 
     samples: int
     size: int
@@ -104,41 +125,18 @@ class BatchSizes:
 
 
 def last_batch(loader: Any) -> BatchSizes | None:
-    """The sizes of a loader whose rows are its samples; None where that is not known, or no smaller batch comes last."""
+    """The batch sizes of a loader whose rows are samples; None if that is unknown, or if no smaller batch comes last."""
     batches = getattr(loader, "batch_sampler", None)
     if type(batches) is not BatchSampler or batches.drop_last or loader.collate_fn is not default_collate:
         return None
     try:
         return BatchSizes(len(batches.sampler), batches.batch_size)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):  # a sampler need not know
-        return None
-
-
-def _what_else(loader: Any) -> str | None:
-    """What was given in place of a loader, and what to do; None if it may be one."""
-    if isinstance(loader, Tensor):
-        return (
-            f"a tensor of shape {tuple(loader.shape)}, of which every row would be a batch; for one batch give [batch]"
-        )
-    if isinstance(loader, Mapping):
-        return f"a {type(loader).__name__}; for one batch give [batch]"
-    if isinstance(loader, Dataset) and not hasattr(type(loader), "__iter__"):
-        kind = type(loader).__name__
-        return f"a {kind}, which gives single samples; colonnade.utils.get_dataloader(dataset, batch_size=...) makes batches"
-    if isinstance(loader, str) or not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
-        return f"a {type(loader).__name__}; colonnade.utils.get_dataloader makes one of a dataset"
-    return None
-
-
-def _length(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError, AttributeError):  # an iterable dataset has none
+    except (TypeError, NotImplementedError):  # a sampler without a length
         return None
 
 
 def _check_groups(lengths: Lengths, context: ParallelContext, joins: Callable[[Any], bool], what: str) -> None:
-    """Refuse different lengths among ranks that differ only on the axes that `joins` picks."""
+    """Raise if lengths differ between ranks whose coordinates differ only on axes that `joins` accepts."""
     found: dict[tuple[tuple[str, int], ...], int] = {}
     apart = [axis.name for axis in context.layout.axes if not joins(axis)]
     for rank, length in enumerate(lengths.of_rank):
@@ -147,13 +145,13 @@ def _check_groups(lengths: Lengths, context: ParallelContext, joins: Callable[[A
         if lengths.of_rank[first] != length:
             raise ConfigError(
                 f"ranks {first} and {rank} {what}, but have {lengths.of_rank[first]} and {length} batches; give them "
-                f"loaders of one length (colonnade.utils.get_dataloader does)",
+                f"loaders of equal length (colonnade.utils.get_dataloader does)",
                 code="C090",
             )
 
 
 def _other_distinct(context: ParallelContext) -> list[str]:
-    """Axes whose ranks see distinct data and meet in forward passes; with experts the data axis is one."""
+    """Axes whose ranks see distinct data and communicate in forward passes; with experts, the data axis is one."""
     experts = context.is_initialized(ParallelMode.EXPERT) and context.get_world_size(ParallelMode.EXPERT) > 1
     return [
         axis.name
@@ -163,11 +161,10 @@ def _other_distinct(context: ParallelContext) -> list[str]:
 
 
 class Feed:
-    """One data loader over the epochs of a run.
+    """One data loader over the epochs of a run, with resumption within an epoch.
 
-    Where it goes on in the middle of an epoch, it asks a loader with a state of its own to; sets the position of a
-    `DistinctDataSampler`; and skips the batches of any other loader, after putting the random streams back to where
-    they were when the epoch began, so that it shuffles as it did.
+    A stateful loader restores itself, and a `DistinctDataSampler` is moved to the position. For any other loader the random
+    streams are reset to the start of the epoch, so that it shuffles in the same order, and the used batches are skipped.
     """
 
     def __init__(self, loader: Any, context: ParallelContext) -> None:
@@ -178,14 +175,31 @@ class Feed:
         self._loaded: Any = None
 
     def open(self, epoch: int, place: EpochPosition, then: Any = None) -> Iterator[Any]:
-        """The batches of `epoch` after `place`; the random streams are left at `then`, if given."""
-        _set_epoch(self.loader, epoch)
+        """The batches of `epoch` after `place`. The random streams are set to `then` afterwards, if given."""
+        # Samplers that shuffle by the epoch number need it; a DistinctDataSampler may still be in the middle of an epoch.
+        for sampler in (getattr(self.loader, "sampler", None), getattr(self.loader, "batch_sampler", None)):
+            if isinstance(sampler, DistinctDataSampler):
+                sampler.load_state_dict({**sampler.state_dict(), "epoch": epoch, "position": 0})
+            elif callable(getattr(sampler, "set_epoch", None)):
+                sampler.set_epoch(epoch)  # type: ignore[union-attr]
         if place.batches == 0:
             self._began, self._before_ahead = self._streams(), None
             return iter(self.loader)
         then = then if then is not None else random_state(self._context)
-        self._put_back()
-        iterator = self._continued(epoch, place)
+        self._restore_streams()
+        if self._loaded is not None:
+            self.loader.load_state_dict(self._loaded)
+            self._loaded = None
+            iterator = iter(self.loader)
+        elif _keeps_place(self.loader) and place.samples is not None:
+            sampler = self.loader.sampler
+            sampler.load_state_dict({**sampler.state_dict(), "epoch": epoch, "position": place.samples})
+            iterator = iter(self.loader)
+        else:
+            iterator = iter(self.loader)
+            for _ in islice(iterator, self.batches_behind(place)):
+                pass
+        # A batch that was fetched ahead drew its random numbers before the step that the checkpoint includes.
         if self._before_ahead is not None:
             set_random_state(self._before_ahead, self._context)
             iterator = chain(list(islice(iterator, 1)), iterator)
@@ -194,62 +208,51 @@ class Feed:
         return iterator
 
     def look_ahead(self) -> None:
-        """A batch is about to be fetched before the step before it is made: with the random streams as they are now."""
+        """Note the random streams before a batch is fetched ahead of the current step."""
         self._before_ahead = random_state(self._context)
 
     def after(self, place: EpochPosition, batches: int) -> EpochPosition:
-        """The place that many batches later."""
+        """The position after this many further batches."""
         step = self._samples_per_batch()
         samples = place.samples + batches * step if place.samples is not None and step else None
         return EpochPosition(place.batches + batches, samples)
 
     def batches_behind(self, place: EpochPosition) -> int:
-        """How many whole batches of this loader lie before a place, which may be one of another size of batches."""
+        """The number of full batches of this loader before a position, which may come from another batch size."""
         step = self._samples_per_batch()
         return place.batches if place.samples is None or not step else place.samples // step
 
     def inside_batch(self, place: EpochPosition) -> int:
-        """How many samples of its next batch lie before a place."""
+        """The number of samples of the next batch that are before a position."""
         step = self._samples_per_batch()
         return (place.samples or 0) % step if step else 0
 
     def own_state(self) -> dict[str, Any]:
-        """What it takes on this rank alone: random streams at the start of the epoch, the loader's own state."""
+        """The state of this rank: random streams at the start of the epoch, and the state of a stateful loader."""
         own = {"began": self._began, "ahead": self._before_ahead}
         return {**own, "loader": self.loader.state_dict()} if is_stateful(self.loader) else own
 
     def load_state_dict(self, place: EpochPosition, own: dict[str, Any] | None) -> EpochPosition:
-        """Go on at `place`; `own` is None where the layout is another. Returns the place where this loader can begin."""
+        """Resume at `place`; returns the position at which this loader can start.
+
+        `own` is the result of `own_state` on this rank, None if the layout has changed.
+        """
         self._began = own["began"] if own else None
         self._before_ahead = own.get("ahead") if own else None
         self._loaded = own.get("loader") if own else None
-        again = self.inside_batch(place)
-        if not again or _keeps_place(self.loader) or self._loaded is not None:
+        repeated = self.inside_batch(place)
+        if not repeated or _keeps_place(self.loader) or self._loaded is not None:
             return place
         assert place.samples is not None
         get_dist_logger().warning(
-            f"{again} of the {place.samples} samples that this epoch has had are read again: this loader can only begin "
-            f"at a whole batch. A loader of colonnade.utils.get_dataloader can begin anywhere.",
+            f"{repeated} of the {place.samples} samples that this epoch has used are read again, because this loader can only "
+            f"start at a full batch. A loader of colonnade.utils.get_dataloader can start anywhere.",
             ranks=[0],
         )
-        return replace(place, samples=place.samples - again)
-
-    def _continued(self, epoch: int, place: EpochPosition) -> Iterator[Any]:
-        if self._loaded is not None:
-            self.loader.load_state_dict(self._loaded)
-            self._loaded = None
-            return iter(self.loader)
-        if _keeps_place(self.loader) and place.samples is not None:
-            sampler = self.loader.sampler
-            sampler.load_state_dict({**sampler.state_dict(), "epoch": epoch, "position": place.samples})
-            return iter(self.loader)
-        iterator = iter(self.loader)
-        for _ in islice(iterator, self.batches_behind(place)):
-            pass
-        return iterator
+        return replace(place, samples=place.samples - repeated)
 
     def _samples_per_batch(self) -> int:
-        """The samples that all ranks take together with one batch each; 0 if that is not known."""
+        """The samples in one batch of each rank, over all ranks; 0 if unknown."""
         size = getattr(self.loader, "batch_size", None)
         return size * self._context.layout.distinct_data if isinstance(size, int) else 0
 
@@ -258,7 +261,7 @@ class Feed:
         state = {"random": random_state(self._context)}
         return {**state, "generator": generator.get_state()} if generator is not None else state
 
-    def _put_back(self) -> None:
+    def _restore_streams(self) -> None:
         if self._began is None:
             return
         set_random_state(self._began["random"], self._context)
@@ -267,15 +270,6 @@ class Feed:
 
 
 def _keeps_place(loader: Any) -> bool:
-    """Whether its sampler can be put anywhere in an epoch without fetching what lies before."""
+    """Whether the sampler can start anywhere in an epoch without fetching earlier samples."""
     sampler = getattr(loader, "sampler", None)
     return isinstance(sampler, DistinctDataSampler) and isinstance(getattr(loader, "batch_size", None), int)
-
-
-def _set_epoch(loader: Any, epoch: int) -> None:
-    """Tell samplers that shuffle by the number of the epoch; ours may still stand where an epoch was left."""
-    for sampler in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
-        if isinstance(sampler, DistinctDataSampler):
-            sampler.load_state_dict({**sampler.state_dict(), "epoch": epoch, "position": 0})
-        elif callable(getattr(sampler, "set_epoch", None)):
-            sampler.set_epoch(epoch)  # type: ignore[union-attr]

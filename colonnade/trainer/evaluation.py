@@ -1,4 +1,4 @@
-"""Evaluation and prediction: forward passes over test data, with the hooks that measure them or for their outputs."""
+"""Evaluation and prediction: forward passes over test data, for the metrics of hooks or for the outputs."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 def run_test(trainer: Trainer, loader: Iterable[Any], hooks: HookList, exchange: Exchange) -> None:
-    """Run the hooks' test points over all batches of all ranks, which need not have equally many. Collective.
+    """Run all test batches with the test points of the hooks. Collective over the world.
 
-    Samples that a sampler repeats, so that all ranks have equally many, are counted once. The error of a hook is held: the
-    caller lets the ranks agree afterwards.
+    Ranks may have different numbers of batches. Samples that a sampler repeats to give all ranks the same number count once.
+    The error of a hook stays pending until the caller lets the ranks agree.
     """
     engine = trainer.engine
     lengths = read_lengths(loader, trainer.context)
@@ -41,7 +41,7 @@ def run_test(trainer: Trainer, loader: Iterable[Any], hooks: HookList, exchange:
     try:
         with _evaluating(engine), _each_once(loader) as repeated:
             for number, batch in enumerate(_batches_of(trainer, loader, lengths, hooks, exchange)):
-                # A repeated sample alone in its batch: other ranks may need this pass, but nothing of it counts.
+                # A batch that consists of one repeated sample does not count, but other ranks may need its forward pass.
                 counts = number != repeated
                 if counts:
                     hooks.call("before_test_iter")
@@ -55,14 +55,14 @@ def run_test(trainer: Trainer, loader: Iterable[Any], hooks: HookList, exchange:
                     trainer.batch_weight = weigh(loss, engine.loss_count, engine.schedule.batch_size)
                     hooks.call("after_test_iter", output, label, loss)
     except BaseException:
-        hooks.call("after_test")  # what a hook changed for the time of the test is undone: EMAHook's weights
+        hooks.call("after_test")  # undoes changes for the test, such as the weights of EMAHook
         raise
     hooks.call("after_test_epoch")
     hooks.call("after_test")
 
 
 def predict(trainer: Trainer, loader: Iterable[Any], hooks: HookList, exchange: Exchange) -> Any:
-    """The outputs on every rank, on the host. Collective."""
+    """The outputs of all ranks, on the host of every rank. Collective over the world."""
     lengths = read_lengths(loader, trainer.context)
     pieces: list[Any] = []
     own = trainer.engine.own_loss
@@ -75,13 +75,14 @@ def predict(trainer: Trainer, loader: Iterable[Any], hooks: HookList, exchange: 
                 output = own.predictions(output) if own is not None else output
                 pieces.append(tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), output))
     trainer.agree()
-    mine = {"indices": indices, "output": fit(pieces) if pieces else None}
-    return _ordered(gather_values(mine, bool(pieces) and is_first_with_data(trainer.context), trainer.context), fit)
+    local = {"indices": indices, "output": fit(pieces) if pieces else None}
+    found = gather_values(local, bool(pieces) and is_first_with_data(trainer.context), trainer.context)
+    return _in_dataset_order(found, fit)
 
 
 @contextmanager
 def _evaluating(engine: Engine) -> Iterator[None]:
-    """The engine in evaluation mode, without gradients, and then as it was."""
+    """Put the engine into evaluation mode without gradients; restore it afterwards."""
     was_training = engine.training
     engine.eval()
     try:
@@ -94,15 +95,21 @@ def _evaluating(engine: Engine) -> Iterator[None]:
 
 @contextmanager
 def _each_once(loader: Iterable[Any]) -> Iterator[int | None]:
-    """A loader whose sampler gives each sample of an epoch once, and is then as it was.
+    """Make the sampler of a loader yield each sample of an epoch once; restore it afterwards.
 
-    Samplers repeat at most one sample on a rank, the last one. It is left out of its batch before the batch is made, so
-    that collators and models never see it. A batch that would be empty then is given as it is, since other ranks may need
-    its pass; yields the number of that batch, or None.
+    Samplers repeat at most one sample per rank, the last. It is removed before the batch is built, so that collators and
+    models never see it. A batch of this sample only is kept, because other ranks may need its forward pass; its number is
+    yielded, else None.
     """
     sampler, batches = _sampler_of(loader)
     with _whole_epoch(sampler):
-        if not _repeats_last(sampler):
+        # The last sample is a repeat if it only makes the numbers of samples of all ranks equal.
+        repeats = False
+        if isinstance(sampler, DistinctDataSampler):
+            repeats = sampler.repeats_last
+        elif type(sampler) is DistributedSampler and not sampler.drop_last:
+            repeats = (len(sampler) - 1) * sampler.num_replicas + sampler.rank >= len(sampler.dataset)  # type: ignore[arg-type]
+        if not repeats:
             yield None
             return
         size, last = (1 if batches is None else batches.batch_size), len(sampler) - 1
@@ -111,7 +118,7 @@ def _each_once(loader: Iterable[Any]) -> Iterator[int | None]:
             return
         drop_last = batches.drop_last
         batches.sampler = _AllButLast(sampler)
-        batches.drop_last = drop_last and len(sampler) % size != 0  # the last batch was a whole one, and is wanted
+        batches.drop_last = drop_last and len(sampler) % size != 0  # a full last batch stays, one sample shorter
         try:
             yield None
         finally:
@@ -120,7 +127,7 @@ def _each_once(loader: Iterable[Any]) -> Iterator[int | None]:
 
 @contextmanager
 def _whole_epoch(sampler: Any) -> Iterator[None]:
-    """A sampler that begins at the start of its epoch, and then goes on where it was: in the middle of training, say."""
+    """Make a sampler start at the beginning of its epoch; restore its position afterwards, for example within training."""
     if not isinstance(sampler, DistinctDataSampler):
         yield
         return
@@ -133,16 +140,16 @@ def _whole_epoch(sampler: Any) -> Iterator[None]:
 
 
 def _sampler_of(loader: Iterable[Any]) -> tuple[Any, Any]:
-    """(the sampler of a loader, what makes batches of its samples one after another), None where there is none."""
+    """(sampler, batch sampler) of a loader; None for a missing one."""
     batches = getattr(loader, "batch_sampler", None)
     if type(batches) is BatchSampler:
         return batches.sampler, batches
-    plain = isinstance(loader, DataLoader) and batches is None  # each sample is a batch
+    plain = isinstance(loader, DataLoader) and batches is None  # every sample is a batch
     return getattr(loader, "sampler", None) if plain else None, None
 
 
 class _AllButLast:
-    """The samples of a sampler without the last one; its length is that of the sampler, and so is that of the loader."""
+    """The samples of a sampler except the last. The length is unchanged, and so is that of the loader."""
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
@@ -154,26 +161,17 @@ class _AllButLast:
         return islice(iter(self._sampler), len(self._sampler) - 1)
 
 
-def _repeats_last(sampler: Any) -> bool:
-    """Whether the last sample of this rank is a repeat, which makes the numbers of samples of all ranks equal."""
-    if isinstance(sampler, DistinctDataSampler):
-        return sampler.repeats_last
-    if type(sampler) is not DistributedSampler or sampler.drop_last:
-        return False
-    return (len(sampler) - 1) * sampler.num_replicas + sampler.rank >= len(sampler.dataset)  # type: ignore[arg-type]
-
-
 def _batches_of(
     trainer: Trainer, loader: Iterable[Any], lengths: Lengths, hooks: HookList, exchange: Exchange
 ) -> Iterator[Any]:
-    """The batches of this rank. Where a forward pass goes over several ranks, all of them must have equally many."""
+    """The batches of this rank. If a forward pass spans several ranks, all of them must have the same number."""
     gathers = trainer.engine.gathers_weights
-    # Whether a rank can run a forward pass that the others leave out.
-    by_itself = not (moves_together(Lengths((None,)), trainer.context) or gathers)
+    # Whether a rank can run a forward pass without the other ranks.
+    independent = not (moves_together(Lengths((None,)), trainer.context) or gathers)
     if gathers and lengths.known and not lengths.equal:
         raise ConfigError(
-            f"{lengths}, and at zero stage 3 every rank needs the others in each forward pass; give all ranks equally many "
-            f"batches (colonnade.utils.get_dataloader does)",
+            f"{lengths}, but at ZeRO stage 3 every forward pass needs all ranks; give all ranks the same number of batches "
+            f"(colonnade.utils.get_dataloader does)",
             code="C090",
         )
     iterator = iter(loader)
@@ -181,18 +179,18 @@ def _batches_of(
         try:
             batch = next(iterator, NO_BATCH)
         except Exception as error:
-            if not by_itself:  # its peers wait for this batch: they learn of the error when this process ends
+            if not independent:  # other ranks wait in this forward pass; they notice the error when this process ends
                 raise
             failure = TrainerError(f"the data loader failed: {type(error).__name__}: {error}", code="C090")
             failure.__cause__ = error
             hooks.hold(failure)
             return
-        if not by_itself and not lengths.known:
+        if not independent and not lengths.known:
             have, have_not = exchange.sum([float(batch is not NO_BATCH), float(batch is NO_BATCH)])
             if have and have_not:
                 raise TrainerError(
-                    f"{int(have_not)} of {trainer.context.world_size} ranks have run out of batches before the others, and this "
-                    f"layout needs all of them in every pass; give all ranks equally many batches",
+                    f"{int(have_not)} of {trainer.context.world_size} ranks have run out of batches before the others, but every "
+                    f"forward pass of this layout needs all ranks; give all ranks the same number of batches",
                     code="C090",
                 )
         if batch is NO_BATCH:
@@ -201,7 +199,7 @@ def _batches_of(
 
 
 def _join_padded(pieces: list[Any]) -> Any:
-    """Outputs for batches that were padded to unequal lengths, filled up with -100 as transformers' own trainer does."""
+    """Concatenate outputs of different padded lengths, filled with -100 as the trainer of transformers does."""
     leaves, (spec, *others) = zip(*map(tree_flatten, pieces), strict=True)
     if any(other != spec for other in others):
         return join(pieces)
@@ -210,23 +208,24 @@ def _join_padded(pieces: list[Any]) -> Any:
 
 
 def _filled(first: Any, *others: Any) -> Sequence[Any]:
+    """Tensors of different sizes, padded with -100 to the largest size; other values unchanged."""
     tensors = [first, *others]
-    if not all(isinstance(each, Tensor) and each.dim() == first.dim() for each in tensors):
+    if not all(isinstance(tensor, Tensor) and tensor.dim() == first.dim() for tensor in tensors):
         return tensors
-    sizes = [max(column) for column in zip(*(each.shape[1:] for each in tensors), strict=True)]
-    missing = [[size - has for size, has in zip(sizes, each.shape[1:], strict=True)] for each in tensors]
-    fills = [[side for size in reversed(one) for side in (0, size)] for one in missing]
-    return [F.pad(each, fill, value=IGNORED) if any(fill) else each for each, fill in zip(tensors, fills, strict=True)]
+    sizes = [max(column) for column in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
+    missing = [[size - has for size, has in zip(sizes, tensor.shape[1:], strict=True)] for tensor in tensors]
+    fills = [[side for size in reversed(lacks) for side in (0, size)] for lacks in missing]
+    return [
+        F.pad(tensor, fill, value=IGNORED) if any(fill) else tensor for tensor, fill in zip(tensors, fills, strict=True)
+    ]
 
 
 def _indices(loader: Iterable[Any]) -> Tensor | None:
-    """The samples that a loader is going to give, if it can be told beforehand."""
+    """The sample indices that a loader is going to yield, if they are known beforehand."""
     if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
         return None
     if isinstance(loader.sampler, (RandomSampler, WeightedRandomSampler)):
-        raise ConfigError(
-            "predict gives outputs in the order of the dataset: give it a loader with shuffle=False", code="C090"
-        )
+        raise ConfigError("predict returns outputs in dataset order; use a loader with shuffle=False", code="C090")
     before = loader.sampler.state_dict() if is_stateful(loader.sampler) else None  # type: ignore[attr-defined]
     flat = [index for batch in loader.batch_sampler for index in batch]
     if before is not None:
@@ -234,14 +233,15 @@ def _indices(loader: Iterable[Any]) -> Tensor | None:
     return torch.tensor(flat, device="cpu") if all(isinstance(index, int) for index in flat) else None
 
 
-def _ordered(found: list[dict[str, Any]], fit: Callable[[list[Any]], Any]) -> Any:
+def _in_dataset_order(found: list[dict[str, Any]], fit: Callable[[list[Any]], Any]) -> Any:
+    """The outputs of all ranks in dataset order; in rank order if a rank does not know its indices."""
     if not found:
         return None
     output = fit([part["output"] for part in found])
     if any(part["indices"] is None for part in found):
         return output
     indices = torch.cat([part["indices"] for part in found])
-    # Samplers repeat samples to give every rank equally many: the first output of each is taken.
+    # Samplers repeat samples to give every rank the same number; the first output of each is kept.
     order = torch.argsort(indices, stable=True)
     first = torch.ones(len(order), dtype=torch.bool, device="cpu")
     first[1:] = indices[order][1:] != indices[order][:-1]

@@ -1,4 +1,4 @@
-"""Metrics that are right across ranks and uneven data: sums and counts are added up, never means of means."""
+"""Metrics that are correct over ranks and uneven data: sums and counts are added, means are never averaged."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from colonnade.trainer.records import gather_values, is_first_with_data, sum_ove
 
 
 class Metric(ABC):
-    """What hooks keep in `trainer.states["metrics"]`. Reading its value never communicates; `gather` does."""
+    """An entry of `trainer.states["metrics"]`. `gather` communicates, reading the value never does."""
 
     higher_is_better = False
 
     @abstractmethod
     def reset(self) -> None:
-        """An epoch begins."""
+        """Forget everything, at the start of an epoch."""
 
     def gather(self) -> None:
-        """Compute the value over all ranks. Collective."""
+        """Compute the value over all ranks. Collective over the world."""
 
     @abstractmethod
     def get_accumulated_value(self) -> float:
-        """The value over the epoch, as it was last gathered; nan if nothing was measured."""
+        """The last gathered value of the epoch; nan if there were no samples."""
 
 
 class ValueMetric(Metric):
-    """A number that is the same on every rank, such as the learning rate."""
+    """A number with the same value on every rank, such as the learning rate."""
 
     def __init__(self, value: float = float("nan")) -> None:
         self.value = value
 
     def reset(self) -> None:
-        """Nothing: it is what it was last set to."""
+        """Keep the value."""
 
     def get_accumulated_value(self) -> float:
         return self.value
 
 
 class MeanMetric(Metric):
-    """A sum over a count. Every rank adds what it has seen; ranks that see the same data count once."""
+    """A sum divided by a count. Ranks that see the same data count once."""
 
     def __init__(self, context: ParallelContext, higher_is_better: bool = False) -> None:
         self.higher_is_better = higher_is_better
@@ -56,27 +56,27 @@ class MeanMetric(Metric):
         self.reset()
 
     def reset(self) -> None:
-        self._mine: Tensor | None = None
+        self._local: Tensor | None = None
         self._total = self._count = 0.0
 
     def update(self, total: Tensor | float, count: Tensor | float) -> None:
-        """Add what this rank has seen; the numbers stay on their device."""
+        """Add the sum and count of this rank; the numbers stay on their device."""
         if self._counts:
             device = self._context.device
             both = torch.stack(
                 [torch.as_tensor(x, device=device).detach().double().reshape(()) for x in (total, count)]
             )
-            self._mine = both if self._mine is None else self._mine + both
+            self._local = both if self._local is None else self._local + both
 
     def update_global(self, total: float, count: float) -> None:
-        """Add what all ranks have seen together, told to all of them."""
+        """Add a sum and count over all ranks, given on every rank."""
         self._total += total
         self._count += count
 
     def sums(self) -> tuple[float, float]:
-        """(sum, count) over all ranks. Collective."""
-        mine = torch.zeros(2, dtype=torch.float64, device=self._context.device) if self._mine is None else self._mine
-        total, count = sum_over_world(mine.clone(), self._context).tolist()
+        """(sum, count) over all ranks. Collective over the world."""
+        local = torch.zeros(2, dtype=torch.float64, device=self._context.device) if self._local is None else self._local
+        total, count = sum_over_world(local.clone(), self._context).tolist()
         return self._total + total, self._count + count
 
     def gather(self) -> None:
@@ -87,7 +87,7 @@ class MeanMetric(Metric):
         return self._value
 
     def state_dict(self) -> dict[str, Any]:
-        """Sums over all ranks, so that another layout can take them up. Collective."""
+        """The sums over all ranks, which another layout can load, too. Collective over the world."""
         return {"sums": list(self.sums()), "value": self._value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -105,29 +105,33 @@ _REDUCTIONS: dict[str, Callable[[list[Any]], Any]] = {
 
 
 class StatefulMetric(Metric):
-    """Any object with update(output, label), compute() and reset(), in the manner of torchmetrics.
+    """Any object with update(output, label), compute() and reset(), such as a torchmetrics metric.
 
-    `states` names the attributes that hold what it has seen and how those of two ranks become one: sum, max, min or
-    cat. A metric of torchmetrics says so itself. Without either it works in one process only.
+    Args:
+        metric: the object.
+        context: the parallel context.
+        states: reduction (sum, max, min or cat) of each state attribute over the ranks. torchmetrics metrics declare
+            their states; any other metric needs this argument on more than one rank.
     """
 
     def __init__(self, metric: Any, context: ParallelContext, states: Mapping[str, str] | None = None) -> None:
         missing = [name for name in ("update", "compute", "reset") if not callable(getattr(metric, name, None))]
         if missing:
             raise ConfigError(
-                f"a metric has update, compute and reset; {type(metric).__name__} lacks {missing}", code="C092"
+                f"a metric needs the methods update, compute and reset; {type(metric).__name__} lacks {missing}",
+                code="C092",
             )
         self._metric, self._context = metric, context
         self._states = dict(states) if states is not None else _declared(metric)
         if self._states is None and not is_alone(context):
             raise ConfigError(
-                f"{type(metric).__name__} does not say what its state is, so that of several ranks cannot be joined. "
-                f"Pass states={{'correct': 'sum', 'total': 'sum'}}: its attributes, and sum, max, min or cat for each.",
+                f"{type(metric).__name__} does not declare its state, so it cannot be reduced over several ranks. "
+                f"Pass the reduction (sum, max, min or cat) of each attribute: states={{'correct': 'sum', 'total': 'sum'}}.",
                 code="C092",
             )
         self.higher_is_better = bool(getattr(metric, "higher_is_better", False))
         if hasattr(metric, "sync_on_compute"):
-            # torchmetrics would join the whole world, and count replicas and stages without output.
+            # torchmetrics would reduce over all ranks, and count replicas and pipeline stages without output.
             metric.sync_on_compute = metric._to_sync = False
         self._value = float("nan")
         self.reset()
@@ -137,7 +141,7 @@ class StatefulMetric(Metric):
         self._saw = False
 
     def update(self, output: Any, label: Any) -> None:
-        """Let the metric see a batch of this rank."""
+        """Update the metric with a batch of this rank."""
         self._saw = True
         self._metric.update(output, label)
 
@@ -156,11 +160,11 @@ class StatefulMetric(Metric):
         return self._value
 
     def state_dict(self) -> dict[str, Any]:
-        """Its state over all ranks, where it is known what that is. Collective."""
+        """The state over all ranks, if the reductions are known. Collective over the world."""
         return {"joined": self._joined(), "value": self._value} if self._states is not None else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Rank 0 takes up what all ranks had seen."""
+        """Load the state of all ranks on rank 0."""
         self.reset()
         self._value = float(state["value"])
         if state["joined"] is not None and self._context.get_global_rank() == 0:
@@ -168,7 +172,7 @@ class StatefulMetric(Metric):
             self._write(state["joined"])
 
     def _joined(self) -> dict[str, Any] | None:
-        """The state over all ranks that have seen a batch, in rank order; None if none has. Collective."""
+        """The state over all ranks that had a batch, in rank order; None if none had. Collective over the world."""
         has = self._saw and is_first_with_data(self._context)
         parts = gather_values(self._read() if has else None, has, self._context)
         if not parts:
@@ -183,11 +187,11 @@ class StatefulMetric(Metric):
             here = getattr(self._metric, name)
             setattr(self._metric, name, value.to(here.device) if isinstance(here, Tensor) else value)
         if hasattr(self._metric, "_computed"):
-            self._metric._computed = None  # torchmetrics keeps the last result
+            self._metric._computed = None  # the cached result of torchmetrics
 
 
 def _declared(metric: Any) -> dict[str, str] | None:
-    """What a metric of torchmetrics says of its states."""
+    """The reductions that a torchmetrics metric declares for its states."""
     known = getattr(metric, "_reductions", None)
     if not isinstance(known, Mapping):
         return None
@@ -195,8 +199,8 @@ def _declared(metric: Any) -> dict[str, str] | None:
     unknown = {name: how for name, how in found.items() if how not in _REDUCTIONS}
     if unknown:
         raise ConfigError(
-            f"the states {unknown} of {type(metric).__name__} are not joined by sum, max, min or cat, so its value would "
-            f"not be that of one process",
+            f"the states {unknown} of {type(metric).__name__} are not reduced by sum, max, min or cat, so its value would "
+            f"differ from a single-process run; use another metric",
             code="C092",
         )
     return found
@@ -204,5 +208,5 @@ def _declared(metric: Any) -> dict[str, str] | None:
 
 def _number(value: Any) -> float:
     if isinstance(value, Tensor) and value.numel() != 1:
-        raise ConfigError(f"a metric gives one number, not a tensor of shape {tuple(value.shape)}", code="C092")
+        raise ConfigError(f"a metric must return one number, not a tensor of shape {tuple(value.shape)}", code="C092")
     return float(value)

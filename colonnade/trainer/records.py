@@ -1,7 +1,7 @@
-"""Records of steps: the numbers of a step are copied to the host beside training and read one step later.
+"""Records of steps: the numbers of a step are copied to the host asynchronously and read one step later.
 
-`RecordBook` collects the numbers of a step, `Draft` is the step on its way to the host, `StepSums` joins it with those of the
-other ranks, and a `StepRecord` is the result, which hooks get in `on_record`.
+`RecordBook` collects the numbers of a step on this rank, `Draft` is that step while it is copied to the host, `StepSums` adds
+the numbers of the other ranks, and `StepRecord` is the result, which hooks receive in `on_record`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from colonnade.engine.schedule.loss import Count
 from colonnade.engine.schedule.transfer import Meta, build, describe
 
 Weight = tuple[Tensor | None, Tensor | float]
-"""(sum of the loss, what it is a sum over); (None, 0) where this rank does not know the loss."""
+"""(sum of the loss, its count); (None, 0) on a rank without the loss."""
 
 
 def weigh(loss: Tensor | None, count: Count | None, rows: int) -> Weight:
-    """The weight of a batch in a mean over batches: the `count` of its criterion, or its rows.
+    """The sum of the loss of a batch, and its weight in a mean over batches: the `count` of the criterion, or the rows.
 
-    A schedule returns means: without counts there would be means of means.
+    A schedule returns means, and a mean of means would be wrong for batches of different sizes.
     """
     if loss is None:
         return None, 0.0
@@ -47,12 +47,16 @@ def weigh(loss: Tensor | None, count: Count | None, rows: int) -> Weight:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one optimizer step was, the same on every rank except `values`, which is what this rank's hooks logged.
+    """One optimizer step. All fields are equal on all ranks, except `values` and `times`.
 
-    `loss` is the mean over everything that all ranks learnt from, None where no rank knows its loss; `lr` the
-    rate the step was made with; `grad_norm` the norm before clipping, None without clipping. `samples` counts the
-    rows of all ranks; `weight` is how much this loss counts in a mean over steps. `times` says where the time of the
-    step went on this rank, in seconds by phase (`colonnade.comm.waits`).
+    Attributes:
+        loss: mean over the data of all ranks; None if no rank has a loss.
+        lr: the learning rate of the step.
+        grad_norm: the gradient norm before clipping; None without clipping.
+        samples: rows of all ranks.
+        weight: weight of this loss in a mean over steps.
+        times: seconds of this rank by phase (`colonnade.comm.waits`).
+        values: numbers that the hooks of this rank logged.
     """
 
     step: int
@@ -69,7 +73,7 @@ class StepRecord:
     values: dict[str, float] = field(default_factory=dict)
 
     def numbers(self) -> dict[str, float]:
-        """Everything that can be plotted, by name."""
+        """All numbers that can be plotted, by name."""
         known = {"loss": self.loss, "lr": self.lr, "grad_norm": self.grad_norm}
         seen = {name: value for name, value in known.items() if value is not None}
         marks = {name: 1.0 for name in ("clipped", "skipped") if getattr(self, name)}
@@ -78,13 +82,13 @@ class StepRecord:
 
 
 _LOSS, _WEIGHT, _NORM, _LR, _DIVISOR = " loss", " weight", " norm", " lr", " divisor"
-"""The names of a draft's own numbers. They begin with a blank, which no hook's name does."""
+"""The names of the built-in numbers of a draft. They start with a space, unlike names of hooks."""
 
 
 class Draft:
-    """The numbers of a step on this rank, until they are joined with those of the others.
+    """The numbers of a step on this rank, until the numbers of the other ranks are added.
 
-    Tensors of a device are copied to the host; reading them waits for nothing younger than they are.
+    Tensors are copied from the device to the host; reading them waits for the copy, but not for later kernels.
     """
 
     def __init__(
@@ -104,12 +108,12 @@ class Draft:
             self._copy = HostCopy(torch.stack(numbers))
 
     def sums(self) -> list[float]:
-        """What the ranks add up of a step: loss x weight, weight, samples."""
+        """The numbers of a step that are all-reduced: loss x weight, weight, samples."""
         numbers = self._read()
         return [numbers.get(_LOSS, 0.0), numbers.get(_WEIGHT, 0.0), float(self._samples)]
 
     def record(self, sums: list[float]) -> StepRecord:
-        """The record of the step, given the sums over all ranks."""
+        """The record of the step, from the sums over all ranks."""
         numbers = self._read()
         step, epoch, seconds = self._place
         loss, weight, samples = sums
@@ -137,7 +141,7 @@ class Draft:
 
 
 class RecordBook:
-    """Collects the numbers of a step: of its passes, of its end, and of the hooks that are called after it."""
+    """Collects the numbers of a step: of its micro-steps, of its end, and of the hooks after it."""
 
     _samples: int
     _weight: Tensor | float
@@ -153,19 +157,19 @@ class RecordBook:
         self._clear()
 
     def restart(self) -> None:
-        """The time of the next step begins now."""
+        """Start the time of the next step now."""
         self._since = time.perf_counter()
         self._clock.restart()
 
     def add_pass(self, total: Tensor | None, weight: Tensor | float, samples: int) -> None:
-        """One batch has been learnt from: the sum of its loss over what it weighs, if this rank has it."""
+        """Add one batch: the sum of its loss and its weight, if this rank has the loss."""
         self._samples += samples
         if total is not None:
             self._tensors[_LOSS] = self._tensors.get(_LOSS, 0.0) + total
             self._weight = self._weight + weight
 
     def add(self, values: Mapping[str, Tensor | float]) -> None:
-        """Numbers of hooks."""
+        """Add numbers of hooks."""
         for name, value in values.items():
             if isinstance(value, Tensor):
                 self._tensors[name] = value
@@ -173,7 +177,7 @@ class RecordBook:
                 self._values[name] = float(value)
 
     def end_step(self, step: int, epoch: int, engine: Engine) -> None:
-        """The engine has made a step; hooks may still add to it."""
+        """Note the end of an optimizer step; hooks may still add numbers to it."""
         now = time.perf_counter()
         self._place = (step, epoch, now - self._since)
         self._since = now
@@ -187,7 +191,7 @@ class RecordBook:
         self.add({name: value for name, value in known.items() if value is not None})
 
     def draft(self) -> Draft | None:
-        """The step on its way to the host, if one has ended since the last draft; the book is empty after it."""
+        """Start the copy to the host if a step has ended since the last draft, and clear the book."""
         if self._place is None:
             return None
         draft = Draft(self._place, self._samples, self._tensors, self._values, self._skipped, self._times)
@@ -199,11 +203,11 @@ class RecordBook:
         self._skipped, self._times = None, None
 
 
-# --- What the ranks tell each other beside training ---
+# --- Communication between ranks besides training ---
 
 
 def is_first_with_data(context: ParallelContext, pipeline: bool = False) -> bool:
-    """Whether this rank is the first of those that see the same data; with `pipeline`, of all stages too."""
+    """Whether this rank is the first of the ranks with the same data; with `pipeline`, also over pipeline stages."""
     here = context.layout.coordinates(context.get_global_rank())
     return all(
         here[axis.name] == 0
@@ -213,19 +217,19 @@ def is_first_with_data(context: ParallelContext, pipeline: bool = False) -> bool
 
 
 class Exchange:
-    """All-reduces a few numbers of the host over the world, without waiting for a device. Collective to make and to use."""
+    """All-reduces a few host numbers over the world, without a device synchronization. Collective over the world."""
 
     def __init__(self, context: ParallelContext) -> None:
         self._group = None
         self._waits = context.waits
         if not is_alone(context):
-            # Collectives of a gloo group run on the host: the world's own group where it is one.
+            # A gloo group communicates on the host; the world group is reused if it has this backend.
             world = context.get_group(ParallelMode.GLOBAL)
             is_gloo = dist.get_backend(world) == "gloo"
             self._group = world if is_gloo else context.get_second_group(ParallelMode.GLOBAL, "gloo")
 
     def start(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
-        """Begin to add up; the function that is returned waits for the sums. Collective, in the same order on all ranks."""
+        """Start the all-reduce; the returned function waits for the sums. Collective over the world, in the same order."""
         if self._group is None:
             return lambda: list(numbers)
         values = torch.tensor(numbers, dtype=torch.float64, device="cpu")
@@ -239,16 +243,16 @@ class Exchange:
         return sums
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
-        """The sums over all ranks. Collective."""
+        """The sums over all ranks. Collective over the world."""
         return self.start(numbers)()
 
 
 class StepSums:
-    """The one all-reduce between two steps: the flags of every rank, and the numbers of an earlier step with them.
+    """The single all-reduce between two steps: flags of all ranks, together with the numbers of an earlier step.
 
-    `start` begins it and `finish` waits for it; a checkpoint in between may `wait` for it earlier. All ranks call these in the
-    same order. Numbers are sent `lag` steps after `add` has queued them, so that reading them waits for no device. Each
-    finished record is given to `deliver`.
+    `start` launches it and `finish` waits for it; a checkpoint in between may `wait` earlier. All ranks call these methods in
+    the same order. The numbers of a step are sent `lag` steps after `add` has queued them, so that reading them does not
+    synchronize the device. Each complete record is passed to `deliver`.
     """
 
     def __init__(self, exchange: Exchange, lag: int, deliver: Callable[[StepRecord], None]) -> None:
@@ -263,13 +267,13 @@ class StepSums:
             self._queue.append(draft)
 
     def start(self, flags: Sequence[bool]) -> None:
-        """Begin to add up the flags. Collective; waits for nobody."""
+        """Start the all-reduce of the flags. Collective over the world; does not block."""
         draft = self._queue.popleft() if len(self._queue) > self._lag else None
         numbers = draft.sums() if draft is not None else [0.0, 0.0, 0.0]
         self._begun = draft, self._exchange.start([*map(float, flags), *numbers])
 
     def wait(self) -> None:
-        """Wait for what was begun, if anything was, and deliver the record that came with it."""
+        """Wait for a started all-reduce, if there is one, and deliver its record."""
         if self._begun is not None:
             (draft, sums), self._begun = self._begun, None
             *self._flags, loss, weight, samples = sums()
@@ -277,43 +281,43 @@ class StepSums:
                 self._deliver(draft.record([loss, weight, samples]))
 
     def finish(self) -> list[float]:
-        """The sums of the flags that were given to the last `start`."""
+        """The sums of the flags of the last `start`."""
         self.wait()
         return self._flags
 
     def drain(self) -> None:
-        """Deliver the records of all queued steps now. Collective."""
+        """Deliver the records of all queued steps now. Collective over the world."""
         while self._queue:
             draft = self._queue.popleft()
             self._deliver(draft.record(self._exchange.sum(draft.sums())))
 
 
 def sum_over_world(values: Tensor, context: ParallelContext) -> Tensor:
-    """The sums of a device tensor over all ranks. Collective."""
+    """All-reduce a device tensor in place. Collective over the world."""
     if not is_alone(context):
         dist.all_reduce(values, group=context.get_group(ParallelMode.GLOBAL))
     return values
 
 
 def gather_values(value: Any, has: bool, context: ParallelContext) -> list[Any]:
-    """The nested values of tensors of all ranks that have one, in rank order, on the host of every rank. Collective."""
+    """The nested tensors of all ranks with `has`, in rank order, on the host of every rank. Collective over the world."""
     note, tensors = describe(value, "what is gathered") if has else ("", [])
     if is_alone(context):
         return [value] if has else []
     found = []
     for rank, text in enumerate(gather_from_all(note, context)):
         if text:
-            mine = iter(tensors) if rank == context.get_global_rank() else None
-            found.append(build(text, partial(_broadcast_tensor, rank, mine, context)))
+            local = iter(tensors) if rank == context.get_global_rank() else None
+            found.append(build(text, partial(_broadcast_tensor, rank, local, context)))
     return found
 
 
-def _broadcast_tensor(rank: int, mine: Iterator[Tensor] | None, context: ParallelContext, meta: Meta) -> Tensor:
+def _broadcast_tensor(rank: int, local: Iterator[Tensor] | None, context: ParallelContext, meta: Meta) -> Tensor:
     """The next tensor of `rank` on every rank; sent as bytes, since backends have no collectives for some dtypes."""
     group = context.get_group(ParallelMode.GLOBAL)
     where = context.device if dist.get_backend(group) == "nccl" else torch.device("cpu")
-    if mine is not None:
-        value = next(mine).detach().to(where).contiguous()
+    if local is not None:
+        value = next(local).detach().to(where).contiguous()
     else:
         value = torch.empty(meta.shape, dtype=meta.dtype, device=where)
     if value.numel():

@@ -1,9 +1,9 @@
-"""Trainer: an engine, a loader and hooks as one call. It trains, evaluates and predicts, on any layout.
+"""The Trainer runs training, evaluation and prediction of an engine, with hooks, on any parallel layout.
 
-`fit` prepares a run and ends it, whatever happens. `_train` tells the run: its epochs and evaluations. `_train_epoch`
-tells an epoch, `_train_step` a step. Between two steps all ranks must take the same branch: they add up a few flags on the host
-(`_start_sums`, `_finish_sums`: who holds an error, who has a batch, who wants to stop), with the loss of an earlier step. So
-all of them go on, or all stop, or all raise.
+`fit` sets a run up and tears it down. `_train` is the loop over epochs and evaluations, `_train_epoch` the loop over batches,
+`_train_step` one batch. Between two steps all ranks must take the same branch, so they all-reduce a few flags on the host
+(`_start_sums`, `_finish_sums`: an error is pending, a batch is available, a stop is requested), together with the loss of an
+earlier step. Therefore all ranks continue, all stop, or all raise.
 """
 
 from __future__ import annotations
@@ -41,42 +41,42 @@ from colonnade.trainer.records import (
 )
 
 ASKS_AHEAD = {"cuda"}
-"""Devices that the host must not keep waiting between two steps; on others a gradient's sum is a wait in any case."""
+"""Devices that must not idle while the host agrees on flags; on others every gradient reduction blocks the host anyway."""
 
 LAG = {"cuda": 1}
-"""Devices that are still busy with the last step when the sums start: so many steps later yet their numbers are read."""
+"""Additional steps before metrics are read, on devices that are still computing the last step when the flags are sent."""
 
 
 @dataclass
 class FitState:
-    """The data of one `fit`, and what its ranks tell each other between two steps."""
+    """The state of one `fit` call."""
 
     hooks: HookList
-    """Those that `fit` was given, also after a hook has called `evaluate` with others."""
+    """The hooks of `fit`, even while a hook runs `evaluate` with other hooks."""
     feed: Feed
     lengths: Lengths
     test_loader: Iterable[Any] | None
     test_interval: int
     needs_all: bool
-    """Whether a forward pass needs a batch on every rank, in every epoch."""
+    """Whether a forward pass needs a batch on every rank (expert parallelism, ZeRO stage 3)."""
     may_ask_ahead: bool
     counts_rows: bool
-    """Whether this rank counts samples: the first of those that see the same data, stages of a pipeline among them."""
+    """Whether this rank counts samples: the first of the ranks with the same data, including other pipeline stages."""
     sums: StepSums
     equal: bool = True
-    """Whether all ranks have a batch for every pass of this epoch, or none has."""
+    """Whether, for every micro-step of this epoch, all ranks have a batch or none has."""
     ahead: bool = False
-    """Whether the batch of the next step is fetched, and its sums started, before a step is made."""
+    """Whether the batch of the next step is fetched, and its flags are sent, before the current step runs."""
     resumed: tuple[Any, Any] | None = None
-    """From a LoadCheckpointHook until the hooks have it: (states of the hooks, random streams of the step)."""
+    """(hook states, random streams) of a loaded checkpoint, until the hooks have received them."""
 
 
 class _EndOfTraining(Exception):
-    """The loop ends after this step: raised inside `Engine.batches` too, by ranks that have no batch of their own."""
+    """Ends the loop after this step; also raised inside `Engine.batches`, on ranks without a batch."""
 
 
 class _AgreedError(Exception):
-    """Carries an error that every rank has raised at the same point, so that they may still communicate."""
+    """Wraps an error that all ranks have raised at the same point, so that they can still communicate."""
 
     def __init__(self, error: ColonnadeError) -> None:
         super().__init__(str(error))
@@ -86,9 +86,14 @@ class _AgreedError(Exception):
 class Trainer:
     """Trains the model of an engine.
 
-    `states` is a dict that hooks share; metrics are in `states["metrics"]["train"]` and `["test"]`. A step is an
-    optimizer step, of `gradient_accumulation` batches; `cur_step` counts those that have been made, `cur_epoch` the
-    epochs that are over. All methods are called by every rank together.
+    `states` is a dict that hooks share; metrics are in `states["metrics"]["train"]` and `["test"]`. A step is an optimizer
+    step over `gradient_accumulation` batches; `cur_step` counts completed steps and `cur_epoch` completed epochs.
+    Collective over the world: all ranks call every method.
+
+    Args:
+        engine: the engine that `initialize` returns first.
+        logger: default: `get_dist_logger()`.
+        schedule: replaces the schedule of the engine.
     """
 
     def __init__(
@@ -99,7 +104,7 @@ class Trainer:
     ) -> None:
         if not isinstance(engine, Engine):
             raise ConfigError(
-                f"a Trainer takes the engine that initialize() returns first, not a {type(engine).__name__}",
+                f"Trainer needs the engine, the first value that initialize() returns, not a {type(engine).__name__}",
                 code="C092",
             )
         self.engine = engine
@@ -112,19 +117,19 @@ class Trainer:
         self.max_steps: int | None = None
         self.steps_per_epoch: int | None = None
         self.step_done = False
-        """Whether the last batch ended an optimizer step."""
+        """Whether the last batch completed an optimizer step."""
         self.epoch_done = False
-        """Whether all batches of the epoch have been learnt from."""
+        """Whether all batches of the epoch have been used."""
         self.stopping = False
-        """Whether all ranks have agreed to stop after the step that is being made."""
+        """Whether all ranks have agreed to stop after the current step."""
         self.stop_reason = ""
         self.failed = False
         self.batch_weight: Weight = (None, 0.0)
-        """The last batch's (sum of the loss, weight), where this rank has its loss."""
+        """(sum of the loss, weight) of the last batch, on ranks that have the loss."""
         self.returns_output = True
-        """Whether hooks get outputs and labels."""
+        """Whether hooks receive outputs and labels."""
         self.clock = PhaseClock(self.context.device)
-        """Where the time of the step that is being made goes."""
+        """The time of the current step, by phase."""
         self._cur_epoch = self._cur_step = 0
         self._place = EpochPosition()
         self._hooks = HookList(self, [])
@@ -147,23 +152,35 @@ class Trainer:
         display_progress: bool = False,
         return_output_label: bool = True,
     ) -> None:
-        """Train until `epochs` epochs or `max_steps` steps have been made, counted from the start of the run.
+        """Train until `epochs` epochs or `max_steps` steps are complete, counted from the start of the run.
 
-        Evaluates on `test_dataloader` after every `test_interval` epochs. Hooks are objects, or dicts as in a config.
-        Ranks may have different numbers of batches, where their forward passes do not need each other. An error of a hook
-        or a loader on one rank is raised on all.
-        After a stop by a signal (`StopOnSignal`) it ends with SystemExit(75), when everything has been cleaned up.
+        Ranks may have different numbers of batches, unless their forward passes communicate with each other.
+        Collective over the world.
+
+        Args:
+            train_dataloader: the batches of this rank.
+            epochs: stop after this many epochs.
+            max_steps: stop after this many optimizer steps.
+            test_dataloader: data for evaluation during training.
+            test_interval: epochs between two evaluations.
+            hooks: hooks, or dicts as in a config.
+            display_progress: add a ProgressHook.
+            return_output_label: whether hooks receive outputs and labels.
+
+        Raises:
+            TrainerError: an error in a hook or loader of any rank, on every rank.
+            SystemExit: code 75 after a stop by a signal (`StopOnSignal`), after all cleanup.
         """
         if epochs is None and max_steps is None:
-            raise ConfigError("fit needs epochs= or max_steps=, or it would never end", code="C092")
+            raise ConfigError("fit would never end; give epochs= or max_steps=", code="C092")
         for name, value in (("epochs", epochs), ("max_steps", max_steps), ("test_interval", test_interval)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{name} is a whole number from 1 on, not {value!r}", code="C092")
+                raise ConfigError(f"{name} must be an int >= 1, not {value!r}", code="C092")
         self.max_epochs, self.max_steps = epochs, max_steps
         self.returns_output = return_output_label
         self._attach([*(hooks or ()), *([ProgressHook()] if display_progress else [])])
 
-        # What is wrong with a loader is said on every rank before the first step.
+        # Errors of a loader are raised on every rank before the first step.
         context, engine = self.context, self.engine
         lengths = read_lengths(train_dataloader, context)
         if test_dataloader is not None:
@@ -172,9 +189,9 @@ class Trainer:
         with agree(self.context):
             self._check_last_batch(train_dataloader)
 
-        # On a device nobody waits for the sums between two steps: the next batch is fetched before a step is made, the
-        # sums start then and are there by the end of the step. The error of a hook is raised one step later for it.
-        # A loader with a state of its own says where it is when it is asked, so it is not read ahead.
+        # A GPU must not idle while the host waits for flags of other ranks. The next batch is therefore fetched, and its flags
+        # are sent, before the step; they have arrived when it ends. The price: an error in a hook is raised one step later.
+        # A stateful loader reports its position when asked, which would be one batch too far, so it is not read ahead.
         device = context.device.type
         fit = FitState(
             hooks=self._hooks,
@@ -197,7 +214,7 @@ class Trainer:
             try:
                 self._train(fit)
             except _AgreedError as agreed:
-                # All ranks are here: hooks may still communicate. Any other error ends this rank at once.
+                # All ranks have raised this error, so hooks may still communicate. Any other error ends this rank at once.
                 self.failed = True
                 fit.hooks.call("after_train")
                 raise agreed.error from agreed.error.__cause__
@@ -216,7 +233,13 @@ class Trainer:
         hooks: Iterable[HookLike] | None = None,
         return_output_label: bool = True,
     ) -> dict[str, float]:
-        """Run over test data; returns the metrics over all ranks' samples. `hooks` are those of `fit` unless given."""
+        """Run the model over test data and return the metrics over the samples of all ranks. Collective over the world.
+
+        Args:
+            dataloader: the test batches of this rank.
+            hooks: default: those of `fit`, or a LossHook.
+            return_output_label: whether hooks receive outputs and labels.
+        """
         if hooks is not None or not self._hooks.hooks:
             default: list[HookLike] = [{"type": "LossHook"}] if self.engine.gives_loss else []
             self._attach(hooks if hooks is not None else default)
@@ -226,44 +249,44 @@ class Trainer:
         return self.metric_values("test")
 
     def predict(self, dataloader: Iterable[Any]) -> Any:
-        """The outputs for all samples of a loader, joined in the order of the dataset, on the host of every rank.
+        """The outputs for all samples of a loader, in dataset order, on the host of every rank. Collective over the world.
 
-        With a sampler, samples are in the order of their indices and none is there twice. Loaders without indices
-        are joined rank after rank.
+        With a sampler, samples are sorted by index and duplicates are removed. Without indices, the outputs of the ranks are
+        concatenated in rank order.
         """
         return predict(self, dataloader, self._hooks, self._exchange)
 
     # -- for hooks ----------------------------------------------------------------------------------------
 
     def request_stop(self, reason: str, leave: bool = False) -> None:
-        """Stop all ranks after the step that comes next; with `leave` the process exits with code 75."""
+        """Stop all ranks after the next step; with `leave`, `fit` exits the process with code 75."""
         self._wants_stop = self._wants_stop or reason
         self._wants_exit = self._wants_exit or leave
 
     def log(self, values: Mapping[str, Tensor | float]) -> None:
-        """Add numbers to the record of the step that was just made; tensors are read one step later."""
+        """Add numbers to the record of the last step. Tensors are read one step later, to avoid a synchronization."""
         self._book.add(values)
 
     def metric_values(self, kind: str) -> dict[str, float]:
-        """The metrics of "train" or "test" by name, as they were last gathered."""
+        """The last gathered metrics of "train" or "test", by name."""
         return {name: metric.get_accumulated_value() for name, metric in self.states["metrics"][kind].items()}
 
     def settle(self) -> None:
-        """Finish the record of every step so far now, rather than one step later. Collective."""
+        """Complete the records of all steps so far now instead of one step later. Collective over the world."""
         if self._fit is not None:
             self._fit.sums.wait()
             self._fit.sums.add(self._book.draft())
             self._fit.sums.drain()
 
     def agree(self) -> None:
-        """Raise on every rank what any rank holds; returns if none does. Collective."""
+        """Raise the pending error of any rank on every rank; return if there is none. Collective over the world."""
         with agree(self.context):
-            if self._hooks.held is not None:
-                raise self._hooks.held
+            if self._hooks.pending is not None:
+                raise self._hooks.pending
 
     @property
     def cur_epoch(self) -> int:
-        """The number of the epoch, from 0; may be set before `fit`, which then begins there."""
+        """The index of the current epoch, from 0. May be set before `fit`, to start there."""
         return self._cur_epoch
 
     @cur_epoch.setter
@@ -272,22 +295,22 @@ class Trainer:
 
     @property
     def cur_step(self) -> int:
-        """How many optimizer steps have been made."""
+        """The number of completed optimizer steps."""
         return self._cur_step
 
     @property
     def is_fitting(self) -> bool:
-        """Whether `fit` is running: an evaluation may be one of its own, or one that was asked for."""
+        """Whether `fit` is running; distinguishes an evaluation inside `fit` from a separate one."""
         return self._fit is not None
 
     @property
     def hooks(self) -> list[BaseHook]:
-        """The hooks in the order in which they are called."""
+        """The hooks in calling order."""
         return self._hooks.hooks
 
     @property
     def total_steps(self) -> int | None:
-        """How many steps the run will have at most, if that is known."""
+        """The maximum number of steps of the run, if known."""
         by_epochs = None
         if self.max_epochs is not None and self.steps_per_epoch is not None:
             by_epochs = self.max_epochs * self.steps_per_epoch
@@ -297,7 +320,7 @@ class Trainer:
     # -- checkpoints --------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything beside model and optimizer, for `CheckpointManager.save(extra=)`. Collective: hooks are asked."""
+        """The state of a run except model and optimizer, for `CheckpointManager.save(extra=)`. Collective over the world."""
         assert self._fit is not None
         self.settle()
         hooks = self._hooks.state_dict()
@@ -315,9 +338,9 @@ class Trainer:
         }
 
     def load_state(self, manager: CheckpointManager, model: nn.Module | None = None, step: int | None = None) -> None:
-        """Load a checkpoint, the newest or that of `step`, and go on where it was saved. Collective; all or nothing.
+        """Load the newest checkpoint or that of `step`, and resume there. All or nothing. Collective over the world.
 
-        Hooks get their states when the epoch has begun.
+        Hooks receive their states after the epoch has started, because `before_train_epoch` resets metrics.
         """
         engine, fit = self.engine, self._fit
         assert fit is not None
@@ -327,7 +350,7 @@ class Trainer:
         extra, place = info.extra, info.extra["trainer"]
         self.cur_epoch = place["epoch"]
         self._cur_step = place["step"]
-        # Random streams and the state of a loader are those of a rank: on another layout there is no such rank.
+        # The state of a loader belongs to one rank of the saved layout; another layout has no corresponding rank.
         own = extra.get("data") if info.same_layout else None
         self._place = fit.feed.load_state_dict(EpochPosition(**place["data"]), own)
         self.epoch_done = place["epoch_done"]
@@ -336,16 +359,16 @@ class Trainer:
     # -- the run ------------------------------------------------------------------------------------------
 
     def _train(self, fit: FitState) -> None:
-        """Epochs and evaluations, until there have been enough or a rank wants to stop."""
+        """Run epochs and evaluations until the limit is reached or a rank requests a stop."""
         self._call(fit, "before_train")
         if fit.resumed is not None and (self._place.batches == 0 or self.epoch_done):
-            # The checkpoint is of the end of an epoch: no loader will put the random streams back on its way.
+            # At the end of an epoch there is no loader to restore the random streams, so it is done here.
             set_random_state(self._load_hook_states(fit), self.context)
         while not self._is_over():
-            # A run that was saved after the last batch of an epoch goes on with the evaluation behind it.
+            # A run that was saved after the last batch of an epoch resumes with the evaluation after that epoch.
             if not self.epoch_done:
                 self._train_epoch(fit)
-            # A stop by a signal must not wait for an evaluation; a stop in the middle of an epoch has none behind it.
+            # A stop by a signal must not wait for an evaluation, and a stop within an epoch has no evaluation after it.
             if self.stopping and (self._wants_exit or not self.epoch_done):
                 break
             if fit.test_loader is not None and (self.cur_epoch + 1) % fit.test_interval == 0:
@@ -366,14 +389,15 @@ class Trainer:
         return self.max_steps is not None and self.cur_step >= self.max_steps
 
     def _train_epoch(self, fit: FitState) -> None:
-        """All batches of an epoch, or those behind the place where it was left."""
+        """Train on all batches of an epoch, or on the remaining ones after a resume."""
         self._call(fit, "before_train_epoch")
-        # Metrics are reset when an epoch begins, so a resumed one gives the hooks their states only now.
+        # The call above resets metrics, so the hooks of a resumed run receive their states only now.
         streams = self._load_hook_states(fit) if fit.resumed is not None else None
-        self._book.restart()  # what hooks did between two epochs is no time of a step
+        self._book.restart()  # the time of hooks between two epochs belongs to no step
 
-        # Ranks that run out of batches go on without, inside `Engine.batches`, which costs a message in each step. It is not
-        # needed where all ranks have equally many steps left, and not possible where every pass needs a batch of each rank.
+        # `Engine.batches` lets ranks without batches take part in the steps of the others, at the cost of one message per step.
+        # This is unnecessary if all ranks have the same number of steps left, and impossible if every forward pass needs a
+        # batch on each rank.
         engine, left = self.engine, fit.lengths.longest
         if left is not None:
             left -= fit.feed.batches_behind(self._place)
@@ -381,7 +405,7 @@ class Trainer:
         fit.equal = fit.needs_all or (whole_steps and not fit.feed.inside_batch(self._place))
         fit.ahead = fit.may_ask_ahead and fit.equal
 
-        # Both are closed at once: what the engine keeps while ranks may run out must not outlive the loop.
+        # Both generators are closed at once: state that the engine keeps for uneven batches must not outlive the loop.
         fetched = self._fetched(fit, streams)
         batches: Iterator[Any]
         if fit.equal:
@@ -399,19 +423,19 @@ class Trainer:
         self.epoch_done = ended
         if ended and self._place.batches == 0:
             raise ConfigError(
-                f"epoch {self.cur_epoch} had no batches on any rank; there is nothing to train on", code="C090"
+                f"epoch {self.cur_epoch} has no batches on any rank; check the data loader and its sampler", code="C090"
             )
 
-        # Metrics of the epoch take in the records of all its steps, so these are finished first.
+        # The metrics of the epoch include all its steps, so their records are completed first.
         self.settle()
         if not self.stopping or ended:
             self._call(fit, "after_train_epoch")
             self._agree_to_stop()
 
     def _train_step(self, fit: FitState, batch: Any) -> None:
-        """Learn from one batch, which may end an optimizer step. Collective.
+        """Train on one batch, which may complete an optimizer step. Collective over the world.
 
-        With NO_BATCH the engine has just made a step of the other ranks, in which this one took part without a batch.
+        NO_BATCH: the engine has just taken part in a step of the other ranks, without a batch on this rank.
         """
         engine = self.engine
         if batch is NO_BATCH:
@@ -425,7 +449,7 @@ class Trainer:
             stepped = engine.step()
             self._book.add_pass(*self.batch_weight, engine.schedule.batch_size if fit.counts_rows else 0)
 
-        # The place moves before the hooks are called: a checkpoint that one of them saves has this step behind it.
+        # The position advances before the hooks run, because a checkpoint that a hook saves includes this step.
         self.step_done = stepped
         if stepped:
             self._cur_step += 1
@@ -435,21 +459,22 @@ class Trainer:
         if not stepped:
             return
 
-        # All ranks agreed on `stopping` before this step, and count steps alike: they leave the loop together.
+        # All ranks agreed on `stopping` before this step and have the same step count, so they leave the loop together.
         if self.stopping or self._has_enough_steps():
             self._agree()
             raise _EndOfTraining
-        # With equal batches the sums start where the next batch is fetched. Otherwise `Engine.batches` tells who has one.
+        # With equal batches, `_equal_batches` sends the flags when it fetches the next batch. Otherwise `Engine.batches` finds
+        # out which ranks have a batch, and the flags are sent here.
         if not fit.equal:
             self._start_sums(fit, has_batch=True)
             self._finish_sums(fit, has_batch=True)
-        # The numbers of this step go with the sums of a later one: reading them now would wait for the device.
+        # The metrics of this step are sent with the flags of a later one; reading them now would synchronize the device.
         fit.sums.add(self._book.draft())
 
-    # -- batches, and what the ranks agree on between two steps -------------------------------------------
+    # -- batches, and the flags that ranks exchange between two steps --------------------------------------
 
     def _equal_batches(self, fit: FitState, fetched: Iterator[Any]) -> Iterator[Any]:
-        """Batches that all ranks have; raises on all of them when one has run out before the others."""
+        """Batches while all ranks have one; raises on all ranks if only some have run out."""
         batch = next(fetched, NO_BATCH)
         self._start_sums(fit, batch is not NO_BATCH)
         while self._finish_sums(fit, batch is not NO_BATCH):
@@ -465,7 +490,7 @@ class Trainer:
             batch = following
 
     def _fetched(self, fit: FitState, streams: Any) -> Iterator[Any]:
-        """The batches of the loader. An error of it looks like its end, and is held until all ranks can raise it."""
+        """The batches of the loader. An error ends the iteration and stays pending until all ranks can raise it."""
         clock = self.clock
         try:
             batches = fit.feed.open(self.cur_epoch, self._place, streams)
@@ -486,14 +511,14 @@ class Trainer:
             fit.hooks.hold(failure)
 
     def _start_sums(self, fit: FitState, has_batch: bool) -> None:
-        """Begin to add up the flags of all ranks for the next step. Collective; waits for nobody."""
-        is_held = fit.hooks.held is not None
-        fit.sums.start([is_held, has_batch, not has_batch, bool(self._wants_stop), self._wants_exit])
+        """Start the all-reduce of the flags for the next step. Collective over the world; does not block."""
+        has_error = fit.hooks.pending is not None
+        fit.sums.start([has_error, has_batch, not has_batch, bool(self._wants_stop), self._wants_exit])
 
     def _finish_sums(self, fit: FitState, has_batch: bool) -> bool:
-        """Whether there are batches for the next step; raises on all ranks what any of them holds.
+        """Wait for the flags; return whether there are batches, and raise the pending error of any rank on all ranks.
 
-        `has_batch` is what this rank gave to the `_start_sums` that this waits for.
+        `has_batch` is the value that this rank passed to the matching `_start_sums`.
         """
         errors, have, have_not, stops, exits = fit.sums.finish()
         if errors:
@@ -502,29 +527,29 @@ class Trainer:
         if have and have_not:
             if not has_batch:
                 error = TrainerError(
-                    f"this rank ran out of batches in epoch {self.cur_epoch} after step {self.cur_step} while "
-                    f"others had more, and this layout needs all of them in every pass. Give all ranks equally many batches.",
+                    f"this rank ran out of batches in epoch {self.cur_epoch} after step {self.cur_step}, but other ranks have "
+                    f"more, and every forward pass of this layout needs all ranks. Give all ranks the same number of batches.",
                     code="C090",
                 )
                 fit.hooks.hold(error)
             self._agree()
-        # With `ahead` these flags are from before the step that was just made: that was the one to stop after.
+        # With `ahead` these flags were sent before the step that has just ended, which is the one to stop after.
         if have and fit.ahead and self.stopping and self.step_done:
             raise _EndOfTraining
         return bool(have)
 
     def _agree_to_stop(self) -> None:
-        """Add up the wishes to stop where no step follows, at the end of an epoch or an evaluation. Collective."""
+        """Agree on a stop where no step follows: after an epoch or an evaluation. Collective over the world."""
         self._note_stop(*self._exchange.sum([float(bool(self._wants_stop)), float(self._wants_exit)]))
 
     def _note_stop(self, stops: float, exits: float) -> None:
         if stops and not self.stopping:
             self.stopping = True
-            self.stop_reason = self._wants_stop or "asked for by another rank"
+            self.stop_reason = self._wants_stop or "requested by another rank"
         self._wants_exit = self._wants_exit or bool(exits)
 
     def _load_hook_states(self, fit: FitState) -> Any:
-        """Give the hooks their states of the checkpoint; returns the random streams it had."""
+        """Load the hook states of the checkpoint; returns its random streams."""
         assert fit.resumed is not None
         (states, streams), fit.resumed = fit.resumed, None
         fit.hooks.load_state_dict(states)
@@ -536,7 +561,7 @@ class Trainer:
         self._agree()
 
     def _agree(self) -> None:
-        """`agree`, whose error `fit` then knows to be one of all ranks."""
+        """`agree`, with the error marked as raised on all ranks."""
         try:
             self.agree()
         except ColonnadeError as error:
@@ -545,7 +570,7 @@ class Trainer:
     # -- before a run -------------------------------------------------------------------------------------
 
     def _attach(self, hooks: Iterable[HookLike]) -> None:
-        """Take these hooks; what is wrong with one is said on every rank, before anything has begun."""
+        """Attach these hooks; an error in one is raised on every rank before the run starts."""
         self._hooks.close()
         self.states["metrics"] = {"train": {}, "test": {}}
         with agree(self.context):
@@ -558,9 +583,9 @@ class Trainer:
             raise
 
     def _check_last_batch(self, loader: Any) -> None:
-        """Refuse now, and not at the end of the first epoch, a last batch of fewer rows than the pipeline has micro-batches.
+        """Raise at the start, not at the end of the first epoch, if the last batch has fewer rows than micro-batches.
 
-        Only where a batch has as many rows as samples, and the run does not end before it.
+        Skipped if rows may differ from samples, or if the run ends before the last batch.
         """
         schedule = self.engine.schedule
         pieces, sizes = getattr(schedule, "num_microbatches", None), last_batch(loader)
@@ -571,14 +596,14 @@ class Trainer:
             return
         raise ScheduleError(
             f"the last batch of an epoch will have {sizes.last} rows ({sizes.samples} samples on this rank in batches of "
-            f"{sizes.size}), and cannot be cut into {pieces} micro-batches. Set drop_last=True on the data loader, use another "
-            f"size of batches, or set num_microbatches to {sizes.last} or less.",
+            f"{sizes.size}), too few for {pieces} micro-batches. Set drop_last=True on the data loader, use another batch size, "
+            f"or set num_microbatches to {sizes.last} or less.",
             code="C052",
         )
 
 
 class _ExtraOfRun:
-    """What a run takes of a checkpoint beside weights and optimizer; refuses one that no trainer has saved."""
+    """The part of a checkpoint besides weights and optimizer; rejects a checkpoint that no Trainer has saved."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -590,7 +615,7 @@ class _ExtraOfRun:
         missing = [name for name in ("trainer", "hooks") if name not in extra]
         if missing:
             raise CheckpointError(
-                f"it has no {listed(missing)}: it was not saved by a SaveCheckpointHook. Load it with a "
+                f"the checkpoint has no {listed(missing)}, because no SaveCheckpointHook saved it. Load it with a "
                 f"CheckpointManager before fit."
             )
         EpochPosition(**extra["trainer"]["data"])

@@ -1,4 +1,4 @@
-"""Small things that training scripts need: data loaders, activation checkpointing, ports, printing on one rank."""
+"""Utilities for training scripts: data loaders, activation checkpointing, free ports, printing on rank 0."""
 
 from __future__ import annotations
 
@@ -38,9 +38,20 @@ def get_dataloader(
     context: ParallelContext | None = None,
     **options: Any,
 ) -> DataLoader[Any]:
-    """A DataLoader that gives each rank its share: ranks that see the same data get the same samples.
+    """A DataLoader with the samples of this rank. Ranks that need the same data (tensor, pipeline) get the same samples.
 
-    One rank has the same order of samples as several, so that a run may go on with another number of ranks.
+    The order of samples does not depend on the number of ranks, so that a run can be resumed with another number.
+
+    Args:
+        dataset: the dataset.
+        shuffle: shuffle the samples in every epoch.
+        seed: seed of the order.
+        add_sampler: use a DistinctDataSampler; False: all ranks get all samples.
+        drop_last: drop incomplete batches, and samples that do not fill all ranks.
+        pin_memory: pin host memory, if there is a GPU.
+        num_workers: worker processes of the loader.
+        context: default: the global context.
+        options: further arguments of `DataLoader`, such as `batch_size`.
     """
     context = given_or_global(context)
     sampler = None
@@ -53,7 +64,7 @@ def get_dataloader(
             seed,
             drop_last,
         )
-    # torch draws from it on the default device, and takes no generator of another one; the meta device has none.
+    # torch draws random numbers on the default device and needs a generator of that device; the meta device has none.
     default = torch.empty(0).device
     generator = torch.Generator(default if default.type != "meta" else "cpu")
     return DataLoader(
@@ -69,7 +80,7 @@ def get_dataloader(
 
 
 def checkpoint(function: Callable[..., Any], activation_offload: bool, *args: Any, use_reentrant: bool = False) -> Any:
-    """Run `function` and compute its activations again in backward; `activation_offload` keeps the inputs of a GPU on the host."""
+    """Run `function` with activation checkpointing; `activation_offload` keeps its GPU inputs on the host."""
     with kept_on_host(()) if activation_offload else nullcontext():
         return _checkpoint(function, *args, use_reentrant=use_reentrant)
 
@@ -80,7 +91,7 @@ def get_current_device() -> torch.device:
 
 
 def free_port() -> int:
-    """A port on this host that nobody listens on now."""
+    """A currently free TCP port of this host."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -89,4 +100,4 @@ def free_port() -> int:
 def print_rank_0(message: str) -> None:
     """Print on rank 0 of the global context."""
     if global_context.get_global_rank() == 0:
-        print(message)  # noqa: T201 - this is what it is for
+        print(message)  # noqa: T201 - the purpose of this function

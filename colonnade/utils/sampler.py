@@ -1,4 +1,4 @@
-"""A sampler whose rank follows the modes that see distinct data, and whose position can be saved."""
+"""A distributed sampler that follows the parallel layout, with a position that can be saved."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from colonnade.errors import ConfigError
 
 
 class DistinctDataSampler(Sampler[int]):
-    """Gives each rank its own samples: ranks that must see the same data (tensor, pipeline) get the same ones.
+    """Yields the samples of a rank. Ranks that need the same data (tensor, pipeline) get the same samples.
 
-    Every epoch is a new order when `shuffle` is on. Without `drop_last` the last samples are repeated from the
-    start of the epoch so that all ranks have equally many. `state_dict` holds a global position, so a run
-    may go on with another number of ranks.
+    With `shuffle` every epoch has a new order. Without `drop_last` samples from the start of the epoch are repeated at its end,
+    so that all ranks have the same number. `state_dict` contains a global position, so that a run can be resumed with another
+    number of ranks.
     """
 
     def __init__(
@@ -31,11 +31,11 @@ class DistinctDataSampler(Sampler[int]):
     ) -> None:
         self._length = len(dataset)
         if self._length == 0:
-            raise ConfigError("the dataset is empty: there is nothing to sample", code="C090")
+            raise ConfigError("the dataset is empty; give at least one sample", code="C090")
         self._rank, self._ranks = distinct_place(layout, rank)
         if drop_last and self._length < self._ranks:
             raise ConfigError(
-                f"a dataset of {self._length} samples cannot be shared by {self._ranks} ranks with drop_last=True; "
+                f"a dataset of {self._length} samples is too small for {self._ranks} ranks with drop_last=True; "
                 f"use drop_last=False, or more samples",
                 code="C090",
             )
@@ -44,7 +44,7 @@ class DistinctDataSampler(Sampler[int]):
         self._position = 0
 
     def __len__(self) -> int:
-        """How many samples this rank gets in an epoch."""
+        """The number of samples of this rank in an epoch."""
         whole = self._length // self._ranks
         return whole if self._drop_last or self._length % self._ranks == 0 else whole + 1
 
@@ -58,19 +58,19 @@ class DistinctDataSampler(Sampler[int]):
 
     @property
     def repeats_last(self) -> bool:
-        """Whether the last sample of this rank in an epoch is one that another rank has, or this one had, in it already."""
+        """Whether the last sample of this rank in an epoch is a repetition."""
         return (len(self) - 1) * self._ranks + self._rank >= self._length
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch by hand; it advances by itself after each pass."""
+        """Set the epoch; it also advances automatically after each iteration."""
         self.epoch = epoch
 
     def state_dict(self) -> dict[str, int]:
-        """The epoch, and how many samples of it all ranks together have been given."""
+        """The epoch, and the number of its samples that all ranks together have used."""
         return {"epoch": self.epoch, "position": self._position, "seed": self._seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the state was saved, also with another number of ranks."""
+        """Resume at the saved position, possibly with another number of ranks."""
         self.epoch, self._seed = int(state["epoch"]), int(state["seed"])
         self._position = int(state["position"])
 
@@ -82,7 +82,7 @@ class DistinctDataSampler(Sampler[int]):
 
 
 def distinct_place(layout: Layout, rank: int) -> tuple[int, int]:
-    """(this rank's place, the number of places) among the ranks that see distinct data."""
+    """(index of this rank, number of indices) among the ranks with distinct data."""
     here, place = layout.coordinates(rank), 0
     for axis in layout.axes:
         if axis.data == "distinct":

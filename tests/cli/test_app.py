@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
@@ -50,7 +51,7 @@ def test_errors_of_ours_are_one_message_without_a_traceback() -> None:
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
         "colonnade: --node-rank 1 needs --nnodes above it. [C022]",
-        "colonnade explain C022 says more",
+        "Details: colonnade explain C022",
     ]
 
 
@@ -64,12 +65,20 @@ def test_a_path_that_fails_is_one_message_without_a_traceback(words: tuple[str, 
 
 @pytest.mark.parametrize("asked", ["--help", "-h"])
 @pytest.mark.parametrize("name", ["", *COMMANDS])
-def test_no_help_says_of_a_switch_that_it_is_a_bool(name: str, asked: str, capsys: Any) -> None:
+def test_help_has_plain_metavars_and_whole_paragraphs(
+    name: str, asked: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
         main([*name.split(), asked])
     shown = capsys.readouterr().out
     assert "--help" in shown
-    assert "<bool>" not in shown
+    assert re.findall(r"<bool>|<str>|<path>|<int|<list|\{\w+\}", shown) == []
+    # A line of prose ends where the next word would not fit.
+    prose = shown.partition("Usage:")[2].partition("╭")[0].splitlines()[1:]
+    for line, following in itertools.pairwise(prose):
+        if line.strip() and following.strip():
+            assert len(line.rstrip()) + 1 + len(following.split()[0]) >= 79, line
 
 
 @pytest.mark.parametrize(("words", "found"), [("colonnade ru", "run"), ("colonnade ckpt v", "verify")])

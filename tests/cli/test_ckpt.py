@@ -140,4 +140,4 @@ def test_checkpoints_one_level_down_are_found(ckpt, run, tmp_path):
     (tmp_path / "other").symlink_to(run, target_is_directory=True)
     said = ckpt("ls", tmp_path)
     assert said.returncode == 2
-    assert "several folders with checkpoints" in said.stderr
+    assert "have checkpoints: " in said.stderr

@@ -38,7 +38,7 @@ def test_keys_are_found_by_their_meaning(capsys: Any) -> None:
     out, _, _ = run(capsys, "--keys", "--find", "LOSS SCALE")
     assert "fp16.init_scale" in out
     assert "zero" not in out
-    assert "no key has 'nonsuch'" in run(capsys, "--find", "nonsuch")[1]
+    assert "no config key contains 'nonsuch'" in run(capsys, "--find", "nonsuch")[1]
 
 
 def test_a_file_is_checked(capsys: Any, tmp_path: Path) -> None:

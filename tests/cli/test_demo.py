@@ -12,7 +12,7 @@ from tests.cli import colonnade
 
 
 def test_its_files_can_be_copied_and_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for status, said in ((0, "run it: colonnade run --nproc 4"), (2, "nothing is overwritten")):
+    for status, said in ((0, "run it: colonnade run --nproc 4"), (2, "never overwritten")):
         with pytest.raises(SystemExit) as left:
             main(["demo", "--copy", str(tmp_path / "mine")])
         assert left.value.code == status
@@ -36,7 +36,7 @@ def test_it_trains_goes_on_and_leaves_everything(tmp_path: Path) -> None:
     for steps, words in ((4, ()), (6, ("--resume",))):
         done = colonnade("demo", "-o", "out", "--nproc", 2, "--steps", steps, *words, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-        assert "make it yours" in done.stdout
+        assert "your copy:" in done.stdout
         assert "Warning" not in done.stderr
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"checkpoints", "log.jsonl", "model.safetensors", "log.html", "mine.txt"} <= names

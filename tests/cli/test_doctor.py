@@ -20,7 +20,7 @@ def test_it_looks_for_every_package_that_the_wheel_needs() -> None:
     needed = re.search(r"^dependencies = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
     assert needed is not None
     names = re.findall(r'^  "(\w+)[^;"]*",$', needed[1], re.MULTILINE)
-    assert {"torch", *doctor._NEEDED} == set(names)
+    assert {"torch", *doctor._REQUIRED} == set(names)
 
 
 @pytest.mark.slow
@@ -33,7 +33,7 @@ def test_this_machine_is_well() -> None:
     assert list(by_name) == list(CHECKS)
     assert all(check["status"] in ("ok", "warn") for check in by_name.values())
     assert by_name["two ranks"]["status"] == "ok"
-    assert "all-reduce right" in by_name["two ranks"]["detail"]
+    assert "all-reduce correct" in by_name["two ranks"]["detail"]
 
 
 @pytest.mark.slow
@@ -51,7 +51,7 @@ def test_lines_name_what_is_wrong_and_the_next_step_and_a_bad_one_is_exit_1() ->
 
 
 def test_stale_variables_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in doctor._PLACES:
+    for name in doctor._RANK_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     assert doctor.check_environment().status == "ok"
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
@@ -67,7 +67,7 @@ def test_stale_variables_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ("_LEAST_MEMORY", 1 << 60, "memory"),
         ("_LEAST_SHM", 1 << 60, "shared memory"),
         ("_LEAST_FILES", 1 << 60, "limits"),
-        ("_NEEDED", ("no-such-package",), "packages"),
+        ("_REQUIRED", ("no-such-package",), "packages"),
     ],
 )
 def test_each_bar_can_be_missed(monkeypatch: pytest.MonkeyPatch, constant: str, value: Any, check: str) -> None:
@@ -86,8 +86,21 @@ def test_the_cheap_checks_are_ok_here() -> None:
 def test_the_last_line_says_what_to_do_next() -> None:
     fine = {"a": DoctorFinding("ok", "")}
     assert doctor.next_step(fine).startswith("Next: `colonnade demo`")
-    assert "Have a look at b" in doctor.next_step({**fine, "b": DoctorFinding("warn", "", "look")})
-    assert "mend what is bad (c)" in doctor.next_step({**fine, "c": DoctorFinding("bad", "", "mend")})
+    assert "Check the warnings (b)" in doctor.next_step({**fine, "b": DoctorFinding("warn", "", "look")})
+    assert "fix the items marked bad (c)" in doctor.next_step({**fine, "c": DoctorFinding("bad", "", "fix")})
+
+
+@pytest.mark.parametrize(("address", "status"), [("127.0.1.1", "warn"), ("10.0.0.7", "ok")])
+def test_a_host_name_on_the_loopback_interface_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, address: str, status: str
+) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr("socket.gethostbyname", lambda name: address)
+    finding = doctor.check_hostname()
+    assert finding.status == status
+    assert address in finding.detail
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")  # gloo then announces the address of that interface
+    assert doctor.check_hostname().status == "ok"
 
 
 def test_whatever_is_found_has_a_next_step() -> None:

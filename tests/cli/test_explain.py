@@ -66,7 +66,7 @@ def test_the_optimizer_beside_the_model_is_read(explain, config):
     config.write_text("")
     done = explain(config, "--model", "own_net_with_optimizer.py:build", "--world-size", 2)
     assert done.code == 0
-    assert "by ZeROGradientHandler: attached by itself: the optimizer sums gradients itself" in done.out
+    assert "by ZeROGradientHandler (attached" in done.out
 
 
 @pytest.mark.parametrize("example", ["gradient_handler", "gradient_clipping", "gpt", "huggingface"])
@@ -85,15 +85,15 @@ def test_a_mode_of_ones_own_is_imported_first(explain):
     done = explain(folder / "config.py", "--import", "head_data")
     assert done.code == 0, done.err
     assert "used in parts over HEAD_DATA" in done.out
-    assert "HeadDataGradientHandler: named in the config" in done.out
+    assert "HeadDataGradientHandler (named in the config)" in done.out
 
 
 def test_a_model_is_built_for_no_process(explain, config):
     done = explain(config, "--model", "own_net_to_explain:build", "--world-size", 4)
     assert done.code == 0, done.err
-    assert "summed over DATA [0, 2] [1, 3], divided by 2: its 2 ranks saw distinct data" in done.out
+    assert "all-reduced over DATA [0, 2] [1, 3], divided by 2 (its 2 ranks saw distinct data)" in done.out
     assert (
-        "keeps slices of the whole tensor (dimension 0 in 2), each once; the first holder of each part writes it: rank 0, 1"
+        "slices of the whole tensor (dimension 0 in 2), each once; written by the first replica of each shard: rank 0, 1"
         in done.out
     )
     file = explain(config, "--model", f"{config.parent}/own_net_to_explain.py:build", "--param", "*.bias", "--json")
@@ -117,7 +117,7 @@ def test_what_initialize_would_refuse_is_exit_code_1(explain, tmp_path):
     path.write_text("sync = dict(automatic=False)\n")
     done = explain(path)
     assert done.code == 1
-    assert "initialize() would refuse this" in done.out
+    assert "initialize() would reject this" in done.out
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def test_it_says_what_it_wrote_and_how_to_run_it(tmp_path):
     first, second, third = done.stdout.splitlines()
     assert first.startswith("wrote ring_rows.py: ")
     assert second.startswith("wrote test_ring_rows.py: ")
-    assert third == "run the test: python -m pytest test_ring_rows.py"
+    assert third == "next: python -m pytest test_ring_rows.py"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ring_rows.py", "test_ring_rows.py"]
 
 
@@ -64,7 +64,7 @@ def test_the_written_test_passes(tmp_path):
 @pytest.mark.parametrize(
     ("right", "wrong", "found"),
     [
-        ('Replicate(owes="sum")', "Replicate()", "gain: ranks 0 and 1 hold the same part with different values"),
+        ('Replicate(owes="sum")', "Replicate()", "gain: ranks 0 and 1 store the same shard with different values"),
         pytest.param(
             "place(part, {RING_ROWS: Shard(0)}",
             "place(part, {RING_ROWS: Replicate()}",
@@ -74,7 +74,7 @@ def test_the_written_test_passes(tmp_path):
         pytest.param(
             '"ring_rows", data="same"',
             '"ring_rows", data="distinct"',
-            "not equal to one process",
+            "the results differ from a single process",
             marks=pytest.mark.long,
         ),
         pytest.param("copy(x, RING_ROWS)", "x", "gradient of x", marks=pytest.mark.long),
@@ -94,7 +94,7 @@ def test_nothing_is_overwritten(tmp_path):
     (tmp_path / "test_mine.py").write_text("kept")
     done = colonnade("new", "parallelism", "mine", cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr.startswith("colonnade: already there, and never overwritten: test_mine.py. Choose another name")
+    assert done.stderr.startswith("colonnade: files exist and are never overwritten: test_mine.py. Choose another name")
     assert [path.name for path in tmp_path.iterdir()] == ["test_mine.py"]
     assert (tmp_path / "test_mine.py").read_text() == "kept"
 
@@ -102,7 +102,7 @@ def test_nothing_is_overwritten(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("ring-rows", "lower-case identifier that begins with a letter and is no keyword, such as 'ring_rows'"),
+        ("ring-rows", "lower-case identifier that starts with a letter and is no keyword, such as 'ring_rows'"),
         ("RingRows", "such as 'ring_rows'"),
         ("class", "such as 'my_class'"),
         ("2d", "such as 'my_2d'"),
@@ -114,9 +114,9 @@ def test_nothing_is_overwritten(tmp_path):
         ("expert_data", "'expert_data' is taken by ParallelMode.EXPERT_DATA"),
         ("tensors", "cannot be an axis of `parallel`; choose another name"),
         ("moe", "cannot be an axis of `parallel`; choose another name"),
-        ("placement", "'placement' would define PlacementGradientHandler, which is something else already"),
-        ("f", "'f' would define F, which is something else already; choose another name, such as 'my_f'"),
-        ("json", "Python has a module 'json' already"),
+        ("placement", "'placement' would define PlacementGradientHandler, which exists already"),
+        ("f", "'f' would define F, which exists already; choose another name, such as 'my_f'"),
+        ("json", "a Python module 'json' exists already"),
         ("torch", "choose another name, such as 'my_torch'"),
     ],
 )

@@ -47,7 +47,7 @@ def test_what_follows_the_script_is_its_own(
     job, said, _ = seen(line, monkeypatch)
     assert job is not None
     assert (job.nproc, job.is_module, job.target, job.arguments) == (nproc, is_module, target, tuple(rest.split()))
-    assert ("goes to the script" in said) == rest.startswith("--nproc")
+    assert ("is passed to the script" in said) == rest.startswith("--nproc")
 
 
 @pytest.mark.parametrize(
@@ -73,4 +73,4 @@ def test_an_option_of_ours_right_after_the_script_is_told_of(monkeypatch: pytest
     job, said, _ = seen("train.py --nproc=4", monkeypatch)
     assert job is not None
     assert (job.nproc, job.arguments) == (None, ("--nproc=4",))
-    assert "colonnade: --nproc=4 goes to the script; options of `run` come before it" in said
+    assert "colonnade: --nproc=4 is passed to the script; options of `run` come before SCRIPT" in said

@@ -20,7 +20,12 @@ AXES = "data, pipeline, tensor, expert, sequence"
 
 # A config with one problem -> the line that tells it.
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"parallel": 2}, f"parallel = 2   must be a dict of {AXES} and axes of your own"),
+    (
+        {"config": {"zero": 1, "lr": 0.1, "parallel": {"tensor": 2}}, "steps": 100},
+        "config = {'zero': 1, 'lr': 0.1, 'parallel': {'tensor': 2}}   is not read: the keys of a config file are variables at its "
+        "top level. Write zero = ..., parallel = ... without the dict around them",
+    ),
+    ({"parallel": 2}, f"parallel = 2   must be a dict of {AXES} and your own axes"),
     ({"parallel": {"tensro": 2}}, "parallel.tensro = 2   unknown key. Did you mean `tensor`?"),
     (
         {"parallel": {"tensro": {"size": 2}}},
@@ -35,7 +40,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"parallel": {"mode": "3d"}},
         "parallel.mode = '3d'   belongs to an axis: parallel = dict(tensor=dict(size=..., mode=...))",
     ),
-    ({"parallel": {1: 2}}, "parallel[1] = 2   is no key: a key is a non-empty string"),
+    ({"parallel": {1: 2}}, "parallel[1] = 2   is no valid key: a key is a non-empty string"),
     (
         {"parallel": {"tensor": {"mode": "1d"}}},
         "parallel.tensor.size   is missing; it must be an int >= 1",
@@ -88,7 +93,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"gradient_handler": ["A"], "gradient_handlers": ["A"]},
-        "gradient_handlers   is set beside gradient_handler, its other name: keep one",
+        "gradient_handlers   is an alias of gradient_handler, which is set too: remove one",
     ),
     (
         {"clip_grad_norm": -1.0},
@@ -121,7 +126,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"clip_grad_norm": 10**400},
-        f"clip_grad_norm = {str(10**400)[:57]}...   is too large: no number of a config is above 2**63 - 1",
+        f"clip_grad_norm = {str(10**400)[:57]}...   is too large: the largest allowed number is 2**63 - 1",
     ),
     (
         {"clip_grad_norm": {"method": ""}},
@@ -178,7 +183,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"fp16": {"growth_interval": 2**63}},
-        f"fp16.growth_interval = {2**63}   is too large: no number of a config is above 2**63 - 1",
+        f"fp16.growth_interval = {2**63}   is too large: the largest allowed number is 2**63 - 1",
     ),
     ({"fp16": {"max_scale": 1e300}}, "fp16.max_scale = 1e+300   must be a number from 2**-126 to 2**127 or None"),
     ({"fp16": {"init_scale": 0}}, "fp16.init_scale = 0   must be a number from 2**-126 to 2**127"),
@@ -186,8 +191,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"clip_grad_norm": {"groups": {"a": {"params": []}}}},
         "clip_grad_norm.groups.a.params = []   must be a non-empty string or a non-empty list of strings",
     ),
-    ({"fp16": True, "bf16": True}, "bf16   is on beside fp16: keep one"),
-    ({"fp16": {}, "bf16": {}}, "bf16   is on beside fp16: keep one"),
+    ({"fp16": True, "bf16": True}, "bf16   is on together with fp16: remove one"),
+    ({"fp16": {}, "bf16": {}}, "bf16   is on together with fp16: remove one"),
     ({"bf16": "yes"}, "bf16 = 'yes'   must be True or False, or a dict of master_weights"),
     (
         {"bf16": {"master_weight": True}},
@@ -205,8 +210,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"zero": {"level": 2}}, "zero.level = 2   unknown key. Did you mean `stage`?"),
     (
         {"zero": {"model_config": {}}},
-        "zero.model_config = {}   is an older form. Write zero = dict(stage=3, "
-        "offload='cpu'); settings of the loss scale go to fp16 = dict(...)",
+        "zero.model_config = {}   is an obsolete form. Write zero = dict(stage=3, "
+        "offload='cpu'); loss scale settings belong to fp16 = dict(...)",
     ),
     ({"schedule": 3}, "schedule = 3   must be a registered name, or dict(type='Name', ...)"),
     ({"schedule": {"tpye": "A"}}, "schedule.tpye = 'A'   unknown key. Did you mean `type`?"),
@@ -220,21 +225,21 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"cudnn_benchmark": "on"}, "cudnn_benchmark = 'on'   must be True or False"),
     (
         {"torch_ddp": {"find_unused_parameters": True}},
-        "torch_ddp = {'find_unused_parameters': True}   is not read: torch DDP is never wrapped around a "
-        "model. Write sync = dict(bucket_mb=..., overlap=...)",
+        "torch_ddp = {'find_unused_parameters': True}   is not read: models are not wrapped in torch DDP. "
+        "Write sync = dict(bucket_mb=..., overlap=...)",
     ),
     ({"model": {"num_chunks": 0}}, "model.num_chunks = 0   must be an int >= 1"),
     ({"num_microbatches": 0}, "num_microbatches = 0   must be an int from 1 to 65536"),
     ({"TENSOR_SHAPE": [2, "x"]}, "TENSOR_SHAPE = [2, 'x']   must be a list or tuple of ints >= 1"),
     (
         {"max_ep_size": 2},
-        "max_ep_size = 2   is not read. Write parallel = dict(expert=...), the number of ranks that experts are divided over",
+        "max_ep_size = 2   is not read. Write parallel = dict(expert=...), the number of ranks over which experts are sharded",
     ),
     ({"num_microbatches": 10**6}, "num_microbatches = 1000000   must be an int from 1 to 65536"),
-    ({"seed": 10**5000}, "seed = <int>   is too large: no number of a config is above 2**63 - 1"),
-    ({"": 1}, "'' = 1   is no key: a key is a non-empty string"),
-    ({"parallel": {"": {"size": 2}}}, "parallel.'' = {'size': 2}   is no key: a key is a non-empty string"),
-    ({"compile": {"": 2}}, "compile.'' = 2   is no key: a key is a non-empty string"),
+    ({"seed": 10**5000}, "seed = <int>   is too large: the largest allowed number is 2**63 - 1"),
+    ({"": 1}, "'' = 1   is no valid key: a key is a non-empty string"),
+    ({"parallel": {"": {"size": 2}}}, "parallel.'' = {'size': 2}   is no valid key: a key is a non-empty string"),
+    ({"compile": {"": 2}}, "compile.'' = 2   is no valid key: a key is a non-empty string"),
     ({"sync": {"callback": "print"}}, f"sync.callback = 'print'   unknown key; allowed: {SYNC_KEYS}"),
     (
         {"sync": {"reduce_dtype": numpy.dtype("float32")}},
@@ -242,14 +247,15 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"clip_grad_nrom": 1.0},
-        "clip_grad_nrom = 1.0   unknown key. Did you mean `clip_grad_norm`? "
-        "A key of your own needs a less similar name",
+        "clip_grad_nrom = 1.0   unknown key. Did you mean `clip_grad_norm`? To use it as your own key, rename it",
     ),
-    ({3: 4}, "[3] = 4   is no key: a key is a non-empty string"),  # type: ignore[dict-item]
+    ({3: 4}, "[3] = 4   is no valid key: a key is a non-empty string"),  # type: ignore[dict-item]
 ]
 
 GOOD: list[dict[str, Any]] = [
     {},
+    {"zero": 1, "config": {"seed": 3}},  # a dict of the user's own, in a file whose keys are read
+    {"config": {"hidden_size": 64}},
     {"parallel": {"pipeline": {"size": 1}, "tensor": {"size": 2, "mode": "new_mode"}}},
     {"parallel": {"data": -1, "pipeline": 2, "tensor": {"size": 8, "mode": "2.5d", "depth": 2}}},
     {"parallel": {"data": "auto", "tensor": None, "expert": 2, "sequence": {"size": 2}}},
@@ -344,5 +350,5 @@ def _holds_itself(container: Any) -> Any:
 
 @pytest.mark.parametrize("make", [lambda: _holds_itself({}), lambda: {"mine": _holds_itself({"a": 1})}])
 def test_a_dict_that_holds_itself(make: Any) -> None:
-    with pytest.raises(ConfigError, match="'deeper' holds itself, or is nested too deeply"):
+    with pytest.raises(ConfigError, match="'deeper' contains itself or is nested too deeply"):
         load_config(make())

@@ -308,7 +308,7 @@ def test_a_config_comes_back_as_itself_and_a_dict_as_a_copy() -> None:
 
 @pytest.mark.parametrize("source", [None, 3, ["train.py"], b"train.py", object])
 def test_other_types_are_refused(source: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"a path to a \.py or \.toml file .* not {type(source).__name__}: "):
+    with pytest.raises(ConfigError, match=rf"the path of a \.py or \.toml file .* not {type(source).__name__}: "):
         load_config(source)
 
 

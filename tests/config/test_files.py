@@ -41,17 +41,19 @@ def test_missing_file_names_its_neighbours(tmp_path: Path) -> None:
     (tmp_path / "train.md").touch()
     assert f"trian.py  no such file in {tmp_path}. Did you mean train.py?" in failure(tmp_path / "trian.py")
     assert "Did you mean train.py?" in failure(tmp_path / "train")
-    assert "Config files there: serve.toml, train.py" in failure(tmp_path / "zzzzz.qqq")
+    assert "Config files in it: serve.toml, train.py" in failure(tmp_path / "zzzzz.qqq")
     assert f"there is no folder {tmp_path / 'no'}" in failure(tmp_path / "no" / "train.py")
 
 
 def test_names_that_are_no_path(tmp_path: Path) -> None:
     assert "cannot be read: File name too long" in failure("x" * 5000)
-    assert "is a folder; give a file: none" in failure(tmp_path)
+    assert "is a folder; give a file in it: none" in failure(tmp_path)
 
 
 def test_wrong_suffix(tmp_path: Path) -> None:
-    assert raised(tmp_path, "a: 1", "train.yaml") == ["train.yaml  a config file ends in .py or .toml; rename it"]
+    assert raised(tmp_path, "a: 1", "train.yaml") == [
+        "train.yaml  the name of a config file must end in .py or .toml; rename the file"
+    ]
 
 
 def test_not_utf8_gives_the_offset(tmp_path: Path) -> None:

@@ -200,7 +200,7 @@ def test_the_message_gives_the_line_to_write() -> None:
 
 
 def test_data_parallelism_is_said_to_need_no_key() -> None:
-    with pytest.raises(ConfigError, match=r"ddp = True .*Write nothing: the ranks that other sizes leave over"):
+    with pytest.raises(ConfigError, match=r"ddp = True .*Write nothing: the remaining ranks are data parallel"):
         load_config({"ddp": True})
 
 

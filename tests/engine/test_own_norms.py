@@ -136,7 +136,9 @@ def _warned(configs: list[dict[str, Any]]) -> list[list[str]]:
     found = []
     for config in configs:
         said: list[str] = []
-        logger = SimpleNamespace(info=lambda text: None, warning=lambda text, ranks, said=said: said.append(text))
+        logger = SimpleNamespace(
+            info=lambda text: None, debug=lambda text: None, warning=lambda text, ranks, said=said: said.append(text)
+        )
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(build, "get_dist_logger", lambda logger=logger: logger)
             with launch({"clip_grad_norm": 1.0, **config}, context=ParallelContext(), verbose=False) as gpc:

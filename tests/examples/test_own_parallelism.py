@@ -127,7 +127,9 @@ def forgetful(spec: str) -> None:
 
 @pytest.mark.parametrize("spec", ["no sum owed", "final as it is"])
 def test_a_wrong_placement_is_found(spec):
-    with pytest.raises(WorldError, match=r"inner\.out\.bias: ranks \d and \d hold the same part with different values"):
+    with pytest.raises(
+        WorldError, match=r"inner\.out\.bias: ranks \d and \d store the same shard with different values"
+    ):
         run_world(4, forgetful, spec)
 
 
@@ -172,7 +174,7 @@ def test_the_layout_is_planned_without_processes():
     assert layout.distinct_data == 8
     with pytest.raises(LayoutError, match=r"parallel\.head_data: size=8 leaves ranks without a head of 6; .* size=6"):
         build_layout({"parallel": {"head_data": {"size": 8, "heads": 6}}}, world_size=64)
-    with pytest.raises(LayoutError, match=r"HeadDataInitializer could not be built .*heads"):
+    with pytest.raises(LayoutError, match=r"HeadDataInitializer cannot be built .*heads"):
         build_layout({"parallel": {"head_data": {"size": 2}}}, world_size=4)
 
 

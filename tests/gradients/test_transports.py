@@ -133,7 +133,7 @@ def test_bits_do_not_depend_on_bucket_sizes_in_shared_memory_nor_with_fixed_orde
         ({"compress": "bf61"}, "Did you mean 'bf16'"),
         ({"compress": "fp32"}, "allowed: bf16"),
         ({"compres": "bf16"}, "Did you mean 'compress'"),
-        ({"compress": "fp16", "reduce_dtype": "bf16"}, "two dtypes to send in"),
+        ({"compress": "fp16", "reduce_dtype": "bf16"}, "both set the dtype for sending"),
     ],
     ids=str,
 )

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
+from colonnade.config import load_config
+from colonnade.errors import ConfigError
 from colonnade.launching.outcome import (
     Outcome,
+    description,
     exit_status,
     first_failure,
     launch_report,
@@ -81,7 +84,7 @@ def test_a_rank_that_was_told_of_a_failure_is_never_blamed_however_early() -> No
 def test_where_the_rank_that_failed_left_nothing_the_one_that_was_told_says_who_it_was() -> None:
     assert told(told_of(0, 5.0, 1), ended(1, 6.0), ended(2, 6.0)) == [
         "rank 2: ended because rank 1 was gone",
-        "colonnade: rank 1 failed first, as rank 0 was told, exit status 1",
+        "colonnade: rank 1 failed first, according to rank 0, exit status 1",
         "Traceback of 0",
         "PeerFailed: another",
     ]
@@ -91,7 +94,9 @@ def test_where_all_only_lost_a_rank_nobody_is_said_to_have_failed_first() -> Non
     lost = [raised(rank, 5.0 + rank, "RuntimeError", "Connection closed by peer") for rank in (0, 1)]
     lines = told(*lost)
     assert lines[0] == "rank 1: ended because another rank was gone"
-    assert lines[1].startswith("colonnade: rank 0 lost another rank, and none that failed by itself has said so here")
+    assert lines[1].startswith(
+        "colonnade: rank 0 lost another rank, and no rank on this host reported a failure of its own"
+    )
     assert not any("failed first" in line for line in lines)
 
 
@@ -114,7 +119,7 @@ def test_after_a_silent_death_its_last_words_come_before_the_verdict_without_tor
     assert lines[0] == "ranks 0, 2, 3: ended because rank 1 was gone"
     assert lines[-4:] == [
         "line 98",
-        "(3 lines of torch's stack)",
+        "(3 lines of a torch stack)",
         "line 99",
         "colonnade: rank 1 failed first, exit status 134: killed by SIGABRT",
     ]
@@ -142,7 +147,19 @@ def test_what_a_rank_left_survives_the_file(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["note"]
 
 
+def test_the_traceback_of_a_config_error_ends_at_the_users_line() -> None:
+    with pytest.raises(ConfigError) as raised_here:
+        load_config({"clip_grad_nrom": 1.0})
+    error = raised_here.value
+    frames = [line for line in description(error, [], fold_library=True)["traceback"].splitlines() if "File " in line]
+    assert [line.split('"')[1] for line in frames] == [__file__]
+    assert "config.py" in description(error, [])["traceback"]
+    assert (
+        "config.py" in description(error, [__file__], fold_library=True)["traceback"]
+    )  # without user code: all frames
+
+
 def test_the_verdict_names_the_page_of_an_error_that_has_a_code() -> None:
     assert told(raised(0, 5.0, "LedgerError", "a sum is owed [C040]"))[0] == (
-        "colonnade: rank 0 failed first, exit status 1; colonnade explain C040 says more"
+        "colonnade: rank 0 failed first, exit status 1; details: colonnade explain C040"
     )

@@ -155,7 +155,7 @@ def test_error_if_nonfinite_leaves_the_gradients_alone() -> None:
 
 @pytest.mark.parametrize("max_norm", [-1.0, math.nan])
 def test_limits_that_are_none(max_norm: float) -> None:
-    with pytest.raises(ConfigError, match="max_norm is a number above 0"):
+    with pytest.raises(ConfigError, match="max_norm must be a number > 0"):
         clip_grad_norm_(held(), max_norm)
 
 

@@ -60,7 +60,7 @@ def test_bad_norms_give_bad_divisors_as_in_torch() -> None:
 
 @pytest.mark.parametrize("value", [0, -1.0, math.nan, True, "1"])
 def test_limits_that_are_no_limit(value: float) -> None:
-    with pytest.raises(ConfigError, match="max_norm is a number above 0"):
+    with pytest.raises(ConfigError, match="max_norm must be a number > 0"):
         NormClip(value)
 
 
@@ -77,7 +77,7 @@ def test_a_limit_may_be_a_whole_number_that_a_float_holds() -> None:
     assert positive("max_norm", 2) == 2.0
     assert positive("max_norm", 2**62) == 2.0**62
     for value in (2**63, 0, -1, True, "1", math.nan):
-        with pytest.raises(ConfigError, match="max_norm is a number above 0"):
+        with pytest.raises(ConfigError, match="max_norm must be a number > 0"):
             positive("max_norm", value)  # type: ignore[arg-type]
 
 

@@ -93,6 +93,6 @@ def test_methods_for_the_total_norm_refuse_to_clip_each_by_its_own(method, per):
 
 
 def test_a_report_of_other_parts_than_those_that_are_clipped_is_refused():
-    with pytest.raises(ConfigError, match="Leave report out"):
+    with pytest.raises(ConfigError, match="Remove report"):
         ClipSettings.read({"max_norm": 1, "per": "layer", "report": "parameter"})
     assert ClipSettings.read({"max_norm": 1, "per": "layer", "report": "layer"}) is not None

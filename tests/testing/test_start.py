@@ -45,14 +45,14 @@ def script_output(code: str, *how: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_lambda_is_refused_with_the_way_out() -> None:
-    with pytest.raises(LaunchError, match="Move it to module level"):
+    with pytest.raises(LaunchError, match="Move it to the top level of a module"):
         run_world(2, lambda: 1)
 
 
 def test_a_local_function_is_refused_with_the_way_out() -> None:
     def local() -> None: ...
 
-    with pytest.raises(LaunchError, match=r"local.*Move it to module level"):
+    with pytest.raises(LaunchError, match=r"local.*Move it to the top level of a module"):
         run_world(2, local)
 
 
@@ -193,7 +193,7 @@ def test_nothing_is_set_where_no_gpu_is_shared(monkeypatch: pytest.MonkeyPatch, 
 
 def test_nccl_without_a_gpu_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(LaunchError, match="backend='nccl' needs a GPU and torch finds none"):
+    with pytest.raises(LaunchError, match="backend='nccl' needs a GPU, but torch finds none"):
         run_world(2, variables, backend="nccl")
 
 

@@ -55,14 +55,14 @@ def test_whole_numbers_and_flags_are_compared_too() -> None:
 
 
 def test_holders_of_one_part_must_agree_to_the_bit() -> None:
-    with pytest.raises(RuntimeError, match="same: ranks 0 and 1 hold the same part with different values"):
+    with pytest.raises(RuntimeError, match="same: ranks 0 and 1 store the same shard with different values"):
         run_world(2, gathered, True)
 
 
 def test_what_differs_is_missing_or_of_another_shape_is_in_the_table() -> None:
     truth = {"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2), "d": torch.ones(2)}
     found = {"a": torch.ones(2), "b": torch.tensor([1.0, 1.5]), "c": torch.ones(3)}
-    with pytest.raises(ParityError, match=r"(?s)DIFFERS shape \(3,\), not \(2,\).*DIFFERS missing.*\na .* ok"):
+    with pytest.raises(ParityError, match=r"(?s)DIFFERS shape \(3,\) instead of \(2,\).*DIFFERS missing.*\na .* ok"):
         compare(truth, found, rtol=1e-6)
     table = compare(truth, found, rtol=1e-6, check=False)
     assert [entry.name for entry in table.differences if not entry.ok] == ["b", "c", "d"]

@@ -255,7 +255,7 @@ def test_detail_is_on_by_default_and_turns_an_abort_into_an_exception(monkeypatc
 
 
 def test_leaving_by_os_exit_is_a_failure() -> None:
-    with pytest.raises(WorldError, match="rank 1: left with exit code 3: the function did not return"):
+    with pytest.raises(WorldError, match="rank 1: exited with code 3: the function did not return"):
         run_world(2, exit_on, 1, "os")
 
 

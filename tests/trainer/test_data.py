@@ -45,9 +45,9 @@ def world(ranks: int, **parallel: Any) -> Any:
         (world(4, tensor=2), [3, 3, 5, 5], None),
         (world(4, tensor=2), [3, 3, 5, 4], "ranks 2 and 3 see the same data, but have 5 and 4"),
         (world(2, pipeline=2), [3, 4], "see the same data"),
-        (world(2, sequence=2), [3, 4], r"ranks 0 and 1 share forward passes \(axes sequence\)"),
+        (world(2, sequence=2), [3, 4], r"ranks 0 and 1 communicate in forward passes \(axes sequence\)"),
         (world(4, sequence=2), [3, 3, 4, 4], None),
-        (world(2, expert=2), [3, 4], r"share forward passes \(axes data\)"),
+        (world(2, expert=2), [3, 4], r"communicate in forward passes \(axes data\)"),
     ],
 )
 def test_which_ranks_need_loaders_of_one_length(context, lengths, told, monkeypatch):
@@ -237,10 +237,12 @@ def test_what_may_be_a_loader():
         def __iter__(self) -> Any:
             return iter([1])
 
-    for loader in ([], iter([]), Places(), Endless(), DataLoader([1]), (each for each in [1])):
-        assert data._what_else(loader) is None
-    for wrong in (torch.zeros(1), {}, TensorDataset(torch.zeros(1)), "text", 3, None, object()):
-        assert data._what_else(wrong) is not None
+    with world_of_one() as gpc:
+        for loader in ([0], iter([]), Places(), Endless(), DataLoader([1]), (each for each in [1])):
+            read_lengths(loader, gpc)
+        for wrong in (torch.zeros(1), {}, TensorDataset(torch.zeros(1)), "text", 3, None, object()):
+            with pytest.raises(ConfigError, match="rank 0: a data loader is an iterable of batches, not a"):
+                read_lengths(wrong, gpc)
 
 
 @pytest.mark.parametrize("had", [True, False])
@@ -256,8 +258,10 @@ def test_a_run_goes_on_with_a_loader_that_has_a_generator_where_the_other_had_no
 
 def test_samplers_are_told_the_epoch():
     told: list[int] = []
-    loader = SimpleNamespace(sampler=SimpleNamespace(set_epoch=told.append), batch_sampler=object())
-    data._set_epoch(loader, 4)
-    data._set_epoch(SimpleNamespace(batch_sampler=SimpleNamespace(set_epoch=told.append)), 5)
-    data._set_epoch([], 6)
-    assert told == [4, 5]
+    by_sampler, by_batches = DataLoader([1]), DataLoader([1])
+    by_sampler.sampler.set_epoch = told.append  # type: ignore[attr-defined]
+    by_batches.batch_sampler.set_epoch = told.append  # type: ignore[union-attr]
+    with world_of_one() as gpc:
+        for epoch, loader in enumerate((by_sampler, by_batches, [])):
+            Feed(loader, gpc).open(epoch, EpochPosition())
+    assert told == [0, 1]

@@ -158,7 +158,7 @@ def uneven_with_sharded_weights(known: bool) -> list[str]:
 @pytest.mark.parametrize("known", [True, False])
 def test_ranks_that_gather_weights_cannot_have_unequally_many_batches(known):
     for told in run_world(2, uneven_with_sharded_weights, known).values:
-        assert all(("zero stage 3" if known else "have run out of batches") in text for text in told)
+        assert all(("ZeRO stage 3" if known else "have run out of batches") in text for text in told)
 
 
 def by_a_model_of_its_own_loss() -> Any:

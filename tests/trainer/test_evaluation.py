@@ -15,9 +15,9 @@ from colonnade.trainer import evaluation
 from colonnade.trainer.evaluation import (
     _evaluating,
     _filled,
+    _in_dataset_order,
     _indices,
     _join_padded,
-    _ordered,
     predict,
     run_test,
 )
@@ -45,9 +45,7 @@ def test_the_samples_of_a_loader_are_known_beforehand():
     assert _indices(DataLoader(ROWS, None)) is None
     assert _indices(DataLoader(dict.fromkeys("abcde", 1), 2, sampler=Named())) is None  # type: ignore[arg-type]
     for sampler in (RandomSampler(ROWS), WeightedRandomSampler([1.0] * 5, 5)):
-        with pytest.raises(
-            ConfigError, match=r"^predict gives outputs in the order of the dataset: give it a loader with"
-        ):
+        with pytest.raises(ConfigError, match=r"^predict returns outputs in dataset order; use a loader with"):
             _indices(DataLoader(ROWS, 2, sampler=sampler))
     assert _indices(DataLoader(ROWS, 2, sampler=SequentialSampler(ROWS))).tolist() == ROWS
 
@@ -92,14 +90,14 @@ def test_outputs_stand_in_the_order_of_the_dataset_and_each_once():
         output = {"x": torch.tensor(rows), "one": torch.tensor([9.0, 9.0]), "wide": torch.tensor(rows)[:, None]}
         return {"indices": None if indices is None else torch.tensor(indices), "output": output}
 
-    assert _ordered([], join) is None
-    found = _ordered([part([0, 2, 0], 10.0, 12.0, 99.0), part([1, 3], 11.0, 13.0)], join)
+    assert _in_dataset_order([], join) is None
+    found = _in_dataset_order([part([0, 2, 0], 10.0, 12.0, 99.0), part([1, 3], 11.0, 13.0)], join)
     assert found["x"].tolist() == [10.0, 11.0, 12.0, 13.0]  # the first output of each
     assert found["wide"].tolist() == [[10.0], [11.0], [12.0], [13.0]]
     assert found["one"].tolist() == [9.0] * 4
     twice = [part([*range(3000)], *map(float, range(3000))), part([*range(3000)], *[-1.0] * 3000)]
-    assert _ordered(twice, join)["x"].tolist() == [*range(3000)]
-    unknown = _ordered([part([1], 11.0), part(None, 10.0)], join)
+    assert _in_dataset_order(twice, join)["x"].tolist() == [*range(3000)]
+    unknown = _in_dataset_order([part([1], 11.0), part(None, 10.0)], join)
     assert unknown["x"].tolist() == [11.0, 10.0]
 
 

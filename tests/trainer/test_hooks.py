@@ -158,11 +158,11 @@ def test_hooks_come_from_configs():
     assert hook.priority == 3
     with pytest.raises(RegistryError, match="Did you mean 'LossHook'"):
         build_hook({"type": "LosHook"})
-    with pytest.raises(ConfigError, match="LRSchedulerHook could not be built"):
+    with pytest.raises(ConfigError, match="LRSchedulerHook cannot be built"):
         build_hook({"type": "LRSchedulerHook"})
     with pytest.raises(ConfigError, match="dict"):
         build_hook({"priority": 3})
-    with pytest.raises(ConfigError, match="inherits BaseHook"):
+    with pytest.raises(ConfigError, match="a hook must inherit BaseHook"):
         build_hook(LRSchedulerHook)  # type: ignore[arg-type]
 
 
@@ -237,7 +237,7 @@ def _refused(folder: Path) -> None:
     trainer = make_trainer({"clip_grad_norm": {"method": "percentile"}}, lr=0.1, optimizer=sgd)
     trainer.fit(cut(range(8), 24), epochs=1)
     before, place = _state_of(trainer), (trainer.cur_epoch, trainer.cur_step)
-    for name, told in (("zclip", "the clip state was saved by ZClip"), ("plain", "not saved by a SaveCheckpointHook")):
+    for name, told in (("zclip", "the clip state was saved by ZClip"), ("plain", "no SaveCheckpointHook saved it")):
         with pytest.raises(HookError, match=told):
             trainer.fit(cut(range(8), 24), epochs=9, hooks=[LoadCheckpointHook(folder / name)])
         assert _state_of(trainer) == before, name
@@ -318,7 +318,7 @@ def test_an_early_stop_waits_for_so_many_epochs_and_goes_on_where_it_was():
     resumed.after_test_epoch(trainer)  # an evaluation by hand is no epoch
     trainer.is_fitting = True
     resumed.after_test_epoch(trainer)
-    assert said == ["test Loss has not got better for 3 epochs: 3"]
+    assert said == ["test Loss has not improved for 3 epochs; best: 3"]
     once = EarlyStopHook(patience=0, on="train")
     loss.get_accumulated_value = lambda: 1.0
     trainer = SimpleNamespace(states={"metrics": {"train": {"Loss": loss}}}, request_stop=said.append, epoch_done=False)

@@ -46,7 +46,7 @@ class Managed:
 
 @pytest.mark.parametrize(("steps", "skip"), [(0, 0), (-1, 0), (1, -1)])
 def test_what_is_no_number_of_traced_steps(steps, skip):
-    with pytest.raises(ConfigError, match=f"^ProfilerHook: steps={steps} is from 1 on, skip={skip} from 0 on"):
+    with pytest.raises(ConfigError, match=f"^ProfilerHook: steps={steps} must be an int >= 1, skip={skip} an int >= 0"):
         ProfilerHook("trace", steps, skip)
 
 

@@ -181,7 +181,9 @@ def test_a_decay_is_from_0_to_below_1():
     for decay in (1, 1.5, -0.001, float("nan")):
         with pytest.raises(ConfigError) as error:
             EMAHook(decay)
-        assert str(error.value).startswith(f"EMAHook: decay is from 0 to below 1, such as 0.999, not {decay!r}")
+        assert str(error.value).startswith(
+            f"EMAHook: decay must be at least 0 and below 1, such as 0.999, not {decay!r}"
+        )
 
 
 def test_what_they_refuse():

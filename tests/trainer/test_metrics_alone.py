@@ -301,14 +301,14 @@ def test_what_a_metric_says_of_its_states_is_taken_and_several_ranks_need_it():
 
     several: Any = SimpleNamespace(is_launched=True, world_size=2)
     metric: Any = Counts()
-    with pytest.raises(ConfigError, match="Counts does not say what its state is"):
+    with pytest.raises(ConfigError, match="Counts does not declare its state"):
         StatefulMetric(metric, several)
     assert StatefulMetric(metric, several, COUNTED)._states == COUNTED
     metric._reductions = {"total": dim_zero_sum, "seen": "cat"}
     assert StatefulMetric(metric, several)._states == COUNTED
     metric._reductions = {"total": dim_zero_sum, "seen": None}
     with pytest.raises(
-        ConfigError, match=r"the states \{'seen': 'None'\} of Counts are not joined by sum, max, min or cat"
+        ConfigError, match=r"the states \{'seen': 'None'\} of Counts are not reduced by sum, max, min or cat"
     ):
         StatefulMetric(metric, several)
 
@@ -316,5 +316,5 @@ def test_what_a_metric_says_of_its_states_is_taken_and_several_ranks_need_it():
 def test_a_metric_gives_one_number():
     assert [metrics._number(value) for value in (2, torch.tensor(3.0), torch.tensor([4.0]))] == [2.0, 3.0, 4.0]
     for wrong in (torch.ones(2), torch.ones(0)):
-        with pytest.raises(ConfigError, match="a metric gives one number, not a tensor of shape"):
+        with pytest.raises(ConfigError, match="a metric must return one number, not a tensor of shape"):
             metrics._number(wrong)

@@ -264,7 +264,7 @@ def test_a_loader_that_only_skips_begins_at_a_whole_batch_and_says_what_is_read_
     place = feed.load_state_dict(EpochPosition(batches=3, samples=12), None)
     assert next(feed.open(0, place))[0].tolist() == list(range(8, 16))
     assert feed.after(place, 1).samples == 16
-    assert "4 of the 12 samples that this epoch has had are read again" in caplog.text
+    assert "4 of the 12 samples that this epoch has used are read again" in caplog.text
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

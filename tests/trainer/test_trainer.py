@@ -79,7 +79,7 @@ def test_the_ancestors_flow(ranks):
     log = world.stderr[0]
     assert "epoch 3 train: Loss = " in log
     assert "epoch 3 test: Loss = " in log
-    assert "MiB at most" in log
+    assert "memory: peak " in log
     assert all("epoch 3" not in other for other in world.stderr[1:])
 
 
@@ -185,7 +185,7 @@ def stopped_early() -> tuple[int, str]:
 def test_a_run_that_does_not_get_better_stops_on_every_rank():
     for epoch, reason in run_world(2, stopped_early).values:
         assert epoch == 4
-        assert "Accuracy has not got better for 3 epochs" in reason
+        assert "Accuracy has not improved for 3 epochs" in reason
 
 
 def many_things() -> None:

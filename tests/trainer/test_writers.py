@@ -127,7 +127,7 @@ def test_a_page_that_cannot_be_written_does_not_fail_the_run(tmp_path, caplog, c
     with caplog.at_level("WARNING", logger="colonnade"):
         trainer.fit(cut(range(8), 8), epochs=1, hooks=[JsonlHook(tmp_path / "log.jsonl")])
     told = caplog.text + capfd.readouterr().err  # our logger hands nothing on once it has a handler of its own
-    assert "the page of the run was not written: IsADirectoryError" in told
+    assert "the report of the run was not written: IsADirectoryError" in told
     assert trainer.cur_step == 2
     trainer.context.destroy()
 
@@ -163,7 +163,7 @@ def test_a_resumed_table_goes_on_after_the_steps_that_stay(tmp_path):
         "2,0,0.25,,,8,2.0,1.0",
         "3,1,0.25,,,8,2.0,",
     ]
-    with pytest.raises(ConfigError, match="has other columns"):
+    with pytest.raises(ConfigError, match="differ from those of this run"):
         CsvHook(path).before_train(trainer(step=2))
 
 

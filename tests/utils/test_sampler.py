@@ -87,7 +87,7 @@ def test_a_run_goes_on_in_mid_epoch_with_another_number_of_ranks():
 def test_what_cannot_be_shared_is_refused():
     with pytest.raises(ConfigError, match="empty"):
         samplers(0, 1)
-    with pytest.raises(ConfigError, match="cannot be shared by 4 ranks"):
+    with pytest.raises(ConfigError, match="is too small for 4 ranks"):
         samplers(3, 4, drop_last=True)
     assert [len(sampler) for sampler in samplers(4, 4, drop_last=True)[1]] == [1] * 4
     assert [len(sampler) for sampler in samplers(1, 4)[1]] == [1] * 4

@@ -139,7 +139,7 @@ class ZeroOptimizer(EngineOptimizer, Optimizer):
         self._ahead = GatherAhead(self._model, self._gathers) if self.settings.gather_ahead else None
         self.numel = sum(shard.stop - shard.start for shard in shards)
         """The number of elements that this rank steps on."""
-        get_dist_logger().info(
+        get_dist_logger().debug(
             f"ZeRO stage {self.settings.stage}: this rank steps on {self.numel} of "
             f"{sum(p.numel() for p in self._model.parameters())} elements"
         )

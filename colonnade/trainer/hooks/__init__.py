@@ -1,4 +1,4 @@
-"""Hooks: what happens beside training. Importing this registers the built-in ones."""
+"""The hooks of a Trainer. Importing this package registers the built-in ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hooks that save checkpoints of a run and go on from them."""
+"""Hooks that save checkpoints, resume from them, and keep an average of the weights."""
 
 from __future__ import annotations
 
@@ -24,10 +24,18 @@ if TYPE_CHECKING:
 
 @HOOKS.register_module
 class SaveCheckpointHook(BaseHook):
-    """Saves everything a run needs to go on to the bit, after every `interval` epochs, or steps if not `by_epoch`.
+    """Saves everything for a bit-exact resume, periodically and at the end of the run (also after a requested stop).
 
-    Also at the end of the run, when it was asked to stop too. Its priority is late, so that the states of
-    other hooks are those after the step. `keep` and `background` are those of the CheckpointManager.
+    The priority is late, so that other hooks have processed the step before their states are saved.
+
+    Args:
+        interval: epochs (or steps) between two checkpoints.
+        folder: the folder of the checkpoints.
+        model: default: the model of the engine.
+        by_epoch: count epochs; False: count optimizer steps.
+        priority: hooks with a lower priority run first.
+        keep: as for `CheckpointManager`.
+        background: as for `CheckpointManager`.
     """
 
     def __init__(
@@ -42,11 +50,8 @@ class SaveCheckpointHook(BaseHook):
         background: bool = False,
     ) -> None:
         super().__init__(priority)
-        self.interval, self.folder, self.by_epoch = (
-            checked_interval(interval),
-            local_path(folder, f"{type(self).__name__}'s folder", CheckpointError),
-            by_epoch,
-        )
+        self.interval, self.by_epoch = checked_interval(interval), by_epoch
+        self.folder = local_path(folder, f"{type(self).__name__}'s folder", CheckpointError)
         self._model, self.keep, self.background = model, keep, background
         self._manager: CheckpointManager | None = None
         self._saved: int | None = None
@@ -71,7 +76,7 @@ class SaveCheckpointHook(BaseHook):
             self._manager = None
 
     def close(self) -> None:
-        if self._manager is not None:  # after an error of this rank: nothing collective
+        if self._manager is not None:  # after an error on this rank: no collectives
             self._manager.__exit__(CheckpointError)
             self._manager = None
 
@@ -85,10 +90,10 @@ class SaveCheckpointHook(BaseHook):
 
 @HOOKS.register_module
 class LoadCheckpointHook(BaseHook):
-    """Goes on from the newest good checkpoint of a folder, or that of `step`, before anything else happens.
+    """Resumes from the newest intact checkpoint of a folder, or from that of `step`, before all other hooks.
 
-    A run that has none begins anew, unless `required`. The rest of an interrupted epoch is trained as it would have
-    been; on another layout with the same samples still to come, and new random streams.
+    Without a checkpoint the run starts from the beginning, unless `required`. An interrupted epoch continues exactly as
+    without the interruption; on another layout, with the same remaining samples and new random streams.
     """
 
     def __init__(
@@ -100,11 +105,8 @@ class LoadCheckpointHook(BaseHook):
         priority: int = -100,
     ) -> None:
         super().__init__(priority)
-        self.folder, self.step, self.required = (
-            local_path(folder, f"{type(self).__name__}'s folder", CheckpointError),
-            step,
-            required,
-        )
+        self.step, self.required = step, required
+        self.folder = local_path(folder, f"{type(self).__name__}'s folder", CheckpointError)
         self._model = model
 
     def before_train(self, trainer: Trainer) -> None:
@@ -113,14 +115,12 @@ class LoadCheckpointHook(BaseHook):
             seen = manager.steps() if context.get_global_rank() == 0 and self.folder.is_dir() else []
             is_there, *_ = gather_from_all(bool(seen), context)
             if not is_there and not self.required and self.step is None:
-                trainer.logger.info(f"no checkpoint in {self.folder}: beginning anew")
+                trainer.logger.info(f"no checkpoint in {self.folder}: starting from the beginning")
                 return
             trainer.load_state(manager, self._model, self.step)
 
 
-# --------------------------------------------------------------------------------------------------
-# An average of the weights over the steps: kept beside them, used in evaluations, saved with them.
-# --------------------------------------------------------------------------------------------------
+# --- An average of the weights: used in evaluations, and saved with the checkpoints ---
 
 
 FOLDER = "ema"
@@ -130,13 +130,19 @@ FOLDER = "ema"
 class EMAHook(BaseHook):
     """Keeps an exponential moving average of the weights: average = decay x average + (1 - decay) x weights.
 
-    Each rank averages its own part of every parameter, so it is right under any layout. It is kept in fp32 at least; of
-    half-precision weights it is the average of what they round to. With `warm_up` the decay is at most (1 + n) / (10 + n) after
-    n updates, so that the first weights are soon forgotten. Evaluations inside and outside `fit` see the average unless
-    `evaluate` is False; `with hook.swapped():` shows it to anything else. Buffers are not averaged.
+    Each rank averages its own shard of every parameter, so the hook works under any layout. The average has at least fp32
+    precision; for half-precision weights it averages the rounded values. Buffers are not averaged. `with hook.swapped():`
+    puts the average in place of the weights.
 
-    A SaveCheckpointHook saves it too: as checkpoints of the same steps in the folder `ema` of its own, which every layout reads and
-    `colonnade ckpt export` makes one file of.
+    A SaveCheckpointHook saves the average too, as checkpoints of the same steps in its subfolder `ema`, which every layout can
+    load and `colonnade ckpt export` can convert into one file.
+
+    Args:
+        decay: weight of the old average, from 0 to below 1.
+        interval: steps between two updates.
+        warm_up: limit the decay to (1 + n) / (10 + n) after n updates, so that early weights are soon forgotten.
+        evaluate: use the average in evaluations, inside and outside `fit`.
+        priority: hooks with a lower priority run first.
     """
 
     def __init__(
@@ -144,13 +150,15 @@ class EMAHook(BaseHook):
     ) -> None:
         super().__init__(priority)
         if not 0 <= decay < 1:
-            raise ConfigError(f"EMAHook: decay is from 0 to below 1, such as 0.999, not {decay!r}", code="C092")
+            raise ConfigError(
+                f"EMAHook: decay must be at least 0 and below 1, such as 0.999, not {decay!r}", code="C092"
+            )
         self.decay, self.interval, self.warm_up, self.evaluate = decay, checked_interval(interval), warm_up, evaluate
         self.updates = 0
-        self._parts: list[Tensor] = []
+        self._shards: list[Tensor] = []
         self._average: list[Tensor] = []
         self._aside: list[Tensor] | None = None
-        """The weights themselves, while the average is in their place."""
+        """The weights, while the average is in their place."""
         self._trainer: Trainer | None = None
         self._manager: CheckpointManager | None = None
 
@@ -158,11 +166,12 @@ class EMAHook(BaseHook):
 
     def before_train(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        parameters = [each for each in trainer.engine.model.parameters() if each.requires_grad]
-        self._parameters = parameters
-        self._parts = [local_part(each) for each in parameters]
+        self._parameters = [parameter for parameter in trainer.engine.model.parameters() if parameter.requires_grad]
+        self._shards = [local_part(parameter) for parameter in self._parameters]
         if not self._average:
-            self._average = [part.to(torch.promote_types(part.dtype, torch.float32), copy=True) for part in self._parts]
+            self._average = [
+                shard.to(torch.promote_types(shard.dtype, torch.float32), copy=True) for shard in self._shards
+            ]
         saving = next((hook for hook in trainer.hooks if isinstance(hook, SaveCheckpointHook)), None)
         if saving is not None:
             folder, keep = saving.folder / FOLDER, saving.keep
@@ -174,37 +183,37 @@ class EMAHook(BaseHook):
             return
         trainer.engine.wait_for_weights()
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.warm_up else self.decay
-        weights = [part.to(mean.dtype) for part, mean in zip(self._parts, self._average, strict=True)]
+        weights = [shard.to(mean.dtype) for shard, mean in zip(self._shards, self._average, strict=True)]
         torch._foreach_lerp_(self._average, weights, 1 - decay)
         self.updates += 1
 
     def before_test(self, trainer: Trainer) -> None:
         if self.evaluate and self.updates:
-            self._put_in()
+            self._swap_in()
 
     def after_test(self, trainer: Trainer) -> None:
-        self._put_back()
+        self._swap_out()
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """The average in the place of the weights; every rank does it together."""
-        self._put_in()
+        """Put the average in place of the weights, on all ranks together."""
+        self._swap_in()
         try:
             yield
         finally:
-            self._put_back()
+            self._swap_out()
 
     @torch.no_grad()
-    def _put_in(self) -> None:
+    def _swap_in(self) -> None:
         if self._aside is None and self._trainer is not None:
             self._trainer.engine.wait_for_weights()
-            self._aside = [part.clone() for part in self._parts]
-            _copy(self._average, self._parts)
+            self._aside = [shard.clone() for shard in self._shards]
+            _copy(self._average, self._shards)
 
     @torch.no_grad()
-    def _put_back(self) -> None:
+    def _swap_out(self) -> None:
         if self._aside is not None:
-            _copy(self._aside, self._parts)
+            _copy(self._aside, self._shards)
             self._aside = None
 
     # -- with checkpoints ---------------------------------------------------------------------------------
@@ -225,16 +234,16 @@ class EMAHook(BaseHook):
         folder = loading.folder / FOLDER
         with CheckpointManager(folder, trainer.context, read_only=True) as manager, self._unrounded():
             manager.load(trainer.engine.model, step=trainer.cur_step)
-            _copy([local_part(each) for each in self._parameters], self._average)
+            _copy([local_part(parameter) for parameter in self._parameters], self._average)
         self.updates = state["updates"]
 
     @contextmanager
     def _unrounded(self) -> Iterator[None]:
-        """The average in the place of the weights, in its own dtype: half-precision weights would round it."""
+        """Put the average in place of the weights with its own dtype, since half-precision weights would round it."""
         narrow = [
             (parameter, mean)
-            for parameter, part, mean in zip(self._parameters, self._parts, self._average, strict=True)
-            if part.dtype != mean.dtype and type(parameter.data) is Tensor
+            for parameter, shard, mean in zip(self._parameters, self._shards, self._average, strict=True)
+            if shard.dtype != mean.dtype and type(parameter.data) is Tensor
         ]
         with self.swapped(), torch.no_grad():
             rounded = [parameter.data for parameter, _ in narrow]
@@ -252,8 +261,8 @@ class EMAHook(BaseHook):
             self._manager = None
 
     def close(self) -> None:
-        self._put_back()
-        if self._manager is not None:  # after an error of this rank: nothing collective
+        self._swap_out()
+        if self._manager is not None:  # after an error on this rank: no collectives
             self._manager.__exit__(CheckpointError)
             self._manager = None
 

@@ -1,4 +1,4 @@
-"""The contract of a hook: what a trainer calls, and when."""
+"""`BaseHook`, with all points at which a Trainer calls hooks, and `HookList`, which calls them."""
 
 from __future__ import annotations
 
@@ -17,87 +17,85 @@ if TYPE_CHECKING:
 
 
 class BaseHook:
-    """Something that happens beside training. Override what you need; register it in `HOOKS` to name it in a config.
+    """Base class of hooks. Override the methods you need; register a hook in `HOOKS` to name it in a config.
 
-    Hooks with a lower `priority` are called first, hooks of the same priority in the order in which they were given.
-    Every rank has every hook and calls it at the same points, so a hook may communicate; the error of a hook is
-    raised on every rank, between two steps. Values of `output`, `label` and `loss` are None where this rank has none:
-    on other stages of a pipeline than the last, and where a rank has run out of batches before the others.
+    Hooks with a lower `priority` run first, hooks of equal priority in the given order. All ranks have the same hooks and
+    call them at the same points, so a hook may communicate. An error in a hook of any rank is raised on every rank, between
+    two steps. `output`, `label` and `loss` are None on pipeline stages other than the last, and on a rank that has run out
+    of batches before the others.
     """
 
     needs_loss = False
-    """Whether an evaluation must have a loss for it."""
+    """Whether evaluation must compute a loss for this hook."""
 
     def __init__(self, priority: int = 10) -> None:
         self.priority = priority
 
     def after_hook_is_attached(self, trainer: Trainer) -> None:
-        """The hook has been given to a trainer; the place for checks."""
+        """The hook was attached to a trainer; check arguments here."""
 
     def before_train(self, trainer: Trainer) -> None:
-        """`fit` begins."""
+        """`fit` starts."""
 
     def after_train(self, trainer: Trainer) -> None:
-        """`fit` ends, also when another hook has failed (`trainer.failed`); not after an error of one rank alone."""
+        """`fit` ends, also after an error on all ranks (`trainer.failed`); not after an error on this rank only."""
 
     def before_train_epoch(self, trainer: Trainer) -> None:
-        """An epoch begins, or goes on after it was resumed."""
+        """An epoch starts or is resumed."""
 
     def after_train_epoch(self, trainer: Trainer) -> None:
         """An epoch ends, or `max_steps` ends it."""
 
     def before_train_iter(self, trainer: Trainer) -> None:
-        """A batch is about to be learnt from."""
+        """Before training on a batch."""
 
     def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: Tensor | None) -> None:
-        """A batch has been learnt from; `trainer.step_done` says whether it ended an optimizer step."""
+        """After training on a batch; `trainer.step_done`: the batch completed an optimizer step."""
 
     def before_test(self, trainer: Trainer) -> None:
-        """An evaluation begins."""
+        """An evaluation starts."""
 
     def after_test(self, trainer: Trainer) -> None:
         """An evaluation ends."""
 
     def before_test_epoch(self, trainer: Trainer) -> None:
-        """The pass over the test data begins."""
+        """The loop over the test data starts."""
 
     def after_test_epoch(self, trainer: Trainer) -> None:
-        """The pass over the test data ends."""
+        """The loop over the test data ends."""
 
     def before_test_iter(self, trainer: Trainer) -> None:
-        """A test batch is about to be run."""
+        """Before the forward pass of a test batch."""
 
     def after_test_iter(self, trainer: Trainer, output: Any, label: Any, loss: Tensor | None) -> None:
-        """A test batch has been run."""
+        """After the forward pass of a test batch."""
 
     def on_record(self, trainer: Trainer, record: StepRecord) -> None:
-        """The numbers of a step are known, on every rank: one step later, so that nobody waits for them."""
+        """The numbers of a step are known on every rank; one step later, to avoid a device synchronization."""
 
     def close(self) -> None:
-        """Always called last, also after any error. Must not communicate: the other ranks may be gone."""
+        """Called last, after any error too. Must not communicate, because other ranks may have exited."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of this hook. Called on all ranks together, so it may communicate."""
+        """The state for checkpoints. Called on all ranks together, so it may communicate."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what `state_dict` gave."""
+        """Load the result of `state_dict`."""
 
     def init_runner_states(self, trainer: Trainer, key: str, value: Any) -> None:
-        """Put `value` into the states that hooks share, unless another hook has."""
+        """Set a shared state to `value` unless it is set already."""
         trainer.states.setdefault(key, value)
 
 
 def checked_interval(interval: int) -> int:
-    """How often a hook acts: every so many epochs or steps."""
+    """`interval`, if it is an int >= 1."""
     if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
-        raise ConfigError(f"interval is a whole number of epochs or steps from 1 on, not {interval!r}", code="C092")
+        raise ConfigError(f"interval must be an int >= 1 (epochs or steps), not {interval!r}", code="C092")
     return interval
 
 
-# --------------------------------------------------------------------------------------------------
-# The hooks of a trainer: built, put in order, called; an error is held until all ranks can raise it together.
-# --------------------------------------------------------------------------------------------------
+# --- The hooks of a trainer, in calling order; an error stays pending until all ranks can raise it together ---
 
 
 POINTS = (
@@ -118,23 +116,28 @@ POINTS = (
 )
 
 HookLike = BaseHook | Mapping[str, Any]
-"""A hook, or dict(type="LossHook", ...) with the arguments of one."""
+"""A hook, or dict(type="LossHook", ...) with its arguments."""
 
 
 class HookList:
-    """Calls hooks in order. A hook that raises is not called again, the others are."""
+    """Calls hooks in order. A hook that raises is not called again; the other hooks are."""
 
     def __init__(self, trainer: Any, hooks: Iterable[HookLike]) -> None:
         self._trainer = trainer
         self.hooks = sorted((build_hook(hook) for hook in hooks), key=lambda hook: hook.priority)
-        self.held: TrainerError | None = None
-        """The first error of this rank that the other ranks do not know of yet."""
+        self.pending: TrainerError | None = None
+        """The pending error: the first error of this rank that the other ranks do not know yet."""
         self._calls: dict[str, list[tuple[BaseHook, Callable[..., None]]]] = {
-            point: [(hook, getattr(hook, point)) for hook in self.hooks if _overrides(hook, point)] for point in POINTS
+            point: [
+                (hook, getattr(hook, point))
+                for hook in self.hooks
+                if point in vars(hook) or getattr(type(hook), point) is not getattr(BaseHook, point)
+            ]
+            for point in POINTS
         }
 
     def call(self, point: str, *args: Any) -> None:
-        """Call every hook that has something to do at `point`; errors are held."""
+        """Call every hook that overrides `point`; errors stay pending."""
         for hook, method in tuple(self._calls[point]):
             try:
                 method(self._trainer, *args)
@@ -142,14 +145,14 @@ class HookList:
                 self._fail(hook, point, error)
 
     def hold(self, error: TrainerError) -> None:
-        """Keep an error until the ranks can raise it together; the first one counts."""
-        if self.held is None:
-            self.held = error
+        """Keep an error pending until all ranks can raise it together; the first one wins."""
+        if self.pending is None:
+            self.pending = error
         else:
             get_dist_logger().warning(f"after an error: {error}")
 
     def close(self) -> None:
-        """Call every hook's `close`, whatever has happened."""
+        """Call `close` of every hook; errors become warnings."""
         for hook in self.hooks:
             try:
                 hook.close()
@@ -157,7 +160,7 @@ class HookList:
                 get_dist_logger().warning(f"{type(hook).__name__}.close(): {type(error).__name__}: {error}")
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of all hooks that have one, by class; a number tells those of one class apart."""
+        """The states of all hooks, by class name; hooks of the same class are numbered."""
         states = {}
         for name, hook in self._named():
             try:
@@ -169,7 +172,7 @@ class HookList:
         return states
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        """Give every hook its state; one that had none goes on as it is."""
+        """Load the state of every hook that has one in `states`."""
         for name, hook in self._named():
             if name in states:
                 try:
@@ -188,35 +191,31 @@ class HookList:
 
     def _fail(self, hook: BaseHook, point: str, error: Exception) -> None:
         where = f"epoch {self._trainer.cur_epoch}, step {self._trainer.cur_step}"
-        told = HookError(
+        failure = HookError(
             f"hook {type(hook).__name__} failed in {point} ({where}): {type(error).__name__}: {error}",
             code=None if getattr(error, "code", None) else "C091",
         )
-        told.__cause__ = error
-        self.hold(told)
+        failure.__cause__ = error
+        self.hold(failure)
         for calls in self._calls.values():
             calls[:] = [entry for entry in calls if entry[0] is not hook]
 
 
 def build_hook(hook: HookLike) -> BaseHook:
-    """A hook, or what a config says of one."""
+    """Build a hook from a dict of a config; a hook is returned unchanged."""
     if isinstance(hook, Mapping):
         settings = dict(hook)
         if "type" not in settings:
-            raise ConfigError(f"a hook of a config is dict(type='LossHook', ...), not {dict(hook)!r}", code="C092")
+            raise ConfigError(f"a hook in a config is dict(type='LossHook', ...), not {dict(hook)!r}", code="C092")
         name = settings.pop("type")
         try:
             hook = HOOKS.get_module(name)(**settings)
         except TypeError as error:
             raise ConfigError(
-                f"hook {name} could not be built with {settings or 'no arguments'}: {error}", code="C092"
+                f"hook {name} cannot be built with {settings or 'no arguments'}: {error}", code="C092"
             ) from error
     if not isinstance(hook, BaseHook):
         raise ConfigError(
-            f"a hook inherits BaseHook, or is dict(type='LossHook', ...); this is a {type(hook).__name__}", code="C092"
+            f"a hook must inherit BaseHook or be dict(type='LossHook', ...), not a {type(hook).__name__}", code="C092"
         )
     return hook
-
-
-def _overrides(hook: BaseHook, point: str) -> bool:
-    return point in vars(hook) or getattr(type(hook), point) is not getattr(BaseHook, point)

@@ -1,8 +1,7 @@
-"""Hooks that write: to the log, to files, to trackers.
+"""Hooks that write to the log, to files and to experiment trackers.
 
-A `Sink` gets the record of every step, the metrics of every epoch and of every evaluation, and puts them in one place on rank 0: lines
-of the log, a JSON or CSV file, TensorBoard, Weights & Biases, MLflow. Memory has hooks of its own. `run_facts` is what the
-first line of a JSON file says of the run.
+A `Sink` receives the record of every step and the metrics of every epoch and evaluation, and writes them on rank 0: log lines, a
+JSON or CSV file, TensorBoard, Weights & Biases or MLflow. Memory has separate hooks. `run_facts` is the first line of a JSON file.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ _SECONDS_PER_MEMORY = 1.0
 
 
 class Sink(BaseHook, ABC):
-    """Puts the numbers of a run in one place, on rank 0.
+    """Base class of hooks that write the numbers of a run to one destination, on rank 0.
 
-    They come in three kinds: "step", the record of a step; "train" and "test", the metrics of an epoch and of an evaluation.
+    Kinds of numbers: "step", the record of a step; "train" and "test", the metrics of an epoch and of an evaluation.
     """
 
     @abstractmethod
     def put(self, trainer: Trainer, kind: str, step: int, epoch: int, numbers: Mapping[str, float]) -> None:
-        """Numbers of a kind, on rank 0."""
+        """Write numbers of one kind; called on rank 0."""
 
     def on_record(self, trainer: Trainer, record: StepRecord) -> None:
         if trainer.context.get_global_rank() == 0:
@@ -67,18 +66,18 @@ class Sink(BaseHook, ABC):
             self.put(trainer, kind, trainer.cur_step, trainer.cur_epoch, trainer.metric_values(kind))
 
 
-# --- Lines of the log ---
+# --- Log lines ---
 
 
 class LogByEpochHook(BaseHook):
-    """Writes a line on rank 0 after every `interval` epochs, to `logger` or else to the trainer's."""
+    """Logs a line on rank 0 after every `interval` epochs, with `logger` or the logger of the trainer."""
 
     def __init__(self, logger: Any = None, interval: int = 1, priority: int = 10) -> None:
         super().__init__(priority)
         self.logger, self.interval = logger, checked_interval(interval)
 
     def write(self, trainer: Trainer, text: str) -> None:
-        """One line about this epoch, on rank 0, if it is due."""
+        """Log one line about this epoch on rank 0, if the epoch is due."""
         epoch = trainer.cur_epoch + trainer.is_fitting
         if epoch % self.interval == 0 and trainer.context.get_global_rank() == 0:
             (self.logger or trainer.logger).info(f"epoch {epoch} {text}")
@@ -95,7 +94,7 @@ class LogMetricByEpochHook(LogByEpochHook, Sink):
 
 @HOOKS.register_module
 class LogMetricByStepHook(Sink):
-    """Keeps the numbers of the last step in `trainer.states["step_metrics"]`, and logs every `interval`-th of them."""
+    """Stores the numbers of the last step in `trainer.states["step_metrics"]`, and logs every `interval`-th step."""
 
     def __init__(self, interval: int | None = None, logger: Any = None, priority: int = 10) -> None:
         super().__init__(priority)
@@ -119,9 +118,9 @@ def _as_text(numbers: Mapping[str, float]) -> str:
 
 @HOOKS.register_module
 class MemoryHook(LogByEpochHook):
-    """Keeps the peak memory of the epoch on the rank that needed most in `trainer.states["memory"]`, in MiB.
+    """Stores the largest peak memory of any rank in `trainer.states["memory"]`, in MiB, after every epoch.
 
-    On CUDA the peak of the allocator since the epoch began; elsewhere that of the process since it began.
+    On CUDA it is the allocator peak within the epoch, elsewhere the peak of the process since its start.
     """
 
     def before_train_epoch(self, trainer: Trainer) -> None:
@@ -135,30 +134,30 @@ class MemoryHook(LogByEpochHook):
 
 @HOOKS.register_module
 class LogMemoryByEpochHook(MemoryHook):
-    """A MemoryHook that also writes the peak to the log."""
+    """A MemoryHook that also logs the peak."""
 
     def after_train_epoch(self, trainer: Trainer) -> None:
         super().after_train_epoch(trainer)
         found = trainer.states["memory"]
-        self.write(trainer, f"memory: {found['peak']:.0f} MiB at most, on rank {found['rank']}")
+        self.write(trainer, f"memory: peak {found['peak']:.0f} MiB, on rank {found['rank']}")
 
 
 def peak_memory(device: torch.device) -> float:
-    """MiB of this rank: on CUDA the peak of the allocator since its last reset, elsewhere that of the process."""
+    """Peak memory of this rank in MiB: of the CUDA allocator since its last reset, elsewhere of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
 
 
-# --- Files: one flushed line each, so that a run that is killed has all but the last ---
+# --- Files, flushed after every line, so that a killed run loses at most the last line ---
 
 
 class _LineFile(Sink, ABC):
     """One file, written on rank 0.
 
-    A run that begins anew puts an older file of that name aside, as `<name>.1`; one that is resumed cuts off the
-    lines of steps that it is going to make again, and a last line that was not finished.
+    A new run renames an existing file to `<name>.1`. A resumed run removes the lines of steps that it is going to repeat, and an
+    incomplete last line.
     """
 
     def __init__(self, path: str | Path, priority: int) -> None:
@@ -168,7 +167,7 @@ class _LineFile(Sink, ABC):
 
     @abstractmethod
     def kept(self, lines: list[str], trainer: Trainer) -> list[str]:
-        """The lines of an older file that this run will not write again."""
+        """The lines of an existing file that this run does not repeat."""
 
     def before_train(self, trainer: Trainer) -> None:
         if trainer.context.get_global_rank() != 0:
@@ -177,17 +176,20 @@ class _LineFile(Sink, ABC):
         kept: list[str] = []
         if self.path.exists():
             if trainer.cur_step == 0:
-                self.path.rename(_free_name(self.path))
+                number = 1
+                while (backup := self.path.with_name(f"{self.path.name}.{number}")).exists():
+                    number += 1
+                self.path.rename(backup)
             else:
                 kept = self.kept(self.path.read_text(encoding="utf-8").splitlines(keepends=True), trainer)
-        # A new file under the old name: a kill while it is written leaves the old one.
+        # Written under another name and then renamed: if the run is killed here, the old file is intact.
         fresh = self.path.with_name(self.path.name + ".new")
         fresh.write_text("".join(kept), encoding="utf-8")
         fresh.replace(self.path)
         self._file = self.path.open("a", encoding="utf-8", newline="")
 
     def write(self, line: str) -> None:
-        """One line, on disk as far as the system is concerned when this returns."""
+        """Write and flush one line."""
         if self._file is not None:
             self._file.write(line)
             self._file.flush()
@@ -200,13 +202,13 @@ class _LineFile(Sink, ABC):
 
 @HOOKS.register_module
 class JsonlHook(_LineFile):
-    """One JSON object a line: every step's record, and the metrics of every epoch and evaluation.
+    """One JSON object per line: the record of every step, and the metrics of every epoch and evaluation.
 
-    Lines have `kind`, `step` and `epoch`; what is not finite is null. Kinds: `step`; `train` and `test`, the metrics of an epoch
-    and of an evaluation; `run`, what the run is, at its start and where it was resumed; `event`, a warning; `end`, when and how
-    it ended (finished, stopped, failed), which a run that was killed does not write. Once in a while
-    a step has `memory`, the peak so far of rank 0 in MiB. With `report`, the page of the run is written beside the file when
-    the run ends (`colonnade report`); if that fails, it is a line in the log.
+    Lines have `kind`, `step` and `epoch`; non-finite numbers are null. Kinds: `step`; `train` and `test`, the metrics of an epoch
+    and of an evaluation; `run`, facts about the run, at its start and after a resume; `event`, a warning; `end`, the time and the
+    way it ended (finished, stopped, failed), missing after a kill. At most once per second a step has `memory`, the peak of
+    rank 0 in MiB. With `report`, the HTML report (`colonnade report`) is written next to the file when the run ends; an error
+    in it is only logged.
     """
 
     def __init__(self, path: str | Path, priority: int = 10, *, report: bool = True) -> None:
@@ -214,7 +216,7 @@ class JsonlHook(_LineFile):
         self._report, self._measured, self._warnings = report, 0.0, _Warnings(self)
         self._ended = False
         self._cut = 0
-        """How many steps of an older file this run makes again."""
+        """The number of steps in an existing file that this run repeats."""
 
     def before_train(self, trainer: Trainer) -> None:
         self._warnings.trainer, self._ended = trainer, False
@@ -237,11 +239,16 @@ class JsonlHook(_LineFile):
     def close(self) -> None:
         logging.getLogger("colonnade").removeHandler(self._warnings)
         written = self._file is not None
-        if not self._ended:  # by an error that is this rank's alone
+        if not self._ended:  # by an error on this rank only
             self._end("failed", "")
         super().close()
         if written and self._report:
-            self._write_report()
+            try:
+                from colonnade.proof.report import write_run_page
+
+                write_run_page([self.path], self.path.with_suffix(".html"))
+            except Exception as error:  # the run is complete, and a failed report must not make it fail
+                get_dist_logger().warning(f"the report of the run was not written: {type(error).__name__}: {error}")
 
     def put(self, trainer: Trainer, kind: str, step: int, epoch: int, numbers: Mapping[str, Any]) -> None:
         # JSON has no NaN and no infinity.
@@ -262,17 +269,12 @@ class JsonlHook(_LineFile):
             facts = {"time": time.time(), "how": how, "reason": reason}
             self.put(trainer, "end", trainer.cur_step, trainer.cur_epoch, facts)
 
-    def _write_report(self) -> None:
-        try:
-            from colonnade.proof.report import write_run_page
-
-            write_run_page([self.path], self.path.with_suffix(".html"))
-        except Exception as error:  # the run is done: a page is no reason to fail it
-            get_dist_logger().warning(f"the page of the run was not written: {type(error).__name__}: {error}")
-
 
 def _behind(lines: list[str], trainer: Trainer) -> list[str]:
-    """The lines of what the trainer will not do again. The evaluation at the end of an epoch comes after its `train`."""
+    """The lines of work that the trainer does not repeat.
+
+    The evaluation at the end of an epoch comes after the `train` line of that epoch, and is repeated if the epoch is.
+    """
     kept, ended = [], False
     for line in filter(lambda line: line.endswith("\n"), lines):
         try:
@@ -294,7 +296,7 @@ def _behind(lines: list[str], trainer: Trainer) -> list[str]:
 
 
 class _Warnings(logging.Handler):
-    """Puts the warnings of this rank into the log as events, with the step they came in."""
+    """Writes the warnings of this rank to the file as events, with their step."""
 
     def __init__(self, hook: JsonlHook) -> None:
         super().__init__(logging.WARNING)
@@ -308,28 +310,34 @@ class _Warnings(logging.Handler):
 
 
 def run_facts(trainer: Trainer) -> dict[str, Any]:
-    """What a report says of the run as a whole; of rank 0 where ranks differ."""
+    """The facts about a run for its report; those of rank 0 if ranks differ."""
     engine, context = trainer.engine, trainer.context
-    held = engine.memory()
+    memory = engine.memory()
     return {
         "time": time.time(),
         "colonnade": __version__,
         "torch": torch.__version__,
-        "device": _device_name(context.device),
+        "device": torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else context.device.type,
         "world_size": context.world_size,
         "layout": {axis.name: axis.size for axis in context.layout.axes if axis.size > 1},
         "schedule": type(engine.schedule).__name__,
         "accumulation": engine.accumulation,
         "parameters": sum(parameter.numel() for parameter in engine.model.parameters()),
-        "memory": {kind: getattr(held, kind).formula or 0 for kind in ("parameters", "gradients", "state")},
+        "memory": {kind: getattr(memory, kind).formula or 0 for kind in ("parameters", "gradients", "state")},
         "clip": _clip_level(context.config.get("clip_grad_norm")),
         "config": json.loads(json.dumps(context.config, default=str), parse_constant=str),
         "ledger": [asdict(row) for row in engine.ledger().by_pattern()],
     }
 
 
+def _clip_level(setting: Any) -> float | None:
+    """The norm that gradients are clipped to, if there is a single fixed one."""
+    level = setting.get("max_norm") if isinstance(setting, Mapping) and not setting.get("method") else setting
+    return float(level) if isinstance(level, (int, float)) and 0 < level < float("inf") else None
+
+
 def flat_config(config: Mapping[str, Any], under: str = "") -> dict[str, Any]:
-    """The values of a config by dotted names."""
+    """The values of a config by dotted key."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         name = f"{under}{key}"
@@ -337,20 +345,12 @@ def flat_config(config: Mapping[str, Any], under: str = "") -> dict[str, Any]:
     return flat
 
 
-def _clip_level(setting: Any) -> float | None:
-    """The one norm that gradients are clipped to, if there is one."""
-    level = setting.get("max_norm") if isinstance(setting, Mapping) and not setting.get("method") else setting
-    return float(level) if isinstance(level, (int, float)) and 0 < level < float("inf") else None
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
 @HOOKS.register_module
 class CsvHook(_LineFile):
-    """Every step as a row, in the columns step, epoch, loss, lr, grad_norm, samples and seconds, and `columns`: names
-    of other numbers of a record."""
+    """One row per step, with the columns step, epoch, loss, lr, grad_norm, samples and seconds.
+
+    `columns` adds further numbers of the record by name.
+    """
 
     def __init__(self, path: str | Path, columns: tuple[str, ...] = (), priority: int = 10) -> None:
         super().__init__(path, priority)
@@ -369,7 +369,8 @@ class CsvHook(_LineFile):
         expected = _row(["step", "epoch", *self._columns])
         if lines and lines[0] != expected:
             raise ConfigError(
-                f"{self.path} has other columns ({lines[0].strip()}) than this run; give another path", code="C092"
+                f"the columns of {self.path} ({lines[0].strip()}) differ from those of this run; give another path",
+                code="C092",
             )
         rows = [line for line in lines if line.endswith("\n") and line.partition(",")[0].isdigit()]
         return lines[:1] + [line for line in rows if int(line.partition(",")[0]) <= trainer.cur_step]
@@ -381,13 +382,6 @@ def _row(cells: list[Any]) -> str:
     return text.getvalue()
 
 
-def _free_name(path: Path) -> Path:
-    number = 1
-    while (other := path.with_name(f"{path.name}.{number}")).exists():
-        number += 1
-    return other
-
-
 # --- Trackers ---
 
 
@@ -396,7 +390,7 @@ class _Tracker(Sink, ABC):
 
     package = ""
     needs = ""
-    """What to install when the package is missing."""
+    """The package to install."""
 
     def __init__(self, interval: int, priority: int) -> None:
         super().__init__(priority)
@@ -405,18 +399,18 @@ class _Tracker(Sink, ABC):
 
     @abstractmethod
     def open(self, package: Any) -> Any:
-        """What to write to, on rank 0."""
+        """Open the tracker on rank 0."""
 
     def describe(self, trainer: Trainer) -> None:
-        """Tell what run this is, once."""
+        """Describe the run to the tracker, once."""
 
     @abstractmethod
     def send(self, numbers: dict[str, float], step: int) -> None:
-        """Give numbers to the tracker."""
+        """Send numbers to the tracker."""
 
     @abstractmethod
     def end(self) -> None:
-        """Nothing more will be sent."""
+        """Close the tracker."""
 
     def close(self) -> None:
         if self._writer is not None:
@@ -440,15 +434,15 @@ class _Tracker(Sink, ABC):
             return importlib.import_module(self.package)
         except ImportError as error:
             raise ConfigError(
-                f"{type(self).__name__} needs {self.needs}, which is not installed here ({error}): "
-                f"pip install {self.needs}, or use JsonlHook, which needs nothing",
+                f"{type(self).__name__} needs {self.needs}, which is not installed ({error}): "
+                f"pip install {self.needs}, or use JsonlHook, which needs no package",
                 code="C024",
             ) from error
 
 
 @HOOKS.register_module
 class TensorBoardHook(_Tracker):
-    """Writes to TensorBoard's files in `folder`."""
+    """Writes TensorBoard files to `folder`."""
 
     package, needs = "torch.utils.tensorboard", "tensorboard"
 
@@ -469,7 +463,7 @@ class TensorBoardHook(_Tracker):
 
 @HOOKS.register_module
 class WandbHook(_Tracker):
-    """Sends to Weights & Biases; other arguments are those of `wandb.init`."""
+    """Logs to Weights & Biases; further arguments go to `wandb.init`."""
 
     package = needs = "wandb"
 
@@ -489,9 +483,9 @@ class WandbHook(_Tracker):
 
 @HOOKS.register_module
 class MLflowHook(_Tracker):
-    """Logs to MLflow: the config as parameters, the numbers as metrics. `uri` is a folder, or what MLflow takes as tracking URI.
+    """Logs to MLflow: the config as parameters, the numbers as metrics. Needs mlflow or mlflow-skinny.
 
-    Needs mlflow or mlflow-skinny. Other arguments are those of `mlflow.start_run`.
+    `uri` is a folder or a tracking URI. Further arguments go to `mlflow.start_run`.
     """
 
     package, needs = "mlflow", "mlflow-skinny"
@@ -511,7 +505,7 @@ class MLflowHook(_Tracker):
 
     def open(self, package: Any) -> Any:
         if self._uri is not None:
-            # MLflow refuses folders unless told that they are meant; to give one is to mean it.
+            # MLflow accepts a folder only with this variable; a user who passes a folder wants it.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             package.set_tracking_uri(self._uri)
         package.set_experiment(self._experiment)

@@ -1,4 +1,4 @@
-"""Hooks that measure: loss, accuracy, any metric object, throughput, gradient norms; and the learning rate."""
+"""Hooks for metrics: loss, accuracy, metric objects, throughput, gradient norms and the learning rate."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class _Measures(BaseHook, ABC):
-    """Keeps a train and a test metric under one name, resets and gathers them at the right points."""
+    """A training metric and a test metric with one name, reset and gathered every epoch."""
 
     def __init__(self, name: str, priority: int) -> None:
         super().__init__(priority)
@@ -31,11 +31,11 @@ class _Measures(BaseHook, ABC):
 
     @abstractmethod
     def make(self, trainer: Trainer) -> Metric:
-        """A metric: one is made for training and one for testing."""
+        """Create a metric; called once for training and once for testing."""
 
     @abstractmethod
     def measure(self, metric: Any, trainer: Trainer, output: Any, label: Any, loss: Tensor | None) -> None:
-        """Let a metric see a batch; all values are None where this rank has none."""
+        """Update a metric with a batch; all values are None on a rank without a batch."""
 
     def after_hook_is_attached(self, trainer: Trainer) -> None:
         for kind in ("train", "test"):
@@ -70,7 +70,7 @@ class _Measures(BaseHook, ABC):
 
 @HOOKS.register_module
 class LossHook(_Measures):
-    """The mean loss of an epoch, weighted by the rows of each batch, or by what a (sum, count) criterion counts."""
+    """The mean loss of an epoch, weighted by the rows of each batch, or by the count of a (sum, count) criterion."""
 
     needs_loss = True
 
@@ -86,7 +86,7 @@ class LossHook(_Measures):
 
     def measure(self, metric: Any, trainer: Trainer, output: Any, label: Any, loss: Tensor | None) -> None:
         total, weight = trainer.batch_weight
-        if metric is self._metrics["test"] and total is not None:  # records tell that of training
+        if metric is self._metrics["test"] and total is not None:  # the training loss comes from the records
             metric.update(total, weight)
 
 
@@ -94,7 +94,7 @@ class _NeedsOutput(_Measures):
     def before_train(self, trainer: Trainer) -> None:
         if not trainer.returns_output:
             raise ConfigError(
-                f"{type(self).__name__} needs outputs and labels: leave return_output_label=True", code="C092"
+                f"{type(self).__name__} needs outputs and labels; pass return_output_label=True", code="C092"
             )
 
     before_test = before_train
@@ -102,11 +102,13 @@ class _NeedsOutput(_Measures):
 
 @HOOKS.register_module
 class AccuracyHook(_NeedsOutput):
-    """The part of predictions that are right.
+    """The fraction of correct predictions.
 
-    `accuracy_func(output, label)` returns how many are right, out of the rows of the label, or (right, count). By
-    default the largest of the last dimension is the prediction, for every label; of a model of transformers, for every
-    label that its loss counts.
+    Args:
+        accuracy_func: function of (output, label) that returns the number of correct rows, or (correct, count). Default: the
+            argmax over the last dimension is the prediction of each label; Hugging Face models compare only labels that
+            count in the loss.
+        priority: hooks with a lower priority run first.
     """
 
     def __init__(self, accuracy_func: Callable[[Any, Any], Any] | None = None, priority: int = 0) -> None:
@@ -131,9 +133,13 @@ class AccuracyHook(_NeedsOutput):
 
 @HOOKS.register_module
 class MetricHook(_NeedsOutput):
-    """Any metric object with update(output, label), compute() and reset(); see `StatefulMetric` for `states`.
+    """Any metric object with update(output, label), compute() and reset().
 
-    `metric` is an object, of which training and testing get a copy each, or a class or function that makes one.
+    Args:
+        metric: an object, which is copied for training and testing, or a class or function that creates one.
+        name: default: the name of the class or function.
+        states: as for `StatefulMetric`.
+        priority: hooks with a lower priority run first.
     """
 
     def __init__(
@@ -143,8 +149,8 @@ class MetricHook(_NeedsOutput):
         states: Mapping[str, str] | None = None,
         priority: int = 0,
     ) -> None:
-        made = isinstance(metric, type) or not hasattr(metric, "update")
-        self._make: Callable[[], Any] = metric if made else partial(copy.deepcopy, metric)
+        creates = isinstance(metric, type) or not hasattr(metric, "update")
+        self._make: Callable[[], Any] = metric if creates else partial(copy.deepcopy, metric)
         super().__init__(name or str(getattr(metric, "__name__", type(metric).__name__)), priority)
         self._states = states
 
@@ -161,9 +167,12 @@ class MetricHook(_NeedsOutput):
 
 @HOOKS.register_module
 class ThroughputHook(BaseHook):
-    """Samples per second of all ranks together, as the metric "Throughput" of an epoch.
+    """Samples per second over all ranks, as the metric "Throughput" of an epoch.
 
-    The first `ignored_steps` of a run do not count; `tflop_per_step`, of all ranks, adds the metric "TFLOPS".
+    Args:
+        ignored_steps: steps at the start of a run that do not count.
+        tflop_per_step: work of a step over all ranks; if set, there is a metric "TFLOPS".
+        priority: hooks with a lower priority run first.
     """
 
     def __init__(self, ignored_steps: int = 0, tflop_per_step: float = 0.0, priority: int = 2) -> None:
@@ -195,9 +204,9 @@ class ThroughputHook(BaseHook):
 
 @HOOKS.register_module
 class GradientNormHook(BaseHook):
-    """Puts the gradient norm of every group, layer or parameter that clipping tells apart into the step's record.
+    """Adds the gradient norm of every norm group of the clipping config to the record, as `grad_norm/<name>`.
 
-    The names are `grad_norm/<name>`; the global norm is in every record. Only every `interval`-th step, if given.
+    The global norm is in every record anyway. With `interval`, only every `interval`-th step is recorded.
     """
 
     def __init__(self, interval: int = 1, priority: int = 10) -> None:
@@ -207,8 +216,8 @@ class GradientNormHook(BaseHook):
     def after_hook_is_attached(self, trainer: Trainer) -> None:
         if not trainer.engine.may_skip:
             raise ConfigError(
-                "GradientNormHook reads the norms that clipping computes; set clip_grad_norm in the config, to infinity "
-                "if nothing is to be clipped",
+                "GradientNormHook reads the norms of gradient clipping; set clip_grad_norm in the config, to infinity to "
+                "measure without clipping",
                 code="C092",
             )
 
@@ -225,9 +234,9 @@ class GradientNormHook(BaseHook):
 
 @HOOKS.register_module
 class LRSchedulerHook(BaseHook):
-    """Steps a learning-rate scheduler after every optimizer step, or `by_epoch` after every epoch.
+    """Steps a learning-rate scheduler after every optimizer step, or with `by_epoch` after every epoch.
 
-    With `store_lr_in_state` the rate is the metric "LR". The state of the scheduler is part of checkpoints.
+    With `store_lr_in_state` there is a metric "LR". Checkpoints contain the state of the scheduler.
     """
 
     def __init__(self, lr_scheduler: Any, by_epoch: bool, store_lr_in_state: bool = True, priority: int = 1) -> None:
@@ -267,8 +276,10 @@ class LRSchedulerHook(BaseHook):
 
 @HOOKS.register_module
 class EvaluateHook(BaseHook):
-    """Evaluates on `dataloader` after every `interval` steps, with the hooks of the run. Beside `fit(test_dataloader=)`,
-    which counts epochs; an EarlyStopHook counts both."""
+    """Evaluates on `dataloader` after every `interval` steps, with the hooks of the run.
+
+    `fit(test_dataloader=)` evaluates by epochs instead. An EarlyStopHook counts both kinds of evaluation.
+    """
 
     def __init__(self, dataloader: Iterable[Any], interval: int, priority: int = 90) -> None:
         super().__init__(priority)
@@ -276,6 +287,6 @@ class EvaluateHook(BaseHook):
 
     def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: Tensor | None) -> None:
         if trainer.step_done and trainer.cur_step % self.interval == 0:
-            learnt = trainer.batch_weight
+            of_training = trainer.batch_weight
             trainer.evaluate(self.dataloader, return_output_label=trainer.returns_output)
-            trainer.batch_weight = learnt
+            trainer.batch_weight = of_training

@@ -1,4 +1,4 @@
-"""A hook that traces some steps on every rank with torch.profiler."""
+"""A hook that profiles a few steps on every rank with torch.profiler."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from colonnade.trainer.trainer import Trainer
 
 
-_MEETINGS = 9
-"""How often the ranks meet to compare their clocks; the median counts, so a rank that is held up once does no harm."""
+_BARRIERS = 9
+"""Barriers after which the ranks note their clocks; the median is used, so a single delay of a rank does no harm."""
 
 
 @HOOKS.register_module
 class ProfilerHook(BaseHook):
-    """Traces `steps` steps after the first `skip` of a fit, and writes a trace of each rank to `folder`.
+    """Traces `steps` steps after the first `skip` steps of a fit, and writes one trace per rank to `folder`.
 
-    `colonnade report --trace FOLDER` joins them into one file for Perfetto, on one clock. Steps that are traced are slower.
+    `colonnade report --trace FOLDER` joins the traces on a common clock, into one file for Perfetto. Traced steps are slower.
     """
 
     def __init__(
@@ -40,13 +40,9 @@ class ProfilerHook(BaseHook):
     ) -> None:
         super().__init__(priority)
         if steps < 1 or skip < 0:
-            raise ConfigError(f"ProfilerHook: steps={steps} is from 1 on, skip={skip} from 0 on")
-        self.folder, self._steps, self._skip, self._memory = (
-            local_path(folder, f"{type(self).__name__}'s folder"),
-            steps,
-            skip,
-            memory,
-        )
+            raise ConfigError(f"ProfilerHook: steps={steps} must be an int >= 1, skip={skip} an int >= 0")
+        self.folder = local_path(folder, f"{type(self).__name__}'s folder")
+        self._steps, self._skip, self._memory = steps, skip, memory
         self._profile: Any = None
         self._seen = 0
         self._met: list[float] = []
@@ -70,7 +66,7 @@ class ProfilerHook(BaseHook):
             self._end(trainer)
         elif self._seen < self._skip:
             trainer.logger.warning(
-                f"ProfilerHook: the run had {self._seen} steps, and the first {self._skip} are not traced"
+                f"ProfilerHook wrote no trace: the run had {self._seen} steps, and the first {self._skip} are skipped"
             )
 
     def close(self) -> None:
@@ -82,7 +78,7 @@ class ProfilerHook(BaseHook):
         kinds = [torch.profiler.ProfilerActivity.CPU]
         if trainer.context.device.type == "cuda":
             kinds.append(torch.profiler.ProfilerActivity.CUDA)
-        self._met = _meet(trainer, _MEETINGS)
+        self._met = _clocks(trainer, _BARRIERS)
         self._profile = torch.profiler.profile(activities=kinds, profile_memory=self._memory)
         self._profile.start()
 
@@ -92,9 +88,10 @@ class ProfilerHook(BaseHook):
         try:
             self._write(profile, trainer.context)
         finally:
-            _meet(trainer, 1)  # all traces are there when one rank says so; one that failed keeps nobody waiting
+            # All traces exist when rank 0 logs them. A rank whose write failed takes part, so that no other rank hangs.
+            _clocks(trainer, 1)
         trainer.logger.info(
-            f"traces of {self._steps} steps in {self.folder}; colonnade report --trace {self.folder} joins them"
+            f"wrote traces of {self._steps} steps to {self.folder}; join them with: colonnade report --trace {self.folder}"
         )
 
     def _write(self, profile: Any, context: ParallelContext) -> None:
@@ -108,8 +105,8 @@ class ProfilerHook(BaseHook):
         path.write_text(json.dumps(trace), encoding="utf-8")
 
 
-def _meet(trainer: Trainer, times: int) -> list[float]:
-    """The times of this rank's clock, in microseconds, at a few moments that are the same for all: ends of barriers. Collective."""
+def _clocks(trainer: Trainer, times: int) -> list[float]:
+    """The clock of this rank in microseconds at the ends of barriers, common to all ranks. Collective over the world."""
     moments = []
     for _ in range(times):
         if not is_alone(trainer.context):

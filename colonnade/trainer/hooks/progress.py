@@ -1,4 +1,4 @@
-"""Progress for people: rich's bar where stdout is a terminal, about ten plain lines an epoch elsewhere. Rank 0 alone."""
+"""A progress bar on a terminal, about ten plain lines per epoch elsewhere, on rank 0; and hooks that stop a run."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 _LINES_PER_EPOCH = 10
 _SECONDS_PER_LINE = 5.0
-"""Where the length of an epoch is not known."""
+"""If the length of an epoch is unknown."""
 _SECONDS_PER_DRAWING = 0.5
 _LEAST_BAR = 9
 _VALUE = 9
-"""As wide as a number gets in four digits: 1.234e-05."""
+"""The maximum width of a number with four digits: 1.234e-05."""
 
 
 @HOOKS.register_module
 class ProgressHook(BaseHook):
-    """Shows every step's numbers as they become known; `stream` is stdout unless given."""
+    """Shows the numbers of the steps, on `stream` or stdout."""
 
     def __init__(self, stream: TextIO | None = None, priority: int = 1000) -> None:
         super().__init__(priority)
@@ -48,13 +48,13 @@ class ProgressHook(BaseHook):
         from rich.progress import BarColumn, Progress, TextColumn
 
         stream = self._stream or sys.stdout
-        # A launcher may show on its own terminal what this stream gets: it tells the width of that.
-        told = os.environ.get(TERMINAL, "") if stream is sys.stdout and not stream.isatty() else ""
-        width = int(told) if told.isdigit() else None
+        # Under a launcher this stream is a pipe, which the launcher copies to its terminal; the variable has its width.
+        given = os.environ.get(TERMINAL, "") if stream is sys.stdout and not stream.isatty() else ""
+        width = int(given) if given.isdigit() else None
         self._draws = stream.isatty() or width is not None
         console = Console(file=stream, force_terminal=self._draws, width=width)
         columns = (TextColumn("{task.description}"), BarColumn(None), TextColumn("{task.fields[numbers]}"))
-        # Without a terminal it still keeps the speed and the time that is left.
+        # Without a terminal nothing is drawn, but the object still computes speed and remaining time.
         self._progress = Progress(*columns, console=console, auto_refresh=False, disable=not self._draws, expand=True)
         self._width = console.width if self._draws else None
         self._progress.start()
@@ -66,7 +66,12 @@ class ProgressHook(BaseHook):
         if self._progress is None:
             return
         self._progress.update(self._task, total=trainer.total_steps, completed=record.step)
-        if not self._is_due(trainer, record):
+        # The last step is always shown; else by time, or by steps in a plain log of a known length.
+        if trainer.steps_per_epoch is not None and not self._draws:
+            due = record.step % max(1, trainer.steps_per_epoch // _LINES_PER_EPOCH) == 0
+        else:
+            due = time.monotonic() - self._last >= (_SECONDS_PER_DRAWING if self._draws else _SECONDS_PER_LINE)
+        if not due and record.step != trainer.total_steps:
             return
         self._last = time.monotonic()
         task = self._progress.tasks[0]
@@ -84,16 +89,9 @@ class ProgressHook(BaseHook):
             self._progress.stop()
             self._progress = None
 
-    def _is_due(self, trainer: Trainer, record: StepRecord) -> bool:
-        if record.step == trainer.total_steps:
-            return True
-        if trainer.steps_per_epoch is not None and not self._draws:
-            return record.step % max(1, trainer.steps_per_epoch // _LINES_PER_EPOCH) == 0
-        return time.monotonic() - self._last >= (_SECONDS_PER_DRAWING if self._draws else _SECONDS_PER_LINE)
-
 
 def _place(trainer: Trainer, record: StepRecord) -> str:
-    """Where it is; always as wide, where the end is known."""
+    """Epoch and step, of constant width if the end is known."""
     return f"epoch {_of(record.epoch + 1, trainer.max_epochs)}  step {_of(record.step, trainer.total_steps)}"
 
 
@@ -102,7 +100,7 @@ def _of(number: int, last: int | None) -> str:
 
 
 def _numbers(record: StepRecord, speed: float | None, left: float | None, room: int | None) -> str:
-    """What is known, as plain words; with `room`, as much of it as fits there in columns that keep their width."""
+    """The known numbers as text; with `room`, those that fit, in columns of constant width."""
     rate = f"{record.samples * (speed or 1 / record.seconds):.4g}"
     known = {name: getattr(record, field) for name, field in (("loss", "loss"), ("lr", "lr"), ("norm", "grad_norm"))}
     texts = {name: f"{value:.4g}" for name, value in known.items() if value is not None}
@@ -112,21 +110,21 @@ def _numbers(record: StepRecord, speed: float | None, left: float | None, room: 
     if left is not None or room is not None:
         parts["left"] = f"left {timedelta(seconds=int(left)) if left is not None else '-:--:--'}"
     shown: list[str] = []
-    for name in ("loss", "left", "norm", "rate", "lr"):  # those that matter most
+    for name in ("loss", "left", "norm", "rate", "lr"):  # the most important first
         if name in parts and (room is None or len("  ".join(parts[each] for each in [*shown, name])) <= room):
             shown.append(name)
     return "  ".join(text for name, text in parts.items() if name in shown)
 
 
-# --------------------------------------------------------------------------------------------------
-# Hooks that stop a run in order: when a signal asks, and when it gets no better.
-# --------------------------------------------------------------------------------------------------
+# --- Hooks that stop a run in order ---
 
 
 @HOOKS.register_module
 class StopOnSignal(BaseHook):
-    """Stops the run in order when a signal comes to any rank: all ranks finish the step and save, if a
-    SaveCheckpointHook is there; then `fit` ends the process with exit code 75. A second signal ends it at once."""
+    """Stops the run in order after a signal to any rank; a second signal ends the process at once.
+
+    All ranks finish the step and save, if there is a SaveCheckpointHook. Then `fit` exits the process with code 75.
+    """
 
     def __init__(self, signals: Sequence[int] = (signal.SIGTERM,), priority: int = 10) -> None:
         super().__init__(priority)
@@ -137,7 +135,8 @@ class StopOnSignal(BaseHook):
     def before_train(self, trainer: Trainer) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise ConfigError(
-                "StopOnSignal works in the main thread only: Python delivers signals there; call fit there", code="C092"
+                "StopOnSignal needs the main thread, where Python delivers signals; call fit in the main thread",
+                code="C092",
             )
         self._trainer = trainer
         for number in self._signals:
@@ -149,7 +148,7 @@ class StopOnSignal(BaseHook):
         self._trainer = None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """Only notes it: nothing may communicate inside a signal handler."""
+        """Request the stop only: a signal handler must not communicate."""
         if self._trainer is not None:
             name = signal.Signals(number).name
             self._trainer.request_stop(f"{name} on rank {self._trainer.context.get_global_rank()}", leave=True)
@@ -162,10 +161,15 @@ class StopOnSignal(BaseHook):
 
 @HOOKS.register_module
 class EarlyStopHook(BaseHook):
-    """Stops the run when a metric has not got better by `min_delta` for more than `patience` epochs.
+    """Stops the run if a metric has not improved by `min_delta` for more than `patience` epochs.
 
-    `on` says which: that of the test data, after each evaluation, or of the training data. `mode` is min or max;
-    left out, the metric says which.
+    Args:
+        metric: the name of the metric.
+        patience: epochs (or evaluations) without improvement before the run stops.
+        min_delta: the smallest change that counts as an improvement.
+        mode: "min" or "max". Default: declared by the metric.
+        on: "test", after each evaluation, or "train", after each epoch.
+        priority: hooks with a lower priority run first.
     """
 
     def __init__(
@@ -180,7 +184,8 @@ class EarlyStopHook(BaseHook):
         super().__init__(priority)
         if mode not in (None, "min", "max") or on not in ("test", "train") or patience < 0:
             raise ConfigError(
-                f"EarlyStopHook: mode={mode!r} is min or max, on={on!r} is test or train, patience from 0 on",
+                f"EarlyStopHook: mode={mode!r} must be 'min', 'max' or None, on={on!r} must be 'test' or 'train', and "
+                f"patience={patience!r} at least 0",
                 code="C092",
             )
         self.metric, self.patience, self.min_delta, self.mode, self.on = metric, patience, min_delta, mode, on
@@ -208,18 +213,18 @@ class EarlyStopHook(BaseHook):
             raise ConfigError(
                 f"there is no {self.on} metric {self.metric!r}; there are {listed(metrics)}.{hint}", code="C092"
             )
-        value = metrics[self.metric].get_accumulated_value()
-        if self._is_better(value, metrics[self.metric].higher_is_better):
+        value, higher = metrics[self.metric].get_accumulated_value(), metrics[self.metric].higher_is_better
+        if self._is_better(value, higher):
             self.best, self.waited = value, 0
             return
         self.waited += 1
         if self.waited > self.patience:
-            trainer.request_stop(f"{self.on} {self.metric} has not got better for {self.waited} epochs: {self.best:g}")
+            trainer.request_stop(
+                f"{self.on} {self.metric} has not improved for {self.waited} epochs; best: {self.best:g}"
+            )
 
     def _is_better(self, value: float, higher: bool) -> bool:
         if math.isnan(value):
             return False
-        if self.best is None:
-            return True
-        gain = value - self.best if (self.mode or ("max" if higher else "min")) == "max" else self.best - value
-        return gain > self.min_delta
+        sign = 1 if (self.mode or ("max" if higher else "min")) == "max" else -1
+        return self.best is None or sign * (value - self.best) > self.min_delta

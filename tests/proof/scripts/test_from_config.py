@@ -65,9 +65,9 @@ def test_what_is_named_must_be_there(config: Path) -> None:
 
 def test_options_that_do_not_fit_are_refused_before_a_process_starts(config: Path) -> None:
     for words, message in (
-        ((config,), "is a config, which trains nothing by itself"),
-        (("--batch", "net.py:batch", config.parent / "net.py"), "goes with --model"),
-        (("--dropout", "0.5", config.parent / "net.py"), "'0.5' is neither own nor 0"),
+        ((config,), "is a config, which defines no training"),
+        (("--batch", "net.py:batch", config.parent / "net.py"), "requires --model"),
+        (("--dropout", "0.5", config.parent / "net.py"), "'0.5' is not allowed: use own or 0"),
     ):
         done = colonnade("verify", *words)
         assert done.returncode == 2, done.stdout
