@@ -14,7 +14,7 @@ from pathlib import Path
 
 from colonnade.proof.compare import Report
 from colonnade.proof.mutation import Mistake, known, planted_environment
-from colonnade.proof.scripts import Script, ScriptAlone, ScriptError, on_ranks, run_both, verify_script
+from colonnade.proof.scripts import Script, ScriptError, SingleProcessScript, on_ranks, run_both, verify_script
 
 _NO_PLACE = "there is nothing in this run to make that mistake with"
 YES, NO, NOT_PLANTED = "noticed", "NOT noticed", "has no place there"
@@ -100,7 +100,7 @@ def mutate_script(
     return Mutation(tried)
 
 
-def _planted(script: Script, alone: ScriptAlone, folder: Path) -> Report | None:
+def _planted(script: Script, alone: SingleProcessScript, folder: Path) -> Report | None:
     """What is said of the run with the mistake; None where it has no place."""
     inside = folder / str(script.mistake)
     inside.mkdir()

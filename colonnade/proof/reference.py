@@ -4,7 +4,7 @@ There are two ways to play that process, and they share this file.
 
 - `OneProcess`, for `colonnade.verify(engine)`: plain torch, here, in the process of rank 0. It runs the passes, clips and
   steps by itself, so that nothing of the engine is part of the truth.
-- `ScriptAlone` (scripts.py), for `colonnade verify train.py`: the script is started once more with every parallel size 1,
+- `SingleProcessScript` (scripts.py), for `colonnade verify train.py`: the script is started once more with every parallel size 1,
   because only its own loop knows its passes, its loss and how it clips. What it noted of its steps is read as `Truth`.
 
 Both follow one protocol. The batches of the ranks are joined (`shares`, `join`). Dropout is repeated as the ranks had it,

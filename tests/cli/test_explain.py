@@ -66,7 +66,7 @@ def test_the_optimizer_beside_the_model_is_read(explain, config):
     config.write_text("")
     done = explain(config, "--model", "own_net_with_optimizer.py:build", "--world-size", 2)
     assert done.code == 0
-    assert "by ZeROGradientHandler: attached by itself: the optimizer sums gradients itself" in done.out
+    assert "by ZeROGradientHandler: attached automatically: the optimizer sums gradients itself" in done.out
 
 
 @pytest.mark.parametrize("example", ["gradient_handler", "gradient_clipping", "gpt", "huggingface"])
@@ -84,7 +84,7 @@ def test_a_mode_of_ones_own_is_imported_first(explain):
     assert "head_data" in alone.stderr[0]
     done = explain(folder / "config.py", "--import", "head_data")
     assert done.code == 0, done.err
-    assert "used in parts over HEAD_DATA" in done.out
+    assert "partial gradient over HEAD_DATA" in done.out
     assert "HeadDataGradientHandler: named in the config" in done.out
 
 
@@ -93,7 +93,7 @@ def test_a_model_is_built_for_no_process(explain, config):
     assert done.code == 0, done.err
     assert "summed over DATA [0, 2] [1, 3], divided by 2: its 2 ranks saw distinct data" in done.out
     assert (
-        "keeps slices of the whole tensor (dimension 0 in 2), each once; the first holder of each part writes it: rank 0, 1"
+        "keeps slices of the full tensor (dimension 0 in 2), each once; the first holder of each part writes it: rank 0, 1"
         in done.out
     )
     file = explain(config, "--model", f"{config.parent}/own_net_to_explain.py:build", "--param", "*.bias", "--json")

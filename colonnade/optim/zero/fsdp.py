@@ -46,7 +46,7 @@ from colonnade.optim.zero.fsdp_checks import (
 )
 from colonnade.parallel.demand import owed
 from colonnade.parallel.dtensor import as_dtensor
-from colonnade.parallel.placement import Replicate, Spec, copy_placement, is_dtensor, place, placement_of
+from colonnade.parallel.placement import Replicate, Shard, Spec, copy_placement, is_dtensor, place, placement_of
 
 
 def shard_model(model: nn.Module, context: ParallelContext, settings: ZeroSettings) -> ShardedModel:
@@ -54,16 +54,10 @@ def shard_model(model: nn.Module, context: ParallelContext, settings: ZeroSettin
     old = {name: p for name, p in model.named_parameters() if not is_dtensor(p)}
     roots = list(model) if isinstance(model, nn.ModuleList) else [model]
     with agreed_errors(context.device):
-        # Over which ranks each parameter is sharded; None: it stays whole.
-        axis = replica_mode(context.layout, settings.replicate)
+        shard_modes = shard_modes_by_parameter(model, context.layout, context.get_global_rank(), settings)
         between = shards_between_hosts(context.layout, settings.replicate, os.environ.get("LOCAL_WORLD_SIZE"))
         if between and not context.is_simulated:
             get_dist_logger().warning(between, ranks=[0])
-        left = left_whole(model, roots)
-        shard_modes = {
-            id(p): None if id(p) in left else shard_modes_of(p, context.layout, context.get_global_rank(), axis)
-            for p in old.values()
-        }
 
         # `fully_shard` takes what is not in a unit yet, so inner modules come first: experts, which are sharded over other ranks,
         # then the blocks, and the root takes the rest. The root is a unit even if nothing is left for it: it is what lets units
@@ -169,7 +163,7 @@ class _Units:
         """
         # Imported here: those who use no stage 3 need not wait for it.
         from torch.distributed import fsdp
-        from torch.distributed.tensor import Shard
+        from torch.distributed.tensor import Shard as DTensorShard
 
         if isinstance(module, fsdp.FSDPModule) or module in self.done:
             return
@@ -200,7 +194,7 @@ class _Units:
         fsdp.fully_shard(
             module,
             mesh=mesh,
-            shard_placement_fn=lambda parameter: Shard(shard_dim(parameter.shape, shards)),
+            shard_placement_fn=lambda parameter: DTensorShard(shard_dim(parameter.shape, shards)),
             # None: all but the root, whose parameters backward needs at once.
             reshard_after_forward=None if reshard else False,
             # Autocast casts inputs, where it pays.
@@ -269,11 +263,37 @@ def _prefetch(units: Sequence[Any], ahead: int) -> None:
         unit.set_modules_to_backward_prefetch(list(reversed(units[max(0, at - ahead) : at])))
 
 
-def _keep_placement(old: nn.Parameter, new: Tensor, shard_modes: ShardModes | None) -> None:
-    """Carry the placement on other modes over; over data the gradient is final, also where a twin stands for it."""
+def place_as_sharded(model: nn.Module, layout: Layout, rank: int, settings: ZeroSettings) -> dict[str, ShardModes]:
+    """Give the parameters of a model the placements that `shard_model` would give them, without sharding them.
+
+    Returns the modes of those that would be sharded, by name.
+    """
+    chosen = shard_modes_by_parameter(model, layout, rank, settings)
+    found = {}
+    for name, parameter in model.named_parameters():
+        shard_modes = chosen[id(parameter)]
+        if shard_modes is None:
+            continue
+        *over, mode = shard_modes.modes
+        dim = shard_dim(parameter.shape, len(layout.group_of(mode, rank)))
+        modes: dict[ParallelMode, Spec] = {**_other_modes(parameter, shard_modes), mode: Shard(dim, "nothing")}
+        modes |= {replicas: Replicate("nothing") for replicas in over}
+        place(parameter, modes, placement_of(parameter).shape)
+        found[name] = shard_modes
+    return found
+
+
+def _other_modes(old: nn.Parameter, shard_modes: ShardModes | None) -> dict[ParallelMode, Spec]:
+    """The placement on modes that FSDP2 does not know; over data the gradient is final, also for expert-data shards."""
     modes: dict[ParallelMode, Spec] = dict(placement_of(old).modes)
     if shard_modes is not None and shard_modes.cut is not ParallelMode.DATA:
         modes[ParallelMode.DATA] = Replicate(owes="nothing")
+    return modes
+
+
+def _keep_placement(old: nn.Parameter, new: Tensor, shard_modes: ShardModes | None) -> None:
+    """Carry the placement on other modes over to the sharded parameter."""
+    modes = _other_modes(old, shard_modes)
     if modes:
         place(old, modes, placement_of(old).shape)
         copy_placement(old, new)
@@ -319,6 +339,19 @@ class ShardModes:
         """The mode over which it is sharded."""
         *_, last = self.modes
         return last
+
+
+def shard_modes_by_parameter(
+    model: nn.Module, layout: Layout, rank: int, settings: ZeroSettings
+) -> dict[int, ShardModes | None]:
+    """By id of each parameter that is not a DTensor yet: the modes that stage 3 shards it over; None: it is not sharded."""
+    axis = replica_mode(layout, settings.replicate)
+    left = left_whole(model, list(model) if isinstance(model, nn.ModuleList) else [model])
+    return {
+        id(p): None if id(p) in left else shard_modes_of(p, layout, rank, axis)
+        for p in model.parameters()
+        if not is_dtensor(p)
+    }
 
 
 def shard_modes_of(parameter: Tensor, layout: Layout, rank: int, axis: ParallelMode | None) -> ShardModes | None:

@@ -1,4 +1,4 @@
-"""A gradient that weighs shares of the batch wrongly."""
+"""A gradient that gives parts of the global batch wrong weights."""
 
 from __future__ import annotations
 
@@ -15,28 +15,43 @@ from colonnade.proof.hypotheses.mixtures import ODD, mixture, similar, solved
 
 @hypothesis("gradient")
 def mean_of_means(case: GradientCase) -> Iterator[Claim]:
-    """Mistake: each share of the batch counts the same, though some have more tokens.
+    """Mistake: the batch of each data rank counts the same, although some have more tokens.
 
-    Signature: the plain mean of the gradients of the shares.
+    Signature: the plain mean of the gradients of these batches.
     """
     truths = [flat(one) for one in case.gradient.truth_of_shards]
     if len(truths) < 2 or any(len(one) != case.compared.truth.numel() for one in truths):
         return
     if length(torch.stack(truths).mean(0) - flat(case.compared.truth)) <= case.row.tolerance:
-        return  # the shares weigh the same: their plain mean is right
+        return  # all counts are equal, so the plain mean is right
     residual = case.residual(mixture(truths, [1 / len(truths)] * len(truths)))
-    what = "is the plain mean of the means of all shares of the batch, which have different counts"
+    what = "is the unweighted mean over the data ranks, whose batches have different token counts"
     where = "the loss: give (sum, count), and divide once by the count of the whole batch"
     yield Claim("mean-of-means", what, where, residual=residual)
 
 
 @hypothesis("gradient")
 def means_of_passes_and_ranks(case: GradientCase) -> Iterator[Claim]:
-    """Mistake: each pass of each rank counts the same, though some have more tokens.
+    """Mistake: each pass of each rank counts the same, although some have more tokens.
 
     Signature: other weights of the passes and ranks, solved for, would give the truth.
     """
-    weights = _better_weights(case)
+    if case.reduction_is_right is not True:
+        return
+    # The weights are read off the largest gradient that they fit. Token counts are parts of a total, so the weights must add
+    # up to the number of passes and must not be negative.
+    weights: Tensor | None = None
+    largest = sorted(case.step.gradients, key=lambda name: -case.step.gradients[name].total.truth.numel())
+    for name in largest[:8]:
+        own, truth = _contributions(case, name), flat(case.step.gradients[name].total.truth)
+        solution = solved(own, truth, 1e-3 * length(truth)) if own is not None and len(own) > 1 else None
+        if own is None or solution is None:
+            continue
+        found = torch.tensor(solution, dtype=torch.float64)
+        adds_up = abs(float(found.sum()) - len(own)) < 1e-3 * len(own)
+        if adds_up and bool((found > -1e-3).all()) and length(found - 1) > 1e-3:
+            weights = found
+            break
     if weights is None:
         return
     own = _contributions(case, case.name)
@@ -44,36 +59,16 @@ def means_of_passes_and_ranks(case: GradientCase) -> Iterator[Claim]:
         return
     truth = flat(case.compared.truth)
     residual = length((torch.stack(own) * weights[:, None]).sum(0) - truth) / (case.row.tolerance or 1.0)
-    told = ", ".join(f"{weight:.3g}" for weight in weights[:4].tolist()) + (", ..." if len(weights) > 4 else "")
-    what = f"has means of unlike counts in it with equal weight: the passes of the ranks should weigh {told} times that"
+    shown = ", ".join(f"{weight:.3g}" for weight in weights[:4].tolist()) + (", ..." if len(weights) > 4 else "")
+    what = (
+        f"averages means over different token counts with equal weights: the passes of the ranks should weigh {shown}"
+    )
     where = "the loss: give (sum, count), and divide once by the count of the whole batch"
     yield Claim("mean-of-means", what, where, residual=0.3 * residual)
 
 
-def _better_weights(case: GradientCase) -> Tensor | None:
-    """By which the raw gradients of each pass and rank make the truth, read off the largest gradient that they fit.
-
-    They are as many in all as there are passes, as parts of a count are, and not all one.
-    """
-    if case.reduction_is_right is not True:
-        return None
-    largest = sorted(case.step.gradients, key=lambda name: -case.step.gradients[name].total.truth.numel())
-    for name in largest[:8]:
-        own, truth = _contributions(case, name), flat(case.step.gradients[name].total.truth)
-        if own is None or len(own) < 2:
-            continue
-        found = solved(own, truth, 1e-3 * length(truth))
-        if found is None:
-            continue
-        weights = torch.tensor(found, dtype=torch.float64)
-        whole = abs(float(weights.sum()) - len(own)) < 1e-3 * len(own)
-        if whole and bool((weights > -1e-3).all()) and length(weights - 1) > 1e-3:
-            return weights
-    return None
-
-
 def _contributions(case: GradientCase, name: str) -> list[Tensor] | None:
-    """What each pass of each rank that sees distinct data gives to a gradient, if all hold all of it."""
+    """The contribution of each pass of each data rank to a gradient, if all these ranks have the full gradient."""
     gradient, info = case.step.gradients[name], case.evidence.parameters.get(name)
     modes = tuple(case.groups.name(mode) for mode, _, _ in info.owed) if info is not None else ()
     if not gradient.raw or not gradient.raw[0]:
@@ -93,9 +88,9 @@ def _contributions(case: GradientCase, name: str) -> list[Tensor] | None:
 
 @hypothesis("gradient")
 def weights_of_shares(case: GradientCase) -> Iterator[Claim]:
-    """Mistake: each rank divides its loss by a number of its own.
+    """Mistake: each rank divides its loss by a different number.
 
-    Signature: the shares of the batch have other weights, solved for, than in the truth.
+    Signature: the batches of the data ranks have other weights, solved for, than in the truth.
     """
     for like in similar(case):
         shares = [flat(one) for one in like.gradient.truth_of_shards]
@@ -110,10 +105,10 @@ def weights_of_shares(case: GradientCase) -> Iterator[Claim]:
             continue
         times = [one / other for one, other in zip(found, due, strict=True)]
         if max(times) - min(times) > 1e-3 and len(case.gradient.truth_of_shards) == len(found):
-            told = ", ".join(f"{one:.4g}" for one in times[:6])
-            what = f"has the shares of the batch {told} times, in the order of the ranks that see them"
+            shown = ", ".join(f"{one:.4g}" for one in times[:6])
+            what = f"counts the batches of the data ranks {shown} times, in this order"
             residual = case.residual(mixture(case.gradient.truth_of_shards, found))
-            yield Claim("wrong-divisor", what, "what each rank's loss is divided by", residual=residual, rank=ODD)
+            yield Claim("wrong-divisor", what, "the divisor of each rank's loss", residual=residual, rank=ODD)
         return
 
 
@@ -121,7 +116,7 @@ def weights_of_shares(case: GradientCase) -> Iterator[Claim]:
 def shares_of_the_batch(case: GradientCase) -> Iterator[Claim]:
     """Mistake: no reduction over the ranks that see distinct data.
 
-    Signature: the gradient of one share of the batch, or its part in the mean. For runs without raw gradients to tell by.
+    Signature: the gradient of one data rank's batch, or its term of the mean. For runs without local gradients.
     """
     truths = [flat(one) for one in case.gradient.truth_of_shards]
     if case.raws or len(truths) < 2 or not case.wrong:
@@ -134,8 +129,10 @@ def shares_of_the_batch(case: GradientCase) -> Iterator[Claim]:
             if all(len(truth) == case.compared.truth.numel() for truth in truths)
         ]
         if best:
-            what = f"is that of one share of the batch: not reduced over {mode}"
-            yield Claim("not-reduced", what, f"who sums it over {mode}", None, case.groups.distinct, max(best))
+            what = f"is that of a single data rank's batch: it is not reduced over {mode}"
+            yield Claim(
+                "not-reduced", what, f"the handler that sums it over {mode}", None, case.groups.distinct, max(best)
+            )
 
 
 def _apart(case: GradientCase, part: HeldPart, whole: Tensor) -> float:

@@ -463,11 +463,11 @@ def only(report):
     return report.findings[0]
 
 
-def test_ranks_that_cut_their_parts_out_of_batches_of_their_own_are_named():
+def test_ranks_that_slice_different_batches_are_named():
     evidence = replace(World(2, 1, plant={"loss": more}).evidence(), cut_apart=("SEQUENCE",))
     found = only(diagnose(evidence))
     assert found.cause == "replicas-differ"
-    assert "SEQUENCE were given batches of their own" in found.sentence
+    assert "SEQUENCE were given different batches" in found.sentence
 
 
 def test_the_sentence_has_the_ledgers_line_and_the_factor():
