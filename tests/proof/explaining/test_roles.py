@@ -79,7 +79,7 @@ def communicates() -> nn.Module:
     ("build", "message"),
     [
         (communicates, "could not be built on the meta device, as rank 0 of 8 without process groups"),
-        (lambda width: nn.Linear(width, 2), "needs width, which nobody gives it here"),
+        (lambda width: nn.Linear(width, 2), "requires width, which is not available here"),
         (lambda: 3, "returned a int"),
         (lambda: split(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)), num_stages=3), "split into 3"),
     ],
