@@ -34,7 +34,7 @@ from colonnade.errors import ParityError
 from colonnade.hf.model_loss import criterion_of
 from colonnade.parallel.placement import is_dtensor
 from colonnade.parallel.split import Split, call_layer
-from colonnade.proof.compare import Evidence, Report, assemble, dropped_by, whole_shapes, whole_tensors
+from colonnade.proof.compare import Evidence, Report, assemble, dropped_by, full_shapes, full_tensors
 from colonnade.proof.diagnose import diagnose
 from colonnade.proof.dropout_masks import Dropping, Nothing, Noting, Replaying, Replays, notes_of
 from colonnade.proof.exchange import agreed, attempt, gather_to_first, shared
@@ -44,7 +44,7 @@ from colonnade.proof.record import (
     Record,
     RecordedStep,
     micro_batches,
-    name_in_whole,
+    name_in_full_model,
     on_cpu,
 )
 from colonnade.proof.reference import (
@@ -159,7 +159,7 @@ def _record_steps(
     set_eval(engine.model, kept_in_eval)
     recorder.record.run.kept_in_eval = dict(kept_in_eval)
     try:
-        with dropping.watching(engine.model, partial(name_in_whole, engine.model)), dropping:
+        with dropping.watching(engine.model, partial(name_in_full_model, engine.model)), dropping:
             for step in batches:
                 # Copied before the model sees them: a model may change its batch in place.
                 given.append([_pieces(engine, batch) for batch in step])
@@ -189,7 +189,7 @@ def _unjoinable_dropout(
         with (
             torch.random.fork_rng(),
             kept_buffers(engine.model),
-            dropping.watching(engine.model, partial(name_in_whole, engine.model)),
+            dropping.watching(engine.model, partial(name_in_full_model, engine.model)),
             dropping,
         ):
             engine.execute_schedule(iter([copied]), forward_only=True, return_output_label=False)
@@ -270,9 +270,9 @@ def _evidence(
     # A bound on the terms in an element of a gradient: the rows and tokens of all batches of a step.
     terms = 1
     for passes in steps:
-        leaves = [[x for x in tree_leaves(batch) if isinstance(x, Tensor)] for one in passes for batch in one.batches]
+        leaves = [[x for x in tree_leaves(batch) if isinstance(x, Tensor)] for item in passes for batch in item.batches]
         terms = max(terms, sum(max((x.numel() for x in some), default=1) for some in leaves))
-    return assemble(records, TrueRun(truth, spreads, start, names, terms, notes, replays.apart))
+    return assemble(records, TrueRun(truth, spreads, start, names, terms, notes, replays.differing))
 
 
 def _one_process(
@@ -293,7 +293,7 @@ def _one_process(
     else:
         model = copy.deepcopy(engine.model)
     names = canonical_names(model)
-    check_names(model, whole_shapes(records, names))
+    check_names(model, full_shapes(records, names))
 
     # The parameter groups of all ranks, by number: pipeline stages have different parameters with the same options.
     groups: list[tuple[dict[str, Any], list[str]]] = []
@@ -318,7 +318,7 @@ def _one_process(
         dropping,
     )
     # If the optimizer keeps fp32 master weights, the weights of the single process are fp32.
-    start, half = whole_tensors(records, names), (torch.float16, torch.bfloat16)
+    start, half = full_tensors(records, names), (torch.float16, torch.bfloat16)
     if engine._precision.dtype is not None and engine._precision.master_weights:
         start = {name: tensor.float() if tensor.dtype in half else tensor for name, tensor in start.items()}
     return single, start, names

@@ -24,7 +24,7 @@ from colonnade.proof.compare import (
     Compared,
     Evidence,
     GradientEvidence,
-    HeldPart,
+    LocalValue,
     ParameterInfo,
     Row,
     StepEvidence,
@@ -76,6 +76,7 @@ def factors(sizes: Mapping[str, int]) -> list[Factor]:
 
 def near(value: float, sizes: Mapping[str, int], within: float) -> list[Factor]:
     """The factors within a distance of the value; only those of the simplest kind among them."""
+    # Many products have the same value: in a layout of DATA 4 and TENSOR 2, 4 is also TENSOR squared. The simplest is likeliest.
     fitting = [factor for factor in factors(sizes) if abs(factor.value - value) <= within]
     simplest = min(map(_weight, fitting), default=0)
     return [factor for factor in fitting if _weight(factor) == simplest]
@@ -112,7 +113,7 @@ def is_loss_scale(value: float, within: float) -> bool:
 
 # --- Groups and tensors ---
 
-Candidate = Callable[[HeldPart], Tensor | None]
+Candidate = Callable[[LocalValue], Tensor | None]
 """The values that a hypothesis expects on a rank (flat, double); None: unknown."""
 _MODES_AT_ONCE = 3
 _WHOLE = ("GLOBAL", "MODEL")
@@ -123,10 +124,15 @@ class Groups:
     """The process groups of the modes. Modes with the same groups share the name of the one that placements use."""
 
     def __init__(self, evidence: Evidence) -> None:
-        owed = {mode for info in evidence.parameters.values() for mode, _, _ in info.owed}
+        required = {mode for info in evidence.parameters.values() for mode, _, _ in info.required}
         listed = {mode: sorted(tuple(group) for group in some) for mode, some in evidence.groups.items()}
-        named = sorted(listed, key=lambda mode: (mode not in owed, mode not in evidence.distinct_data, mode in _WHOLE))
-        self._name = {mode: next(one for one in named if listed[one] == listed[mode]) for mode in listed}
+
+        # Of several modes with the same groups, users know the one that their placements name, then the one that shards data,
+        # then any mode of one axis.
+        named = sorted(
+            listed, key=lambda mode: (mode not in required, mode not in evidence.distinct_data, mode in _WHOLE)
+        )
+        self._name = {mode: next(other for other in named if listed[other] == listed[mode]) for mode in listed}
         self.of_mode = {mode: listed[mode] for mode in named if self._name[mode] == mode}
 
         # A mode whose groups are what smaller modes reach together (the whole world, for example) says nothing that these do
@@ -138,7 +144,7 @@ class Groups:
                 for other, some in self.of_mode.items()
                 if other != mode and all(any(set(inner) < set(group) for group in groups) for inner in some)
             ]
-            if mode not in owed and smaller and all(self.joint(smaller, group[0]) == group for group in groups):
+            if mode not in required and smaller and all(self.joint(smaller, group[0]) == group for group in groups):
                 products.append(mode)
         for mode in products:
             del self.of_mode[mode]
@@ -181,7 +187,7 @@ class Case:
     """The reference tensor of the previous step (or of the start)."""
 
     @cached_property
-    def wrong(self) -> list[HeldPart]:
+    def wrong(self) -> list[LocalValue]:
         """The local values that are outside the tolerance."""
         return [p for p in self.compared.found if in_units(distance(p, self.compared.truth), self.row.tolerance) > 1]
 
@@ -190,7 +196,7 @@ class Case:
         """Sizes of the modes, and the number of accumulated passes."""
         return {**self.groups.sizes, ACCUMULATION: self.evidence.accumulation}
 
-    def truth(self, part: HeldPart) -> Tensor | None:
+    def truth(self, part: LocalValue) -> Tensor | None:
         """The reference values of this rank's elements."""
         wanted = at_positions(self.compared.truth, part.positions)
         return wanted if wanted.numel() == part.value.numel() else None
@@ -202,6 +208,7 @@ class Case:
             expected = candidate(part)
             if expected is None or expected.numel() != part.value.numel():
                 return inf
+            # Rounding errors are proportional to the numbers, so larger expected values get a larger tolerance.
             size, wanted = abs(factor) * length(expected), length(self.compared.truth)
             allowed = self.row.tolerance * max(1.0, size / wanted if wanted else 1.0)
             left = length(flat(part.value) - factor * expected)
@@ -211,7 +218,7 @@ class Case:
     def moved_to(self, whole: Tensor) -> Candidate:
         """The elements of each rank in another unsharded tensor of the same shape."""
 
-        def candidate(part: HeldPart) -> Tensor | None:
+        def candidate(part: LocalValue) -> Tensor | None:
             return at_positions(whole, part.positions) if whole.numel() == self.compared.truth.numel() else None
 
         return candidate
@@ -232,6 +239,7 @@ class Case:
             below += float(expected @ expected)
         if below == 0 or not isfinite(above / below):
             return None
+        # A change of the factor by this much moves the product by twice the tolerance.
         factor = above / below
         return factor, 2 * self.row.tolerance * max(1.0, abs(factor)) / below**0.5
 
@@ -254,6 +262,7 @@ class GradientCase(Case):
     @property
     def sizes(self) -> dict[str, int]:
         """Sizes of the modes, and the number of passes: accumulated ones, else the micro-batches of a pipeline."""
+        # Without accumulation, the passes of a step are the micro-batches of its pipeline.
         passes = self.evidence.accumulation if self.evidence.accumulation > 1 else len(self.gradient.raw)
         return {**self.groups.sizes, ACCUMULATION: passes}
 
@@ -263,9 +272,9 @@ class GradientCase(Case):
         return self.evidence.parameters.get(self.name, ParameterInfo())
 
     @property
-    def owed(self) -> dict[str, float]:
+    def required(self) -> dict[str, float]:
         """The required reductions: the divisor by mode."""
-        return {self.groups.name(mode): divisor for mode, _, divisor in self.info.owed}
+        return {self.groups.name(mode): divisor for mode, _, divisor in self.info.required}
 
     @property
     def everywhere(self) -> bool:
@@ -274,9 +283,11 @@ class GradientCase(Case):
 
     def is_shared(self, mode: str) -> bool:
         """Whether a healthy parameter has the same reduction: a mistake in it would have affected that parameter too."""
-        divisor = self.owed.get(mode)
+        divisor = self.required.get(mode)
         infos = [self.evidence.parameters[name] for name in self.healthy if name in self.evidence.parameters]
-        return any(self.groups.name(other) == mode and by == divisor for info in infos for other, _, by in info.owed)
+        return any(
+            self.groups.name(other) == mode and by == divisor for info in infos for other, _, by in info.required
+        )
 
     def is_replicated(self, mode: str) -> bool:
         """Whether the ranks of a mode store the same elements."""
@@ -307,12 +318,9 @@ class GradientCase(Case):
         """The same case for a parameter that has only these elements."""
         gradient = replace(
             self.gradient,
-            raw=[
-                [part for one in some if (part := _part_within(one, elements)) is not None]
-                for some in self.gradient.raw
-            ],
-            truth_of_passes=[flat(one)[elements] for one in self.gradient.truth_of_passes],
-            truth_of_shards=[flat(one)[elements] for one in self.gradient.truth_of_shards],
+            raw=[[part for x in some if (part := _part_within(x, elements)) is not None] for some in self.gradient.raw],
+            truth_of_passes=[flat(x)[elements] for x in self.gradient.truth_of_passes],
+            truth_of_data_ranks=[flat(x)[elements] for x in self.gradient.truth_of_data_ranks],
             clipped=None,
         )
         return replace(super().within(elements), gradient=gradient, later=None)  # type: ignore[call-arg, return-value]
@@ -320,50 +328,53 @@ class GradientCase(Case):
     @property
     def divisor(self) -> float:
         """The divisor of the sum of local gradients."""
-        return prod(self.owed.values())
+        return prod(self.required.values())
 
     @cached_property
-    def raws(self) -> dict[int, HeldPart]:
+    def raws(self) -> dict[int, LocalValue]:
         """Each rank's local gradient, summed over the passes (and scaled like the total)."""
         return sum_of_passes(self.gradient.raw, self.raw_scale)
 
-    def raw_at(self, rank: int, part: HeldPart) -> Tensor | None:
+    def raw_at(self, rank: int, part: LocalValue) -> Tensor | None:
         """The local gradient of another rank, at the same places of its tensor as `part` has in the tensor of its rank."""
         other = self.raws.get(rank)
         # A rank without a gradient stores the same elements as the others, or none.
         own = self.raws.get(part.rank, other)
         if other is None or own is None or other.value.numel() != own.value.numel():
             return None
+        # `part` may be a slice of the rank's tensor (ZeRO). Its indices there are also those in the tensors of other ranks.
         places = places_in(part, own)
         return None if places is None else flat(other.value)[places]
 
-    def owed_raws(self, part: HeldPart) -> Tensor | None:
+    def required_raws(self, part: LocalValue) -> Tensor | None:
         """The elements of `part` in the local gradients of all ranks of its required reductions, one rank in each row."""
-        some = [self.raw_at(rank, part) for rank in self.groups.joint(tuple(self.owed), part.rank) if rank in self.raws]
-        return None if not some or any(one is None for one in some) else torch.stack(some)  # type: ignore[arg-type]
+        some = [
+            self.raw_at(rank, part) for rank in self.groups.joint(tuple(self.required), part.rank) if rank in self.raws
+        ]
+        return None if not some or any(x is None for x in some) else torch.stack(some)  # type: ignore[arg-type]
 
-    def of_pass(self, raw: Sequence[HeldPart]) -> GradientCase:
+    def of_pass(self, raw: Sequence[LocalValue]) -> GradientCase:
         """The same case for a step of this single pass."""
         return replace(self, gradient=replace(self.gradient, raw=[raw]))
 
     def raw_sum(self, modes: Sequence[str]) -> Candidate:
         """The sum of local gradients over the ranks that these modes reach."""
 
-        def candidate(part: HeldPart) -> Tensor | None:
+        def candidate(part: LocalValue) -> Tensor | None:
             ranks = self.groups.joint(modes, part.rank)
             some = [self.raw_at(rank, part) for rank in ranks if rank in self.raws]
             if not some and self.raws:
                 return torch.zeros(part.value.numel(), dtype=torch.float64)  # no pass of these ranks used it
-            return None if not some or any(one is None for one in some) else torch.stack(some).sum(0)  # type: ignore[arg-type]
+            return None if not some or any(x is None for x in some) else torch.stack(some).sum(0)  # type: ignore[arg-type]
 
         return candidate
 
     @cached_property
     def due(self) -> Candidate:
         """The local gradients after all required reductions."""
-        total = self.raw_sum(tuple(self.owed))
+        total = self.raw_sum(tuple(self.required))
 
-        def candidate(part: HeldPart) -> Tensor | None:
+        def candidate(part: LocalValue) -> Tensor | None:
             summed = total(part)
             return None if summed is None else summed / self.divisor
 
@@ -389,30 +400,30 @@ class GradientCase(Case):
 
 
 def _within(compared: Compared, elements: Tensor) -> Compared:
-    found = [part for one in compared.found if (part := _part_within(one, elements)) is not None]
+    found = [part for x in compared.found if (part := _part_within(x, elements)) is not None]
     return replace(compared, truth=flat(compared.truth)[elements], found=found)
 
 
-def _part_within(part: HeldPart, elements: Tensor) -> HeldPart | None:
+def _part_within(part: LocalValue, elements: Tensor) -> LocalValue | None:
     if part.positions is None:
-        return HeldPart(part.rank, flat(part.value)[elements]) if part.value.numel() > int(elements.max()) else None
+        return LocalValue(part.rank, flat(part.value)[elements]) if part.value.numel() > int(elements.max()) else None
     places = part.positions.flatten()
     chosen = torch.isin(places, elements)
     if not bool(chosen.any()):
         return None
-    return HeldPart(part.rank, flat(part.value)[chosen], torch.searchsorted(elements, places[chosen]))
+    return LocalValue(part.rank, flat(part.value)[chosen], torch.searchsorted(elements, places[chosen]))
 
 
-def same_places(one: HeldPart, other: HeldPart) -> bool:
+def same_places(a: LocalValue, b: LocalValue) -> bool:
     """Whether two ranks store the same elements."""
-    if one.positions is None or other.positions is None:
-        return one.positions is other.positions
-    return torch.equal(one.positions.flatten(), other.positions.flatten())
+    if a.positions is None or b.positions is None:
+        return a.positions is b.positions
+    return torch.equal(a.positions.flatten(), b.positions.flatten())
 
 
-def sum_of_passes(raw: Sequence[Sequence[HeldPart]], scale: float = 1.0) -> dict[int, HeldPart]:
+def sum_of_passes(raw: Sequence[Sequence[LocalValue]], scale: float = 1.0) -> dict[int, LocalValue]:
     """Each rank's local gradient over all passes, without ranks whose passes have different shapes."""
-    summed: dict[int, HeldPart] = {}
+    summed: dict[int, LocalValue] = {}
     odd = set()
     for some in raw:
         for part in some:
@@ -421,11 +432,11 @@ def sum_of_passes(raw: Sequence[Sequence[HeldPart]], scale: float = 1.0) -> dict
                 odd.add(part.rank)
             elif before is not None:
                 value = before.value + value
-            summed[part.rank] = HeldPart(part.rank, value, part.positions)
+            summed[part.rank] = LocalValue(part.rank, value, part.positions)
     return {rank: part for rank, part in summed.items() if rank not in odd}
 
 
-def places_in(part: HeldPart, holder: HeldPart) -> Tensor | None:
+def places_in(part: LocalValue, holder: LocalValue) -> Tensor | None:
     """The indices of the elements of `part` in the tensor of `holder`; None if `holder` lacks some of them."""
     if part.positions is None:
         return torch.arange(part.value.numel()) if holder.positions is None else None
@@ -448,6 +459,7 @@ def raw_scale(evidence: Evidence, groups: Groups, step: StepEvidence, wrong: Col
     for name, gradient in step.gradients.items():
         if name in wrong or not gradient.raw or not gradient.total.found or len(ratios) == 20:
             continue
+        # The row only completes the case: the factor does not depend on a tolerance.
         row = Row("gradient", name, None, "equal", 0.0, 0.0)
         case = GradientCase(
             evidence=evidence,
@@ -486,7 +498,7 @@ class NormCase:
         return {rank: value for rank, value in enumerate(values) if value is not None}
 
     @cached_property
-    def parts(self) -> dict[str, Sequence[HeldPart]]:
+    def parts(self) -> dict[str, Sequence[LocalValue]]:
         """The local values of each gradient that counts in the norm."""
         name, gradients = self.row.name, self.step.gradients
         inside = [key for key in gradients if key == name or key.startswith(f"{name}.")]
@@ -503,7 +515,7 @@ class NormCase:
         """The p of the p-norm."""
         return self.evidence.norm_type
 
-    def power(self, part: HeldPart) -> float:
+    def power(self, part: LocalValue) -> float:
         """Sum of |x|^p of the values of a rank."""
         return float(flat(part.value).abs().pow(self.p).sum())
 
@@ -534,6 +546,7 @@ class NormCase:
         tolerance, worst = Tolerance.for_run(self.evidence), 0.0
         for rank, found in self.found.items():
             expected = value(rank) if callable(value) else value
+            # The noise of the gradients moves a wrong norm in proportion to its size.
             noise = self.row.tolerance * (expected / self.truth if self.truth else 1.0)
             worst = max(worst, in_units(abs(found - expected), max(tolerance.of_size(expected), noise)))
         return worst
@@ -542,7 +555,7 @@ class NormCase:
         """The norm of a sum of powers."""
         return max(power, 0.0) ** (1 / self.p)
 
-    def is_split(self, name: str, mode: str) -> bool:
+    def is_sharded(self, name: str, mode: str) -> bool:
         """Whether a gradient is sharded over a mode: its ranks store different elements, or some store none."""
         by_rank = {part.rank: part for part in self.parts[name]}
         return any(
@@ -592,9 +605,9 @@ class ClipCase:
                 before = unclipped.get(part.rank)
                 if before is None or before.value.numel() != part.value.numel():
                     return inf
-                share = coefficient(row.name, part.rank)
-                allowed = row.tolerance * max(1.0, share / self.due)
-                worst = max(worst, in_units(length(flat(part.value) - share * flat(before.value)), allowed))
+                factor = coefficient(row.name, part.rank)
+                allowed = row.tolerance * max(1.0, factor / self.due)
+                worst = max(worst, in_units(length(flat(part.value) - factor * flat(before.value)), allowed))
         return worst
 
     def by(self, norm: float) -> float:

@@ -113,7 +113,7 @@ def claims(kind: str, case: Case | NormCase | ClipCase) -> list[Claim]:
 def sum_not_made(case: GradientCase, missing: Sequence[str], what: str) -> Claim:
     """The claim that the required reduction over these modes is not made. Its cause depends on the kind of reduction."""
     over = " and ".join(missing)
-    if any(case.owed.get(mode, 1.0) > 1 for mode in missing):
+    if any(case.required.get(mode, 1.0) > 1 for mode in missing):
         return Claim("not-reduced", what, f"the handler that sums it over {over}", modes=tuple(missing))
     if case.info.tied or any("PIPELINE" in mode.upper() for mode in missing):
         what = f"is that of only one of its copies: tied weights are not summed over {over}"

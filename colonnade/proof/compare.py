@@ -30,7 +30,7 @@ from colonnade.proof.reference import RoundingSpread, TrueRun, Truth, norm_of
 
 
 @dataclass(frozen=True)
-class HeldPart:
+class LocalValue:
     """The elements of a tensor that one rank stores. `positions` are their indices in the full tensor, flat; None: all."""
 
     rank: int
@@ -47,7 +47,7 @@ class Compared:
     """
 
     truth: Tensor
-    found: Sequence[HeldPart]
+    found: Sequence[LocalValue]
     spread: float = 0.0
     terms: int = 1
 
@@ -58,11 +58,11 @@ class GradientEvidence:
 
     total: Compared
     """After the handlers, before clipping."""
-    raw: Sequence[Sequence[HeldPart]] = ()
+    raw: Sequence[Sequence[LocalValue]] = ()
     """For each pass (micro-batch) of the step: the local gradients of the ranks, before any reduction."""
     truth_of_passes: Sequence[Tensor] = ()
     """For each pass: the reference gradient of that pass, weighted as in the total, so that these add up to it."""
-    truth_of_shards: Sequence[Tensor] = ()
+    truth_of_data_ranks: Sequence[Tensor] = ()
     """For each data rank: the reference gradient of the mean over that rank's batch."""
     clipped: Compared | None = None
 
@@ -94,7 +94,7 @@ class ParameterInfo:
 
     placement: str = "replicated"
     ledger: Sequence[str] = ()
-    owed: Sequence[tuple[str, tuple[int, ...], float]] = ()
+    required: Sequence[tuple[str, tuple[int, ...], float]] = ()
     """(mode, ranks, divisor) of each reduction that its gradient requires, on the first rank that stores it."""
     tied: Sequence[str] = ()
     """The other names of the same weight."""
@@ -117,11 +117,11 @@ class Evidence:
     norm_type: float = 2.0
     notes: Sequence[str] = ()
     """Changes that were made for the comparison, such as dropout set to 0."""
-    eval_apart: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    differing_modes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """By module that trains on some ranks only: the ranks on which it is in evaluation mode."""
-    cut_apart: Sequence[str] = ()
+    sliced_differently: Sequence[str] = ()
     """The modes whose ranks sliced different batches, where all should slice the same one."""
-    masks_apart: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    differing_masks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """By module with dropout: the ranks whose masks differ although they have the same activation."""
 
 
@@ -132,9 +132,10 @@ Names = Mapping[str, str]
 """The name in the reference of each name that a tensor has on a rank."""
 
 
-def whole_tensors(records: Sequence[Record], names: Names) -> dict[str, Tensor]:
+def full_tensors(records: Sequence[Record], names: Names) -> dict[str, Tensor]:
     """The unsharded weights and buffers that the ranks started with; of replicas, those of the first rank."""
     found: dict[str, Tensor] = {}
+    # In reverse order, so that of replicas the first rank is the last to write.
     for record in reversed(records):
         for name, value in record.start.items():
             note, key = record.tensors[name], names.get(name, name)
@@ -147,7 +148,7 @@ def whole_tensors(records: Sequence[Record], names: Names) -> dict[str, Tensor]:
     return found
 
 
-def whole_shapes(records: Sequence[Record], names: Names) -> dict[str, tuple[int, ...]]:
+def full_shapes(records: Sequence[Record], names: Names) -> dict[str, tuple[int, ...]]:
     """The shape of every parameter of the run, by its name in the reference."""
     return {
         names.get(name, name): note.shape
@@ -176,12 +177,12 @@ def assemble(records: Sequence[Record], truth: TrueRun) -> Evidence:
         distinct_data=run.distinct_data,
         parameters=_parameters(records, truth.names),
         weights_at_start={
-            name: Compared(truth.start[name], side_by_side.held(name, lambda record: record.start))
+            name: Compared(truth.start[name], side_by_side.local_values(name, lambda record: record.start))
             for name in side_by_side.names(truth.start)
         },
         steps=[
-            side_by_side.step(at, one, spread)
-            for at, (one, spread) in enumerate(zip(truth.steps, truth.spreads, strict=True))
+            side_by_side.step(at, step, spread)
+            for at, (step, spread) in enumerate(zip(truth.steps, truth.spreads, strict=True))
             if all(at < len(record.steps) for record in records)
         ],
         dtype=run.dtype,
@@ -189,9 +190,9 @@ def assemble(records: Sequence[Record], truth: TrueRun) -> Evidence:
         max_norm=run.max_norm,
         norm_type=run.norm_type,
         notes=list(dict.fromkeys(notes)),
-        masks_apart=truth.masks_apart,
-        eval_apart={name: tuple(ranks[True]) for name, ranks in eval_modes.items() if len(ranks) > 1},
-        cut_apart=side_by_side.cut_apart(truth.steps[0].activations) if truth.steps else (),
+        differing_masks=truth.differing_masks,
+        differing_modes={name: tuple(ranks[True]) for name, ranks in eval_modes.items() if len(ranks) > 1},
+        sliced_differently=side_by_side.sliced_differently(truth.steps[0].activations) if truth.steps else (),
     )
 
 
@@ -234,17 +235,17 @@ def warn_of_equal_stages(records: Sequence[Record]) -> list[str]:
 
 def dropped_by(records: Sequence[Record], off: Collection[str]) -> Dropped:
     """The dropout masks of the ranks. Ranks have the same batch unless they differ in an axis that shards batches."""
-    shares: dict[Any, list[int]] = {}
+    by_data_rank: dict[Any, list[int]] = {}
     for record in records:
         at = record.run.coordinates
         data_rank = tuple(at[axis.name] for axis in record.run.axes or () if axis.distinct and not axis.may_repeat)
-        shares.setdefault(data_rank, []).append(record.rank)
+        by_data_rank.setdefault(data_rank, []).append(record.rank)
     steps = [
         {record.rank: record.steps[at].masks for record in records}
         for at in range(min(len(record.steps) for record in records))
     ]
     nowhere = {*off, *(name for record in records for name in record.run.zeroed)}
-    return Dropped(steps, records[0].run.groups, [shares[key] for key in sorted(shares)], nowhere)
+    return Dropped(steps, records[0].run.groups, [by_data_rank[key] for key in sorted(by_data_rank)], nowhere)
 
 
 class _SideBySide:
@@ -260,13 +261,13 @@ class _SideBySide:
     def names(self, known: Iterable[str]) -> list[str]:
         return [name for name in known if any(name in local for local in self.local)]
 
-    def held(self, name: str, read: Any) -> list[HeldPart]:
+    def local_values(self, name: str, read: Any) -> list[LocalValue]:
         """The elements of a weight or buffer on each rank."""
         found = []
         for record, local in zip(self.records, self.local, strict=True):
             key = local.get(name)
             if key is not None and key in (tensors := read(record)):
-                found.append(HeldPart(record.rank, tensors[key], record.tensors[key].positions))
+                found.append(LocalValue(record.rank, tensors[key], record.tensors[key].positions))
         return found
 
     def step(self, at: int, truth: Truth, spread: RoundingSpread) -> StepEvidence:
@@ -292,13 +293,13 @@ class _SideBySide:
             },
             weights={
                 name: self._compared(
-                    value, self.held(name, lambda record: record.steps[at].weights), spread, "weights", name
+                    value, self.local_values(name, lambda record: record.steps[at].weights), spread, "weights", name
                 )
                 for name, value in truth.weights.items()
             },
             buffers={
                 name: self._compared(
-                    value, self.held(name, lambda record: record.steps[at].buffers), spread, "buffers", name
+                    value, self.local_values(name, lambda record: record.steps[at].buffers), spread, "buffers", name
                 )
                 for name, value in truth.buffers.items()
                 if name in self.names(truth.buffers)
@@ -312,7 +313,9 @@ class _SideBySide:
             loss_spread=spread.loss,
         )
 
-    def _compared(self, truth: Tensor, found: list[HeldPart], spread: RoundingSpread, kind: str, name: str) -> Compared:
+    def _compared(
+        self, truth: Tensor, found: list[LocalValue], spread: RoundingSpread, kind: str, name: str
+    ) -> Compared:
         return Compared(truth, found, spread.tensors.get((kind, name), 0.0), self.terms)
 
     def _gradient(self, name: str, at: int, truth: Truth, spread: RoundingSpread) -> GradientEvidence:
@@ -322,14 +325,14 @@ class _SideBySide:
         return GradientEvidence(
             total=whole,
             raw=self._raw(name, at),
-            truth_of_passes=[one.get(name, zeros) for one in truth.passes],
-            truth_of_shards=[one.get(name, zeros) for one in truth.shards],
+            truth_of_passes=[gradients.get(name, zeros) for gradients in truth.passes],
+            truth_of_data_ranks=[gradients.get(name, zeros) for gradients in truth.by_data_rank],
             clipped=self._compared(truth.clipped.get(name, zeros), clipped, spread, "clipped", name)
             if truth.clipped and clipped
             else None,
         )
 
-    def _pieces(self, name: str, at: int, kind: str) -> list[HeldPart]:
+    def _pieces(self, name: str, at: int, kind: str) -> list[LocalValue]:
         found = []
         for record, local in zip(self.records, self.local, strict=True):
             key, step = local.get(name, ""), record.steps[at]
@@ -340,15 +343,15 @@ class _SideBySide:
                 pieces, divisor = step.total.get(key, ()), step.divisors.get(key, 1.0)
             for piece in pieces:
                 value = piece.value if divisor == 1.0 else piece.value / divisor
-                found.append(HeldPart(record.rank, value, piece.positions))
+                found.append(LocalValue(record.rank, value, piece.positions))
         return found
 
-    def _raw(self, name: str, at: int) -> list[list[HeldPart]]:
-        passes: dict[int, list[HeldPart]] = {}
+    def _raw(self, name: str, at: int) -> list[list[LocalValue]]:
+        passes: dict[int, list[LocalValue]] = {}
         for record, local in zip(self.records, self.local, strict=True):
             key = local.get(name, "")
             for number, value in record.steps[at].raw.get(key, {}).items():
-                passes.setdefault(number, []).append(HeldPart(record.rank, value, record.tensors[key].positions))
+                passes.setdefault(number, []).append(LocalValue(record.rank, value, record.tensors[key].positions))
         return [passes[number] for number in sorted(passes)]
 
     def _norms(self, truth: Truth, steps: Sequence[RecordedStep]) -> dict[str, float]:
@@ -395,10 +398,10 @@ class _SideBySide:
             found[name] = compared
         return found
 
-    def _place_output(self, record: Record, output: Tensor, truth: Tensor) -> HeldPart | None:
+    def _place_output(self, record: Record, output: Tensor, truth: Tensor) -> LocalValue | None:
         """The output of a rank as its rows of the global batch and its tokens of the sequences; None: sharded otherwise."""
         if output.shape == truth.shape:
-            return HeldPart(record.rank, output)
+            return LocalValue(record.rank, output)
         axes = [axis for axis in self.axes if axis.distinct and axis.size > 1]
         for chosen in ([axis for axis in axes if not axis.may_repeat], axes):
             places = torch.arange(truth.numel()).view(truth.shape)
@@ -407,10 +410,10 @@ class _SideBySide:
                     break
                 places = places.chunk(axis.size, axis.dim)[record.run.coordinates[axis.name]]
             if places.shape == output.shape:
-                return HeldPart(record.rank, output, places)
+                return LocalValue(record.rank, output, places)
         return None
 
-    def cut_apart(self, truth: Mapping[str, Tensor]) -> list[str]:
+    def sliced_differently(self, truth: Mapping[str, Tensor]) -> list[str]:
         """The axes along which ranks sliced different batches: activations are shorter by the size of the axis twice."""
         found = []
         for axis in self.axes:
@@ -447,7 +450,7 @@ def _parameters(records: Sequence[Record], names: Names) -> dict[str, ParameterI
             if note.is_parameter:
                 key = names.get(name, name)
                 tied.setdefault(key, set()).update(note.names)
-                found.setdefault(key, ParameterInfo(note.placement, note.ledger, note.owed))
+                found.setdefault(key, ParameterInfo(note.placement, note.ledger, note.required))
     return {key: replace(info, tied=sorted(tied[key] - {key})) for key, info in found.items()}
 
 
@@ -505,7 +508,9 @@ class Tolerance:
 
 def typical_spread(some: Iterable[Compared]) -> float:
     """The median of spread / length: the usual effect of rounding on tensors of this kind."""
-    ratios = [one.spread / size for one in some if one.truth.is_floating_point() and (size := length(one.truth)) > 0]
+    ratios = [
+        entry.spread / size for entry in some if entry.truth.is_floating_point() and (size := length(entry.truth)) > 0
+    ]
     return median(ratios) if ratios else 0.0
 
 
@@ -529,18 +534,18 @@ def compare(evidence: Evidence) -> list[Row]:
     """A row for every recorded value, in the order in which a step computes them."""
     tolerance = Tolerance.for_run(evidence)
     rows = list(_tensors(WEIGHTS_AT_START, None, evidence.weights_at_start, tolerance))
-    rows += [Row(MODE, name, None, "differs", inf, 0.0, ranks) for name, ranks in evidence.eval_apart.items()]
-    for name, ranks in evidence.masks_apart.items():
+    rows += [Row(MODE, name, None, "differs", inf, 0.0, ranks) for name, ranks in evidence.differing_modes.items()]
+    for name, ranks in evidence.differing_masks.items():
         rows.append(Row(MASKS, name, None, "differs" if ranks else "equal", inf if ranks else 0.0, 0.0, ranks))
     for at, step in enumerate(evidence.steps):
         # A module may run only on the ranks whose samples use it; its output for the other samples is unknown.
-        everywhere = {name: one for name, one in step.activations.items() if not uncovered(one)}
+        everywhere = {name: entry for name, entry in step.activations.items() if not uncovered(entry)}
         outputs = list(_tensors(ACTIVATION, at, everywhere, tolerance))
 
         # The output of a module may be a partial sum that its caller reduces. That is no mistake if the output of the caller
         # is right, or the loss.
         loss = _loss(at, step, tolerance)
-        loss_is_right = loss.ok and any(one is not None for one in step.found_loss)
+        loss_is_right = loss.ok and any(loss is not None for loss in step.found_loss)
         right = {row.name for row in outputs if row.ok}
         for row in outputs:
             callers = {"", *(row.name[:dot] for dot, letter in enumerate(row.name) if letter == ".")} - {row.name}
@@ -549,9 +554,9 @@ def compare(evidence: Evidence) -> list[Row]:
             rows.append(row)
         rows.append(loss)
         rows += _recomputed(at, step, tolerance)
-        rows += _tensors(GRADIENT, at, {name: one.total for name, one in step.gradients.items()}, tolerance)
+        rows += _tensors(GRADIENT, at, {name: gradient.total for name, gradient in step.gradients.items()}, tolerance)
         rows += _norms(at, step, tolerance)
-        clipped = {name: one.clipped for name, one in step.gradients.items() if one.clipped is not None}
+        clipped = {name: gradient.clipped for name, gradient in step.gradients.items() if gradient.clipped is not None}
         rows += _tensors(CLIPPED, at, clipped, tolerance)
         rows += _tensors(WEIGHTS, at, step.weights, tolerance)
         rows += _tensors(BUFFER, at, step.buffers, tolerance)
@@ -566,6 +571,8 @@ def compare_tensor(compared: Compared, allowed: float, quantity: str, name: str,
         worst[part.rank] = max(worst.get(part.rank, 0.0), error)
     wrong = tuple(rank for rank, error in worst.items() if error > 1)
     error = max(worst.values(), default=0.0)
+
+    # NaN comes first, because distances mean nothing then, and missing elements before the error of those that are there.
     status, detail = "equal" if error <= 1 else "differs", ""
     if not isfinite(length(compared.truth)):
         status, detail, error = "not finite", "in a single process too", inf
@@ -584,7 +591,7 @@ def compare_tensor(compared: Compared, allowed: float, quantity: str, name: str,
     return Row(quantity, name, step, status, error, allowed, wrong, detail)
 
 
-def distance(part: HeldPart, truth: Tensor) -> float:
+def distance(part: LocalValue, truth: Tensor) -> float:
     """2-norm of the difference between the elements of a rank and the truth; infinite if the shapes do not match."""
     wanted = at_positions(truth, part.positions)
     if wanted.numel() != part.value.numel():
@@ -633,7 +640,7 @@ def in_units(error: float, allowed: float) -> float:
     return error / allowed if allowed > 0 else inf
 
 
-def _replicas_apart(found: Sequence[HeldPart], size: int, allowed: float) -> list[int]:
+def _replicas_apart(found: Sequence[LocalValue], size: int, allowed: float) -> list[int]:
     """The ranks whose elements differ from those of the first rank that stores them."""
     first = torch.full((size,), nan, dtype=torch.float64)
     apart = []
@@ -647,7 +654,7 @@ def _replicas_apart(found: Sequence[HeldPart], size: int, allowed: float) -> lis
     return apart
 
 
-def _is_finite(part: HeldPart) -> bool:
+def _is_finite(part: LocalValue) -> bool:
     return not part.value.is_floating_point() or bool(part.value.isfinite().all())
 
 
@@ -664,7 +671,7 @@ def _recomputed(at: int, step: StepEvidence, tolerance: Tolerance) -> Iterator[R
         allowed = tolerance.of(again, typical)
         first = {part.rank: part for part in step.activations[name].found} if name in step.activations else {}
         errors = {
-            part.rank: in_units(distance(HeldPart(part.rank, part.value), first[part.rank].value), allowed)
+            part.rank: in_units(distance(LocalValue(part.rank, part.value), first[part.rank].value), allowed)
             for part in again.found
             if part.rank in first
         }
@@ -686,7 +693,7 @@ def _loss(at: int, step: StepEvidence, tolerance: Tolerance) -> Row:
 
 def _norms(at: int, step: StepEvidence, tolerance: Tolerance) -> Iterator[Row]:
     """The rows of the norms. By the triangle inequality, norms move at most as far as the gradients do."""
-    noise = {name: one.total.spread for name, one in step.gradients.items()}
+    noise = {name: gradient.total.spread for name, gradient in step.gradients.items()}
     everything = sqrt(sum(value**2 for value in noise.values()))
     if step.norm is not None and any(value is not None for value in step.found_norm):
         yield _number(NORM, "norm", at, step.norm, _by_rank(step.found_norm), tolerance.of_size(step.norm, everything))

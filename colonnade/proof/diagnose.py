@@ -81,11 +81,11 @@ class _Diagnosis:
             return start
 
         # If ranks that should slice one batch sliced batches of their own, every activation is of other data.
-        if self.evidence.cut_apart:
+        if self.evidence.sliced_differently:
             how = "were given different batches, and each sliced its own; give all of them the same full batch"
             return [
                 Finding("replicas-differ", (), self.at, f"the ranks of {mode} {how}.")
-                for mode in self.evidence.cut_apart
+                for mode in self.evidence.sliced_differently
             ]
 
         # The forward pass. Different masks make different activations, so masks come first. If the output of a module changes
@@ -249,7 +249,7 @@ class _Diagnosis:
             return []
         gradients = self.step.gradients
         wrong = {row.name for row in rows}
-        healthy = frozenset({name for name, one in gradients.items() if bool(one.total.truth.any())} - wrong)
+        healthy = frozenset({name for name, entry in gradients.items() if bool(entry.total.truth.any())} - wrong)
         scale = raw_scale(self.evidence, self.groups, self.step, wrong)
 
         # A large model has many layers of one kind, which share a mistake. Then the first and last of each kind are tested,

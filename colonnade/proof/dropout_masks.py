@@ -166,15 +166,15 @@ class Dropping(TorchFunctionMode):
         self.off = frozenset(off)
         self.zeroed: set[str] = set()
         """The modules whose dropout was turned off."""
-        self.share: int | None = None
+        self.data_rank: int | None = None
         """The data rank whose batch is running; None: the global batch."""
         self.on_backward: Callable[..., None] = lambda *args, **kwargs: None
         """Called at each backward pass with its arguments."""
         self._inside: list[str] = []
 
-    def begin_step(self, step: int, share: int | None = None) -> None:
+    def begin_step(self, step: int, data_rank: int | None = None) -> None:
         """Start a step, on the global batch or on that of one data rank."""
-        self.share = share
+        self.data_rank = data_rank
 
     @contextmanager
     def watching(self, model: nn.Module, rename: Callable[[str], str] = lambda name: name) -> Iterator[None]:
@@ -247,7 +247,7 @@ class Dropping(TorchFunctionMode):
                 self.zeroed.add(self._here)
             return _ATTENTION(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
         if enable_gqa:
-            key, value = (one.repeat_interleave(query.size(-3) // one.size(-3), -3) for one in (key, value))
+            key, value = (tensor.repeat_interleave(query.size(-3) // tensor.size(-3), -3) for tensor in (key, value))
         scores = query @ key.transpose(-2, -1) * (query.size(-1) ** -0.5 if scale is None else scale)
         if is_causal:
             attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
@@ -285,9 +285,9 @@ class Noting(Dropping):
         self.masks: Masks = {}
         self._room, self._first = DRAWN_BYTES, True
 
-    def begin_step(self, step: int, share: int | None = None) -> None:
+    def begin_step(self, step: int, data_rank: int | None = None) -> None:
         """Start a step; the masks of the previous one are forgotten."""
-        super().begin_step(step, share)
+        super().begin_step(step, data_rank)
         self.masks, self._first = {}, step == 0
 
     def factors(self, module: str, x: Tensor, draw: Callable[[Tensor], Tensor], shifts: bool) -> DropoutMask | None:
@@ -315,7 +315,7 @@ class Dropped:
     steps: Sequence[Mapping[int, Masks]]
     """For each step, the masks by rank."""
     groups: Mapping[str, Sequence[Sequence[int]]]
-    shares: Sequence[Collection[int]]
+    data_ranks: Sequence[Collection[int]]
     """For each data rank, the ranks that see its batch."""
     off: Collection[str] = ()
 
@@ -324,7 +324,7 @@ class Dropped:
 class Replays:
     """The outcome of repeating masks in the single process."""
 
-    apart: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    differing: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """By module, in the order of execution: the ranks whose masks differ from those of their replicas."""
     not_joined: dict[str, str] = field(default_factory=dict)
     """By module: the reason why its masks cannot be joined."""
@@ -340,8 +340,8 @@ class Replaying(Dropping):
         self._places: dict[Any, Places] = {}
         self.begin_step(0)
 
-    def begin_step(self, step: int, share: int | None = None) -> None:
-        super().begin_step(step, share)
+    def begin_step(self, step: int, data_rank: int | None = None) -> None:
+        super().begin_step(step, data_rank)
         self._step = step
         self._calls: dict[Any, int] = {}
         self._again: dict[Any, DropoutMask] = {}
@@ -350,7 +350,7 @@ class Replaying(Dropping):
         key = (module, *checksum(x.detach()).tolist())
         if _is_recomputed():
             return self._again.get(key)
-        at = self._calls[module, self.share] = self._calls.get((module, self.share), -1) + 1
+        at = self._calls[module, self.data_rank] = self._calls.get((module, self.data_rank), -1) + 1
         mask = self._joined(module, at, x)
         if mask is not None:
             self._again[key] = mask
@@ -359,7 +359,7 @@ class Replaying(Dropping):
     def _joined(self, module: str, at: int, x: Tensor) -> DropoutMask | None:
         if module in self.found.not_joined:
             return None
-        ranks = None if self.share is None else self._dropped.shares[self.share]
+        ranks = None if self.data_rank is None else self._dropped.data_ranks[self.data_rank]
         masks = {
             rank: some[at]
             for rank, by_module in self._dropped.steps[self._step].items()
@@ -375,11 +375,11 @@ class Replaying(Dropping):
 
         # The places of the ranks' shards in x. Only the first step has inputs, so later ones use the places found there.
         shape, shapes = tuple(x.shape), {rank: tuple(mask.shape) for rank, mask in kept.items()}
-        key = (module, self.share, shape, *shapes.values())
+        key = (module, self.data_rank, shape, *shapes.values())
         if key not in self._places:
             inputs = {rank: mask.input for rank, mask in masks.items() if mask.input is not None}
             # Downstream of a module whose masks differ, the inputs differ anyway.
-            anyhow = any(self.found.apart.values()) or bool(self.found.not_joined)
+            anyhow = any(self.found.differing.values()) or bool(self.found.not_joined)
             found = places_for(shapes, shape, self._dropped.groups, inputs, x, anyhow)
             if isinstance(found, str):
                 self.found.not_joined[module] = found
@@ -388,9 +388,9 @@ class Replaying(Dropping):
         places = self._places[key]
 
         # Replicas must drop the same elements, unless they see distinct data: those draw independently.
-        data_rank_of = {rank: number for number, some in enumerate(self._dropped.shares) for rank in some}
+        data_rank_of = {rank: number for number, some in enumerate(self._dropped.data_ranks) for rank in some}
         first: dict[Any, int] = {}
-        apart = self.found.apart.setdefault(module, ())
+        apart = self.found.differing.setdefault(module, ())
         for rank, place in places.items():
             other = first.setdefault(tuple(tuple(rows.tolist()) for rows in place), rank)
             if torch.equal(kept[rank], kept[other]):
@@ -401,7 +401,7 @@ class Replaying(Dropping):
                 )
                 return None
             if rank not in apart:
-                apart = self.found.apart[module] = (*apart, rank)
+                apart = self.found.differing[module] = (*apart, rank)
         shifts = {rank: mask.shift for rank, mask in masks.items() if mask.shift is not None}
         shift = joined(shifts, places, shape) if shifts else None
         return DropoutMask(joined(kept, places, shape), next(iter(masks.values())).scale, shift)

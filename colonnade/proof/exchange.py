@@ -186,6 +186,8 @@ def gather_to_first(value: Any, context: ParallelContext) -> list[Any] | None:
     problems = [text for text in gather_from_all(error, context) if text]
     if problems:
         raise content if isinstance(content, Exception) else ParityError(problems[0])
+    # Records are large, and only rank 0 needs them: they are sent one after another, so that rank 0 receives one at a time and
+    # no other rank receives any. gloo sends CPU tensors whatever the backend of the run is.
     wires = own_gloo()
     if rank:
         assert content is not None
@@ -232,6 +234,7 @@ def _from_first(context: ParallelContext, value: Any) -> Any:
     """Rank 0's value on every rank. Collective over the world."""
     where, first = message_device(context.device), context.get_global_rank() == 0
     content = packed(value) if first else bytearray()
+    # The receivers do not know the size, so it is sent first.
     size = torch.tensor([len(content)], dtype=torch.int64, device=where)
     dist.broadcast(size, src=0)
     memory = (

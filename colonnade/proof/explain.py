@@ -177,7 +177,7 @@ def explain(
         raise ConfigError(
             f"--param {param!r} matches none of the {len(all_names)} parameters.{did_you_mean(param, all_names)}"
         )
-    classes = tuple(_described(one, layout, reasons) for one in found.values())
+    classes = tuple(_described(known, layout, reasons) for known in found.values())
     axes = {axis.name: axis.size for axis in layout.axes if axis.size > 1}
     return Explanation(world_size, axes, _modes(layout), classes, tuple(notes), tuple(problems))
 
@@ -238,24 +238,24 @@ def _ledger(
 # --- Classes of parameters ---
 
 
-def _described(one: _Found, layout: Layout, reasons: dict[str, str]) -> ParameterClass:
-    placement, rank, stages = one.placement, one.role.rank, tuple(sorted(one.stages))
+def _described(known: _Found, layout: Layout, reasons: dict[str, str]) -> ParameterClass:
+    placement, rank, stages = known.placement, known.role.rank, tuple(sorted(known.stages))
     # The ranks of the same kind: those of the same stages that are in the same groups.
     inside = [mode for mode in layout.modes if layout.has(mode, rank)]
     ranks = [r for r in ranks_of_stage(layout, stages) if all(layout.has(mode, r) for mode in inside)]
     holders = _distinct(ranks, lambda r: holding(layout, placement, r).ranks)
     return ParameterClass(
-        names=one.names,
-        elements=one.elements,
+        names=known.names,
+        elements=known.elements,
         stages=stages,
         placement=str(placement),
         lies=tuple(lies_on(layout, placement, rank)),
-        sums=tuple(_sum(row, placement, layout, ranks, reasons) for row in one.rows),
+        sums=tuple(_sum(row, placement, layout, ranks, reasons) for row in known.rows),
         share=holding(layout, placement, rank).count,
         holders=holders,
         kept=kept_of(layout, placement, rank),
         writers=tuple(sorted({group[0] for group in holders})),
-        frozen=one.frozen,
+        frozen=known.frozen,
     )
 
 
@@ -266,6 +266,7 @@ def _sum(row: LedgerRow, placement: Placement, layout: Layout, ranks: Sequence[i
     if any(kind.__name__ == handler and kind.when is not None and mode not in kind.when for kind in AUTOMATIC):
         why += f"; it also does the reductions over {row.mode}"
     if handler == _FSDP:
+        # A sharded parameter needs no reduction by a handler any more, so its groups are those of the mode.
         groups = _distinct(ranks, lambda r: tuple(layout.group_of(mode, r)))
         why = "ZeRO stage 3: FSDP2 shards the parameter over these ranks and reduces its gradient itself"
     else:

@@ -66,7 +66,8 @@ def is_config(path: Path) -> bool:
     except (OSError, SyntaxError, UnicodeDecodeError):
         return False  # the error is raised when the file is run
     return all(
-        isinstance(one, kinds) or (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant)) for one in body
+        isinstance(node, kinds) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+        for node in body
     )
 
 

@@ -47,29 +47,33 @@ class Mutation:
     @property
     def ok(self) -> bool:
         """Whether every mistake that could be planted was noticed by `verify` and by the tests."""
-        return not any(one.missed for one in self.tried)
+        return not any(result.missed for result in self.tried)
 
     def to_json(self) -> str:
         """As a JSON object."""
-        return json.dumps({"ok": self.ok, "tried": [asdict(one) for one in self.tried]}, indent=1)
+        return json.dumps({"ok": self.ok, "tried": [asdict(result) for result in self.tried]}, indent=1)
 
     def __str__(self) -> str:
-        asked = any(one.tests is not None for one in self.tried)
+        asked = any(result.tests is not None for result in self.tried)
         lines = [("mistake", "verify", "called", *(("your tests",) if asked else ()))]
-        for one in self.tried:
-            called = ", ".join(one.causes) + ("" if one.named or not one.causes else " (another name)")
-            lines.append((one.mistake, one.verify, called, *((one.tests or "",) if asked else ())))
+        for result in self.tried:
+            called = ", ".join(result.causes) + ("" if result.named or not result.causes else " (another name)")
+            lines.append((result.mistake, result.verify, called, *((result.tests or "",) if asked else ())))
         widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
         table = [
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
         ]
-        here = [one for one in self.tried if one.verify != NOT_PLANTED]
-        seen, named = sum(one.verify == YES for one in here), sum(one.named for one in here)
+        here = [result for result in self.tried if result.verify != NOT_PLANTED]
+        seen, named = sum(result.verify == YES for result in here), sum(result.named for result in here)
         verdict = [f"verify notices {seen} of {len(here)} mistakes that could be planted, and names {named} correctly"]
-        tested = [one for one in self.tried if one.tests in (YES, NO)]
+        tested = [result for result in self.tried if result.tests in (YES, NO)]
         if tested:
-            verdict.append(f"your tests notice {sum(one.tests == YES for one in tested)} of {len(tested)}")
-            verdict += [f"  not noticed by your tests: {one.mistake} ({one.what})" for one in tested if one.tests == NO]
+            verdict.append(f"your tests notice {sum(result.tests == YES for result in tested)} of {len(tested)}")
+            verdict += [
+                f"  not noticed by your tests: {result.mistake} ({result.what})"
+                for result in tested
+                if result.tests == NO
+            ]
         return "\n".join([*table, "", *verdict])
 
 
@@ -91,21 +95,21 @@ def mutate_script(
     if tests is not None and (status := _run_tests(tests, {})) != 0:
         raise ScriptError(f"{tests} fails without a planted mistake (exit status {status}): fix that first")
     with tempfile.TemporaryDirectory(prefix="colonnade-verify-") as name:
-        script, healthy, alone = run_both(script, Path(name))
-        report = alone.judge(healthy)
+        script, healthy, reference = run_both(script, Path(name))
+        report = reference.judge(healthy)
         if not report.ok:
             raise ScriptError(f"{script} differs from a single process without a planted mistake:\n{report}")
         tried = []
         for at, mistake in enumerate(chosen.values(), 1):
             began = time.perf_counter()
-            one = _verified(replace(script, mistake=mistake.name), mistake, alone, Path(name))
+            result = _verified(replace(script, mistake=mistake.name), mistake, reference, Path(name))
             if tests is not None:
                 # An engine that has the mistake leaves this file. Without it, the tests had no chance to notice.
                 mark = Path(name) / f"{mistake.name}.planted"
                 status = _run_tests(tests, planted_environment(mistake.name, mark))
-                one = replace(one, tests=NOT_PLANTED if not mark.exists() else YES if status != 0 else NO)
-            tried.append(replace(one, seconds=time.perf_counter() - began))
-            tell(f"{at}/{len(chosen)} {mistake.name}: {one.verify} {', '.join(one.causes)}".rstrip())
+                result = replace(result, tests=NOT_PLANTED if not mark.exists() else YES if status != 0 else NO)
+            tried.append(replace(result, seconds=time.perf_counter() - began))
+            tell(f"{at}/{len(chosen)} {mistake.name}: {result.verify} {', '.join(result.causes)}".rstrip())
     return Mutation(tried)
 
 

@@ -34,13 +34,13 @@ from colonnade.proof.record import micro_batches
 def trained(engine: Engine) -> list[Demand]:
     context = engine.context
     some = read_demands(engine.model, context.layout, context.get_global_rank())
-    return [one for one in some if one.parameter.requires_grad and not is_dtensor(one.parameter)]
+    return [demand for demand in some if demand.parameter.requires_grad and not is_dtensor(demand.parameter)]
 
 
 def first(engine: Engine, test: Callable[[Demand], Any]) -> Demand | None:
     """The first parameter that passes the test, preferably of two dimensions or more: the same on all its replicas."""
-    fitting = [one for one in trained(engine) if test(one)]
-    return next((one for one in fitting if one.parameter.dim() > 1), fitting[0] if fitting else None)
+    fitting = [demand for demand in trained(engine) if test(demand)]
+    return next((demand for demand in fitting if demand.parameter.dim() > 1), fitting[0] if fitting else None)
 
 
 def is_summed(demand: Demand) -> bool:
@@ -62,6 +62,7 @@ def spans(engine: Engine, chosen: Tensor | None = None) -> Iterator[tuple[Tensor
         sharded.add(id(parameter))
         if gradient is not None and (chosen is None or parameter is chosen):
             yield parameter, start, stop, gradient.view(-1)
+    # Parameters that the optimizer does not shard have their gradients in `.grad`; FSDP2's (DTensors) cannot be changed here.
     for parameter in engine.model.parameters():
         grad = parameter.grad
         if grad is None or id(parameter) in sharded or is_dtensor(grad) or not (chosen is None or parameter is chosen):
@@ -73,6 +74,7 @@ def after_sums(engine: Engine, change: Callable[[StepOutcome], None]) -> None:
     finish = engine._sync.finish
 
     def finished(*args: Any, **kwargs: Any) -> StepOutcome:
+        # If backward failed on some rank, the step is skipped, and collectives of a mistake would hang.
         outcome = finish(*args, **kwargs)
         if not outcome.failed_ranks:
             with torch.no_grad():
@@ -292,7 +294,7 @@ def misroute_a_reduction(engine: Engine) -> bool:
 @mistake("a parameter is divided by one rank too many", "wrong-divisor")
 def wrong_divisor(engine: Engine) -> bool:
     """By n + 1 instead of n."""
-    demand = first(engine, lambda one: divisor_of(one) > 1)
+    demand = first(engine, lambda demand: divisor_of(demand) > 1)
     return demand is not None and multiply(engine, demand, divisor_of(demand) / (divisor_of(demand) + 1))
 
 
@@ -305,7 +307,7 @@ def no_divisor(engine: Engine) -> bool:
 @mistake("the gradient of a parameter is lost", "missing-gradient")
 def skip_a_parameter(engine: Engine) -> bool:
     """It is zero at the step."""
-    demand = first(engine, lambda one: True)
+    demand = first(engine, lambda demand: True)
     if demand is not None:
         multiply(engine, demand, 0.0)
     return demand is not None
@@ -315,7 +317,7 @@ def skip_a_parameter(engine: Engine) -> bool:
 def swap_two_shards(engine: Engine) -> bool:
     """Each rank has the shard of the next rank in its group."""
     context = engine.context
-    demand = first(engine, lambda one: one.placement.shards and not engine.engine_optimizer.is_sharded)
+    demand = first(engine, lambda demand: demand.placement.shards and not engine.engine_optimizer.is_sharded)
     if demand is None:
         return False
     mode = next(iter(demand.placement.shards))
@@ -397,7 +399,7 @@ def nan_on_one_rank(engine: Engine) -> bool:
 def clip_locally(engine: Engine) -> bool:
     """Shards on other ranks and stages are missing."""
     context = engine.context
-    splits = [one for one in trained(engine) if one.placement.shards]
+    splits = [demand for demand in trained(engine) if demand.placement.shards]
     parted = context.pipeline_parallel_size > 1 or splits or engine.engine_optimizer.is_sharded
     return clip_by(engine, lambda norm: squares_of(engine).sqrt()) and bool(parted)
 
@@ -411,7 +413,7 @@ def count_replicas(engine: Engine) -> bool:
         dist.all_reduce(total)
         return total.sqrt()
 
-    copied = any(not one.placement.shards for one in trained(engine))
+    copied = any(not demand.placement.shards for demand in trained(engine))
     sharded = engine.engine_optimizer.is_sharded
     return engine.context.world_size > 1 and copied and not sharded and clip_by(engine, norm)
 
@@ -427,9 +429,9 @@ def clip_before_the_sums(engine: Engine) -> bool:
     def change(outcome: StepOutcome) -> None:
         mine = [(demand, own.take(demand, outcome)) for demand in demands]
         norm = torch.stack([value.double().square().sum() for _, value in mine]).sum().sqrt()
-        share = float(min(1.0, limit / (float(norm) + 1e-6)))
+        coefficient = float(min(1.0, limit / (float(norm) + 1e-6)))
         for demand, value in mine:
-            put(engine, demand, reduce_by_hand(engine, demand, value * share))
+            put(engine, demand, reduce_by_hand(engine, demand, value * coefficient))
 
     after_sums(engine, change)
     return True
@@ -465,7 +467,7 @@ def start_apart(engine: Engine) -> bool:
 @mistake("the optimizer leaves a parameter out", "not-updated")
 def skip_an_update(engine: Engine) -> bool:
     """The parameter is the same before and after the step."""
-    demand = first(engine, lambda one: True)
+    demand = first(engine, lambda demand: True)
     if demand is None:
         return False
     around_step(engine, lambda: demand.parameter.detach().clone(), demand.parameter.copy_)

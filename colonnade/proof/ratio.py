@@ -47,12 +47,12 @@ def factors(config: Config, world_size: int, of: Of = "gradient") -> tuple[list[
     """All factors of this layout: those of one mistake, and those of two at once."""
     layout = build_layout(config, world_size)
     single = [*_of_gradients(layout, config), *(_of_norms(layout) if of == "norm" else ())]
-    single = [one for one in single if abs(one.value - 1) > NEAR]
+    single = [meaning for meaning in single if abs(meaning.value - 1) > NEAR]
 
     # Two unrelated mistakes. Of each size only the most frequent one counts, or there would be too many.
     best: dict[str, Meaning] = {}
-    for one in sorted(single, key=lambda one: one.likely):
-        best.setdefault(one.made_of, one)
+    for meaning in sorted(single, key=lambda meaning: meaning.likely):
+        best.setdefault(meaning.made_of, meaning)
     pairs = []
     for first, second in combinations(best.values(), 2):
         if _names(first) & _names(second) or "loss scale" in first.made_of + second.made_of:
@@ -69,20 +69,22 @@ def fitting(single: list[Meaning], pairs: list[Meaning], ratio: float) -> tuple[
     """Of some factors those that make a ratio, most frequent first; and if there are none, the nearest single ones."""
     if abs(ratio - 1) <= NEAR:
         return [Meaning(1.0, "unknown", "1", "this is as it should be: no size of the layout is in it", 0)], []
-    found = [one for one in [*single, *pairs] if abs(one.value / ratio - 1) <= NEAR]
-    best = sorted(_without_repeats(found), key=lambda one: one.likely)
-    best = [one for one in best if one.likely < 10] + [one for one in best if one.likely >= 10][:_PAIRS_SHOWN]
-    near = sorted(_without_repeats(single), key=lambda one: max(one.value / ratio, ratio / one.value))[:3]
+    found = [meaning for meaning in [*single, *pairs] if abs(meaning.value / ratio - 1) <= NEAR]
+    best = sorted(_without_repeats(found), key=lambda meaning: meaning.likely)
+    best = [meaning for meaning in best if meaning.likely < 10] + [meaning for meaning in best if meaning.likely >= 10][
+        :_PAIRS_SHOWN
+    ]
+    near = sorted(_without_repeats(single), key=lambda meaning: max(meaning.value / ratio, ratio / meaning.value))[:3]
     return best, [] if best else near
 
 
-def _names(one: Meaning) -> set[str]:
+def _names(meaning: Meaning) -> set[str]:
     """The names of modes, and other words, in a factor."""
-    return {word for word in one.made_of.split() if word.isidentifier() and word not in ("root", "of")}
+    return {word for word in meaning.made_of.split() if word.isidentifier() and word not in ("root", "of")}
 
 
 def _without_repeats(found: list[Meaning]) -> list[Meaning]:
-    return list({(one.cause, one.made_of, one.sentence): one for one in found}.values())
+    return list({(meaning.cause, meaning.made_of, meaning.sentence): meaning for meaning in found}.values())
 
 
 # --- The factors of one mistake ---
@@ -107,13 +109,13 @@ _APART = (
 def _sizes(layout: Layout) -> list[_Size]:
     """The axes of the world, and the modes inside or across them, without pipeline and experts."""
     axes = [_Size(axis.mode, axis.size, axis.data) for axis in layout.axes if axis.mode is not ParallelMode.PIPELINE]
-    seen = {tuple(layout.group_of(one.mode, 0)) for one in axes if layout.has(one.mode, 0)}
+    seen = {tuple(layout.group_of(meaning.mode, 0)) for meaning in axes if layout.has(meaning.mode, 0)}
     for mode in layout.modes:
         group = tuple(layout.groups(mode)[0]) if len(layout.groups(mode)) else ()
         if mode not in _APART and group not in seen:
             seen.add(group)
             axes.append(_Size(mode, len(group), mode.data, likely=3))
-    return [one for one in axes if one.size > 1]
+    return [meaning for meaning in axes if meaning.size > 1]
 
 
 def _of_gradients(layout: Layout, config: Config) -> Iterator[Meaning]:

@@ -76,7 +76,7 @@ class TensorNote:
     positions: Tensor | None
     placement: str
     ledger: tuple[str, ...] = ()
-    owed: tuple[tuple[str, tuple[int, ...], float], ...] = ()
+    required: tuple[tuple[str, tuple[int, ...], float], ...] = ()
     slot: str | None = None
     """The norm group that its gradient counts in, if gradients are clipped."""
     is_parameter: bool = True
@@ -214,10 +214,10 @@ class StepRecorder:
         self._step = RecordedStep()
         self._coarsest: torch.dtype | None = None
         self.note_start()
-        for one in self.tracked:
-            if one.is_parameter and one.tensor.requires_grad and not is_dtensor(one.tensor):
-                hook = partial(self._on_gradient, one.name)
-                self._handles.append(one.tensor.register_hook(hook))
+        for entry in self.tracked:
+            if entry.is_parameter and entry.tensor.requires_grad and not is_dtensor(entry.tensor):
+                hook = partial(self._on_gradient, entry.name)
+                self._handles.append(entry.tensor.register_hook(hook))
         for name, module in model.named_modules():
             # A copy of the model (an average, a teacher) or a pickle of it must not record its outputs, so the hook does not
             # go along with copies.
@@ -234,8 +234,8 @@ class StepRecorder:
 
     def note_start(self) -> None:
         """Training starts from the current weights."""
-        self.record.start = {one.name: copied(local_part(one.tensor)) for one in self.tracked}
-        self.dropping.begin_step(0, self.dropping.share)
+        self.record.start = {entry.name: copied(local_part(entry.tensor)) for entry in self.tracked}
+        self.dropping.begin_step(0, self.dropping.data_rank)
 
     def note_loss(self, loss: Loss | None) -> None:
         self._step.losses.append(loss)
@@ -243,9 +243,9 @@ class StepRecorder:
     def note_gradients(self, factor: float = 1.0, into: str = "total") -> None:
         """Record the current gradients times `factor`."""
         found: dict[str, list[Piece]] = getattr(self._step, into)
-        for one, piece in self._gradients():
+        for entry, piece in self._gradients():
             value = copied(piece.value)
-            found.setdefault(one.name, []).append(Piece(value if factor == 1.0 else value * factor, piece.positions))
+            found.setdefault(entry.name, []).append(Piece(value if factor == 1.0 else value * factor, piece.positions))
 
     def note_options(self, options: Options) -> None:
         self._step.options = options
@@ -270,8 +270,8 @@ class StepRecorder:
         """Record the end of a step."""
         step = self._step
         step.norm, step.norms, step.divisors = norm, dict(norms or {}), dict(divisors or {})
-        for one in self.tracked:
-            (step.weights if one.is_parameter else step.buffers)[one.name] = copied(local_part(one.tensor))
+        for entry in self.tracked:
+            (step.weights if entry.is_parameter else step.buffers)[entry.name] = copied(local_part(entry.tensor))
         # Autocast computes in a coarser dtype than that of the weights. The tolerance is that of the coarser one.
         if self._coarsest is not None and self.record.run.dtype:
             own = getattr(torch, self.record.run.dtype)
@@ -279,16 +279,19 @@ class StepRecorder:
         if isinstance(self.dropping, Noting):
             step.masks = self.dropping.masks
         self.record.steps.append(step)
-        self.dropping.begin_step(len(self.record.steps), self.dropping.share)
+        self.dropping.begin_step(len(self.record.steps), self.dropping.data_rank)
         self._step, self._fired, self._seen_room = RecordedStep(), {}, 0
 
     # --- Hooks ---
 
     def _on_gradient(self, name: str, grad: Tensor) -> None:
         """Tensor hook: the local gradient of this backward pass, before it is accumulated or reduced."""
+        # Usually the last recorded loss is that of this backward pass. A pipeline runs several forward passes before the first
+        # backward pass, so there the calls of the hook are counted.
         at = self._fired.get(name, -1) + 1 if self._by_count else len(self._step.losses) - 1
         self._fired[name] = at
         size = grad.numel() * grad.element_size()
+        # Local gradients take as much memory as the model for each pass, so only the first ones are kept of a large model.
         if grad.layout is torch.strided and self._room >= size:
             self._room -= size
             before = self._step.raw.setdefault(name, {}).get(at)
@@ -322,20 +325,20 @@ class StepRecorder:
             into[name] = copied(value)
 
     def _own_gradients(self) -> Iterator[tuple[Tracked, Piece]]:
-        for one in self.tracked:
-            grad = one.tensor.grad if one.is_parameter else None
+        for entry in self.tracked:
+            grad = entry.tensor.grad if entry.is_parameter else None
             if grad is not None:
-                grad = local_part(grad, one.tensor)
-                yield one, Piece(grad.to_dense() if grad.is_sparse else grad, one.positions)
+                grad = local_part(grad, entry.tensor)
+                yield entry, Piece(grad.to_dense() if grad.is_sparse else grad, entry.positions)
 
 
 def copied(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-def coarser(one: torch.dtype | None, other: torch.dtype) -> torch.dtype:
+def coarser(a: torch.dtype | None, b: torch.dtype) -> torch.dtype:
     """The dtype with the larger rounding error."""
-    return other if one is None or torch.finfo(other).eps > torch.finfo(one).eps else one
+    return b if a is None or torch.finfo(b).eps > torch.finfo(a).eps else a
 
 
 def options_of(optimizer: Any) -> Options:
@@ -398,15 +401,15 @@ class EngineRecorder(Observer):
         context = engine.context
         located = locate_tensors(engine.model, context, "verifying")
         self._prefix = prefix_of(engine.model)
-        self.tracked = [_tracked(one) for one in located]
-        self._by_tensor = {id(one.tensor): one for one in self.tracked}
+        self.tracked = [_tracked(entry) for entry in located]
+        self._by_tensor = {id(entry.tensor): entry for entry in self.tracked}
         self.recorder = StepRecorder(
             engine.model,
             self.tracked,
             context.get_global_rank(),
             micro_batches(engine) > 1,
             self._gradients,
-            rename=partial(name_in_whole, engine.model),
+            rename=partial(name_in_full_model, engine.model),
             dropping=dropping,
         )
         self.record = self.recorder.record
@@ -419,7 +422,7 @@ class EngineRecorder(Observer):
                 number = slots.of_parameter[entry.label]
                 self._slots[id(entry.tensor)] = slots.names[number], number
         self.record.tensors = {
-            one.name: self._note(one, place) for one, place in zip(self.tracked, located, strict=True)
+            entry.name: self._note(entry, place) for entry, place in zip(self.tracked, located, strict=True)
         }
         self.record.groups = groups_of(engine.optimizer, self._by_tensor)
         self.record.run = info_of(engine)
@@ -446,6 +449,8 @@ class EngineRecorder(Observer):
         self.recorder.note_loss(self._loss(loss))
 
     def on_reduced(self, scale: float | Tensor | None) -> None:
+        # With fp16 the recorded gradients are those of the scaled loss. `scale` is the factor that the engine applies at the end
+        # of the reductions; local gradients get both, so that they add up to the total.
         scaler = self._engine._stepper.scaler
         unscaled = 1.0 if scaler is None else 1.0 / float(scaler.scale)
         self.recorder.scale_raw(unscaled * (1.0 if scale is None else float(scale)))
@@ -472,18 +477,18 @@ class EngineRecorder(Observer):
         """The slices of a sharded optimizer, and `.grad` of other parameters."""
         sharded = set()
         for parameter, start, stop, gradient in self._engine.engine_optimizer.gradient_slices():
-            one = self._by_tensor[id(parameter)]
-            sharded.add(one.name)
+            entry = self._by_tensor[id(parameter)]
+            sharded.add(entry.name)
             if gradient is not None:
                 # Slices count elements in memory order, which is not that of the dimensions for a transposed parameter.
-                places = one.positions
+                places = entry.positions
                 if places is None:
-                    places = torch.arange(one.tensor.numel()).view(one.tensor.shape)
-                in_memory = places.permute(memory_order(one.tensor)).reshape(-1)
-                yield one, Piece(gradient, in_memory[start:stop])
-        for one, piece in self.recorder._own_gradients():
-            if one.name not in sharded:
-                yield one, piece
+                    places = torch.arange(entry.tensor.numel()).view(entry.tensor.shape)
+                in_memory = places.permute(memory_order(entry.tensor)).reshape(-1)
+                yield entry, Piece(gradient, in_memory[start:stop])
+        for entry, piece in self.recorder._own_gradients():
+            if entry.name not in sharded:
+                yield entry, piece
 
     def _divisors(self) -> dict[str, float]:
         last = self._engine._stepper.last
@@ -491,31 +496,31 @@ class EngineRecorder(Observer):
             return {}
         found = [float(value) for value in last.divisor.flatten().tolist()]
         return {
-            one.name: found[self._slots[id(one.tensor)][1] if len(found) > 1 else 0]
-            for one in self.tracked
-            if id(one.tensor) in self._slots
+            entry.name: found[self._slots[id(entry.tensor)][1] if len(found) > 1 else 0]
+            for entry in self.tracked
+            if id(entry.tensor) in self._slots
         }
 
-    def _note(self, one: Tracked, located: LocalTensor) -> TensorNote:
+    def _note(self, entry: Tracked, located: LocalTensor) -> TensorNote:
         context = self._engine.context
-        rows = [row for row in self._engine.ledger().rows if f"{self._prefix}{row.parameter}" in one.names]
-        factors = owed(context.layout, located.placement, context.get_global_rank()) if one.is_parameter else ()
+        rows = [row for row in self._engine.ledger().rows if f"{self._prefix}{row.parameter}" in entry.names]
+        factors = owed(context.layout, located.placement, context.get_global_rank()) if entry.is_parameter else ()
         return TensorNote(
-            names=one.names,
-            shape=one.shape,
-            positions=one.positions,
-            placement=one.placement,
+            names=entry.names,
+            shape=entry.shape,
+            positions=entry.positions,
+            placement=entry.placement,
             ledger=tuple(
                 f"{row.mode} {list(row.ranks)} / {row.divisor:g} by {row.done_by or 'nobody'}" for row in rows
             ),
-            owed=tuple((factor.mode.name, factor.ranks, float(factor.divisor)) for factor in factors),
-            slot=self._slots.get(id(one.tensor), (None, 0))[0],
-            is_parameter=one.is_parameter,
-            trained=one.tensor.requires_grad,
+            required=tuple((factor.mode.name, factor.ranks, float(factor.divisor)) for factor in factors),
+            slot=self._slots.get(id(entry.tensor), (None, 0))[0],
+            is_parameter=entry.is_parameter,
+            trained=entry.tensor.requires_grad,
         )
 
 
-def name_in_whole(model: nn.Module, name: str) -> str:
+def name_in_full_model(model: nn.Module, name: str) -> str:
     """The name in the full model of a module of this rank."""
     return f"{prefix_of(model)}{name}" if name else name
 
@@ -558,8 +563,10 @@ def micro_batches(engine: Engine) -> int:
     return engine.schedule.num_microbatches if isinstance(engine.schedule, PipelineSchedule) else 1
 
 
-def _tracked(one: LocalTensor) -> Tracked:
-    return Tracked(one.names[0], one.names, one.tensor, tuple(one.shape), positions_of(one), str(one.placement))
+def _tracked(entry: LocalTensor) -> Tracked:
+    return Tracked(
+        entry.names[0], entry.names, entry.tensor, tuple(entry.shape), positions_of(entry), str(entry.placement)
+    )
 
 
 def groups_of(optimizer: Any, known: dict[int, Tracked]) -> list[tuple[dict[str, Any], list[str]]]:

@@ -7,7 +7,7 @@ There are two kinds of reference, which share this file:
 - `SingleProcessScript` (scripts.py), for `colonnade verify train.py`: the script is started again with every parallel size
   1, because only its own loop knows its passes, loss and clipping. Its record is read as `Truth`.
 
-Both follow one protocol. The batches of the ranks are joined to global batches (`shares`, `join`). The dropout masks of the
+Both follow one protocol. The batches of the ranks are joined to global batches (`data_rank_batches`, `join`). The dropout masks of the
 ranks are repeated; modules where that is impossible are found and run without dropout (`without_unjoinable_dropout`). A step
 divides gradients by the divisors of clipping (`divided`) and is a `Truth`. Runs with weights moved by one ulp give the
 tolerance (`spreads_of`). All of it together is a `TrueRun`, which `compare.assemble` combines with the records of the ranks.
@@ -59,7 +59,7 @@ class Truth:
     weights: Tensors = field(default_factory=dict)
     buffers: Tensors = field(default_factory=dict)
     activations: Tensors = field(default_factory=dict)
-    shards: list[Tensors] = field(default_factory=list)
+    by_data_rank: list[Tensors] = field(default_factory=list)
     """The gradients of each data rank's batch."""
 
 
@@ -106,7 +106,7 @@ class TrueRun:
     terms: int
     """A bound on the number of terms that an element of a gradient sums."""
     notes: Sequence[str] = ()
-    masks_apart: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    differing_masks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """By module with dropout: the ranks whose masks differ from those of their replicas."""
 
 
@@ -121,7 +121,7 @@ class Pass:
     weight: float = 1.0
 
 
-def shares(values: Sequence[Any], runs: Sequence[RunInfo]) -> list[Any]:
+def data_rank_batches(values: Sequence[Any], runs: Sequence[RunInfo]) -> list[Any]:
     """The batch of each data rank. `values` and `runs` are by rank; ranks that see the same data count once.
 
     Slices of sequences are concatenated, because the full model slices nothing.
@@ -193,8 +193,8 @@ def all_same(parts: Sequence[Any]) -> bool:
         leaves, other = tree_flatten(part)
         if other != spec:
             return False
-        for mine, theirs in zip(first, leaves, strict=True):
-            if isinstance(mine, Tensor) and not (mine.shape == theirs.shape and torch.equal(mine, theirs)):
+        for a, b in zip(first, leaves, strict=True):
+            if isinstance(a, Tensor) and not (a.shape == b.shape and torch.equal(a, b)):
                 return False
     return True
 
@@ -210,19 +210,19 @@ def joined_steps(
     apart: list[list[list[Pass]]] = []
     for at in range(len(given[0])):
         passes: list[Pass] = []
-        alone: list[list[Pass]] = []
+        by_rank: list[list[Pass]] = []
         for number in range(len(given[0][at])):
             for micro in range(len(given[0][at][number])):
                 weight = given[0][at][number][micro][1] / accumulation
-                parts = shares([rank[at][number][micro][0] for rank in given], runs)
+                parts = data_rank_batches([rank[at][number][micro][0] for rank in given], runs)
                 # Batches of different shapes cannot be joined, but they can run one after another with equal weights.
                 whole = join(parts)
                 passes.append(Pass(parts if whole is None else [whole], weight))
-                alone = alone or [[] for _ in parts]
-                for share, part in zip(alone, parts, strict=True):
-                    share.append(Pass([part], weight))
+                by_rank = by_rank or [[] for _ in parts]
+                for own_passes, part in zip(by_rank, parts, strict=True):
+                    own_passes.append(Pass([part], weight))
         steps.append(passes)
-        apart.append(alone if len(alone) > 1 else [])
+        apart.append(by_rank if len(by_rank) > 1 else [])
     return steps, apart
 
 
@@ -343,14 +343,14 @@ class OneProcess:
             self.dropping.begin_step(at)
             with watched(self.model, truth.activations) if at == 0 else nullcontext():
                 truth.loss, truth.total, truth.passes = self._gradients(passes, noise, room)
-            room -= sum(_bytes(one) for one in truth.passes)
+            room -= sum(_bytes(gradients) for gradients in truth.passes)
 
             # The batch of each data rank on its own, at the same weights: from its gradients a diagnosis finds out which ranks'
             # data is missing. These passes are extra, so they must not change running statistics.
             with kept_buffers(self.model):
-                for number, share in enumerate(apart[at] if apart and room > 0 else ()):
+                for number, own_passes in enumerate(apart[at] if apart and room > 0 else ()):
                     self.dropping.begin_step(at, number)
-                    truth.shards.append(self._gradients(share, noise, 0)[1])
+                    truth.by_data_rank.append(self._gradients(own_passes, noise, 0)[1])
                     room -= _bytes(truth.total)
 
             # Clipping like in torch, on the gradients of the full model: no rank, stage or shard can be left out here.
@@ -376,10 +376,10 @@ class OneProcess:
         self.model.train()
         set_eval(self.model, self.kept_in_eval)
 
-    def forward_only(self, one: Pass) -> None:
+    def forward_only(self, item: Pass) -> None:
         """The first forward pass of a step."""
         self.dropping.begin_step(0)
-        for batch in self._batches(one):
+        for batch in self._batches(item):
             self._loss(batch)
 
     def _gradients(self, passes: Sequence[Pass], noise: Any, room: int) -> tuple[float, Tensors, list[Tensors]]:
@@ -388,11 +388,11 @@ class OneProcess:
         total: Tensors = {}
         loss, counted = 0.0, 0.0
         keep = room >= len(passes) * sum(p.numel() * p.element_size() for p in self.model.parameters())
-        for one in passes:
+        for item in passes:
             gradients: Tensors = {}
-            for batch in self._batches(one):
+            for batch in self._batches(item):
                 value, count = self._loss(batch, noise)
-                weight = one.weight / len(one.batches) if count is None else 1.0
+                weight = item.weight / len(item.batches) if count is None else 1.0
                 loss += float(value.detach()) * weight
                 counted += float(count or 0.0)
                 (value * weight).backward()
@@ -411,11 +411,11 @@ class OneProcess:
                     gradient.div_(counted)
         return loss / (counted or 1.0), total, by_pass
 
-    def _batches(self, one: Pass) -> Iterator[Batch]:
+    def _batches(self, item: Pass) -> Iterator[Batch]:
         """The batches of a pass. If there are several, each is that of one data rank, with that rank's dropout masks."""
-        for number, batch in enumerate(one.batches):
-            if len(one.batches) > 1:
-                self.dropping.share = number
+        for number, batch in enumerate(item.batches):
+            if len(item.batches) > 1:
+                self.dropping.data_rank = number
             yield batch
 
     def _loss(self, batch: Batch, noise: Any = None) -> tuple[Any, Any]:

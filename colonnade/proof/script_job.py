@@ -4,7 +4,7 @@ The parent (scripts.py) sets COLONNADE_VERIFY to a file with a `ScriptPart`: the
 the script, and `ScriptRecorder` records it. There are two roles:
 
 - "ranks": the script runs unchanged, and its batches are recorded too.
-- "alone": the script runs in a single process, where every parallel size is 1. It starts from the weights of the ranks, and
+- "single": the script runs in a single process, where every parallel size is 1. It starts from the weights of the ranks, and
   wherever a batch comes in (a loader, a call of the engine, a schedule, a criterion) it gets the global batch instead.
 """
 
@@ -36,14 +36,14 @@ from colonnade.errors import ParityError
 from colonnade.parallel.split import Split
 from colonnade.proof.dropout_masks import Dropping, Nothing, Noting, Replaying, notes_of
 from colonnade.proof.mutation import plant
-from colonnade.proof.record import EngineRecorder, name_in_whole, on_cpu, options_of
+from colonnade.proof.record import EngineRecorder, name_in_full_model, on_cpu, options_of
 from colonnade.proof.reference import canonical_names, load, moved_by_an_ulp
 from colonnade.testing.truth import in_double
 
 VARIABLE = "COLONNADE_VERIFY"
 _LOADED = 64
 """The number of batches that are recorded of each loader."""
-JOINED, START, MASKS, REFERENCE, OPTIONS = "joined{share}.pt", "start.pt", "masks.pt", "reference.pt", "options.pt"
+JOINED, START, MASKS, REFERENCE, OPTIONS = "joined{data_rank}.pt", "start.pt", "masks.pt", "reference.pt", "options.pt"
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class ScriptPart:
     dtype: str = "fp64"
     noise: int | None = None
     """In a single process: the seed for moving weights and inputs by one ulp."""
-    share: int | None = None
+    data_rank: int | None = None
     """In a single process: the data rank whose batches it gets instead of the global batches."""
     mistake: str | None = None
     off: dict[str, str] | None = None
@@ -68,9 +68,9 @@ class ScriptPart:
         return path
 
     @property
-    def alone(self) -> bool:
+    def is_single(self) -> bool:
         """Whether the script runs in a single process."""
-        return self.role == "alone"
+        return self.role == "single"
 
 
 def current_part() -> ScriptPart | None:
@@ -142,16 +142,17 @@ class ScriptRecorder:
         self.dropping: Dropping
         if part.off is None:
             self.dropping = Nothing()
-        elif part.alone:
+        elif part.is_single:
             self.dropping = Replaying(torch.load(self.folder / MASKS, weights_only=False))
-            self.dropping.share = part.share
+            self.dropping.data_rank = part.data_rank
         else:
             self.dropping = Noting(part.off)
         self.given: dict[str, list[Any]] = {}
         self._joined: dict[str, list[Any]] = {}
-        if part.alone:
+        if part.is_single:
             self._joined = torch.load(
-                self.folder / JOINED.format(share="" if part.share is None else part.share), weights_only=False
+                self.folder / JOINED.format(data_rank="" if part.data_rank is None else part.data_rank),
+                weights_only=False,
             )
         self._noise = torch.Generator().manual_seed(part.noise) if part.noise is not None else None
         self.notes: list[str] = []
@@ -160,7 +161,7 @@ class ScriptRecorder:
         self._rename: Callable[[str], str] = lambda name: name
         self._optimizer: Any = None
         self._options, self._ulp, self._of_ranks = (
-            torch.load(self.folder / OPTIONS, weights_only=False) if part.alone else ([], None, {})
+            torch.load(self.folder / OPTIONS, weights_only=False) if part.is_single else ([], None, {})
         )
         self._config: dict[str, str] = {}
         """The config of the script as text, by key, for the comparison between ranks and single process."""
@@ -229,7 +230,7 @@ class ScriptRecorder:
         if half:
             verb = "was" if len(half) == 1 else "were"
             self.notes.append(f"{', '.join(half)} {verb} left out: both runs are in fp64 (--dtype own keeps the dtype)")
-        if not self.part.alone:
+        if not self.part.is_single:
             return changed
         wanted = changed.get("schedule") or {}
         schedule = {"type": wanted} if isinstance(wanted, str) else dict(wanted)
@@ -258,7 +259,7 @@ class ScriptRecorder:
         """The model (or the function that makes it) as this process builds it: unsplit in a single process, double in fp64."""
         if not isinstance(model, (nn.Module, Split)):
             return lambda: self._prepared(model())
-        if self.part.alone and isinstance(model, Split):
+        if self.part.is_single and isinstance(model, Split):
             if model.whole is None:
                 raise ParityError(
                     "the model was passed as custom stages, so the unsplit model is unknown: pass the full model to "
@@ -282,7 +283,7 @@ class ScriptRecorder:
         """Record an engine, and note or replace the batches that reach it: by a call, by its schedule or by its criterion."""
         if self.part.mistake is not None:
             plant(engine, self.part.mistake)
-        self.follow(EngineRecorder(engine, self.dropping), engine.model, partial(name_in_whole, engine.model))
+        self.follow(EngineRecorder(engine, self.dropping), engine.model, partial(name_in_full_model, engine.model))
         self._optimizer = engine.optimizer
         schedule: Any = engine.schedule
         forward, load_batch = engine._forward, schedule.load_batch
@@ -332,7 +333,7 @@ class ScriptRecorder:
         if self._begun or forward_only:
             return
         self._begun = True
-        if self.part.alone:
+        if self.part.is_single:
             self._load(torch.load(self.folder / START, weights_only=False))
         self.recorder.recorder.note_start()
 
@@ -353,7 +354,7 @@ class ScriptRecorder:
         noted = self.given.setdefault(key, [])
         if most is not None and len(noted) >= most:
             return value
-        if not self.part.alone:
+        if not self.part.is_single:
             # Results of the model (the arguments of a criterion) have no place in a batch; the single process computes them.
             inputs = tree_map(
                 lambda leaf: _FROM_GRAPH if isinstance(leaf, Tensor) and leaf.requires_grad else leaf, value
@@ -409,7 +410,7 @@ class ScriptRecorder:
         if done >= self.part.steps:
             self.finish()
         # A run on the batches of one data rank has other gradients. The next step needs the weights of the reference again.
-        if self.part.share is not None:
+        if self.part.data_rank is not None:
             truth = torch.load(self.folder / REFERENCE, weights_only=False)
             self._load(truth.steps[done - 1].weights)
 
@@ -427,7 +428,7 @@ class ScriptRecorder:
         record = self.recorder.record
         record.notes += [*notes_of(self.dropping, self.part.off), *self.notes]
         record.run.zeroed, record.run.config = self.dropping.zeroed, self._config
-        if not self.part.alone:
+        if not self.part.is_single:
             record.run.given = self.given
         elif self._model is not None:
             record.run.names = canonical_names(self._model, self._rename)

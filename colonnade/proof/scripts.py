@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from colonnade.errors import ParityError
 from colonnade.launching.outcome import end_with_parent
-from colonnade.proof.compare import Report, assemble, dropped_by, mean_of, whole_shapes, whole_tensors
+from colonnade.proof.compare import Report, assemble, dropped_by, full_shapes, full_tensors, mean_of
 from colonnade.proof.diagnose import diagnose
 from colonnade.proof.record import Piece, Record
 from colonnade.proof.reference import (
@@ -35,10 +35,10 @@ from colonnade.proof.reference import (
     TrueRun,
     Truth,
     all_same,
+    data_rank_batches,
     divided,
     join,
     norm_of,
-    shares,
     spreads_of,
     without_unjoinable_dropout,
 )
@@ -112,11 +112,11 @@ class SingleProcessScript:
 
         # The processes below start from the weights of the ranks, and replay their batches (joined) and dropout masks.
         off = script.off or {}
-        torch.save(whole_tensors(records, {}), folder / START)
+        torch.save(full_tensors(records, {}), folder / START)
         torch.save(dropped_by(records, off), folder / MASKS)
         options, dtype = [step.options for step in records[0].steps], getattr(torch, records[0].run.dtype)
         torch.save((options, dtype, records[0].run.config), folder / OPTIONS)
-        join_batches(records, folder / JOINED.format(share=""), None)
+        join_batches(records, folder / JOINED.format(data_rank=""), None)
 
         # The reference and the runs that start one ulp away do not depend on each other, so all of them run at once.
         parts = [self._part(REFERENCE), *(self._part(f"moved{seed}.pt", noise=seed) for seed in range(PERTURBED_RUNS))]
@@ -127,7 +127,7 @@ class SingleProcessScript:
     def judge(self, records: Sequence[Record]) -> Report:
         """Compare a run from the same weights on the same batches with the reference, and diagnose any difference."""
         names = self._truth.run.names
-        _check_same_model(whole_shapes(records, names), whole_shapes([self._truth], names))
+        _check_same_model(full_shapes(records, names), full_shapes([self._truth], names))
         steps = [truth_of_step(self._truth, at) for at in range(len(self._truth.steps))]
         truth = TrueRun(
             steps,
@@ -136,7 +136,7 @@ class SingleProcessScript:
             names,
             _most_terms(records),
             [*self._truth.notes, *warn_of_same_batches(records), *warn_of_uncleared_gradients(self._truth)],
-            self._truth.run.replays.apart,
+            self._truth.run.replays.differing,
         )
         report = diagnose(assemble(records, truth))
         if report.ok:
@@ -146,14 +146,14 @@ class SingleProcessScript:
         # one more process that runs the whole script, so they run only if there is something to diagnose, and only once.
         if self._shard_records is None:
             runs = [record.run for record in self._records]
-            count = len(shares([0] * len(runs), runs))
-            parts = [self._part(f"share{share}.pt", share=share) for share in range(count if count > 1 else 0)]
+            count = len(data_rank_batches([0] * len(runs), runs))
+            parts = [self._part(f"data_rank{rank}.pt", data_rank=rank) for rank in range(count if count > 1 else 0)]
             for part in parts:
-                join_batches(self._records, self._folder / JOINED.format(share=part.share), part.share)
+                join_batches(self._records, self._folder / JOINED.format(data_rank=part.data_rank), part.data_rank)
             what = f"the batches of {count} data ranks one by one, for the diagnosis"
             self._shard_records = _in_single_processes(self._script, self._folder, parts, what) if parts else []
         gradients = [[unsharded(record.steps[at].total) for record in self._shard_records] for at in range(len(steps))]
-        steps = [replace(step, shards=some) for step, some in zip(truth.steps, gradients, strict=True)]
+        steps = [replace(step, by_data_rank=some) for step, some in zip(truth.steps, gradients, strict=True)]
         return diagnose(assemble(records, replace(truth, steps=steps)))
 
     def was_fed(self, records: Sequence[Record]) -> bool:
@@ -168,7 +168,7 @@ class SingleProcessScript:
     def _part(self, result: str, **more: Any) -> ScriptPart:
         script = self._script
         off = None if script.off is None else dict(script.off)
-        return ScriptPart("alone", str(self._folder), result, script.steps, script.dtype, off=off, **more)
+        return ScriptPart("single", str(self._folder), result, script.steps, script.dtype, off=off, **more)
 
 
 def same_tensors(a: Any, b: Any) -> bool:
@@ -281,8 +281,8 @@ def warn_of_uncleared_gradients(truth: Record) -> list[str]:
 # --- The batches that a single process is given ---
 
 
-def join_batches(records: Sequence[Record], path: Path, share: int | None) -> None:
-    """Write every batch of a run to a file: joined over the ranks, or only that of one data rank (`share`)."""
+def join_batches(records: Sequence[Record], path: Path, data_rank: int | None) -> None:
+    """Write every batch of a run to a file: joined over the ranks, or only that of one data rank (`data_rank`)."""
     first = records[0].run.given
     # Counts come first: rank 0 may be the one that took fewer batches, and everything below follows its counts.
     for key in ("call", "batch"):
@@ -292,7 +292,7 @@ def join_batches(records: Sequence[Record], path: Path, share: int | None) -> No
         for at in range(len(first[key])):
             batches = _shards_of_batch(records, key, at)
             micro = records[0].run.micro_batches if key == "batch" else 1
-            batch = batches[share] if share is not None else join(batches, micro)
+            batch = batches[data_rank] if data_rank is not None else join(batches, micro)
             # Batches of a loader may be of any kind. They must be joined only where they reach the engine.
             if batch is None and key.startswith("loader"):
                 break
@@ -328,7 +328,7 @@ def _shards_of_batch(records: Sequence[Record], key: str, at: int) -> list[Any]:
     """The batches that the data ranks took at a place as number `at`."""
     given = [record.run.given.get(key, []) for record in records]
     values = [some[at] if at < len(some) else None for some in given]
-    return shares(values, [record.run for record in records])
+    return data_rank_batches(values, [record.run for record in records])
 
 
 # --- The runs ---
@@ -367,7 +367,7 @@ def on_ranks(script: Script, folder: Path) -> list[Record]:
                 raise _timed_out(script, job, how)
         files = [folder / f"rank{rank}.pt" for rank in range(script.nproc)]
         if status != 0 or not all(file.exists() for file in files):
-            raise ScriptError(f"{script} failed {how} (exit status {status}):\n{job.said()}")
+            raise ScriptError(f"{script} failed {how} (exit status {status}):\n{job.output()}")
         return with_layout([_record(script, file, how) for file in files])
 
 
@@ -400,7 +400,7 @@ def _in_single_processes(script: Script, folder: Path, parts: Sequence[ScriptPar
                 raise ScriptError(
                     f"{script} ran on {ranks}, but failed {how}, where every parallel size is 1 and each batch is the global "
                     f"batch (exit status {status}). If the script uses batches outside of its engine, for example in its own loss, they "
-                    f"must come from a DataLoader or through colonnade.watch(engine, None, batches):\n{process.said()}"
+                    f"must come from a DataLoader or through colonnade.watch(engine, None, batches):\n{process.output()}"
                 )
             found.append(_record(script, file, how))
     return found
@@ -425,7 +425,7 @@ def _record(script: Script, file: Path, how: str) -> Record:
 def _timed_out(script: Script, process: Running, how: str) -> ScriptError:
     return ScriptError(
         f"{script} did not finish step {script.steps} {how} within {script.timeout:g} seconds, and was stopped. If it is only "
-        f"slow, allow more time (--timeout). Its last output and its stack:\n{process.said()}"
+        f"slow, allow more time (--timeout). Its last output and its stack:\n{process.output()}"
     )
 
 
@@ -465,7 +465,7 @@ class Running:
             time.sleep(_DUMP_SECONDS)
             return None
 
-    def said(self) -> str:
+    def output(self) -> str:
         """The end of its output."""
         with self.log.open("rb") as file:
             file.seek(max(0, self.log.stat().st_size - _SHOWN))

@@ -59,8 +59,10 @@ def call_given(function: Callable[..., Any], offered: Mapping[str, Any], what: s
         wanted = {}
     missing = [
         name
-        for name, one in wanted.items()
-        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD) and name not in offered
+        for name, parameter in wanted.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        and name not in offered
     ]
     if missing:
         *others, last = (f"`{name}`" for name in offered)

@@ -88,27 +88,27 @@ class PlainRecorder:
             model, self.tracked, rank, rename=plain_name, by_count=True, dropping=script.dropping
         )
         self.record = self.recorder.record
-        floating = [one.tensor.dtype for one in self.tracked if one.tensor.is_floating_point()]
+        floating = [entry.tensor.dtype for entry in self.tracked if entry.tensor.is_floating_point()]
         dtype = str(floating[0] if floating else torch.get_default_dtype()).removeprefix("torch.")
         self.record.run = RunInfo(dtype=dtype, data_parallel=_is_data_parallel(model))
         self.record.tensors = {
-            one.name: TensorNote(
-                one.names,
-                one.shape,
-                one.positions,
-                one.placement,
-                is_parameter=one.is_parameter,
-                trained=one.tensor.requires_grad,
+            entry.name: TensorNote(
+                entry.names,
+                entry.shape,
+                entry.positions,
+                entry.placement,
+                is_parameter=entry.is_parameter,
+                trained=entry.tensor.requires_grad,
             )
-            for one in self.tracked
+            for entry in self.tracked
         }
-        self.record.groups = groups_of(optimizer, {id(one.tensor): one for one in self.tracked})
+        self.record.groups = groups_of(optimizer, {id(entry.tensor): entry for entry in self.tracked})
 
         # A backward pass that starts at a single number starts at a loss.
         def note_loss(tensors: Any, gradients: Any = None, *args: Any, **kwargs: Any) -> None:
             some = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             given = [gradients, kwargs.get("gradient"), kwargs.get("grad_tensors")]
-            if len(some) == 1 and some[0].numel() == 1 and all(one is None for one in given):
+            if len(some) == 1 and some[0].numel() == 1 and all(entry is None for entry in given):
                 self.recorder.note_loss((float(local_part(some[0].detach())), None))
 
         # If the script clips, `clipping` has recorded the gradients before, and the optimizer steps with the clipped ones.
@@ -194,8 +194,8 @@ def with_layout(records: Sequence[Record]) -> list[Record]:
     staged = any(record.tensors.keys() != records[0].tensors.keys() for record in records)
     for data, kind in enumerate(kinds):
         for at, record in enumerate(kind):
-            owed = (("DATA", tuple(groups["DATA"][at]), float(len(kinds))),) if len(kinds) > 1 else ()
-            record.tensors = {name: replace(note, owed=owed) for name, note in record.tensors.items()}
+            required = (("DATA", tuple(groups["DATA"][at]), float(len(kinds))),) if len(kinds) > 1 else ()
+            record.tensors = {name: replace(note, required=required) for name, note in record.tensors.items()}
             # torch's pipeline stages run once on made-up inputs to learn their shapes: these outputs mean nothing.
             if staged:
                 record.steps[0].activations.clear()

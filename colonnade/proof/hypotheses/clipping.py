@@ -60,7 +60,7 @@ def by_the_norm_of_some_ranks(case: ClipCase) -> Iterator[Claim]:
 
         residual = case.residual(coefficient)
         left = [mode for mode in case.groups.of_mode if mode not in modes]
-        split = [mode for mode in left if any(case.norms.is_split(name, mode) for name in case.norms.parts)]
+        split = [mode for mode in left if any(case.norms.is_sharded(name, mode) for name in case.norms.parts)]
         over = " and ".join(split) or "the world"
         if any("PIPELINE" in mode.upper() for mode in split) and len(split) == 1:
             what = "is clipped by the norm of its own pipeline stage"
@@ -105,7 +105,7 @@ def by_another_factor(case: ClipCase) -> Iterator[Claim]:
     own = before.get(part.rank)
     if own is None or own.value.numel() != part.value.numel() or not bool(own.value.any()):
         return
-    share = float(flat(part.value) @ flat(own.value)) / float(flat(own.value) @ flat(own.value))
-    what = f"is multiplied by {share:.6g} instead of {case.due:.6g}"
+    factor = float(flat(part.value) @ flat(own.value)) / float(flat(own.value) @ flat(own.value))
+    what = f"is multiplied by {factor:.6g} instead of {case.due:.6g}"
     where = "the limit that is applied, and anything else that scales gradients before the step"
-    yield Claim("wrong-divisor", what, where, share / case.due, residual=case.residual(lambda n, r: share), rank=70)
+    yield Claim("wrong-divisor", what, where, factor / case.due, residual=case.residual(lambda n, r: factor), rank=70)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from colonnade.proof.case import Candidate, GradientCase, sum_of_passes
 from colonnade.proof.claims import Claim, hypothesis
-from colonnade.proof.compare import HeldPart, flat, length
+from colonnade.proof.compare import LocalValue, flat, length
 
 _FEW = 4
 """Every subset of ranks is tried up to this many ranks."""
@@ -28,8 +28,8 @@ def summed(case: GradientCase, change: Callable[[Tensor], Tensor]) -> Candidate:
 def together(case: GradientCase, join: Callable[[Tensor], Tensor | None]) -> Candidate:
     """The gradient that a rank would have if `join` had reduced the local gradients of the required ranks, one in each row."""
 
-    def candidate(part: HeldPart) -> Tensor | None:
-        rows = case.owed_raws(part)
+    def candidate(part: LocalValue) -> Tensor | None:
+        rows = case.required_raws(part)
         return None if rows is None or len(rows) < 2 else join(rows)
 
     return candidate
@@ -37,7 +37,7 @@ def together(case: GradientCase, join: Callable[[Tensor], Tensor | None]) -> Can
 
 def _is_summed_wrongly(case: GradientCase) -> bool:
     """Whether a reduction is required, and its result is wrong."""
-    return bool(case.raws and case.owed and case.wrong) and not case.reduction_is_right
+    return bool(case.raws and case.required and case.wrong) and not case.reduction_is_right
 
 
 @hypothesis("gradient")
@@ -48,7 +48,7 @@ def another_operation(case: GradientCase) -> Iterator[Claim]:
     """
     if not _is_summed_wrongly(case):
         return
-    over, where = " and ".join(case.owed), "the operation (ReduceOp) of the reduction"
+    over, where = " and ".join(case.required), "the operation (ReduceOp) of the reduction"
     operations: dict[str, Callable[..., Tensor]] = {
         "maximum": torch.amax,
         "minimum": torch.amin,
@@ -81,10 +81,10 @@ def mean_of_those_who_have_it(case: GradientCase) -> Iterator[Claim]:
         used = (rows != 0).sum(0)
         return None if bool((used == len(rows)).all()) else rows.sum(0) / used.clamp(min=1)
 
-    over = " and ".join(case.owed)
+    over = " and ".join(case.required)
     what = f"is, element by element, the mean over the ranks of {over} where it is not zero instead of over all of them"
     where = "the divisor for the rows of a sparse gradient"
-    yield Claim("wrong-divisor", what, where, modes=tuple(case.owed), residual=case.residual(together(case, mean)))
+    yield Claim("wrong-divisor", what, where, modes=tuple(case.required), residual=case.residual(together(case, mean)))
 
 
 @hypothesis("gradient")
@@ -93,7 +93,7 @@ def clipped_by_value(case: GradientCase) -> Iterator[Claim]:
 
     Signature: the sum of gradients clamped at one limit, which is read off the elements with the largest error.
     """
-    rows = case.owed_raws(case.wrong[0]) if _is_summed_wrongly(case) else None
+    rows = case.required_raws(case.wrong[0]) if _is_summed_wrongly(case) else None
     if rows is None:
         return
     found = flat(case.wrong[0].value) * case.divisor
@@ -143,14 +143,14 @@ def clipped_first(case: GradientCase) -> Iterator[Claim]:
         once = {rank: [_coefficient(_sum(own), most, scale)] * len(own) for rank, own in passes.items()}
         ways = {f"by {whose} norm": once}
         if any(len(own) > 1 for own in passes.values()):
-            each = {rank: [_coefficient(one, most, scale) for one in own] for rank, own in passes.items()}
+            each = {rank: [_coefficient(gradient, most, scale) for gradient in own] for rank, own in passes.items()}
             after: dict[int, list[float]] = {}
             for rank, own in passes.items():  # after each pass, the sum of all passes so far is clipped
                 weights = after[rank] = list[float]()
                 for number in range(1, len(own) + 1):
                     weights.append(1.0)
-                    share = _coefficient(_sum(own[:number], weights), most, scale)
-                    weights[:] = [weight * share for weight in weights]
+                    factor = _coefficient(_sum(own[:number], weights), most, scale)
+                    weights[:] = [weight * factor for weight in weights]
             ways |= {f"in each micro-batch by {whose} norm": each, f"after each micro-batch by {whose} norm": after}
         for how, by_rank in ways.items():
             what = f"is the sum of local gradients that each rank clipped {how} before the reduction"
@@ -167,8 +167,8 @@ _Gradient = dict[str, Tensor]
 
 def _sum(some: Sequence[_Gradient], weights: Sequence[float] | None = None) -> _Gradient:
     total: _Gradient = {}
-    for weight, one in zip(weights or [1.0] * len(some), some, strict=True):
-        for name, value in one.items():
+    for weight, gradient in zip(weights or [1.0] * len(some), some, strict=True):
+        for name, value in gradient.items():
             total[name] = total[name] + weight * value if name in total else weight * value
     return total
 
@@ -179,11 +179,11 @@ def _coefficient(gradient: _Gradient, most: float, scale: float) -> float:
 
 
 def _weighed(case: GradientCase, weights: dict[int, list[float]]) -> Candidate:
-    def candidate(part: HeldPart) -> Tensor | None:
+    def candidate(part: LocalValue) -> Tensor | None:
         total = None
         for number, some in enumerate(case.gradient.raw):
             one_pass = case.of_pass(some)
-            for rank in case.groups.joint(tuple(case.owed), part.rank):
+            for rank in case.groups.joint(tuple(case.required), part.rank):
                 raw = one_pass.raw_at(rank, part) if rank in one_pass.raws else None
                 if raw is not None:
                     total = raw * weights[rank][number] + (0.0 if total is None else total)
@@ -203,6 +203,7 @@ def whole_numbers(case: GradientCase) -> Iterator[Claim]:
         unit = row.abs().max() / levels
         return (row / unit).round() * unit if unit else row
 
+    # Quantization uses the largest integer, or one more (the negative end of the range), as the largest element.
     for bits in (8, 4) if _is_summed_wrongly(case) else ():
         for levels in (2 ** (bits - 1) - 1, 2 ** (bits - 1)):
             residual = case.residual(summed(case, partial(quantized, levels=levels)))
@@ -217,7 +218,7 @@ def of_some_something_else(case: GradientCase) -> Iterator[Claim]:
 
     Signature: the sum with these gradients. Every subset of ranks is tried, up to a few ranks.
     """
-    ranks = case.groups.joint(tuple(case.owed), case.wrong[0].rank) if _is_summed_wrongly(case) else ()
+    ranks = case.groups.joint(tuple(case.required), case.wrong[0].rank) if _is_summed_wrongly(case) else ()
     if not 1 < len(ranks) <= _FEW:
         return
     subsets = [some for count in range(1, len(ranks)) for some in combinations(ranks, count)]
@@ -230,7 +231,9 @@ def of_some_something_else(case: GradientCase) -> Iterator[Claim]:
         where = "when these ranks send, and the events that they wait for"
         sources.append(("stale-gradient", "the gradient of the previous step", where, old))
     size = case.compared.truth.numel()
-    names = [name for name, one in case.step.gradients.items() if one.raw and one.total.truth.numel() == size]
+    names = [
+        name for name, gradient in case.step.gradients.items() if gradient.raw and gradient.total.truth.numel() == size
+    ]
     for name in [name for name in names if name != case.name][:_FEW]:
         exchanged = case.of_pass(list(sum_of_passes(case.step.gradients[name].raw).values()))
         where = "when these ranks send, and everything that writes to the buffer meanwhile"
@@ -239,11 +242,11 @@ def of_some_something_else(case: GradientCase) -> Iterator[Claim]:
     for (cause, whose, where, other), some, added in product(sources, subsets, (False, True)):
 
         def candidate(
-            part: HeldPart, other: GradientCase = other, some: tuple[int, ...] = some, added: bool = added
+            part: LocalValue, other: GradientCase = other, some: tuple[int, ...] = some, added: bool = added
         ) -> Tensor | None:
             sent = [(other if rank in some else case).raw_at(rank, part) for rank in ranks]
             sent += [case.raw_at(rank, part) for rank in some if added]
-            return None if any(one is None for one in sent) else torch.stack(sent).sum(0) / case.divisor  # type: ignore[arg-type]
+            return None if any(raw is None for raw in sent) else torch.stack(sent).sum(0) / case.divisor  # type: ignore[arg-type]
 
         how = "in addition to their own" if added else "instead of their own"
         what = f"has {whose} from ranks {list(some)} in its sum, {how}"
@@ -264,15 +267,15 @@ def weights_inside(case: GradientCase) -> Iterator[Claim]:
     truth, values = case.truth(part), weight(part)
     if truth is None or values is None or not bool(values.any()) or len(values) < 2:
         return
-    share = float((flat(part.value) - truth) @ values) / float(values @ values)
+    factor = float((flat(part.value) - truth) @ values) / float(values @ values)
 
-    def candidate(part: HeldPart) -> Tensor | None:
+    def candidate(part: LocalValue) -> Tensor | None:
         gradient, decay = case.truth(part), weight(part)
-        return None if gradient is None or decay is None else gradient + share * decay
+        return None if gradient is None or decay is None else gradient + factor * decay
 
-    what = f"has {share:.4g} times the weight added to it"
+    what = f"has {factor:.4g} times the weight added to it"
     where = "code that adds weight decay to gradients, in addition to the optimizer's own"
-    yield Claim("weights-in-gradient", what, where, share, residual=case.residual(candidate))
+    yield Claim("weights-in-gradient", what, where, factor, residual=case.residual(candidate))
 
 
 @hypothesis("gradient")
@@ -284,12 +287,13 @@ def thinned_out(case: GradientCase) -> Iterator[Claim]:
     if not _is_summed_wrongly(case):
         return
 
-    def candidate(part: HeldPart) -> Tensor | None:
-        rows = case.owed_raws(part)
+    def candidate(part: LocalValue) -> Tensor | None:
+        rows = case.required_raws(part)
         if rows is None or not 1 < len(rows) <= _FEW:
             return None
         found = flat(part.value)
         chosen = torch.tensor(list(product((0.0, 1.0), repeat=len(rows))), dtype=torch.float64)
+        # For each element, the sum over the subset of ranks that comes closest to the found value.
         sums = chosen @ rows / case.divisor
         return sums.gather(0, (sums - found).abs().argmin(0, keepdim=True)).squeeze(0)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.proof.case import Candidate, GradientCase, sum_of_passes
 from colonnade.proof.claims import Claim, hypothesis, sum_not_made
-from colonnade.proof.compare import HeldPart, at_positions, flat, length
+from colonnade.proof.compare import LocalValue, at_positions, flat, length
 
 _SAMPLED = 1 << 16
 _OTHERS = 8
@@ -43,8 +43,8 @@ def solved(columns: Sequence[Tensor], value: Tensor, allowed: float) -> list[flo
 def mixture(wholes: Sequence[Tensor], weights: Sequence[float]) -> Candidate:
     """The elements that a rank would have of the weighted sum of full tensors."""
 
-    def candidate(part: HeldPart) -> Tensor:
-        some = [w * at_positions(one, part.positions) for w, one in zip(weights, wholes, strict=True)]
+    def candidate(part: LocalValue) -> Tensor:
+        some = [w * at_positions(x, part.positions) for w, x in zip(weights, wholes, strict=True)]
         return torch.stack(some).sum(0)
 
     return candidate
@@ -99,7 +99,7 @@ class _Pattern:
                     what = f"has earlier micro-batches summed over {mode} again with each later one"
                     return "reduced-twice", what, "whether each pass reduces everything accumulated so far"
         usual = (1.0, float(count), 1 / count, count / (count + 1))
-        if len(more) == 1 and self._same(weights[more[0]], 2 * least) and any(self._same(least, one) for one in usual):
+        if len(more) == 1 and self._same(weights[more[0]], 2 * least) and any(self._same(least, x) for x in usual):
             instead = f", instead of micro-batch {_listed(lost)}" if lost else ""
             what = f"counts micro-batch {more[0]} of {count} twice{instead}"
             return "micro-batch-twice", what, "the loader's index, and sums that are made more than once between passes"
@@ -107,8 +107,8 @@ class _Pattern:
         what = f"sums its micro-batches with the weights {shown} instead of 1 each"
         return "scaled-by-accumulation", what, "anything that scales gradients between passes, and in which passes"
 
-    def _same(self, one: float, other: float) -> bool:
-        return abs(one - other) <= 4 * self.within * max(1.0, abs(other))
+    def _same(self, x: float, other: float) -> bool:
+        return abs(x - other) <= 4 * self.within * max(1.0, abs(other))
 
 
 @hypothesis("gradient")
@@ -122,9 +122,9 @@ def passes(case: GradientCase) -> Iterator[Claim]:
         return
     for like in similar(case):
         truths = like.gradient.truth_of_passes
-        if not like.wrong or any(one.numel() != like.compared.truth.numel() for one in truths):
+        if not like.wrong or any(x.numel() != like.compared.truth.numel() for x in truths):
             continue
-        columns = [torch.cat([at_positions(one, part.positions) for part in like.wrong]) for one in truths]
+        columns = [torch.cat([at_positions(x, part.positions) for part in like.wrong]) for x in truths]
         value = torch.cat([flat(part.value) for part in like.wrong])
         weights = solved(columns, value, 2 * like.row.tolerance * len(like.wrong) ** 0.5)
         if weights is None:
@@ -149,11 +149,11 @@ def _same_passes(case: GradientCase) -> tuple[int, int] | None:
     truths, raws = case.gradient.truth_of_passes, [sum_of_passes([some]) for some in case.gradient.raw]
     if len(raws) != len(truths):
         return None
-    for one, other in combinations(range(len(raws)), 2):
-        pairs = [(part.value, raws[other][rank].value) for rank, part in raws[one].items() if rank in raws[other]]
+    for x, other in combinations(range(len(raws)), 2):
+        pairs = [(part.value, raws[other][rank].value) for rank, part in raws[x].items() if rank in raws[other]]
         same = bool(pairs) and all(length(mine) > 0 and torch.equal(mine, theirs) for mine, theirs in pairs)
-        if same and length(flat(truths[one]) - flat(truths[other])) > case.row.tolerance:
-            return one, other
+        if same and length(flat(truths[x]) - flat(truths[other])) > case.row.tolerance:
+            return x, other
     return None
 
 
@@ -176,16 +176,16 @@ def ranks(case: GradientCase) -> Iterator[Claim]:
     if len(known) < len(weights):
         return
 
-    def candidate(part: HeldPart) -> Tensor | None:
+    def candidate(part: LocalValue) -> Tensor | None:
         some = [(case.raw_at(ranks[0], part), weight) for ranks, weight in known[part.rank].items()]
-        if any(one is None for one, _ in some):
+        if any(x is None for x, _ in some):
             return None
-        return torch.stack([weight / case.divisor * one for one, weight in some if one is not None]).sum(0)
+        return torch.stack([weight / case.divisor * x for x, weight in some if x is not None]).sum(0)
 
     lacking: dict[int, list[int]] = {}
     shown: dict[int, str] = {}
     for rank, by_ranks in known.items():
-        required = set(case.groups.joint(tuple(case.owed), rank))
+        required = set(case.groups.joint(tuple(case.required), rank))
         for some, weight in by_ranks.items():
             due = len(required & set(some))
             if due and abs(weight) < 1e-3:
@@ -196,8 +196,8 @@ def ranks(case: GradientCase) -> Iterator[Claim]:
     if lacking:
         short = "; ".join(f"rank {rank} lacks the gradient of ranks {some}" for rank, some in list(lacking.items())[:4])
         rank, missing = next(iter(lacking.items()))
-        modes = [mode for mode in case.owed if set(missing) <= set(case.groups.joint((mode,), rank))]
-        claim = sum_not_made(case, modes[:1] or list(case.owed), f"is not the sum over all ranks: {short}")
+        modes = [mode for mode in case.required if set(missing) <= set(case.groups.joint((mode,), rank))]
+        claim = sum_not_made(case, modes[:1] or list(case.required), f"is not the sum over all ranks: {short}")
         yield replace(claim, rank=_SOME, residual=case.residual(candidate))
     else:
         rank = min(shown)
@@ -237,7 +237,7 @@ def passes_of_ranks(case: GradientCase) -> Iterator[Claim]:
             what = (
                 f"is not the sum over all ranks: micro-batch {_listed(sorted(lacking))} of the other ranks is not in it"
             )
-            yield replace(sum_not_made(case, list(case.owed), what), residual=0.3, rank=_SOME)
+            yield replace(sum_not_made(case, list(case.required), what), residual=0.3, rank=_SOME)
             return
 
 
@@ -249,7 +249,7 @@ def _of_each_pass(case: GradientCase, rank: int) -> dict[tuple[int, int], float]
     columns = {}
     for number, some in enumerate(case.gradient.raw):
         one_pass = case.of_pass(some)
-        for other in case.groups.joint(tuple(case.owed), rank):
+        for other in case.groups.joint(tuple(case.required), rank):
             raw = one_pass.raw_at(other, found) if other in one_pass.raws else None
             if raw is None:
                 return None
@@ -258,10 +258,10 @@ def _of_each_pass(case: GradientCase, rank: int) -> dict[tuple[int, int], float]
     return None if weights is None else {key: w * case.divisor for key, w in zip(columns, weights, strict=True)}
 
 
-def _weights(case: GradientCase, part: HeldPart) -> _Weights | None:
+def _weights(case: GradientCase, part: LocalValue) -> _Weights | None:
     """The weights with which the local gradients add up to the gradient of this rank."""
     for like in similar(case):
-        same_rank = next((one for one in like.compared.found if one.rank == part.rank), None)
+        same_rank = next((x for x in like.compared.found if x.rank == part.rank), None)
         if same_rank is None or set(like.raws) != set(case.raws):
             continue
 

@@ -12,7 +12,7 @@ from colonnade.proof.case import NormCase, digits, is_loss_scale, near, same_pla
 from colonnade.proof.claims import Claim, hypothesis
 from colonnade.proof.compare import (
     NORM,
-    HeldPart,
+    LocalValue,
     distance,
     flat,
     in_units,
@@ -36,8 +36,8 @@ def summed_over_some_ranks(case: NormCase) -> Iterator[Claim]:
         if residual > 1:
             continue
         left = [mode for mode in case.groups.of_mode if mode not in modes]
-        split = [mode for mode in left if any(case.is_split(name, mode) for name in case.parts)]
-        copied = [mode for mode in modes if any(not case.is_split(name, mode) for name in case.parts)]
+        split = [mode for mode in left if any(case.is_sharded(name, mode) for name in case.parts)]
+        copied = [mode for mode in modes if any(not case.is_sharded(name, mode) for name in case.parts)]
         stages = [mode for mode in split if "PIPELINE" in mode.upper()]
         over = f"is summed over {' and '.join(modes)} only" if modes else "is local to each rank"
         if copied and min(case.found.values()) > case.truth:
@@ -47,8 +47,12 @@ def summed_over_some_ranks(case: NormCase) -> Iterator[Claim]:
             yield Claim("norm-counts-replicas", what, _WEIGHTS, modes=tuple(copied), residual=residual)
         elif stages and len(split) == len(stages):
             # If the clipped gradients are wrong as well, each stage clips by its own norm; else it only reports that norm.
-            clipped = [one.clipped for one in case.step.gradients.values() if one.clipped is not None]
-            wrong = any(distance(part, one.truth) > 1e-2 * length(one.truth) for one in clipped for part in one.found)
+            clipped = [gradient.clipped for gradient in case.step.gradients.values() if gradient.clipped is not None]
+            wrong = any(
+                distance(part, gradient.truth) > 1e-2 * length(gradient.truth)
+                for gradient in clipped
+                for part in gradient.found
+            )
             cause = "clipped-per-stage" if wrong else "norm-of-a-part"
             what = f"{over}: each pipeline stage has its own norm"
             yield Claim(cause, what, "the reduction of the norm over stages", modes=tuple(stages), residual=residual)
@@ -70,7 +74,7 @@ def replicas_of_a_mode(case: NormCase) -> Iterator[Claim]:
             continue
         total = 0.0
         for name, power in case.once.items():
-            total += power * prod(case.groups.sizes[mode] for mode in modes if not case.is_split(name, mode))
+            total += power * prod(case.groups.sizes[mode] for mode in modes if not case.is_sharded(name, mode))
         what = f"counts parameters that are replicated over {' and '.join(modes)} once for each of its ranks"
         residual = case.residual(case.root(total))
         yield Claim("norm-counts-replicas", what, _WEIGHTS, modes=modes, residual=residual)
@@ -111,11 +115,11 @@ def some_parameters(case: NormCase) -> Iterator[Claim]:
 
         # Sharded parameters that are treated as replicated, so that only the shards of one rank of the group count.
         for mode, groups in case.groups.of_mode.items():
-            for place in range(case.groups.sizes[mode]) if all(case.is_split(name, mode) for name in names) else ():
+            for place in range(case.groups.sizes[mode]) if all(case.is_sharded(name, mode) for name in names) else ():
                 chosen = {group[place] for group in groups if place < len(group)}
                 total = whole - part
                 for name in names:
-                    counted_shards: list[HeldPart] = []
+                    counted_shards: list[LocalValue] = []
                     for shard in (shard for shard in case.parts[name] if shard.rank in chosen):
                         if not any(same_places(shard, other) for other in counted_shards):
                             counted_shards.append(shard)
@@ -125,7 +129,7 @@ def some_parameters(case: NormCase) -> Iterator[Claim]:
                 yield Claim("norm-misses-shards", what, _WEIGHTS, modes=(mode,), residual=residual)
 
         # Nothing but the local shards of these parameters.
-        if any(case.is_split(name, mode) for name in names for mode in case.groups.of_mode):
+        if any(case.is_sharded(name, mode) for name in names for mode in case.groups.of_mode):
             totals = dict.fromkeys(case.found, 0.0)
             for shard in (shard for name in names for shard in case.parts[name]):
                 totals[shard.rank] = totals.get(shard.rank, 0.0) + case.power(shard)
@@ -142,6 +146,7 @@ def shares_of_the_norm(case: NormCase) -> Iterator[Claim]:
     """
     if case.p == inf or len(set(case.found.values())) < 2:
         return
+    # Replicated parameters are in the contribution of every rank, so they are subtracted for all ranks but one.
     on_every_rank = {"": 0.0, **{label: sum(case.once[n] for n in names) for label, names in _kinds(case).items()}}
     for modes in case.groups.subsets():
         for rank in case.found if modes else ():
@@ -163,7 +168,7 @@ def _kinds(case: NormCase) -> Mapping[str, list[str]]:
     for name in case.once:
         info = case.evidence.parameters.get(name)
         for mode in case.groups.of_mode:
-            kind = "sharded over" if case.is_split(name, mode) else "replicated over"
+            kind = "sharded over" if case.is_sharded(name, mode) else "replicated over"
             kinds.setdefault(f"parameters {kind} {mode}", []).append(name)
             if name.endswith("bias"):
                 kinds.setdefault(f"biases {kind} {mode}", []).append(name)
@@ -176,6 +181,7 @@ def _kinds(case: NormCase) -> Mapping[str, list[str]]:
         for module in {name.partition(".")[0], name.rpartition(".")[0]} - {"", name}:
             kinds.setdefault(f"parameters of {module}", []).append(name)
         kinds.setdefault(name, []).append(name)
+    # Of several descriptions of the same parameters, the first one is the most general.
     unlike: dict[tuple[str, ...], str] = {}
     for label, names in kinds.items():
         unlike.setdefault(tuple(names), label)
@@ -190,6 +196,7 @@ def off_by_a_factor(case: NormCase) -> Iterator[Claim]:
     """
     if not case.truth or len(set(case.found.values())) > 1:
         return
+    # A p-norm is a root of a sum of powers, so a factor in the sum is a root of that factor in the norm.
     ratio = next(iter(case.found.values())) / case.truth
     exact = max(2 * case.row.tolerance / case.truth, 1e-9)
     p = 1.0 if case.p == inf else case.p

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from colonnade.proof.case import GradientCase
 from colonnade.proof.claims import Claim, hypothesis
-from colonnade.proof.compare import HeldPart, at_positions, flat, length
+from colonnade.proof.compare import LocalValue, at_positions, flat, length
 from colonnade.proof.hypotheses.mixtures import ODD, mixture, similar, solved
 
 
@@ -19,8 +19,8 @@ def mean_of_means(case: GradientCase) -> Iterator[Claim]:
 
     Signature: the plain mean of the gradients of these batches.
     """
-    truths = [flat(one) for one in case.gradient.truth_of_shards]
-    if len(truths) < 2 or any(len(one) != case.compared.truth.numel() for one in truths):
+    truths = [flat(x) for x in case.gradient.truth_of_data_ranks]
+    if len(truths) < 2 or any(len(x) != case.compared.truth.numel() for x in truths):
         return
     if length(torch.stack(truths).mean(0) - flat(case.compared.truth)) <= case.row.tolerance:
         return  # all counts are equal, so the plain mean is right
@@ -70,11 +70,11 @@ def means_of_passes_and_ranks(case: GradientCase) -> Iterator[Claim]:
 def _contributions(case: GradientCase, name: str) -> list[Tensor] | None:
     """The contribution of each pass of each data rank to a gradient, if all these ranks have the full gradient."""
     gradient, info = case.step.gradients[name], case.evidence.parameters.get(name)
-    modes = tuple(case.groups.name(mode) for mode, _, _ in info.owed) if info is not None else ()
+    modes = tuple(case.groups.name(mode) for mode, _, _ in info.required) if info is not None else ()
     if not gradient.raw or not gradient.raw[0]:
         return None
     ranks, divisor = case.groups.joint(modes, gradient.raw[0][0].rank), 1.0
-    for _, _, by in info.owed if info is not None else ():
+    for _, _, by in info.required if info is not None else ():
         divisor *= by
     found = []
     for some in gradient.raw:
@@ -93,21 +93,22 @@ def weights_of_shares(case: GradientCase) -> Iterator[Claim]:
     Signature: the batches of the data ranks have other weights, solved for, than in the truth.
     """
     for like in similar(case):
-        shares = [flat(one) for one in like.gradient.truth_of_shards]
-        if len(shares) < 2 or not like.wrong or any(len(one) != like.compared.truth.numel() for one in shares):
+        shares = [flat(x) for x in like.gradient.truth_of_data_ranks]
+        if len(shares) < 2 or not like.wrong or any(len(x) != like.compared.truth.numel() for x in shares):
             continue
         part = like.wrong[0]
-        columns = [at_positions(one, part.positions) for one in shares]
+        columns = [at_positions(x, part.positions) for x in shares]
+        # The weights in the truth are not 1 each if token counts differ, so the found weights are compared with those.
         due = solved(columns, at_positions(like.compared.truth, part.positions), like.row.tolerance)
         size = max(1.0, length(part.value) / (length(like.compared.truth) or 1.0))
         found = solved(columns, flat(part.value), like.row.tolerance * size)
         if due is None or found is None or min(due) <= 0:
             continue
-        times = [one / other for one, other in zip(found, due, strict=True)]
-        if max(times) - min(times) > 1e-3 and len(case.gradient.truth_of_shards) == len(found):
-            shown = ", ".join(f"{one:.4g}" for one in times[:6])
+        times = [x / other for x, other in zip(found, due, strict=True)]
+        if max(times) - min(times) > 1e-3 and len(case.gradient.truth_of_data_ranks) == len(found):
+            shown = ", ".join(f"{x:.4g}" for x in times[:6])
             what = f"counts the batches of the data ranks {shown} times, in this order"
-            residual = case.residual(mixture(case.gradient.truth_of_shards, found))
+            residual = case.residual(mixture(case.gradient.truth_of_data_ranks, found))
             yield Claim("wrong-divisor", what, "the divisor of each rank's loss", residual=residual, rank=ODD)
         return
 
@@ -118,7 +119,7 @@ def shares_of_the_batch(case: GradientCase) -> Iterator[Claim]:
 
     Signature: the gradient of one data rank's batch, or its term of the mean. For runs without local gradients.
     """
-    truths = [flat(one) for one in case.gradient.truth_of_shards]
+    truths = [flat(x) for x in case.gradient.truth_of_data_ranks]
     if case.raws or len(truths) < 2 or not case.wrong:
         return
     mode = " and ".join(case.groups.distinct) or "the ranks"
@@ -135,7 +136,7 @@ def shares_of_the_batch(case: GradientCase) -> Iterator[Claim]:
             )
 
 
-def _apart(case: GradientCase, part: HeldPart, whole: Tensor) -> float:
+def _apart(case: GradientCase, part: LocalValue, whole: Tensor) -> float:
     wanted = whole if part.positions is None else whole[part.positions.flatten()]
     if wanted.numel() != part.value.numel():
         return float("inf")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from colonnade.proof.case import Case, GradientCase, digits, either, near, same_places
 from colonnade.proof.claims import Claim, hypothesis
-from colonnade.proof.compare import HeldPart, at_positions, distance, flat, in_units, length
+from colonnade.proof.compare import LocalValue, at_positions, distance, flat, in_units, length
 
 
 @hypothesis("gradient")
@@ -33,7 +33,7 @@ def swapped(case: Case) -> Iterator[Claim]:
 _ORDER = "the order of ranks in the group that shards or gathers it"
 
 
-def _owner(case: Case, part: HeldPart) -> tuple[int, float] | None:
+def _owner(case: Case, part: LocalValue) -> tuple[int, float] | None:
     """The rank whose shard of the truth has these elements, and the remaining distance."""
     for other in case.compared.found:
         if other.rank == part.rank or other.value.numel() != part.value.numel() or same_places(part, other):
@@ -54,7 +54,7 @@ def transposed(case: Case) -> Iterator[Claim]:
     Signature: the transpose of the shard.
     """
 
-    def candidate(part: HeldPart) -> Tensor | None:
+    def candidate(part: LocalValue) -> Tensor | None:
         wanted = case.truth(part)
         if wanted is None or wanted.numel() < 4:
             return None
@@ -101,9 +101,9 @@ def interleaved(case: Case) -> Iterator[Claim]:
     yield Claim("shards-interleaved", what, where, residual=residual)
 
 
-def _one_of_each(case: Case) -> list[HeldPart]:
+def _one_of_each(case: Case) -> list[LocalValue]:
     """One replica of each shard, a wrong one if there is one."""
-    chosen: list[HeldPart] = []
+    chosen: list[LocalValue] = []
     wrong = {id(part) for part in case.wrong}
     for part in sorted(case.compared.found, key=lambda part: id(part) not in wrong):
         if not any(same_places(part, other) for other in chosen):
@@ -148,7 +148,7 @@ def of_another_parameter(case: GradientCase) -> Iterator[Claim]:
 
     Signature: the concatenation of all gradients has these numbers at another offset.
     """
-    wholes = {name: flat(one.total.truth) for name, one in case.step.gradients.items()}
+    wholes = {name: flat(gradient.total.truth) for name, gradient in case.step.gradients.items()}
     if case.compared.truth.numel() < 4 or sum(map(len, wholes.values())) > _SEARCHED:
         return
     row, starts, first = torch.cat(list(wholes.values())), {}, 0
@@ -190,7 +190,9 @@ def a_sum_is_missing(case: Case) -> Iterator[Claim]:
                 break
             total = torch.stack([flat(p.value) for p in same]).sum(0)
             lefts.append(
-                in_units(distance(HeldPart(part.rank, total, part.positions), case.compared.truth), case.row.tolerance)
+                in_units(
+                    distance(LocalValue(part.rank, total, part.positions), case.compared.truth), case.row.tolerance
+                )
             )
         if lefts and len(lefts) == len(case.wrong):
             what = f"is partial: the values of the ranks of {mode} add up to the true one, and nothing sums them"

@@ -19,7 +19,7 @@ from colonnade.proof.case import (
     sum_of_passes,
 )
 from colonnade.proof.claims import Claim, hypothesis, sum_not_made
-from colonnade.proof.compare import HeldPart, distance, flat, in_units, length, uncovered
+from colonnade.proof.compare import LocalValue, distance, flat, in_units, length, uncovered
 
 _CUT_OFF = "what disconnects it from the loss (detach, no_grad, a branch not taken)"
 _BY_HAND = "custom backward passes and hooks between it and the parameters whose gradients are right"
@@ -41,12 +41,12 @@ def nothing_arrived(case: GradientCase) -> Iterator[Claim]:
         zero, everyone = {part.rank for part in case.wrong}, {part.rank for part in case.compared.found}
         what = f"is zero on {'every rank' if zero == everyone else f'ranks {sorted(zero)}'}"
         yield Claim("missing-gradient", what, f"{_CUT_OFF} or zeroes it before the step")
-    elif case.wrong and case.owed and case.raws:
+    elif case.wrong and case.required and case.raws:
         # Ranks whose backward pass gives nothing. That is only a mistake if the reference has a gradient for their batch,
         # which is known if each of these ranks has a batch of its own.
-        ranks, batches = case.groups.joint(tuple(case.owed), case.wrong[0].rank), case.gradient.truth_of_shards
+        ranks, batches = case.groups.joint(tuple(case.required), case.wrong[0].rank), case.gradient.truth_of_data_ranks
         silent = [rank for rank in ranks if rank not in case.raws or not case.raws[rank].value.any()]
-        if silent and len(batches) == len(ranks) and all(bool(one.any()) for one in batches):
+        if silent and len(batches) == len(ranks) and all(bool(x.any()) for x in batches):
             what = f"lacks the contribution of ranks {silent}: their backward passes give no gradient, although their batches have one"
             yield Claim("missing-gradient", what, f"{_CUT_OFF} there", residual=case.residual(case.due))
 
@@ -64,6 +64,7 @@ def of_the_step_before(case: GradientCase) -> Iterator[Claim]:
     where = "when the reduction reads its buffers, and when they are cleared"
     if _is_zero(case) and case.later is not None and case.later.found:
         late = max(distance(part, case.compared.truth) for part in case.later.found)
+        # The first step has no previous gradient. It is zero there, and appears in the next step.
         what = "arrives one step late: the next step has it"
         residual = in_units(late, case.row.tolerance)
         yield Claim("stale-gradient", what, where, residual=residual, rank=-1)
@@ -71,11 +72,11 @@ def of_the_step_before(case: GradientCase) -> Iterator[Claim]:
     if before is None:
         return
 
-    def old(part: HeldPart) -> Tensor | None:
+    def old(part: LocalValue) -> Tensor | None:
         wanted = flat(before)
         return wanted if part.positions is None else wanted[part.positions.flatten()]
 
-    def both(part: HeldPart) -> Tensor | None:
+    def both(part: LocalValue) -> Tensor | None:
         truth, other = case.truth(part), old(part)
         return None if truth is None or other is None else truth + other
 
@@ -101,7 +102,7 @@ def wrong_factor(case: GradientCase) -> Iterator[Claim]:
 
     # Divided by the ranks that communicate, although more ranks contributed data. Experts are such parameters: their
     # expert-data group sums what all data ranks sent.
-    for mode, ranks, divisor in case.info.owed if case.backward_is_right is not False else ():
+    for mode, ranks, divisor in case.info.required if case.backward_is_right is not False else ():
         if divisor > len(ranks) and abs(value - divisor / len(ranks)) <= exact:
             by = f"is divided by the {len(ranks)} ranks of its {mode} group" if len(ranks) > 1 else "is not divided"
             what = f"is {value:g} times what it should be: it {by}, but {divisor:g} ranks saw distinct data"
@@ -116,6 +117,7 @@ def wrong_factor(case: GradientCase) -> Iterator[Claim]:
         modes = tuple(name for name, _ in factor.powers)
         doubt = sum(case.is_shared(mode) for mode in modes)
         yield replace(_meaning(case, factor), factor=factor.value, modes=modes, residual=residual, doubt=doubt)
+    # A single number is a multiple of any other, so a factor that is no product of sizes means nothing there.
     if explained or (case.wrong[0].value.numel() == 1 and case.compared.truth.numel() < 3):
         return
 
@@ -145,7 +147,7 @@ def _meaning(case: GradientCase, factor: Factor) -> Claim:
         if in_backward:
             what = f"is {size} before any reduction: the loss, or a backward pass, is scaled by {factor}"
             return Claim("scaled-by-mode", what, "the scale of the loss, and reductions that autograd differentiates")
-        if all(power == 1 and case.owed.get(name, 0.0) > 1 for name, power in powers.items()):
+        if all(power == 1 and case.required.get(name, 0.0) > 1 for name, power in powers.items()):
             what = f"is {size}: summed over {' and '.join(powers)}, but divided by the size of neither"
             return Claim("summed-not-averaged", what, "the handlers of these reductions")
         if all(power == 2 for power in powers.values()):
@@ -159,14 +161,14 @@ def _meaning(case: GradientCase, factor: Factor) -> Claim:
         what = f"is {size}: it {words} the number of micro-batches"
         where = "the divisor of each micro-batch's loss"
         return Claim("scaled-by-accumulation", what, where, rank=40 if case.backward_is_right else 0)
-    if power < 0 and case.owed.get(name, 1.0) > 1 and in_backward and _raws_are_partial(case):
+    if power < 0 and case.required.get(name, 1.0) > 1 and in_backward and _raws_are_partial(case):
         what = f"is {size}: each rank has a partial gradient, and {name} takes their mean instead of their sum"
         return Claim(
             "averaged-not-summed",
             what,
             f"a loss that is computed from outputs of several ranks of {name}, and its scale",
         )
-    if case.everywhere and (in_backward or (name not in case.owed and case.backward_is_right is not True)):
+    if case.everywhere and (in_backward or (name not in case.required and case.backward_is_right is not True)):
         words = "multiplied" if power > 0 else "divided"
         what = f"is {size}, like every other gradient: the loss is {words} by the size of {name}"
         return Claim("scaled-by-mode", what, "the scale of the loss, and reductions of it that autograd differentiates")
@@ -179,7 +181,7 @@ def _meaning(case: GradientCase, factor: Factor) -> Claim:
         what = f"is {size} before any reduction: a backward pass {words}"
         return Claim("scaled-by-mode", what, "the backward pass of the layer's collectives")
 
-    divisor = case.owed.get(name)
+    divisor = case.required.get(name)
     if divisor is None and power > 0:
         what = f"is {size}: summed over {name}, although each of its ranks has the full gradient"
         return Claim("summed-not-averaged", what, f"handlers that sum it over {name}, where no reduction is required")
@@ -202,8 +204,8 @@ def _meaning(case: GradientCase, factor: Factor) -> Claim:
 
 def _raws_are_partial(case: GradientCase) -> bool:
     """Whether the local gradients are partial sums of the true one, and none of them is that of one rank's batch, scaled."""
-    batches = [flat(one) for one in case.gradient.truth_of_shards]
-    if len(batches) != len(case.groups.joint(tuple(case.owed), case.wrong[0].rank)):
+    batches = [flat(x) for x in case.gradient.truth_of_data_ranks]
+    if len(batches) != len(case.groups.joint(tuple(case.required), case.wrong[0].rank)):
         return False  # some of the ranks have the same batch
     for raw in case.raws.values():
         for batch in batches:
@@ -227,8 +229,8 @@ def over_other_ranks(case: GradientCase) -> Iterator[Claim]:
     if fitted is not None and case.residual(case.truth, fitted[0]) <= 1:
         return  # a constant times the truth: `wrong_factor`
     for modes in case.groups.subsets():
-        missing = [mode for mode in case.owed if not _reaches(case, modes, (mode,))]
-        extra = [mode for mode in modes if not _reaches(case, tuple(case.owed), (mode,))]
+        missing = [mode for mode in case.required if not _reaches(case, modes, (mode,))]
+        extra = [mode for mode in modes if not _reaches(case, tuple(case.required), (mode,))]
         candidate = case.raw_sum(modes)
         fitted = case.fit(candidate) if missing or extra else None
         if fitted is None:
@@ -236,10 +238,10 @@ def over_other_ranks(case: GradientCase) -> Iterator[Claim]:
 
         # The usual divisors: the required one, those of the modes that were summed, none, and the number of ranks.
         exact = max(fitted[1], 1e-9)
-        done = prod(case.owed.get(mode, 1.0) for mode in modes)
+        done = prod(case.required.get(mode, 1.0) for mode in modes)
         usual = [1 / case.divisor, 1 / done, 1.0, 1 / len(case.groups.joint(modes, case.wrong[0].rank))]
-        factors = [one for one in usual if abs(one - fitted[0]) <= exact]
-        factors += [one.value for one in near(fitted[0], case.sizes, exact)]
+        factors = [x for x in usual if abs(x - fitted[0]) <= exact]
+        factors += [x.value for x in near(fitted[0], case.sizes, exact)]
         if factors:
             residual = min(case.residual(candidate, factor) for factor in factors[:3])
             doubt = int(factors[0] not in usual)
@@ -258,7 +260,7 @@ def _reaches(case: GradientCase, modes: Sequence[str], others: Sequence[str]) ->
 
 
 def _name_sum(case: GradientCase, modes: Sequence[str], missing: Sequence[str], extra: Sequence[str]) -> Claim:
-    required = " and ".join(case.owed) or "no reduction"
+    required = " and ".join(case.required) or "no reduction"
     if extra and not missing and all(case.is_replicated(mode) for mode in extra):
         over = " and ".join(extra)
         what = f"is also summed over {over}, where no reduction is required"
@@ -282,7 +284,7 @@ def with_another_parameter(case: GradientCase) -> Iterator[Claim]:
         return
     for modes in case.groups.subsets():
 
-        def candidate(part: HeldPart, modes: tuple[str, ...] = modes) -> Tensor | None:
+        def candidate(part: LocalValue, modes: tuple[str, ...] = modes) -> Tensor | None:
             total = torch.zeros(part.value.numel(), dtype=torch.float64)
             for rank in case.groups.joint(modes, part.rank):
                 name = _counterpart(case, part.rank, rank)
@@ -306,7 +308,7 @@ def with_another_parameter(case: GradientCase) -> Iterator[Claim]:
         what = f"is summed over {' and '.join(modes)}, some of whose ranks store a different parameter at its place"
         where = f"the process group of its reduction, in which it is added to {others[0]}"
         residual = case.residual(candidate, fitted[0])
-        yield Claim("reduced-over-other-mode", what, where, modes=tuple(case.owed), residual=residual)
+        yield Claim("reduced-over-other-mode", what, where, modes=tuple(case.required), residual=residual)
 
 
 def _counterpart(case: GradientCase, rank: int, other: int) -> str | None:
@@ -331,12 +333,12 @@ def parts_that_add_up(case: GradientCase) -> Iterator[Claim]:
     """
     if len(case.wrong) < 2 or len({part.value.numel() for part in case.wrong}) > 1:
         return
-    for mode in [mode for mode in case.groups.of_mode if not case.raws or mode not in case.owed]:
+    for mode in [mode for mode in case.groups.of_mode if not case.raws or mode not in case.required]:
         distances = []
         for part in case.wrong:
             ranks, truth = case.groups.joint((mode,), part.rank), case.truth(part)
             some = [flat(other.value) for other in case.compared.found if other.rank in ranks]
-            if truth is None or len(some) < 2 or any(len(one) != len(truth) for one in some):
+            if truth is None or len(some) < 2 or any(len(x) != len(truth) for x in some):
                 break
             distances.append(length(torch.stack(some).sum(0) - truth))
         if len(distances) < len(case.wrong):
@@ -356,6 +358,8 @@ def lost_on_the_way_down(case: GradientCase) -> Iterator[Claim]:
     """
     if case.backward_is_right is not False or not case.reduction_is_right or not case.forward_is_right:
         return
+    # A gradient that is too small, and whose local gradients differ between ranks of a model-parallel mode, lacks the part
+    # that should have crossed those ranks.
     fitted, others = case.fit(case.truth), [m for m in case.groups.of_mode if m != "DATA" and case.differs_over(m)]
     after = f", while the gradient of {sorted(case.healthy)[0]} is right" if case.healthy else ""
     how = "is correctly reduced, but wrong because the backward passes of the ranks give wrong local gradients"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from colonnade.proof.case import Case, NormCase, digits, either, near
 from colonnade.proof.claims import Claim, hypothesis
-from colonnade.proof.compare import WEIGHTS, HeldPart, at_positions, flat, length
+from colonnade.proof.compare import WEIGHTS, LocalValue, at_positions, flat, length
 
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 _WHERE = "casts on the way, and the dtype of the reduction"
@@ -28,7 +28,9 @@ def narrower(value: Tensor, truth: Tensor, dtype: str, exactly: bool = False) ->
     """
     size, off, own = length(truth), (value - truth).abs().max(), torch.finfo(getattr(torch, dtype)).eps
     narrow = {
-        str(one).removeprefix("torch."): torch.finfo(one).eps for one in _NARROW if torch.finfo(one).eps > 4 * own
+        str(dtype).removeprefix("torch."): torch.finfo(dtype).eps
+        for dtype in _NARROW
+        if torch.finfo(dtype).eps > 4 * own
     }
     for name, eps in reversed(narrow.items()):  # a bfloat16 number is a float32 number too
         fits = length(value.to(getattr(torch, name)).double() - value) <= 1e-3 * eps * length(value)
@@ -63,7 +65,7 @@ def rounded_before(case: Case) -> Iterator[Claim]:
     Signature: on these ranks the errors have random signs and the size of that dtype's rounding.
     """
     own = torch.finfo(getattr(torch, case.evidence.dtype)).eps
-    narrow = [one for one in _NARROW if torch.finfo(one).eps > 4 * own]
+    narrow = [dtype for dtype in _NARROW if torch.finfo(dtype).eps > 4 * own]
     pairs = [
         (flat(part.value), truth) for part in case.wrong if (truth := case.truth(part)) is not None and truth.any()
     ]
@@ -73,8 +75,8 @@ def rounded_before(case: Case) -> Iterator[Claim]:
     off = length(value - truth) / length(truth)
     if abs(float(value @ truth) / float(truth @ truth) - 1) > off / 2:
         return  # the errors have one direction, so they are not rounding
-    ratios = {one: off / (_USUAL * torch.finfo(one).eps) for one in narrow}
-    dtype = min(narrow, key=lambda one: abs(log(ratios[one])))
+    ratios = {dtype: off / (_USUAL * torch.finfo(dtype).eps) for dtype in narrow}
+    dtype = min(narrow, key=lambda dtype: abs(log(ratios[dtype])))
     if abs(log(ratios[dtype])) < log(_SPREAD):
         name = str(dtype).removeprefix("torch.")
         what = f"is off by {off:.2g} of its length, as much as rounding to {name} upstream of it causes"
@@ -106,7 +108,7 @@ def another_step_size(case: Case) -> Iterator[Claim]:
         return
     before = old
 
-    def start(part: HeldPart) -> Tensor:
+    def start(part: LocalValue) -> Tensor:
         return at_positions(before, part.positions)
 
     above, below = 0.0, 0.0
@@ -121,7 +123,7 @@ def another_step_size(case: Case) -> Iterator[Claim]:
         return
     factor = above / below
 
-    def candidate(part: HeldPart) -> Tensor | None:
+    def candidate(part: LocalValue) -> Tensor | None:
         truth = case.truth(part)
         return None if truth is None else start(part) + factor * (truth - start(part))
 

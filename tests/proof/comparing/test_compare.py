@@ -7,7 +7,7 @@ from math import inf, nan
 import pytest
 import torch
 
-from colonnade.proof.compare import Compared, HeldPart, compare, compare_tensor
+from colonnade.proof.compare import Compared, LocalValue, compare, compare_tensor
 from tests.proof.made_up import World
 
 TRUTH = torch.arange(6, dtype=torch.float64).view(2, 3)
@@ -19,41 +19,41 @@ def row(*parts):
 
 
 def test_shards_are_compared_at_their_places():
-    assert row(HeldPart(0, TRUTH[0], TOP), HeldPart(1, TRUTH[1], BOTTOM)).status == "equal"
-    assert row(HeldPart(0, TRUTH[1], TOP), HeldPart(1, TRUTH[0], BOTTOM)).ranks == (0, 1)
+    assert row(LocalValue(0, TRUTH[0], TOP), LocalValue(1, TRUTH[1], BOTTOM)).status == "equal"
+    assert row(LocalValue(0, TRUTH[1], TOP), LocalValue(1, TRUTH[0], BOTTOM)).ranks == (0, 1)
 
 
 def test_the_error_is_in_units_of_the_tolerance():
     found = TRUTH.clone()
     found[0, 0] += 3e-9
-    assert row(HeldPart(0, found)).error == pytest.approx(3, rel=1e-3)
+    assert row(LocalValue(0, found)).error == pytest.approx(3, rel=1e-3)
 
 
 def test_elements_that_nobody_holds_are_counted():
-    missing = row(HeldPart(0, TRUTH[0], TOP))
+    missing = row(LocalValue(0, TRUTH[0], TOP))
     assert missing.status == "missing"
     assert "no rank has 3 of its elements" in missing.detail
     assert row().detail == "no rank has it"
 
 
 def test_replicas_that_differ_are_named():
-    wrong = row(HeldPart(0, TRUTH), HeldPart(1, TRUTH + 1), HeldPart(2, TRUTH))
+    wrong = row(LocalValue(0, TRUTH), LocalValue(1, TRUTH + 1), LocalValue(2, TRUTH))
     assert wrong.ranks == (1,)
     assert "ranks [1]" in wrong.detail
 
 
 def test_a_rank_may_hold_nothing():
-    nothing = HeldPart(2, torch.zeros(0), torch.zeros(0, dtype=torch.int64))
-    assert row(HeldPart(0, TRUTH), HeldPart(1, TRUTH + 1), nothing).ranks == (1,)
+    nothing = LocalValue(2, torch.zeros(0), torch.zeros(0, dtype=torch.int64))
+    assert row(LocalValue(0, TRUTH), LocalValue(1, TRUTH + 1), nothing).ranks == (1,)
 
 
 def test_what_is_not_finite_names_its_ranks():
-    broken = row(HeldPart(0, TRUTH), HeldPart(1, TRUTH * nan))
+    broken = row(LocalValue(0, TRUTH), LocalValue(1, TRUTH * nan))
     assert (broken.status, broken.ranks, broken.error) == ("not finite", (1,), inf)
 
 
 def test_a_shape_that_does_not_fit_differs():
-    assert row(HeldPart(0, TRUTH[:1])).error == inf
+    assert row(LocalValue(0, TRUTH[:1])).error == inf
 
 
 def test_the_ranks_losses_may_be_those_of_their_own_shares():
