@@ -7,6 +7,7 @@ difference that follows from an earlier one is a row of the table, but not a fin
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -126,6 +127,12 @@ class _Diagnosis:
         """The differing rows of some quantities, in that step."""
         return [row for row in self.wrong if row.quantity in quantities and row.step in (None, self.at)]
 
+    def _ranks(self, ranks: Sequence[int]) -> str:
+        """Ranks in a sentence."""
+        if not ranks or len(ranks) == self.evidence.world_size:
+            return "every rank"
+        return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {short_ranks(ranks)}"
+
     # --- From NaN to the loss ---
 
     def _not_finite(self) -> list[Finding]:
@@ -158,23 +165,28 @@ class _Diagnosis:
             source = ", but all gradients are finite; look at the dtype of the sum of powers, and at divisions by zero"
         else:
             source = "; look at the data of these ranks"
-        sentence = f"{_called(row)} is the first value that is not finite, on {_ranks(row.ranks)}{source}."
+        sentence = f"{_called(row)} is the first value that is not finite, on {self._ranks(row.ranks)}{source}."
         return [Finding("not-finite", (row.name,), row.step, sentence)]
 
     def _masks(self) -> list[Finding]:
         if in_eval := self.rows_of(MODE):
             names = tuple(row.name or "the model" for row in in_eval)
-            verb = "is" if len(names) == 1 else "are"
-            where = f"{verb} in evaluation mode on {_ranks(in_eval[0].ranks)} and in training mode on the others"
+            verb, kind = ("are", "modules ") if len(names) > 1 else ("is", "" if names == ("the model",) else "module ")
+            where = f"{verb} in evaluation mode on {self._ranks(in_eval[0].ranks)} and in training mode on the others"
             return [
-                Finding("forward-differs", names, None, f"{_shortened(names)} {where}; look for calls of eval() there.")
+                Finding(
+                    "forward-differs",
+                    names,
+                    None,
+                    f"{kind}{_shortened(names)} {where}; look for calls of eval() there.",
+                )
             ]
         return [
             Finding(
                 "masks-differ",
                 (row.name,),
                 None,
-                f"dropout in {row.name or 'the model'} drops other elements on {_ranks(row.ranks)} than on the first rank "
+                f"dropout in {f'module {row.name}' if row.name else 'the model'} drops other elements on {self._ranks(row.ranks)} than on the first rank "
                 f"that has the same activation; look at the random seeds of these ranks.",
             )
             for row in self.rows_of(MASKS)[:1]
@@ -184,17 +196,20 @@ class _Diagnosis:
         row = next(iter(self.rows_of(ACTIVATION)), None)
         if row is None:
             return []
-        case, module = self._case(self.step.activations[row.name], row), row.name or "the model"
+        case, module = (
+            self._case(self.step.activations[row.name], row),
+            f"module {row.name}" if row.name else "the model",
+        )
         rounded = claims("activation", case)
         best = _simplest([*claims("tensor", case), *rounded])
 
         # The output of the first module depends on nothing but the batch and its weights, and the weights are right.
         if best is not None and best not in rounded and row.name == next(iter(self.step.activations)):
             if best.cause == "replicas-differ":
-                sentence = f"the output of the first module, {module}, {best.what}: ranks of one data rank were given different batches."
+                sentence = f"the output of the first module, {row.name}, {best.what}: ranks of one data rank were given different batches."
                 return [Finding("replicas-differ", (row.name,), self.at, sentence)]
             if best.cause == "shards-swapped" and len(row.ranks) < len(self.step.activations[row.name].found):
-                sentence = f"the output of the first module, {module}, {best.what}: some ranks were given the batch of another rank; look at the loader."
+                sentence = f"the output of the first module, {row.name}, {best.what}: some ranks were given the batch of another rank; look at the loader."
                 return [Finding("micro-batch-twice", (row.name,), self.at, sentence)]
 
         # The ledger tells which reductions the parameters of the module have; the first parameter is representative.
@@ -203,7 +218,7 @@ class _Diagnosis:
         how = f"its output {best.what}" if best else f"its output is off by {row.error:.3g} tolerances"
         where = f"that module, and {best.where}" if best else "that module"
         sentence = (
-            f"{module} is the first module whose output differs, on {_ranks(row.ranks)}: {how}, while everything recorded "
+            f"{module} is the first whose output differs, on {self._ranks(row.ranks)}: {how}, while everything recorded "
             f"before it agrees; look at {where}{ledger}."
         )
         if best is not None and best in rounded:
@@ -216,8 +231,8 @@ class _Diagnosis:
         if not rows:
             return []
         sentence = (
-            f"{rows[0].name or 'the model'} gives one output in the forward pass and another when it is recomputed in the "
-            f"backward pass (activation checkpointing), on {_ranks(rows[0].ranks)}; look for differences between the two: "
+            f"{f'module {rows[0].name}' if rows[0].name else 'the model'} gives one output in the forward pass and another when it is recomputed in the "
+            f"backward pass (activation checkpointing), on {self._ranks(rows[0].ranks)}; look for differences between the two: "
             f"random numbers, masks, buffers, routing or autocast."
         )
         return [Finding("recomputation-differs", tuple(row.name for row in rows), self.at, sentence)]
@@ -294,7 +309,7 @@ class _Diagnosis:
             elements = differing_elements(case.compared, case.row.tolerance)
             some = case.within(elements) if elements is not None else None
             inside = [] if some is None else [claim for kind in kinds for claim in claims(kind, some)]
-            named = [replace(claim, what=f"in some of its elements {claim.what}") for claim in inside]
+            named = [replace(claim, what=f"(in some of its elements) {claim.what}") for claim in inside]
             found = [claim for claim in named if claim.rank < _SURE] or found or named
         return found
 
@@ -312,7 +327,7 @@ class _Diagnosis:
         best = _simplest(claims("norm", NormCase(self.evidence, self.groups, self.step, self.at, row)))
         why = f": it {best.what}" if best else ", and no hypothesis explains it"
         where = best.where if best else "which elements count in the norm, how often, and over which ranks it is summed"
-        sentence = f"{_called(row)} is {row.detail}, on {_ranks(row.ranks)}{why}; look at {where}."
+        sentence = f"{_called(row)} is {row.detail}, on {self._ranks(row.ranks)}{why}; look at {where}."
         return [Finding(best.cause if best else "unknown", (), self.at, sentence, best.factor if best else None)]
 
     def _clipped(self) -> list[Finding]:
@@ -384,8 +399,9 @@ class _Diagnosis:
             what += "".join(f", or {claim.cause} (it {claim.what})" for claim in others.values())
 
             known = best.cause if best.cause in CAUSES and not always and best.cause != "replicas-differ" else cause
-            # Many claims name ranks themselves.
-            where = "" if "rank" in best.what else f" on {_ranks(ranks[names[0]], self.evidence.world_size)}"
+            # Many claims name the ranks themselves.
+            named_ranks = re.search(r"ranks? \[?\d|(every|each|this) rank", best.what)
+            where = "" if named_ranks else f" on {self._ranks(ranks[names[0]])}"
             sentence = f"{thing} {_shortened(names)}{where} {what}; look at {best.where}{_ledger_line(self.evidence, names[0], best)}."
             found.append(Finding(known or best.cause, names, step, sentence, best.factor))
             left = {name: some for name, some in left.items() if name not in names}
@@ -397,7 +413,7 @@ class _Diagnosis:
             if "gradient" in thing:
                 look = f"{names[-1]} first, which the backward pass reaches before the others"
             sentence = (
-                f"{thing} {_shortened(names)} differs by up to {worst.error:.3g} tolerances on {_ranks(worst.ranks)}, and no "
+                f"{thing} {_shortened(names)} differs by up to {worst.error:.3g} tolerances on {self._ranks(worst.ranks)}, and no "
                 f"hypothesis explains it; look at {look}{_ledger_line(self.evidence, names[-1])}."
             )
             found.append(Finding(cause or "unknown", names, step, sentence))
@@ -416,12 +432,6 @@ def _called(row: Row) -> str:
     singular = {WEIGHTS: "weight", WEIGHTS_AT_START: "initial weight", NORMS: "norm of", GRADIENT: "gradient of"}
     singular |= {ACTIVATION: "output of", RECOMPUTED: "recomputed output of", CLIPPED: "clipped gradient of"}
     return f"the {singular.get(row.quantity, row.quantity)} {row.name}"
-
-
-def _ranks(ranks: Sequence[int], world_size: int | None = None) -> str:
-    if not ranks or len(ranks) == world_size:
-        return "every rank"
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {short_ranks(ranks)}"
 
 
 def _shortened(names: Sequence[str]) -> str:

@@ -172,7 +172,7 @@ class SingleProcessScript:
 
 
 def same_tensors(a: Any, b: Any) -> bool:
-    """Whether two structures hold the same numbers."""
+    """Whether two structures have equal numbers."""
 
     def is_same(x: Any, y: Any) -> bool:
         if isinstance(x, Tensor) and isinstance(y, Tensor):

@@ -121,13 +121,15 @@ def another_step_size(case: Case) -> Iterator[Claim]:
         below += float(moved @ moved)
     if below == 0:
         return
-    factor = above / below
+    factor, within = above / below, max(1e-9, 2 * case.row.tolerance / below**0.5)
+    if abs(factor) <= within:
+        return  # not updated at all: `as_before`
 
     def candidate(part: LocalValue) -> Tensor | None:
         truth = case.truth(part)
         return None if truth is None else start(part) + factor * (truth - start(part))
 
-    names = near(factor, case.sizes, max(1e-9, 2 * case.row.tolerance / below**0.5))
+    names = near(factor, case.sizes, within)
     what = f"was updated by {digits(factor)} times the correct step{either(names)}"
     if length(flat(case.compared.truth) - flat(before)) > 10 * case.row.tolerance:
         where = "the learning rate of its parameter group, and anything else that scales the step"

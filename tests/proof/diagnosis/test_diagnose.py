@@ -536,6 +536,9 @@ def test_the_sentence_names_the_parameter_the_ranks_the_factor_and_the_mode():
     plant = {"weights": lambda world, value, rank, before, **_: before + (1 + 1e-8 * rank) * (value - before)}
     sentence = only(diagnose(World(2, 1, plant=plant).evidence())).sentence
     assert "on rank 1 was updated by 1.00000001 times the correct step" in sentence
+    plant = {"weights": lambda world, value, name, before, **_: before if name == "up.weight" else value}
+    sentence = only(diagnose(World(2, 1, plant=plant).evidence())).sentence
+    assert sentence.startswith("the weight up.weight on every rank is unchanged by the step; look at")
 
 
 def test_replicas_name_their_ranks():

@@ -189,7 +189,7 @@ def test_masks_that_differ_among_ranks_or_when_computed_again_are_found() -> Non
     assert right.ok, str(right)
     assert not right.notes
     assert apart.causes == ["masks-differ"], str(apart)
-    assert "dropout in drop drops other elements on rank 1" in apart.findings[0].sentence
+    assert "dropout in module drop drops other elements on rank 1" in apart.findings[0].sentence
     assert again.causes == ["recomputation-differs"], str(again)
     assert weights.ok, str(weights)
     assert "the model's own forward: ranks with distinct data drop different elements" in weights.notes[0]
