@@ -1,4 +1,4 @@
-"""Prove a parallel run equal to one process, and say by name what is wrong with one that is not."""
+"""Comparison of a parallel run with a single process, with a diagnosis of the differences."""
 
 from __future__ import annotations
 

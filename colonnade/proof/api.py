@@ -1,16 +1,15 @@
-"""verify: an engine's first steps beside one process on the same weights and the joined batches.
+"""`colonnade.verify(engine)`: train an engine and a single process from the same weights on the same data, and compare.
 
-`gather_evidence` is the whole of `colonnade.verify(engine)`, in this order. (The command `colonnade verify train.py` goes another way:
-`scripts.py` starts the script on the ranks and alone, and `script_job.py` records it where a batch meets the model.)
+`gather_evidence` does everything, in this order. (The command `colonnade verify train.py` works differently: `scripts.py` starts
+the script on its ranks and in a single process, and `script_job.py` records it where a batch reaches the model.)
 
-1. On the ranks, before anything is recorded: `_dropout_that_cannot_be_repeated` runs forward passes that change nothing.
-   There a batch meets the model first, if dropout is on.
-2. On the ranks: `_record_steps` trains for the steps. Without dropout a batch meets the model here first, in
-   `engine.execute_schedule`, and `_pieces` takes the same batch apart for one process.
-3. On rank 0: `_evidence` gives the joined batches to the whole model in one process (`OneProcess` in reference.py, where
-   the batch meets that model in `OneProcess._loss`), and puts both side by side (`compare.assemble`).
+1. On the ranks, before anything is recorded: `_unjoinable_dropout` runs forward passes without side effects, to find the
+   modules whose dropout a single process cannot repeat.
+2. On the ranks: `_record_steps` trains for the steps, and keeps the batches of each rank.
+3. On rank 0: `_evidence` trains the full model on the global batches (`OneProcess` in reference.py) and combines the two
+   (`compare.assemble`).
 
-What differs, and why, is then said by `diagnose`.
+`diagnose` then explains the differences.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from colonnade.errors import ParityError
 from colonnade.hf.model_loss import criterion_of
 from colonnade.parallel.placement import is_dtensor
 from colonnade.parallel.split import Split, call_layer
-from colonnade.proof.compare import Evidence, Report, assemble, dropped_by, whole_shapes, whole_tensors
+from colonnade.proof.compare import Evidence, Report, assemble, dropped_by, full_shapes, full_tensors
 from colonnade.proof.diagnose import diagnose
 from colonnade.proof.dropout_masks import Dropping, Nothing, Noting, Replaying, Replays, notes_of
 from colonnade.proof.exchange import agreed, attempt, gather_to_first, shared
@@ -45,14 +44,13 @@ from colonnade.proof.record import (
     Record,
     RecordedStep,
     micro_batches,
-    name_in_whole,
+    name_in_full_model,
     on_cpu,
 )
 from colonnade.proof.reference import (
     PERTURBED_RUNS,
     Limit,
     OneProcess,
-    Pass,
     TrueRun,
     canonical_names,
     check_names,
@@ -75,14 +73,22 @@ def verify(
     criterion: Any = None,
     dropout: bool = True,
 ) -> Report:
-    """Train `engine` for some steps, and one process beside it; the report says whether they are equal, and if not, why.
+    """Train `engine` for some steps, train a single process on the same data, and compare the two.
 
-    `reference` builds the whole model as one process has it, with the parameter names of the parallel one; it is called
-    on rank 0, in a world of one. Without it, a copy of the engine's model is taken, which must be whole on this rank.
-    `batches`: for each step the list of batches that this rank is given, one for each pass (`gradient_accumulation`).
-    `criterion`: that of the reference, where the engine's is made for a model in parts; a model with a method `criterion`
-    is asked. `dropout`: one process drops what the ranks drop, as far as it can; if False, nothing is dropped.
-    Collective over the world; every rank gets the report. The engine is `steps` steps further afterwards.
+    The engine is `steps` steps further afterwards. Collective over the world; every rank gets the report.
+
+    Args:
+        engine: An engine whose optimizer has no state yet.
+        reference: Builds the unsharded model, with the parameter names of the parallel one. It is called on rank 0, in a
+            world of one. Default: a copy of the engine's model, if that is unsharded.
+        batches: For each step the batches of this rank, one for each pass of `gradient_accumulation`.
+        steps: The number of steps to compare; default: all of `batches`.
+        criterion: The criterion of the reference, if that of the engine is for a sharded model. Default: the result of
+            the model's method `criterion`, else the engine's.
+        dropout: The single process drops the same elements as the ranks, as far as possible. False: dropout is off.
+
+    Raises:
+        ParityError: the run cannot be compared, for example because the reference is a different model.
     """
     evidence = gather_evidence(engine, reference, batches, steps, criterion=criterion, dropout=dropout)
     return shared(engine.context, lambda: diagnose(evidence) if evidence is not None else None)
@@ -97,32 +103,44 @@ def gather_evidence(
     criterion: Any = None,
     dropout: bool = True,
 ) -> Evidence | None:
-    """The comparison that `verify` judges: on rank 0, None elsewhere. Collective over the world."""
+    """The data that `verify` judges, on rank 0; None on the others. Collective over the world."""
     chosen = [list(step) for step in batches][: steps if steps is not None else len(batches)]
     if not chosen or any(len(step) != engine.accumulation for step in chosen):
         raise ParityError(
-            f"batches are those of this rank: for each step a list of {engine.accumulation} (gradient_accumulation), not "
-            f"{[len(step) for step in chosen]}",
+            f"batches needs at least one step, and for each step a list of {engine.accumulation} batches of this rank "
+            f"(gradient_accumulation); it has lists of {[len(step) for step in chosen]}",
             code="C100",
         )
-    _refuse_a_begun_optimizer(engine)
-    # A module may stay in evaluation mode while the model trains (frozen statistics). One process has to do the same.
-    kept_in_eval = {name: engine.model.training and not one.training for name, one in engine.model.named_modules()}
 
-    # Dropout that one process cannot repeat is turned off on the ranks as well, so it must be known before the first step:
-    # a step cannot be taken back.
+    # The single process starts without optimizer state, so the run has to do so as well.
+    state = [value for values in engine.engine_optimizer.stepped.state.values() for value in values.values()]
+    has_stepped = engine._total_passes > 0 and any(isinstance(value, Tensor) for value in state)
+    if any(gather_from_all(has_stepped, engine.context)):
+        raise ParityError(
+            f"the {type(engine.optimizer).__name__} of this engine has stepped already, and its state (momentum, moments) would make "
+            f"the run differ from the single process, which starts without state. Verify before the first step, or build a new "
+            f"engine from the same weights",
+            code="C100",
+        )
+    # A module may stay in evaluation mode while the model trains (frozen statistics). The single process has to do the same.
+    kept_in_eval = {
+        name: engine.model.training and not module.training for name, module in engine.model.named_modules()
+    }
+
+    # Dropout that a single process cannot repeat is turned off on the ranks too. A step cannot be undone, so these modules
+    # must be known before the first one.
     off: Mapping[str, str] | None = None
     if dropout:
-        off = _dropout_that_cannot_be_repeated(engine, reference, criterion, chosen[0][0], kept_in_eval)
+        off = _unjoinable_dropout(engine, reference, criterion, chosen[0][0], kept_in_eval)
 
-    # The ranks train, and everything that they noted goes to rank 0, with their batches.
+    # The ranks train, and send their records and batches to rank 0.
     record, given = _record_steps(engine, chosen, off, kept_in_eval)
     everyone = gather_to_first((record, given), engine.context)
 
-    # One process on rank 0. An error there is raised on every rank: the others wait for the report.
+    # The reference runs on rank 0. An error there is raised on every rank, because the others wait for the report.
     found: Any = None
     if everyone is not None:
-        records, batches_of_ranks = [one for one, _ in everyone], [theirs for _, theirs in everyone]
+        records, batches_of_ranks = [record for record, _ in everyone], [given for _, given in everyone]
         found = attempt(lambda: _evidence(engine, reference, criterion, records, batches_of_ranks, off))
     return agreed(engine.context, found)
 
@@ -130,23 +148,10 @@ def gather_evidence(
 # --- On every rank ---
 
 
-def _refuse_a_begun_optimizer(engine: Engine) -> None:
-    """One process begins with no state of the optimizer, so the run has to begin with none."""
-    kept = [value for state in engine.engine_optimizer.stepped.state.values() for value in state.values()]
-    stepped = engine._total_passes > 0 and any(isinstance(value, Tensor) for value in kept)
-    if any(gather_from_all(stepped, engine.context)):
-        raise ParityError(
-            f"the {type(engine.optimizer).__name__} of this engine has stepped already, and its state (momentum, moments) would make "
-            f"the run differ from one process, which begins with none; verify before the first step, or an engine that is built "
-            f"anew from the same weights",
-            code="C100",
-        )
-
-
 def _record_steps(
     engine: Engine, batches: Sequence[Sequence[Any]], off: Mapping[str, str] | None, kept_in_eval: Mapping[str, bool]
 ) -> tuple[Record, Any]:
-    """Run the steps; returns the record of this rank, and its batches taken apart. `off`: where nothing is dropped; None: nowhere."""
+    """Train; returns the record of this rank and its batches. `off`: modules without dropout; None: all of them."""
     given = []
     dropping = Nothing() if off is None else Noting(off)
     recorder = EngineRecorder(engine, dropping)
@@ -154,14 +159,15 @@ def _record_steps(
     set_eval(engine.model, kept_in_eval)
     recorder.record.run.kept_in_eval = dict(kept_in_eval)
     try:
-        with dropping.watching(engine.model, partial(name_in_whole, engine.model)), dropping:
+        with dropping.watching(engine.model, partial(name_in_full_model, engine.model)), dropping:
             for step in batches:
-                # Taken apart before the model sees them: a model may change its batch in place.
+                # Copied before the model sees them: a model may change its batch in place.
                 given.append([_pieces(engine, batch) for batch in step])
                 for batch in step:
                     engine.zero_grad()
                     engine.execute_schedule(iter([batch]), return_output_label=False)
-                    with torch._C.DisableTorchFunction():  # a step is ours, and knows its dtypes
+                    # The optimizer has no dropout, and must not compute in the dtypes of the recorded model.
+                    with torch._C.DisableTorchFunction():
                         engine.step()
         recorder.record.notes += notes_of(dropping, off)
         recorder.record.run.zeroed = dropping.zeroed
@@ -170,35 +176,46 @@ def _record_steps(
     return recorder.record, given
 
 
-def _dropout_that_cannot_be_repeated(
+def _unjoinable_dropout(
     engine: Engine, reference: Any, criterion: Any, batch: Any, kept_in_eval: Mapping[str, bool]
 ) -> Mapping[str, str] | None:
-    """The modules whose dropout one process cannot repeat, and why: found by forward passes that change nothing."""
+    """The modules whose dropout a single process cannot repeat, with reasons, from forward passes without side effects."""
 
     def run(off: Mapping[str, str] | None) -> tuple[None, Mapping[str, str]]:
         dropping = Noting(off or {})
         engine.train()
         set_eval(engine.model, kept_in_eval)
-        again = tree_map_only(Tensor, torch.clone, batch)  # layers remember what they have been given
+        copied = tree_map_only(Tensor, torch.clone, batch)  # a layer may keep its input, or change it in place
         with (
             torch.random.fork_rng(),
             kept_buffers(engine.model),
-            dropping.watching(engine.model, partial(name_in_whole, engine.model)),
+            dropping.watching(engine.model, partial(name_in_full_model, engine.model)),
             dropping,
         ):
-            engine.execute_schedule(iter([again]), forward_only=True, return_output_label=False)
+            engine.execute_schedule(iter([copied]), forward_only=True, return_output_label=False)
         if not any(gather_from_all(bool(dropping.masks), engine.context)):
             return None, {}
-        # A record of one step that has nothing but masks.
+
+        # A record of one step that has only masks.
         recorder = EngineRecorder(engine)
         recorder.close()
         recorder.record.steps.append(RecordedStep(masks=dropping.masks))
         recorder.record.run.zeroed, recorder.record.run.kept_in_eval = dropping.zeroed, dict(kept_in_eval)
         everyone = gather_to_first((recorder.record, [[_pieces(engine, batch)]]), engine.context)
-        found: Any = None
-        if everyone is not None:
-            records, given = [one for one, _ in everyone], [theirs for _, theirs in everyone]
-            found = attempt(lambda: _not_joined(engine, reference, criterion, records, given, off or {}))
+
+        def replay(everyone: Sequence[tuple[Record, Any]]) -> dict[str, str]:
+            """The modules in which the masks of this forward pass cannot be joined, on rank 0."""
+            records, given = [record for record, _ in everyone], [given for _, given in everyone]
+            with torch.random.fork_rng(), world_of_one(engine.context), torch.no_grad():
+                replaying = Replaying(dropped_by(records, off or {}))
+                single, start, _ = _one_process(engine, reference, criterion, records, replaying)
+                single.begin(start)
+                steps, _ = joined_steps(given, engine.accumulation, [record.run for record in records])
+                with replaying.watching(single.model), replaying:
+                    single.forward_only(steps[0][0])
+            return replaying.found.not_joined
+
+        found: Any = attempt(lambda: replay(everyone)) if everyone is not None else None
         agreed(engine.context, found)
         return None, shared(engine.context, lambda: found)
 
@@ -206,7 +223,7 @@ def _dropout_that_cannot_be_repeated(
 
 
 def _pieces(engine: Engine, batch: Any) -> list[tuple[Batch, float]]:
-    """A batch taken apart as one process takes it: (data, label) of each micro-batch, and its part of the mean over the batch."""
+    """A batch for the single process: (data, label) of each micro-batch, with its weight in the mean over the batch."""
     schedule = engine.schedule
     if not isinstance(schedule, PipelineSchedule):
         return [(on_cpu(schedule.take_apart(batch)), 1.0)]
@@ -230,88 +247,85 @@ def _evidence(
     given: Sequence[Any],
     off: Mapping[str, str] | None,
 ) -> Evidence:
-    # Layers are built and called in a world of one, and the random numbers of the run go on as if this had not been.
+    """Train the single process and combine it with the records of the ranks."""
+    # Layers are built and called in a world of one. The random numbers of the run continue as if this had not happened.
     with torch.random.fork_rng(), world_of_one(engine.context):
         dropping = Nothing() if off is None else Replaying(dropped_by(records, off))
-        one, start, names = _one_process(engine, reference, criterion, records, dropping)
+        single, start, names = _one_process(engine, reference, criterion, records, dropping)
         steps, apart = joined_steps(given, engine.accumulation, [record.run for record in records])
-        with dropping.watching(one.model), dropping:
-            truth = list(one.run(start, steps, apart))
+        with dropping.watching(single.model), dropping:
+            truth = list(single.run(start, steps, apart))
             noises = (torch.Generator().manual_seed(seed) for seed in range(PERTURBED_RUNS))
-            spreads = spreads_of(truth, (one.run(start, steps, noise=noise, whole=False) for noise in noises))
+            spreads = spreads_of(truth, (single.run(start, steps, noise=noise, whole=False) for noise in noises))
     replays = dropping.found if isinstance(dropping, Replaying) else Replays()
     for module, reason in replays.not_joined.items():
-        raise ParityError(f"one process cannot drop what the ranks drop in {module}: {reason}; give dropout=False")
+        raise ParityError(
+            f"a single process cannot drop the same elements as the ranks in {module}: {reason}; pass dropout=False"
+        )
     notes = []
     clip = ClipSettings.read(engine.context.config.get("clip_grad_norm"))
     if clip is not None and clip.method != "norm":
-        notes.append(f"what clip method {clip.method!r} divides by was taken from the run")
-    return assemble(records, TrueRun(truth, spreads, start, names, _terms_of(steps), notes, replays.apart))
+        notes.append(f"the divisors of clip method {clip.method!r} were taken from the run")
 
-
-def _not_joined(
-    engine: Engine,
-    reference: Any,
-    criterion: Any,
-    records: Sequence[Record],
-    given: Sequence[Any],
-    off: Mapping[str, str],
-) -> dict[str, str]:
-    """The modules, and why, in which one process cannot drop what the ranks dropped in one forward pass."""
-    with torch.random.fork_rng(), world_of_one(engine.context), torch.no_grad():
-        dropping = Replaying(dropped_by(records, off))
-        one, start, _ = _one_process(engine, reference, criterion, records, dropping)
-        one.begin(start)
-        steps, _ = joined_steps(given, engine.accumulation, [record.run for record in records])
-        with dropping.watching(one.model), dropping:
-            one.forward_only(steps[0][0])
-        return dropping.found.not_joined
+    # A bound on the terms in an element of a gradient: the rows and tokens of all batches of a step.
+    terms = 1
+    for passes in steps:
+        leaves = [[x for x in tree_leaves(batch) if isinstance(x, Tensor)] for item in passes for batch in item.batches]
+        terms = max(terms, sum(max((x.numel() for x in some), default=1) for some in leaves))
+    return assemble(records, TrueRun(truth, spreads, start, names, terms, notes, replays.differing))
 
 
 def _one_process(
     engine: Engine, reference: Any, criterion: Any, records: Sequence[Record], dropping: Dropping
 ) -> tuple[OneProcess, dict[str, Tensor], dict[str, str]]:
-    """The whole model and how it is trained, the weights that it starts from, and its names of them."""
-    model = _whole_model(engine, reference)
-    names = canonical_names(model)
-    check_names(model, whole_shapes(records, names))
-    for record in records:
-        record.groups = [(options, [names[name] for name in theirs]) for options, theirs in record.groups]
-    engine._precision.apply(model, engine.context.device, 0)
-    one = OneProcess(
-        model,
-        _loss_of(engine, model, criterion),
-        lambda model: same_optimizer(engine.optimizer, _merged_groups(records), model),
-        _limit_of(engine, records, names),
-        engine._precision.dtype,
-        {name: kept for record in reversed(records) for name, kept in record.run.kept_in_eval.items()},
-        dropping,
-    )
-    # Weights that the optimizer keeps an fp32 copy of are fp32 in one process.
-    start, half = whole_tensors(records, names), (torch.float16, torch.bfloat16)
-    if engine._precision.dtype is not None and engine._precision.master_weights:
-        start = {name: tensor.float() if tensor.dtype in half else tensor for name, tensor in start.items()}
-    return one, start, names
-
-
-def _whole_model(engine: Engine, reference: Callable[[], nn.Module] | None) -> nn.Module:
+    """The single process, its initial weights, and its names of the ranks' tensors."""
     if reference is not None:
         built: Any = reference()
         built = built.whole if isinstance(built, Split) else built
         if not isinstance(built, nn.Module):
             raise ParityError(
-                f"reference() returns the one-process model, a torch.nn.Module, not {type(built).__name__}", code="C100"
+                f"reference() must return the unsharded model, a torch.nn.Module, and it returned a {type(built).__name__}",
+                code="C100",
             )
-        return built.to(engine.context.device)
-    if engine.uses_pipeline or any(is_dtensor(parameter) for parameter in engine.model.parameters()):
-        raise ParityError(
-            "no rank has the whole model: give reference=, a function that builds it as one process has it", code="C100"
-        )
-    return copy.deepcopy(engine.model)
+        model = built.to(engine.context.device)
+    elif engine.uses_pipeline or any(is_dtensor(parameter) for parameter in engine.model.parameters()):
+        raise ParityError("no rank has the full model: pass reference=, a function that builds it", code="C100")
+    else:
+        model = copy.deepcopy(engine.model)
+    names = canonical_names(model)
+    check_names(model, full_shapes(records, names))
+
+    # The parameter groups of all ranks, by number: pipeline stages have different parameters with the same options.
+    groups: list[tuple[dict[str, Any], list[str]]] = []
+    seen: set[str] = set()
+    for record in records:
+        record.groups = [(options, [names[name] for name in group]) for options, group in record.groups]
+        for at, (options, group) in enumerate(record.groups):
+            if at == len(groups):
+                groups.append((options, []))
+            new = [name for name in group if name not in seen]
+            seen.update(new)
+            groups[at][1].extend(new)
+
+    engine._precision.apply(model, engine.context.device, 0)
+    single = OneProcess(
+        model,
+        _loss_of(engine, model, criterion),
+        lambda model: same_optimizer(engine.optimizer, groups, model),
+        _limit_of(engine, records, names),
+        engine._precision.dtype,
+        {name: kept for record in reversed(records) for name, kept in record.run.kept_in_eval.items()},
+        dropping,
+    )
+    # If the optimizer keeps fp32 master weights, the weights of the single process are fp32.
+    start, half = full_tensors(records, names), (torch.float16, torch.bfloat16)
+    if engine._precision.dtype is not None and engine._precision.master_weights:
+        start = {name: tensor.float() if tensor.dtype in half else tensor for name, tensor in start.items()}
+    return single, start, names
 
 
 def _loss_of(engine: Engine, model: nn.Module, criterion: Any) -> Callable[[nn.Module, Batch], Any]:
-    """The loss of a batch as the schedule without a pipeline takes it."""
+    """The loss of a batch, computed like in a schedule without pipeline."""
     own = criterion_of(model) if engine.own_loss is not None else None
     asked = getattr(model, "criterion", None)
     if criterion is None and callable(asked) and not isinstance(asked, nn.Module):
@@ -331,25 +345,12 @@ def _loss_of(engine: Engine, model: nn.Module, criterion: Any) -> Callable[[nn.M
     return loss_of
 
 
-def _merged_groups(records: Sequence[Record]) -> list[tuple[dict[str, Any], list[str]]]:
-    """The parameter groups of all ranks, by their number: stages have other parameters, with the same options."""
-    found: list[tuple[dict[str, Any], list[str]]] = []
-    seen: set[str] = set()
-    for record in records:
-        for at, (options, names) in enumerate(record.groups):
-            if at == len(found):
-                found.append((options, []))
-            new = [name for name in names if name not in seen]
-            seen.update(new)
-            found[at][1].extend(new)
-    return found
-
-
 def _limit_of(engine: Engine, records: Sequence[Record], names: Mapping[str, str]) -> Limit | None:
-    """The clipping of the run in the words of torch."""
+    """The clipping of the run, with the parameters of `torch.nn.utils.clip_grad_norm_`."""
     settings = ClipSettings.read(engine.context.config.get("clip_grad_norm"))
     if settings is None:
         return None
+    # Only the built-in method is computed again. Of any other, the single process takes the divisors of the run.
     if settings.method != "norm":
         factors = []
         for at in range(len(records[0].steps)):
@@ -371,15 +372,3 @@ def _limit_of(engine: Engine, records: Sequence[Record], names: Mapping[str, str
         frozenset(name for name, group in of.items() if not group.counted),
         frozenset(name for name, group in of.items() if not group.clipped),
     )
-
-
-def _terms_of(steps: Sequence[Sequence[Pass]]) -> int:
-    """How many terms an element of a gradient may sum: the rows and places of all batches of a step."""
-    most = 1
-    for passes in steps:
-        total = 0
-        for one in passes:
-            for batch in one.batches:
-                total += max((leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), default=1)
-        most = max(most, total)
-    return most

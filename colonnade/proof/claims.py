@@ -1,21 +1,22 @@
-"""Claims and the table of hypotheses: how a mistake is recognised by its numbers and gets its name.
+"""Claims and the table of hypotheses: how a mistake is recognized by its numbers and gets its name.
 
-A hypothesis is one function. It is given a case (something that differs from one process, with all that is known of it),
-computes what the ranks would hold if its mistake had been made, and yields a `Claim` with the distance of that from what
-they do hold. `diagnose` asks all hypotheses of a kind and reports the simplest claim within the tolerance.
+A hypothesis is one function. It gets a case (a value that differs from the reference, with everything known about it),
+computes the values that the ranks would have if its mistake had been made, and yields a `Claim` with the distance between
+those and the actual values. `diagnose` calls all hypotheses of a kind and reports the simplest claim within the tolerance.
 
-How to add one:
+How to add a hypothesis:
 
-1. Choose the file in `hypotheses/` by the subject (reductions, places, norms, ...), or make a new one there: every module
-   of that folder is imported, no list is to be changed.
-2. Write the function under `@hypothesis(kind)`. The kind says when it is asked, and what its case is (see `hypothesis`).
-   Its docstring names the mistake and its signature in the numbers, its claim has the sentence. `GradientCase` in `case.py`
-   shows what is known: raw gradients of each pass and rank, what is owed, the truth.
+1. Choose the file in `hypotheses/` by subject (reductions, places, norms, ...), or make a new one there: every module of
+   that folder is imported automatically.
+2. Write the function under `@hypothesis(kind)`. The kind decides when it is called, and with which case (see `hypothesis`).
+   Its docstring names the mistake and its signature in the numbers; its claim has the sentence for the report. See
+   `GradientCase` in `case.py` for the known facts: local gradients of each pass and rank, required reductions, the truth.
 3. Give the claim a cause of `CAUSES`, or add one there.
-4. Plant the mistake in `tests/proof/diagnosis/test_diagnose.py` and see it named, and in `tests/corpus` if it is a known bug.
+4. Plant the mistake in `tests/proof/diagnosis/test_diagnose.py` and check that it is named; also in `tests/corpus` if it is
+   a known bug.
 
-One that lies outside of this package works as well, when its module is imported in the process that diagnoses: that of
-rank 0 for `colonnade.verify(engine)`, that of the command for `colonnade verify config.py --model ... --import MODULE`.
+A hypothesis outside of this package works as well, if its module is imported in the process that diagnoses: that of rank 0
+for `colonnade.verify(engine)`, that of the command for `colonnade verify config.py --model ... --import MODULE`.
 """
 
 from __future__ import annotations
@@ -29,34 +30,34 @@ from colonnade.proof.case import Case, ClipCase, GradientCase, NormCase
 
 @dataclass(frozen=True)
 class Claim:
-    """A mistake that explains the numbers of one case, and the sentence about it: "the gradient of NAME `what`; look at `where`"."""
+    """A mistake that explains the numbers of one case, for the sentence "the gradient of NAME `what`; look at `where`"."""
 
     cause: str
     """A key of `CAUSES`."""
     what: str
-    """The predicate of the sentence, as "is multiplied by 2"."""
+    """The predicate of the sentence, such as "is multiplied by 2"."""
     where: str
-    """Where to look for the mistake."""
+    """The place to look for the mistake, as a noun."""
     factor: float | None = None
     modes: tuple[str, ...] = ()
-    """The modes whose line of the ledger the sentence cites."""
+    """The modes whose ledger row the sentence quotes."""
     residual: float = 0.0
-    """The distance of the numbers from what this mistake gives, in units of the tolerance."""
+    """The distance between the numbers and those that this mistake gives, in units of the tolerance."""
     rank: int = 0
-    """Lower wins among claims that explain as many parameters: the simpler and more usual mistake. 0: its place in the table."""
+    """The lower one wins among claims that explain as many parameters: the simpler, more usual mistake. 0: table order."""
     doubt: int = 0
-    """What else speaks against it: healthy parameters that would share the mistake. Counts after `rank`."""
+    """Evidence against it, such as healthy parameters that would share the mistake. Counts after `rank`."""
 
     @property
     def key(self) -> tuple[str, str]:
-        """Claims of several parameters with one key are one finding."""
+        """Claims with equal keys on several parameters are one finding."""
         return self.cause, self.what
 
 
 # --- The table ---
 
 HYPOTHESES: dict[str, list[Callable[[Any], Iterable[Claim]]]] = {}
-"""By kind, in the order in which they were entered. Of two that explain the same numbers the earlier one wins."""
+"""By kind, in the order of registration. Of two that explain the same numbers equally well, the earlier one wins."""
 
 _OnGradient = TypeVar("_OnGradient", bound=Callable[[GradientCase], Iterable[Claim]])
 _OnTensor = TypeVar("_OnTensor", bound=Callable[[Case], Iterable[Claim]])
@@ -74,16 +75,16 @@ def hypothesis(kind: Literal["norm"]) -> Callable[[_OnNorm], _OnNorm]: ...
 @overload
 def hypothesis(kind: Literal["clipped"]) -> Callable[[_OnClipped], _OnClipped]: ...
 def hypothesis(kind: str) -> Callable[[_Function], _Function]:
-    """Enter a function into the table. How to write one: the docstring of this module.
+    """Register a hypothesis. The docstring of this module describes how to write one.
 
-    | kind | asked when | case |
+    | kind | called if | case |
     |---|---|---|
     | "gradient" | a gradient differs, after the handlers and before clipping | `GradientCase` |
     | "tensor" | any other tensor differs: weights, activations, buffers | `Case` |
-    | "weights" | weights differ after the step though gradients are right | `Case`, with the weight before the step |
+    | "weights" | weights differ after the step although gradients are right | `Case`, with the weight before the step |
     | "activation" | the output of a module differs | `Case` |
-    | "norm" | the norm differs though gradients are right | `NormCase` |
-    | "clipped" | clipped gradients differ though gradients and norm are right | `ClipCase` |
+    | "norm" | the norm differs although gradients are right | `NormCase` |
+    | "clipped" | clipped gradients differ although gradients and norm are right | `ClipCase` |
     """
 
     def enter(function: _Function) -> _Function:
@@ -94,14 +95,14 @@ def hypothesis(kind: str) -> Callable[[_Function], _Function]:
 
 
 def claims(kind: str, case: Case | NormCase | ClipCase) -> list[Claim]:
-    """The claims of all hypotheses of a kind: those whose residual is within the tolerance, and near the best one's."""
+    """The claims of all hypotheses of a kind whose residual is within the tolerance and close to the best residual."""
     found = [
         Claim(**{**vars(claim), "rank": claim.rank or at})
         for at, function in enumerate(HYPOTHESES.get(kind, ()), 1)
         for claim in function(case)
         if claim.residual <= 1
     ]
-    # A claim that is right leaves rounding alone. One that only happens to be within the tolerance leaves several times as much.
+    # The right claim leaves only rounding. A claim that is within the tolerance by chance leaves several times as much.
     best = min((claim.residual for claim in found), default=0.0)
     return [claim for claim in found if claim.residual <= max(0.3, 3 * best)]
 
@@ -110,66 +111,66 @@ def claims(kind: str, case: Case | NormCase | ClipCase) -> list[Claim]:
 
 
 def sum_not_made(case: GradientCase, missing: Sequence[str], what: str) -> Claim:
-    """The claim that a sum over these modes is owed and not made: its cause depends on what kind of sum it is."""
+    """The claim that the required reduction over these modes is not made. Its cause depends on the kind of reduction."""
     over = " and ".join(missing)
-    if any(case.owed.get(mode, 1.0) > 1 for mode in missing):
-        return Claim("not-reduced", what, f"who sums it over {over}", modes=tuple(missing))
+    if any(case.required.get(mode, 1.0) > 1 for mode in missing):
+        return Claim("not-reduced", what, f"the handler that sums it over {over}", modes=tuple(missing))
     if case.info.tied or any("PIPELINE" in mode.upper() for mode in missing):
-        what = f"has the part of one of its copies only: tied weights are not summed over {over}"
-        where = "the handler of tied weights, and how the copies are declared tied"
+        what = f"is that of only one of its copies: tied weights are not summed over {over}"
+        where = "the handler of tied weights, and the declaration of the copies as tied"
         return Claim("tied-copy-missed", what, where, modes=tuple(missing))
-    what = f"is partial: each rank of {over} has a part of the sum and nobody adds them"
-    where = f"whether its placement says that a sum over {over} is owed"
+    what = f"is partial: each rank of {over} has one term of the sum, and nothing adds them"
+    where = f"its placement, which should declare a sum over {over}"
     return Claim("partial-gradient", what, where, modes=tuple(missing))
 
 
 # --- Causes ---
 
 CAUSES: Mapping[str, str] = {
-    "not-finite": "NaN or infinity, with the first place and the ranks",
+    "not-finite": "NaN or infinity, with the first value and its ranks",
     "weights-differ-at-start": "the ranks do not start with the weights of one model",
-    "masks-differ": "ranks that hold the same activation drop other elements of it",
-    "forward-differs": "an activation parts from one process, with the first module",
-    "loss-differs": "the activations agree and the loss that is reported does not",
-    "recomputation-differs": "a module that runs again in the backward pass gives something else than the first time",
-    "summed-not-averaged": "a sum that is owed a divisor has none, or a sum of what is the same on every rank",
-    "averaged-not-summed": "a mean where a sum is owed",
-    "reduced-twice": "a sum of what is a sum already",
-    "wrong-divisor": "divided by another number than that of the ranks that saw distinct data",
+    "masks-differ": "dropout drops other elements on ranks that have the same activation",
+    "forward-differs": "an activation differs from the reference, with the first module",
+    "loss-differs": "the activations agree, but the reported loss does not",
+    "recomputation-differs": "the output of a module changes when it is recomputed in the backward pass",
+    "summed-not-averaged": "a sum without its divisor, or a sum of values that are already equal on every rank",
+    "averaged-not-summed": "a mean where a sum is required",
+    "reduced-twice": "a sum of values that are summed already",
+    "wrong-divisor": "not divided by the number of ranks that saw distinct data",
     "scaled-by-accumulation": "off by the number of micro-batches",
     "scaled-by-mode": "off by the size of a mode before any reduction: in the loss, or in a layer's backward pass",
-    "loss-scale-left": "a loss scale that nobody took out",
-    "not-reduced": "this rank's own gradient, where a mean is owed",
-    "reduced-over-other-mode": "summed over other ranks than owed",
-    "partial-gradient": "a part of a sum over ranks that see the same data",
-    "tied-copy-missed": "the gradient of one copy of a tied weight",
-    "wrong-operation": "the largest, the smallest or the product of the ranks' gradients, where a sum is owed",
-    "gradients-exchanged": "the numbers of another parameter, or of other elements: a flat buffer read at another place",
-    "weights-in-gradient": "some of the weight was added to the gradient",
-    "rounded": "the right numbers, rounded to a narrower dtype on the way",
-    "backward-differs": "the forward pass and the reductions are right, and a backward pass between is not",
-    "replicas-differ": "ranks that hold the same elements do not hold the same numbers",
+    "loss-scale-left": "a loss scale that is not divided out",
+    "not-reduced": "the local gradient, where a mean is required",
+    "reduced-over-other-mode": "summed over wrong ranks",
+    "partial-gradient": "one term of a sum over ranks that see the same data",
+    "tied-copy-missed": "the gradient of only one copy of a tied weight",
+    "wrong-operation": "the maximum, minimum or product of the ranks' gradients, where a sum is required",
+    "gradients-exchanged": "the gradient of another parameter, or of other elements: a flat buffer read at a wrong offset",
+    "weights-in-gradient": "a multiple of the weight is added to the gradient",
+    "rounded": "the right numbers, rounded to a narrower dtype",
+    "backward-differs": "the forward pass and the reductions are right, but a backward pass is not",
+    "replicas-differ": "ranks that store the same elements have different values",
     "shards-swapped": "shards on each other's ranks",
-    "shards-interleaved": "the right numbers, dealt out in another order",
+    "shards-interleaved": "the right numbers in the wrong order",
     "shard-transposed": "rows and columns exchanged",
     "last-micro-batch-only": "earlier micro-batches are lost",
     "micro-batch-twice": "one micro-batch counts twice",
     "micro-batch-missing": "one micro-batch is lost",
-    "mean-of-means": "shares of a batch with different counts weigh the same",
-    "stale-gradient": "the gradient of the step before",
+    "mean-of-means": "batches with different token counts have equal weights",
+    "stale-gradient": "the gradient of the previous step",
     "missing-gradient": "no gradient, or zero",
-    "norm-counts-replicas": "elements that several ranks hold count several times in the norm",
-    "norm-misses-shards": "elements on other ranks are not in the norm",
-    "norm-of-a-part": "the norm of some of the parameters, or of something before the gradient was whole",
+    "norm-counts-replicas": "elements that several ranks store count several times in the norm",
+    "norm-misses-shards": "elements on other ranks are missing from the norm",
+    "norm-of-a-part": "the norm of some of the parameters, or of gradients before the reduction",
     "norms-averaged": "norms were added or averaged instead of their powers",
-    "norm-type-differs": "another p-norm",
-    "clipped-before-reduced": "each rank clipped its own gradient, and the sum is of those",
+    "norm-type-differs": "a wrong p-norm",
+    "clipped-before-reduced": "each rank clipped its local gradient before the reduction",
     "clipped-per-stage": "each pipeline stage clipped by its own norm",
-    "clipped-twice": "the coefficient was applied twice",
-    "not-clipped": "larger than the limit, and left so",
-    "not-updated": "the weight is as it was before the step",
+    "clipped-twice": "the clip coefficient was applied twice",
+    "not-clipped": "larger than the limit, but not clipped",
+    "not-updated": "the step did not change the weight",
     "optimizer-differs": "right gradients, wrong weights after the step",
-    "buffers-differ": "a buffer (running statistics, say) is not that of one process",
-    "unknown": "it differs, and none of the hypotheses fits",
+    "buffers-differ": "a buffer (such as running statistics) differs from the reference",
+    "unknown": "it differs, and no hypothesis explains it",
 }
-"""The keys of findings, and what each means."""
+"""The causes of findings, with their meanings."""

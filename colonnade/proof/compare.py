@@ -1,12 +1,12 @@
-"""From records to a report: evidence, tolerance, rows and the table. What differs is a row here; why is for diagnose.py.
+"""From records to a report: evidence, tolerance, rows and the table. diagnose.py explains the rows that differ.
 
-In the order in which data goes through this file:
+Data passes through this file in this order:
 
-1. `assemble` puts what the ranks noted (`Record`) beside what one process gave (`TrueRun`): the `Evidence`, plain data
+1. `assemble` combines the records of the ranks (`Record`) with the reference (`TrueRun`) to the `Evidence`, plain data
    that needs no process group.
-2. `Tolerance` says how far a run may be from one process by rounding alone.
-3. `compare` makes a `Row` of each compared thing, in the order in which a step makes these things.
-4. `Report` is what a user gets: rows, findings, notes.
+2. `Tolerance` is the largest difference that rounding alone can cause.
+3. `compare` makes a `Row` of each compared value, in the order in which a step computes them.
+4. `Report` is the result for the user: rows, findings, notes.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from colonnade.proof.dropout_masks import Dropped
 from colonnade.proof.record import Loss, Piece, Record, RecordedStep
 from colonnade.proof.reference import RoundingSpread, TrueRun, Truth, norm_of
 
-# --- Evidence: what the ranks did and what one process did, side by side ---
+# --- Evidence: the values of the ranks and of the reference, side by side ---
 
 
 @dataclass(frozen=True)
-class HeldPart:
-    """What one rank holds of a whole tensor. `positions` are the places of its elements in the flat whole; None: all, in order."""
+class LocalValue:
+    """The elements of a tensor that one rank stores. `positions` are their indices in the full tensor, flat; None: all."""
 
     rank: int
     value: Tensor
@@ -40,36 +40,36 @@ class HeldPart:
 
 @dataclass(frozen=True)
 class Compared:
-    """One tensor (or number) of the reference, and what the ranks hold of it.
+    """One tensor (or number) of the reference, and the values of the ranks.
 
-    `spread` is how far the reference moves (2-norm) when its weights are changed by one ulp: the noise that rounding alone makes.
-    `terms` is how many terms each element sums, at most.
+    `spread` is the distance (2-norm) by which the reference moves if its weights change by one ulp: the noise of rounding.
+    `terms` is a bound on the number of terms that each element sums.
     """
 
     truth: Tensor
-    found: Sequence[HeldPart]
+    found: Sequence[LocalValue]
     spread: float = 0.0
     terms: int = 1
 
 
 @dataclass(frozen=True)
 class GradientEvidence:
-    """A parameter's gradient in one step: after all handlers, and what it was made of."""
+    """A parameter's gradient in one step: after all handlers, and before."""
 
     total: Compared
     """After the handlers, before clipping."""
-    raw: Sequence[Sequence[HeldPart]] = ()
-    """For each pass (micro-batch) of the step: what each rank's backward gave, before anything was reduced."""
+    raw: Sequence[Sequence[LocalValue]] = ()
+    """For each pass (micro-batch) of the step: the local gradients of the ranks, before any reduction."""
     truth_of_passes: Sequence[Tensor] = ()
-    """For each pass: the reference's gradient of that pass, weighted as in the total, so that these add up to it."""
-    truth_of_shards: Sequence[Tensor] = ()
-    """For each share of the batch that ranks see apart: the reference's gradient of the mean over that share alone."""
+    """For each pass: the reference gradient of that pass, weighted as in the total, so that these add up to it."""
+    truth_of_data_ranks: Sequence[Tensor] = ()
+    """For each data rank: the reference gradient of the mean over that rank's batch."""
     clipped: Compared | None = None
 
 
 @dataclass(frozen=True)
 class StepEvidence:
-    """One step of both runs. Numbers of the ranks are by rank; None: that rank has none (an earlier pipeline stage, say)."""
+    """One step of both runs. Numbers of the ranks are by rank; None: missing there (an earlier pipeline stage, for example)."""
 
     loss: float
     found_loss: Sequence[float | None]
@@ -77,9 +77,9 @@ class StepEvidence:
     weights: Mapping[str, Compared]
     buffers: Mapping[str, Compared] = field(default_factory=dict)
     activations: Mapping[str, Compared] = field(default_factory=dict)
-    """By name of the module, in the order of the reference's forward pass."""
+    """By module, in the order of the reference's forward pass."""
     recomputed: Mapping[str, Compared] = field(default_factory=dict)
-    """What modules gave that ran again during the backward pass: it must be what they gave the first time."""
+    """The outputs of modules that were recomputed in the backward pass; they must equal the first outputs."""
     norm: float | None = None
     found_norm: Sequence[float | None] = ()
     norms: Mapping[str, float] = field(default_factory=dict)
@@ -90,19 +90,19 @@ class StepEvidence:
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """What the run says of a parameter: its placement, and the ledger's lines for it."""
+    """A parameter in the run: its placement, its rows of the ledger, and its required reductions."""
 
     placement: str = "replicated"
     ledger: Sequence[str] = ()
-    owed: Sequence[tuple[str, tuple[int, ...], float]] = ()
-    """(mode, ranks, divisor) of each sum that its gradient owes, on the first rank that holds it."""
+    required: Sequence[tuple[str, tuple[int, ...], float]] = ()
+    """(mode, ranks, divisor) of each reduction that its gradient requires, on the first rank that stores it."""
     tied: Sequence[str] = ()
     """The other names of the same weight."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """The whole comparison. `groups` are the groups of every mode with more than one rank in a group."""
+    """All data of a comparison. `groups` are the process groups of every mode that has a group of several ranks."""
 
     world_size: int
     groups: Mapping[str, Sequence[Sequence[int]]]
@@ -116,25 +116,26 @@ class Evidence:
     max_norm: float | None = None
     norm_type: float = 2.0
     notes: Sequence[str] = ()
-    """What was changed for the comparison: dropout set to 0, say."""
-    eval_apart: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Changes that were made for the comparison, such as dropout set to 0."""
+    differing_modes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """By module that trains on some ranks only: the ranks on which it is in evaluation mode."""
-    cut_apart: Sequence[str] = ()
-    """The modes of which each rank took its part of a batch of its own, where all should cut the same one."""
-    masks_apart: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Of each module that drops: the ranks that drop other elements of what they hold alike."""
+    sliced_differently: Sequence[str] = ()
+    """The modes whose ranks sliced different batches, where all should slice the same one."""
+    differing_masks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """By module with dropout: the ranks whose masks differ although they have the same activation."""
 
 
 # --- Assembling it ---
 
 
 Names = Mapping[str, str]
-"""Each name that a tensor has, to the one that the reference calls it by."""
+"""The name in the reference of each name that a tensor has on a rank."""
 
 
-def whole_tensors(records: Sequence[Record], names: Names) -> dict[str, Tensor]:
-    """The weights and buffers that the ranks started with, put together; of copies, the first rank's."""
+def full_tensors(records: Sequence[Record], names: Names) -> dict[str, Tensor]:
+    """The unsharded weights and buffers that the ranks started with; of replicas, those of the first rank."""
     found: dict[str, Tensor] = {}
+    # In reverse order, so that of replicas the first rank is the last to write.
     for record in reversed(records):
         for name, value in record.start.items():
             note, key = record.tensors[name], names.get(name, name)
@@ -147,7 +148,7 @@ def whole_tensors(records: Sequence[Record], names: Names) -> dict[str, Tensor]:
     return found
 
 
-def whole_shapes(records: Sequence[Record], names: Names) -> dict[str, tuple[int, ...]]:
+def full_shapes(records: Sequence[Record], names: Names) -> dict[str, tuple[int, ...]]:
     """The shape of every parameter of the run, by its name in the reference."""
     return {
         names.get(name, name): note.shape
@@ -158,26 +159,30 @@ def whole_shapes(records: Sequence[Record], names: Names) -> dict[str, tuple[int
 
 
 def assemble(records: Sequence[Record], truth: TrueRun) -> Evidence:
-    """The evidence: the notes of all ranks beside what one process gave."""
+    """The evidence: the records of all ranks, and the reference."""
     run, side_by_side = records[0].run, _SideBySide(records, truth.names, truth.terms)
     notes = [
         *(note for record in records for note in record.notes),
         *truth.notes,
-        *_not_stepped(records, truth.names),
-        *_not_cut(records),
+        *warn_of_parameters_without_optimizer(records, truth.names),
+        *warn_of_equal_stages(records),
     ]
+    eval_modes: dict[str, dict[bool, list[int]]] = {}
+    for record in records:
+        for name, in_eval in record.ran_in_eval.items():
+            eval_modes.setdefault(name, {}).setdefault(in_eval, []).append(record.rank)
     return Evidence(
         world_size=len(records),
         groups=run.groups,
         distinct_data=run.distinct_data,
         parameters=_parameters(records, truth.names),
         weights_at_start={
-            name: Compared(truth.start[name], side_by_side.held(name, lambda record: record.start))
+            name: Compared(truth.start[name], side_by_side.local_values(name, lambda record: record.start))
             for name in side_by_side.names(truth.start)
         },
         steps=[
-            side_by_side.step(at, one, spread)
-            for at, (one, spread) in enumerate(zip(truth.steps, truth.spreads, strict=True))
+            side_by_side.step(at, step, spread)
+            for at, (step, spread) in enumerate(zip(truth.steps, truth.spreads, strict=True))
             if all(at < len(record.steps) for record in records)
         ],
         dtype=run.dtype,
@@ -185,14 +190,14 @@ def assemble(records: Sequence[Record], truth: TrueRun) -> Evidence:
         max_norm=run.max_norm,
         norm_type=run.norm_type,
         notes=list(dict.fromkeys(notes)),
-        masks_apart=truth.masks_apart,
-        eval_apart=_eval_apart(records),
-        cut_apart=side_by_side.cut_apart(truth.steps[0].activations) if truth.steps else (),
+        differing_masks=truth.differing_masks,
+        differing_modes={name: tuple(ranks[True]) for name, ranks in eval_modes.items() if len(ranks) > 1},
+        sliced_differently=side_by_side.sliced_differently(truth.steps[0].activations) if truth.steps else (),
     )
 
 
-def _not_stepped(records: Sequence[Record], names: Names) -> list[str]:
-    """A warning of parameters that get a gradient, which is compared like any other, and that no optimizer steps on."""
+def warn_of_parameters_without_optimizer(records: Sequence[Record], names: Names) -> list[str]:
+    """A warning if parameters get a gradient but are in no parameter group of the optimizer."""
     stepped = {names.get(name, name) for record in records for _, group in record.groups for name in group}
     trained = dict.fromkeys(
         names.get(name, name)
@@ -205,13 +210,13 @@ def _not_stepped(records: Sequence[Record], names: Names) -> list[str]:
         return []
     more = f" and {len(left) - 5} more" if len(left) > 5 else ""
     return [
-        f"warning: no group of the optimizer has {listed(left[:5])}{more}: the gradient is compared, and nobody steps on it. "
-        f"If that is meant, freeze it: requires_grad_(False)"
+        f"warning: no parameter group of the optimizer has {listed(left[:5])}{more}: gradients are compared, but no step "
+        f"uses them. If that is intended, freeze these parameters with requires_grad_(False)"
     ]
 
 
-def _not_cut(records: Sequence[Record]) -> list[str]:
-    """A warning of pipeline stages that all hold the same parameters, none of them tied: each rank has the whole model."""
+def warn_of_equal_stages(records: Sequence[Record]) -> list[str]:
+    """A warning if all pipeline stages have the same parameters, none of them tied: each stage has the full model."""
     stages: dict[int, set[str]] = {}
     for record in records:
         stage = record.run.coordinates.get("pipeline", 0)
@@ -222,38 +227,29 @@ def _not_cut(records: Sequence[Record]) -> list[str]:
         return []
     shown = sorted(first)
     return [
-        f"warning: all {len(stages)} pipeline stages hold {listed(shown[:3])}{', ...' if len(shown) > 3 else ''}: if each rank "
-        f"has built the whole model, a step runs {len(stages)} models one after another. Cut it before initialize(): "
-        f"model = colonnade.split(model, num_stages={len(stages)})"
+        f"warning: all {len(stages)} pipeline stages have the parameters {listed(shown[:3])}{', ...' if len(shown) > 3 else ''}: "
+        f"if each stage is the full model, a step runs {len(stages)} models one after another. Split the model before "
+        f"initialize(): model = colonnade.split(model, num_stages={len(stages)})"
     ]
 
 
-def _eval_apart(records: Sequence[Record]) -> dict[str, tuple[int, ...]]:
-    """The modules that train on some ranks only, with the ranks on which they are in evaluation mode."""
-    rests: dict[str, dict[bool, list[int]]] = {}
-    for record in records:
-        for name, value in record.ran_in_eval.items():
-            rests.setdefault(name, {}).setdefault(value, []).append(record.rank)
-    return {name: tuple(ranks[True]) for name, ranks in rests.items() if len(ranks) > 1}
-
-
 def dropped_by(records: Sequence[Record], off: Collection[str]) -> Dropped:
-    """What the ranks dropped. Ranks see the same share of the data that differ in no axis by which batches are cut."""
-    shares: dict[Any, list[int]] = {}
+    """The dropout masks of the ranks. Ranks have the same batch unless they differ in an axis that shards batches."""
+    by_data_rank: dict[Any, list[int]] = {}
     for record in records:
         at = record.run.coordinates
-        cut = tuple(at[axis.name] for axis in record.run.axes or () if axis.distinct and not axis.may_repeat)
-        shares.setdefault(cut, []).append(record.rank)
+        data_rank = tuple(at[axis.name] for axis in record.run.axes or () if axis.distinct and not axis.may_repeat)
+        by_data_rank.setdefault(data_rank, []).append(record.rank)
     steps = [
         {record.rank: record.steps[at].masks for record in records}
         for at in range(min(len(record.steps) for record in records))
     ]
     nowhere = {*off, *(name for record in records for name in record.run.zeroed)}
-    return Dropped(steps, records[0].run.groups, [shares[key] for key in sorted(shares)], nowhere)
+    return Dropped(steps, records[0].run.groups, [by_data_rank[key] for key in sorted(by_data_rank)], nowhere)
 
 
 class _SideBySide:
-    """Finds what the ranks hold of each tensor of the reference, by its name there."""
+    """Finds the values of the ranks for each tensor of the reference, by its name there."""
 
     def __init__(self, records: Sequence[Record], names: Names, terms: int) -> None:
         self.records, self.terms = records, terms
@@ -265,20 +261,31 @@ class _SideBySide:
     def names(self, known: Iterable[str]) -> list[str]:
         return [name for name in known if any(name in local for local in self.local)]
 
-    def held(self, name: str, read: Any) -> list[HeldPart]:
-        """What each rank has of a weight or buffer."""
+    def local_values(self, name: str, read: Any) -> list[LocalValue]:
+        """The elements of a weight or buffer on each rank."""
         found = []
         for record, local in zip(self.records, self.local, strict=True):
-            mine = local.get(name)
-            if mine is not None and mine in (tensors := read(record)):
-                found.append(HeldPart(record.rank, tensors[mine], record.tensors[mine].positions))
+            key = local.get(name)
+            if key is not None and key in (tensors := read(record)):
+                found.append(LocalValue(record.rank, tensors[key], record.tensors[key].positions))
         return found
 
     def step(self, at: int, truth: Truth, spread: RoundingSpread) -> StepEvidence:
         steps = [record.steps[at] for record in self.records]
+
+        # The loss of a rank: the mean over the ranks that differ from it only in axes that shard batches.
+        losses = [mean_of(step.losses) for step in steps]
+        at_axes = [
+            [record.run.coordinates[axis.name] for axis in self.axes if not axis.distinct] for record in self.records
+        ]
+        found_loss: list[float | None] = []
+        for own in at_axes:
+            some = [loss for loss, other in zip(losses, at_axes, strict=True) if other == own]
+            mean = mean_of(some)
+            found_loss.append(None if mean is None else mean[0])
         return StepEvidence(
             loss=truth.loss,
-            found_loss=self._losses(steps),
+            found_loss=found_loss,
             gradients={
                 name: found
                 for name in truth.weights
@@ -286,13 +293,13 @@ class _SideBySide:
             },
             weights={
                 name: self._compared(
-                    value, self.held(name, lambda record: record.steps[at].weights), spread, "weights", name
+                    value, self.local_values(name, lambda record: record.steps[at].weights), spread, "weights", name
                 )
                 for name, value in truth.weights.items()
             },
             buffers={
                 name: self._compared(
-                    value, self.held(name, lambda record: record.steps[at].buffers), spread, "buffers", name
+                    value, self.local_values(name, lambda record: record.steps[at].buffers), spread, "buffers", name
                 )
                 for name, value in truth.buffers.items()
                 if name in self.names(truth.buffers)
@@ -306,7 +313,9 @@ class _SideBySide:
             loss_spread=spread.loss,
         )
 
-    def _compared(self, truth: Tensor, found: list[HeldPart], spread: RoundingSpread, kind: str, name: str) -> Compared:
+    def _compared(
+        self, truth: Tensor, found: list[LocalValue], spread: RoundingSpread, kind: str, name: str
+    ) -> Compared:
         return Compared(truth, found, spread.tensors.get((kind, name), 0.0), self.terms)
 
     def _gradient(self, name: str, at: int, truth: Truth, spread: RoundingSpread) -> GradientEvidence:
@@ -316,50 +325,37 @@ class _SideBySide:
         return GradientEvidence(
             total=whole,
             raw=self._raw(name, at),
-            truth_of_passes=[one.get(name, zeros) for one in truth.passes],
-            truth_of_shards=[one.get(name, zeros) for one in truth.shards],
+            truth_of_passes=[gradients.get(name, zeros) for gradients in truth.passes],
+            truth_of_data_ranks=[gradients.get(name, zeros) for gradients in truth.by_data_rank],
             clipped=self._compared(truth.clipped.get(name, zeros), clipped, spread, "clipped", name)
             if truth.clipped and clipped
             else None,
         )
 
-    def _pieces(self, name: str, at: int, kind: str) -> list[HeldPart]:
+    def _pieces(self, name: str, at: int, kind: str) -> list[LocalValue]:
         found = []
         for record, local in zip(self.records, self.local, strict=True):
-            mine, step = local.get(name, ""), record.steps[at]
-            pieces: Sequence[Piece] = getattr(step, kind).get(mine, ())
+            key, step = local.get(name, ""), record.steps[at]
+            pieces: Sequence[Piece] = getattr(step, kind).get(key, ())
             divisor = 1.0
+            # Clipped gradients are rarely recorded themselves: an engine steps with the divisor, and never writes them.
             if kind == "clipped" and not pieces and step.norm is not None:
-                pieces, divisor = step.total.get(mine, ()), step.divisors.get(mine, 1.0)
+                pieces, divisor = step.total.get(key, ()), step.divisors.get(key, 1.0)
             for piece in pieces:
                 value = piece.value if divisor == 1.0 else piece.value / divisor
-                found.append(HeldPart(record.rank, value, piece.positions))
+                found.append(LocalValue(record.rank, value, piece.positions))
         return found
 
-    def _raw(self, name: str, at: int) -> list[list[HeldPart]]:
-        passes: dict[int, list[HeldPart]] = {}
+    def _raw(self, name: str, at: int) -> list[list[LocalValue]]:
+        passes: dict[int, list[LocalValue]] = {}
         for record, local in zip(self.records, self.local, strict=True):
-            mine = local.get(name, "")
-            for number, value in record.steps[at].raw.get(mine, {}).items():
-                passes.setdefault(number, []).append(HeldPart(record.rank, value, record.tensors[mine].positions))
+            key = local.get(name, "")
+            for number, value in record.steps[at].raw.get(key, {}).items():
+                passes.setdefault(number, []).append(LocalValue(record.rank, value, record.tensors[key].positions))
         return [passes[number] for number in sorted(passes)]
 
-    def _losses(self, steps: Sequence[RecordedStep]) -> list[float | None]:
-        """By rank: the mean loss over the ranks that see other data and are like it in everything else."""
-        mine = [mean_of(step.losses) for step in steps]
-        found: list[float | None] = []
-        for rank in range(len(steps)):
-            alike = [each for other, each in enumerate(mine) if self._same_but_data(rank, other)]
-            known = [each for each in alike if each is not None]
-            found.append((mean_of(known) or (None, None))[0] if len(known) == len(alike) else None)
-        return found
-
-    def _same_but_data(self, rank: int, other: int) -> bool:
-        here, there = (self.records[each].run.coordinates for each in (rank, other))
-        return all(here[axis.name] == there[axis.name] for axis in self.axes if not axis.distinct)
-
     def _norms(self, truth: Truth, steps: Sequence[RecordedStep]) -> dict[str, float]:
-        """The norm of each slot, from the gradients of the reference."""
+        """The norm of each norm group (slot), from the gradients of the reference."""
         if truth.norm is None:
             return {}
         slots: dict[str, list[Tensor]] = {}
@@ -375,43 +371,37 @@ class _SideBySide:
     def _activations(
         self, seen: Sequence[Mapping[str, Tensor]], truth: Truth, spread: RoundingSpread
     ) -> dict[str, Compared]:
-        """Where a rank's output is whole, or its rows of the joined batch; parts cut in other ways are left out."""
+        """The outputs that are full on each rank, or its rows and tokens of the global batch. Other shardings are left out."""
         found = {}
-        staged = any(local.keys() != self.local[0].keys() for local in self.local)
+        is_staged = any(local.keys() != self.local[0].keys() for local in self.local)
         for name, value in truth.activations.items():
-            if not name and staged:
-                continue  # a stage is not the model
-            parts = []
-            for record, outputs in zip(self.records, seen, strict=True):
-                mine = outputs.get(name)
-                if mine is not None:
-                    parts.append(self._rows_of(record, mine, value))
-            known = [part for part in parts if part is not None]
-            if len(known) == len(parts) and _cover(known, value):  # else some did not run it, or cut it in another way
-                compared = self._compared(value, known, spread, "activations", name)
-                if not (_differs(compared) and _in_another_order(known, value)):
-                    found[name] = compared
-        return found
-
-    def cut_apart(self, truth: Mapping[str, Tensor]) -> list[str]:
-        """The axes along which all that ranks hold is shorter by their size once more than a part of the joined batch."""
-        found = []
-        for axis in self.axes:
-            lengths = [
-                (mine.shape[axis.dim], truth[name].shape[axis.dim])
-                for record in self.records
-                for name, mine in record.steps[0].activations.items()
-                if name in truth and mine.dim() == truth[name].dim() > axis.dim
+            if not name and is_staged:
+                continue  # the output of a stage is not that of the model
+            parts = [
+                self._place_output(record, outputs[name], value)
+                for record, outputs in zip(self.records, seen, strict=True)
+                if name in outputs
             ]
-            cut = axis.may_repeat and axis.distinct and axis.size > 1 and axis.dim > 0 and lengths
-            if cut and all(mine * axis.size**2 == whole for mine, whole in lengths):
-                found.append(axis.name.upper())
+            known = [part for part in parts if part is not None]
+            compared = self._compared(value, known, spread, "activations", name)
+            if not known or len(known) < len(parts) or uncovered(compared):
+                continue  # sharded in another way, or not run by ranks whose rows are missing
+
+            # Sequences need not be sharded into blocks. If the ranks have the tokens of the reference at other places, the
+            # places are unknown, and the output cannot be compared.
+            is_wrong = any(distance(part, value) > 1e-3 * length(value) for part in known)
+            if is_wrong and value.dim() > 2 and all(part.positions is not None for part in known):
+                tokens = torch.cat([part.value.double().norm(dim=-1).flatten() for part in known]).sort().values
+                wanted = value.double().norm(dim=-1).flatten().sort().values
+                if len(tokens) == len(wanted) and bool((tokens - wanted).norm() <= 1e-6 * wanted.norm()):
+                    continue
+            found[name] = compared
         return found
 
-    def _rows_of(self, record: Record, mine: Tensor, truth: Tensor) -> HeldPart | None:
-        """Its rows of the batch, and its tokens of the sequences; None: cut in another way."""
-        if mine.shape == truth.shape:
-            return HeldPart(record.rank, mine)
+    def _place_output(self, record: Record, output: Tensor, truth: Tensor) -> LocalValue | None:
+        """The output of a rank as its rows of the global batch and its tokens of the sequences; None: sharded otherwise."""
+        if output.shape == truth.shape:
+            return LocalValue(record.rank, output)
         axes = [axis for axis in self.axes if axis.distinct and axis.size > 1]
         for chosen in ([axis for axis in axes if not axis.may_repeat], axes):
             places = torch.arange(truth.numel()).view(truth.shape)
@@ -419,37 +409,28 @@ class _SideBySide:
                 if places.dim() <= axis.dim or places.shape[axis.dim] % axis.size:
                     break
                 places = places.chunk(axis.size, axis.dim)[record.run.coordinates[axis.name]]
-            if places.shape == mine.shape:
-                return HeldPart(record.rank, mine, places)
+            if places.shape == output.shape:
+                return LocalValue(record.rank, output, places)
         return None
 
-
-def _in_another_order(parts: Sequence[HeldPart], whole: Tensor) -> bool:
-    """Whether the parts have the tokens of the whole at other places: sequences need not be cut into blocks."""
-    if whole.dim() < 3 or any(part.positions is None for part in parts):
-        return False
-    mine = torch.cat([part.value.double().norm(dim=-1).flatten() for part in parts]).sort().values
-    theirs = whole.double().norm(dim=-1).flatten().sort().values
-    return len(mine) == len(theirs) and bool((mine - theirs).norm() <= 1e-6 * theirs.norm())
-
-
-def _differs(compared: Compared) -> bool:
-    return any(distance(part, compared.truth) > 1e-3 * length(compared.truth) for part in compared.found)
-
-
-def _cover(parts: Sequence[HeldPart], whole: Tensor) -> bool:
-    """Whether the parts together have all elements."""
-    if any(part.positions is None for part in parts):
-        return True
-    seen = torch.zeros(whole.numel(), dtype=torch.bool)
-    for part in parts:
-        if part.positions is not None:
-            seen[part.positions.reshape(-1)] = True
-    return bool(parts) and bool(seen.all())
+    def sliced_differently(self, truth: Mapping[str, Tensor]) -> list[str]:
+        """The axes along which ranks sliced different batches: activations are shorter by the size of the axis twice."""
+        found = []
+        for axis in self.axes:
+            lengths = [
+                (output.shape[axis.dim], truth[name].shape[axis.dim])
+                for record in self.records
+                for name, output in record.steps[0].activations.items()
+                if name in truth and output.dim() == truth[name].dim() > axis.dim
+            ]
+            is_sliced = axis.may_repeat and axis.distinct and axis.size > 1 and axis.dim > 0 and lengths
+            if is_sliced and all(size * axis.size**2 == full for size, full in lengths):
+                found.append(axis.name.upper())
+        return found
 
 
 def mean_of(losses: Sequence[Loss | None]) -> Loss | None:
-    """The mean of losses: weighed by their counts where all have one, else of plain means."""
+    """The mean of losses, weighted by their counts if all have one; None if a loss is missing."""
     known = [loss for loss in losses if loss is not None]
     if not known or len(known) < len(losses):
         return None
@@ -469,31 +450,31 @@ def _parameters(records: Sequence[Record], names: Names) -> dict[str, ParameterI
             if note.is_parameter:
                 key = names.get(name, name)
                 tied.setdefault(key, set()).update(note.names)
-                found.setdefault(key, ParameterInfo(note.placement, note.ledger, note.owed))
+                found.setdefault(key, ParameterInfo(note.placement, note.ledger, note.required))
     return {key: replace(info, tied=sorted(tied[key] - {key})) for key, info in found.items()}
 
 
 # --- Tolerance ---
 #
-# How far a parallel run may be from one process by rounding alone. Derived, never guessed for a model.
+# The largest difference that rounding alone can cause between a parallel run and the reference. It is derived, not tuned:
 #
 #     tolerance = 8 * (spread + |truth| * (u * sqrt(additions) + v * sqrt(terms)))
 #
 # in the 2-norm of the whole tensor, where
 #
-# - `spread` is how far the reference itself moves when its weights are changed by one ulp with random signs: what the
-#   model makes of rounding errors, layer by layer. A healthy parallel run adds its terms in another order, which is a
-#   change of that size and no larger. A tensor's own spread comes from two or three runs only, so a lucky small one is
-#   raised to what is usual among its like (`typical_spread`).
-# - `u` is the rounding error of the run's dtype (half its eps) and `additions` is how many values of that dtype are added
-#   one after another: one for each rank and each micro-batch. Errors of random sign grow with the root.
+# - `spread` is the distance by which the reference moves if its weights change by one ulp with random signs: the growth
+#   of rounding errors in the model, layer by layer. A healthy parallel run adds its terms in another order, which is a
+#   change of that size and no larger. The spread of a single tensor comes from two or three runs only, so one that is
+#   small by chance is raised to the usual value of similar tensors (`typical_spread`).
+# - `u` is the rounding error of the run's dtype (half its eps) and `additions` is the number of values of that dtype that
+#   are added one after another: one for each rank and each micro-batch. Errors of random sign grow with the square root.
 # - `v` is the rounding error of the dtype in which products are summed inside a kernel (fp32 for half types) and `terms`
-#   is how many there are in an element: the tokens of the batch, for a weight's gradient.
-# - 8 turns a standard deviation into a bound that thousands of tensors keep: small tensors have few elements, so their
-#   noise does not average out.
+#   is their number in an element: the tokens of the batch, for a weight's gradient.
+# - 8 turns a standard deviation into a bound that holds for thousands of tensors: small tensors have few elements, so
+#   their noise does not average out.
 #
-# In fp64 that is about 1e-14 of the truth: a factor of 1.001 is outside by ten orders of magnitude. In bf16 it is some
-# percent, so that a factor of 2 is seen there, but not one of 1.01; that is why fp64 is the default.
+# In fp64 the tolerance is about 1e-14 of the truth: a factor of 1.001 exceeds it by ten orders of magnitude. In bf16 it is
+# a few percent, so a factor of 2 is seen there, but not one of 1.01; therefore fp64 is the default.
 
 
 _BOUND = 8.0
@@ -502,14 +483,14 @@ _SUMMED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The rounding of one run: `of` gives the bound for one tensor or number."""
+    """The rounding errors of a run; `of` is the bound for one tensor or number."""
 
     dtype: torch.dtype
     additions: int = 1
 
     @classmethod
     def for_run(cls, evidence: Evidence) -> Tolerance:
-        """With the run's dtype, and an addition for each rank and each pass."""
+        """The tolerance for the run's dtype, with an addition for each rank and each pass."""
         return cls(getattr(torch, evidence.dtype), max(1, evidence.world_size * evidence.accumulation))
 
     def of(self, compared: Compared, typical: float = 0.0) -> float:
@@ -526,9 +507,11 @@ class Tolerance:
 
 
 def typical_spread(some: Iterable[Compared]) -> float:
-    """The median of spread / length: what rounding usually does to a tensor of this kind."""
-    shares = [one.spread / size for one in some if one.truth.is_floating_point() and (size := length(one.truth)) > 0]
-    return median(shares) if shares else 0.0
+    """The median of spread / length: the usual effect of rounding on tensors of this kind."""
+    ratios = [
+        entry.spread / size for entry in some if entry.truth.is_floating_point() and (size := length(entry.truth)) > 0
+    ]
+    return median(ratios) if ratios else 0.0
 
 
 def length(tensor: Tensor) -> float:
@@ -548,26 +531,32 @@ WEIGHTS, BUFFER, MASKS, MODE = "weights", "buffer", "dropout masks", "evaluation
 
 
 def compare(evidence: Evidence) -> list[Row]:
-    """A row for everything that was recorded, in the order in which a step makes it."""
+    """A row for every recorded value, in the order in which a step computes them."""
     tolerance = Tolerance.for_run(evidence)
     rows = list(_tensors(WEIGHTS_AT_START, None, evidence.weights_at_start, tolerance))
-    rows += [Row(MODE, name, None, "differs", inf, 0.0, ranks) for name, ranks in evidence.eval_apart.items()]
-    for name, ranks in evidence.masks_apart.items():
+    rows += [Row(MODE, name, None, "differs", inf, 0.0, ranks) for name, ranks in evidence.differing_modes.items()]
+    for name, ranks in evidence.differing_masks.items():
         rows.append(Row(MASKS, name, None, "differs" if ranks else "equal", inf if ranks else 0.0, 0.0, ranks))
     for at, step in enumerate(evidence.steps):
-        # The loss is compared first and listed later: where it is right, an activation that differs is a part of a sum.
+        # A module may run only on the ranks whose samples use it; its output for the other samples is unknown.
+        everywhere = {name: entry for name, entry in step.activations.items() if not uncovered(entry)}
+        outputs = list(_tensors(ACTIVATION, at, everywhere, tolerance))
+
+        # The output of a module may be a partial sum that its caller reduces. That is no mistake if the output of the caller
+        # is right, or the loss.
         loss = _loss(at, step, tolerance)
-        # A module may run on those ranks only whose samples take it. What the others' output would be is not known.
-        everywhere = {name: one for name, one in step.activations.items() if not uncovered(one)}
-        rows += _without_parts(
-            list(_tensors(ACTIVATION, at, everywhere, tolerance)),
-            loss.ok and any(one is not None for one in step.found_loss),
-        )
+        loss_is_right = loss.ok and any(loss is not None for loss in step.found_loss)
+        right = {row.name for row in outputs if row.ok}
+        for row in outputs:
+            callers = {"", *(row.name[:dot] for dot, letter in enumerate(row.name) if letter == ".")} - {row.name}
+            if row.status == "differs" and (loss_is_right or callers & right):
+                row = replace(row, status="equal", error=0.0, ranks=(), detail="a partial sum that is reduced later")
+            rows.append(row)
         rows.append(loss)
         rows += _recomputed(at, step, tolerance)
-        rows += _tensors(GRADIENT, at, {name: one.total for name, one in step.gradients.items()}, tolerance)
+        rows += _tensors(GRADIENT, at, {name: gradient.total for name, gradient in step.gradients.items()}, tolerance)
         rows += _norms(at, step, tolerance)
-        clipped = {name: one.clipped for name, one in step.gradients.items() if one.clipped is not None}
+        clipped = {name: gradient.clipped for name, gradient in step.gradients.items() if gradient.clipped is not None}
         rows += _tensors(CLIPPED, at, clipped, tolerance)
         rows += _tensors(WEIGHTS, at, step.weights, tolerance)
         rows += _tensors(BUFFER, at, step.buffers, tolerance)
@@ -575,16 +564,18 @@ def compare(evidence: Evidence) -> list[Row]:
 
 
 def compare_tensor(compared: Compared, allowed: float, quantity: str, name: str, step: int | None) -> Row:
-    """One tensor: the worst rank's distance from the truth, and what no rank holds."""
+    """The row of one tensor: the largest distance of a rank from the truth, and elements that no rank stores."""
     worst: dict[int, float] = {}
     for part in compared.found:
         error = in_units(distance(part, compared.truth), allowed)
         worst[part.rank] = max(worst.get(part.rank, 0.0), error)
     wrong = tuple(rank for rank, error in worst.items() if error > 1)
     error = max(worst.values(), default=0.0)
+
+    # NaN comes first, because distances mean nothing then, and missing elements before the error of those that are there.
     status, detail = "equal" if error <= 1 else "differs", ""
     if not isfinite(length(compared.truth)):
-        status, detail, error = "not finite", "in one process too", inf
+        status, detail, error = "not finite", "in a single process too", inf
     elif any(not _is_finite(part) for part in compared.found):
         wrong = tuple(part.rank for part in compared.found if not _is_finite(part))
         status, error = "not finite", inf
@@ -600,8 +591,8 @@ def compare_tensor(compared: Compared, allowed: float, quantity: str, name: str,
     return Row(quantity, name, step, status, error, allowed, wrong, detail)
 
 
-def distance(part: HeldPart, truth: Tensor) -> float:
-    """2-norm of what the rank holds minus the truth at the same places; infinite if the shapes do not fit."""
+def distance(part: LocalValue, truth: Tensor) -> float:
+    """2-norm of the difference between the elements of a rank and the truth; infinite if the shapes do not match."""
     wanted = at_positions(truth, part.positions)
     if wanted.numel() != part.value.numel():
         return inf
@@ -610,17 +601,17 @@ def distance(part: HeldPart, truth: Tensor) -> float:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """The elements in double, in one dimension."""
+    """All elements in one dimension, in double."""
     return tensor.detach().double().flatten()
 
 
 def at_positions(whole: Tensor, positions: Tensor | None) -> Tensor:
-    """The elements of a whole tensor that a rank holds, in one row."""
+    """The elements of a full tensor at some positions, in one dimension."""
     return flat(whole) if positions is None else flat(whole)[positions.flatten()]
 
 
 def uncovered(compared: Compared) -> int:
-    """How many elements of the truth no rank holds."""
+    """The number of elements that no rank stores."""
     if any(part.positions is None for part in compared.found):
         return 0
     seen = torch.zeros(compared.truth.numel(), dtype=torch.bool)
@@ -631,7 +622,7 @@ def uncovered(compared: Compared) -> int:
 
 
 def differing_elements(compared: Compared, allowed: float) -> Tensor | None:
-    """The places of elements that are wrong on some rank, if a part of them is and the others are right; else None."""
+    """The indices of the elements that are wrong on some rank; None if all of them are, or none."""
     wrong = torch.zeros(compared.truth.numel(), dtype=torch.bool)
     for part in compared.found:
         truth = at_positions(compared.truth, part.positions)
@@ -649,8 +640,8 @@ def in_units(error: float, allowed: float) -> float:
     return error / allowed if allowed > 0 else inf
 
 
-def _replicas_apart(found: Sequence[HeldPart], size: int, allowed: float) -> list[int]:
-    """The ranks whose elements differ from those of the first rank that holds them too."""
+def _replicas_apart(found: Sequence[LocalValue], size: int, allowed: float) -> list[int]:
+    """The ranks whose elements differ from those of the first rank that stores them."""
     first = torch.full((size,), nan, dtype=torch.float64)
     apart = []
     for part in found:
@@ -663,7 +654,7 @@ def _replicas_apart(found: Sequence[HeldPart], size: int, allowed: float) -> lis
     return apart
 
 
-def _is_finite(part: HeldPart) -> bool:
+def _is_finite(part: LocalValue) -> bool:
     return not part.value.is_floating_point() or bool(part.value.isfinite().all())
 
 
@@ -674,13 +665,13 @@ def _tensors(quantity: str, step: int | None, some: Mapping[str, Compared], tole
 
 
 def _recomputed(at: int, step: StepEvidence, tolerance: Tolerance) -> Iterator[Row]:
-    """What a rank's modules give when they run again, against what they gave it the first time, right or wrong."""
+    """The recomputed outputs of each rank's modules, compared with its own first outputs, right or wrong."""
     typical = typical_spread(step.recomputed.values())
     for name, again in step.recomputed.items():
         allowed = tolerance.of(again, typical)
         first = {part.rank: part for part in step.activations[name].found} if name in step.activations else {}
         errors = {
-            part.rank: in_units(distance(HeldPart(part.rank, part.value), first[part.rank].value), allowed)
+            part.rank: in_units(distance(LocalValue(part.rank, part.value), first[part.rank].value), allowed)
             for part in again.found
             if part.rank in first
         }
@@ -689,22 +680,8 @@ def _recomputed(at: int, step: StepEvidence, tolerance: Tolerance) -> Iterator[R
         yield Row(RECOMPUTED, name, at, status, max(errors.values(), default=0.0), allowed, wrong)
 
 
-def _without_parts(rows: Sequence[Row], loss_is_right: bool) -> list[Row]:
-    """A layer may give a part of a sum that its caller adds up: it is no mistake if the caller, or the loss, is right."""
-    right = {row.name for row in rows if row.ok}
-    found = []
-    for row in rows:
-        parents = ["", *(row.name[:at] for at, letter in enumerate(row.name) if letter == ".")]
-        if row.status == "differs" and (
-            loss_is_right or any(parent in right for parent in parents if parent != row.name)
-        ):
-            row = replace(row, status="equal", error=0.0, ranks=(), detail="as what is made of it")
-        found.append(row)
-    return found
-
-
 def _loss(at: int, step: StepEvidence, tolerance: Tolerance) -> Row:
-    """Equal if every rank has the loss of the whole batch, or if the ranks' own losses have that mean."""
+    """The row of the loss: equal if every rank has the loss of the global batch, or if the mean of their losses is that."""
     allowed = tolerance.of_size(abs(step.loss), step.loss_spread)
     found = {rank: value for rank, value in enumerate(step.found_loss) if value is not None}
     mean = sum(found.values()) / len(found) if found else step.loss
@@ -715,8 +692,8 @@ def _loss(at: int, step: StepEvidence, tolerance: Tolerance) -> Row:
 
 
 def _norms(at: int, step: StepEvidence, tolerance: Tolerance) -> Iterator[Row]:
-    """The norms move at most as far as the gradients do (triangle inequality)."""
-    noise = {name: one.total.spread for name, one in step.gradients.items()}
+    """The rows of the norms. By the triangle inequality, norms move at most as far as the gradients do."""
+    noise = {name: gradient.total.spread for name, gradient in step.gradients.items()}
     everything = sqrt(sum(value**2 for value in noise.values()))
     if step.norm is not None and any(value is not None for value in step.found_norm):
         yield _number(NORM, "norm", at, step.norm, _by_rank(step.found_norm), tolerance.of_size(step.norm, everything))
@@ -734,7 +711,7 @@ def _by_rank(values: Sequence[float | None]) -> dict[int, float]:
 
 def _number(quantity: str, name: str, at: int, truth: float, found: Mapping[int, float], allowed: float) -> Row:
     if not isfinite(truth):
-        return Row(quantity, name, at, "not finite", inf, allowed, (), "in one process too")
+        return Row(quantity, name, at, "not finite", inf, allowed, (), "in a single process too")
     broken = tuple(rank for rank, value in found.items() if not isfinite(value))
     if broken:
         return Row(quantity, name, at, "not finite", inf, allowed, broken)
@@ -751,12 +728,12 @@ def _number(quantity: str, name: str, at: int, truth: float, found: Mapping[int,
 
 
 _SHOWN = 40
-"""Rows of a printed table that differ; the rest is counted. JSON has all of them."""
+"""The number of differing rows in a printed table; the others are only counted. JSON has all rows."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One compared thing: a parameter's gradient in a step, say. `error` is the worst, in units of the tolerance."""
+    """One compared value, such as a parameter's gradient in a step. `error` is the largest of all ranks, in tolerances."""
 
     quantity: str
     name: str
@@ -765,18 +742,18 @@ class Row:
     error: float
     tolerance: float
     ranks: tuple[int, ...] = ()
-    """The ranks on which it differs from one process."""
+    """The ranks on which it differs from the reference."""
     detail: str = ""
 
     @property
     def ok(self) -> bool:
-        """Whether it is equal to one process."""
+        """Whether it equals the reference."""
         return self.status == "equal"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One mistake: its name (a key of `CAUSES`), what it touches, and a sentence that says what and where to look."""
+    """One mistake: its name (a key of `CAUSES`), the affected parameters, and a sentence with the place to look."""
 
     cause: str
     parameters: tuple[str, ...]
@@ -787,7 +764,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """Whether a parallel run equals one process, and if not, why. `print` it, or read it as JSON."""
+    """The result of a comparison with a single process, with the reasons for differences. `print` it, or use its JSON."""
 
     findings: Sequence[Finding] = ()
     rows: Sequence[Row] = ()
@@ -795,16 +772,16 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether everything that was compared is equal within its tolerance."""
+        """Whether all compared values are equal within their tolerance."""
         return not self.findings and all(row.ok for row in self.rows)
 
     @property
     def causes(self) -> list[str]:
-        """The keys of the findings, first things first."""
+        """The causes of the findings, upstream first."""
         return [finding.cause for finding in self.findings]
 
     def to_json(self) -> str:
-        """Everything, as one JSON object. Numbers that JSON has no word for are strings."""
+        """All rows, findings and notes as one JSON object. Infinity and NaN are strings."""
         whole = {
             "ok": self.ok,
             "findings": [asdict(finding) for finding in self.findings],
@@ -815,24 +792,27 @@ class Report:
 
     def __str__(self) -> str:
         verdict = "equal to one process" if self.ok else "NOT equal to one process"
-        parts = [verdict, *_sentences(self.findings), "", _table(self.rows)]
-        return "\n".join([*parts, *(f"note: {note}" for note in self.notes)])
-
-
-def _sentences(findings: Sequence[Finding]) -> Iterable[str]:
-    for at, finding in enumerate(findings, 1):
-        step = "" if finding.step is None else f" (step {finding.step})"
-        yield f"{at}. {finding.cause}{step}: {finding.sentence}"
+        lines = [verdict]
+        for at, finding in enumerate(self.findings, 1):
+            step = "" if finding.step is None else f" (step {finding.step})"
+            lines.append(f"{at}. {finding.cause}{step}: {finding.sentence}")
+        return "\n".join([*lines, "", _table(self.rows), *(f"note: {note}" for note in self.notes)])
 
 
 def _table(rows: Sequence[Row]) -> str:
-    """What differs, worst first; what is equal in one line for each quantity and step."""
+    """Differing rows, largest error first; then one line for all equal rows of a quantity and step."""
     wrong = sorted((row for row in rows if not row.ok), key=lambda row: (row.step or 0, -row.error))
     lines: list[tuple[str, ...]] = [("compared", "step", "name", "status", "error / tolerance", "ranks")]
     lines += [_line(row) for row in wrong[:_SHOWN]]
     if len(wrong) > _SHOWN:
         lines.append(("", "", f"... and {len(wrong) - _SHOWN} more that differ", "", "", ""))
-    lines += _folded([row for row in rows if row.ok])
+    equal: dict[tuple[str, int | None], list[Row]] = {}
+    for row in rows:
+        if row.ok:
+            equal.setdefault((row.quantity, row.step), []).append(row)
+    for (quantity, step), some in equal.items():
+        name, error = some[0].name if len(some) == 1 else f"{len(some)} of them", max(row.error for row in some)
+        lines.append((quantity, _step(step), name, "equal", f"{error:.3g}", ""))
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
@@ -844,25 +824,8 @@ def _line(row: Row) -> tuple[str, ...]:
     return row.quantity, _step(row.step), row.name, status, f"{row.error:.3g}", short_ranks(row.ranks)
 
 
-def _folded(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    alike: dict[tuple[str, int | None], list[Row]] = {}
-    for row in rows:
-        alike.setdefault((row.quantity, row.step), []).append(row)
-    return [
-        (
-            quantity,
-            _step(step),
-            some[0].name if len(some) == 1 else f"{len(some)} of them",
-            "equal",
-            f"{max(row.error for row in some):.3g}",
-            "",
-        )
-        for (quantity, step), some in alike.items()
-    ]
-
-
 def short_ranks(ranks: Sequence[int]) -> str:
-    """Ranks as text; the first and the last of many."""
+    """Ranks as text; of many, only the first two and the last."""
     ranks = list(ranks)
     if not ranks:
         return ""

@@ -1,22 +1,22 @@
-"""Why a parallel run differs from one process: hypotheses are tested on the numbers, upstream first.
+"""Diagnosis of a run that differs from the single-process reference: hypotheses are tested on the numbers, upstream first.
 
-`diagnose` compares, and `_Diagnosis.findings` looks at what differs in the order in which a step makes it. What follows
-from an earlier mistake is a row of the table and no finding. Each look builds a case (case.py), asks the hypotheses of its
-kind (claims.py) and turns the claims that explain most into findings (`_group`).
+`diagnose` compares, and `_Diagnosis.findings` examines the differences in the order in which a step computes things. A
+difference that follows from an earlier one is a row of the table, but not a finding. Each examination builds a case
+(case.py), asks the hypotheses of its kind (claims.py), and turns the claims that explain most into findings (`_group`).
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import isclose
-from typing import Any
 
 from torch import Tensor
 
 from colonnade.proof import hypotheses  # noqa: F401  importing the package fills the table
-from colonnade.proof.case import Case, ClipCase, GradientCase, Groups, NormCase, near, raw_scale
+from colonnade.proof.case import Case, ClipCase, GradientCase, Groups, NormCase, digits, either, near, raw_scale
 from colonnade.proof.claims import CAUSES, Claim, claims
 from colonnade.proof.compare import (
     ACTIVATION,
@@ -44,13 +44,13 @@ from colonnade.proof.compare import (
 from colonnade.texts import pattern_of
 
 _SURE = 80
-"""Claims of this rank and above say that something differs, and little of why."""
+"""Claims of this rank and above state that something differs, but hardly why."""
 _TESTED_ELEMENTS = 20_000_000
-"""Gradients that differ are tested one by one up to so many elements in all."""
+"""Up to this many elements in total, every differing gradient is tested on its own."""
 
 
 def diagnose(evidence: Evidence) -> Report:
-    """Compare everything and name what is wrong. What follows from an earlier mistake is in the table, not a finding."""
+    """Compare everything and name the mistakes. Differences that follow from an earlier one are only in the table."""
     rows = compare(evidence)
     wrong = [row for row in rows if not row.ok]
     findings = _Diagnosis(evidence, rows).findings() if wrong else []
@@ -58,7 +58,7 @@ def diagnose(evidence: Evidence) -> Report:
 
 
 class _Diagnosis:
-    """The rows of one comparison, looked at in the order in which a step makes them."""
+    """The rows of one comparison, examined in the order in which a step computes them."""
 
     def __init__(self, evidence: Evidence, rows: Sequence[Row]) -> None:
         self.evidence, self.rows, self.groups = evidence, rows, Groups(evidence)
@@ -66,29 +66,39 @@ class _Diagnosis:
         self.at = next((row.step for row in self.wrong if row.step is not None), 0)
 
     def findings(self) -> list[Finding]:
-        """The mistakes of the first step that differs. Later steps start from its weights, and follow from it."""
-        # NaN spreads to everything that it is added to, so that no other difference means anything.
+        """The mistakes of the first step that differs. Later steps start from its weights, so their differences follow."""
+        # NaN spreads to everything that it is added to, so no other difference means anything.
         if broken := self._not_finite():
             return broken
 
-        # One process begins with the weights of the ranks. Where these are not those of one model, all else differs too.
-        if start := self._at_start():
+        # The reference starts from the weights of the ranks. If those are not the weights of one model, all else differs too.
+        rows = self.rows_of(WEIGHTS_AT_START)
+        named = {row.name: claims("tensor", self._case(self.evidence.weights_at_start[row.name], row)) for row in rows}
+        weights = {name: some for name, some in named.items() if name in self.evidence.parameters}
+        buffers = {name: some for name, some in named.items() if name not in weights}
+        start = self._group(weights, None, "the initial weight", "weights-differ-at-start", rows)
+        start += self._group(buffers, None, "the initial buffer", "buffers-differ", rows, always=True)
+        if start:
             return start
 
-        # Each rank cut its part out of a batch of its own: every activation is of other data.
-        if apart := self._cut_apart():
-            return apart
+        # If ranks that should slice one batch sliced batches of their own, every activation is of other data.
+        if self.evidence.sliced_differently:
+            how = "were given different batches, and each sliced its own; give all of them the same full batch"
+            return [
+                Finding("replicas-differ", (), self.at, f"the ranks of {mode} {how}.")
+                for mode in self.evidence.sliced_differently
+            ]
 
-        # The forward pass. Other masks make other activations, so masks come first. Of a module whose output changes when it
-        # is computed again either of the two may be the right one, so that is said, and not that its output differs.
+        # The forward pass. Different masks make different activations, so masks come first. If the output of a module changes
+        # when it is recomputed, either of the two outputs may be the right one: then only the recomputation is reported.
         again = self._recomputed()
         forward = self._masks() or ([] if again else self._forward())
 
-        # Gradients follow from activations, and are looked at where these are right.
+        # Gradients follow from activations, so they are examined only if the activations are right.
         backward = forward or again or self._gradients()
 
-        # The loss that is reported may be wrong by itself, as a mean over the wrong ranks. It may also be that from which
-        # gradients are wrong for a reason that no hypothesis has found; then it is the better thing to name.
+        # A reported loss can be wrong without any effect on gradients, as a mean over the wrong ranks. But it can also be the
+        # reason of gradients that no hypothesis explains; then the loss is the better thing to report.
         loss = [] if forward else self._loss(backward)
         known = [finding for finding in backward if finding.cause != "unknown"]
         found = [*known, *loss] if loss else [*backward]
@@ -97,10 +107,16 @@ class _Diagnosis:
         if not backward:
             found += self._norm() or self._clipped() or self._weights()
 
-        # Buffers (running statistics) follow from activations alone.
+        # Buffers (running statistics) follow from activations only.
         if not forward:
-            found += self._buffers()
-        return found or [self._unknown()]
+            rows = self.rows_of(BUFFER)
+            named = {row.name: claims("tensor", self._case(self.step.buffers[row.name], row)) for row in rows}
+            found += self._group(named, self.at, "the buffer", "buffers-differ", rows, always=True)
+        if found:
+            return found
+        row = self.wrong[0]
+        sentence = f"{_called(row)} differs by {row.error:.3g} tolerances, and no hypothesis explains it."
+        return [Finding("unknown", (row.name,), row.step, sentence)]
 
     @property
     def step(self) -> StepEvidence:
@@ -108,122 +124,136 @@ class _Diagnosis:
         return self.evidence.steps[self.at]
 
     def rows_of(self, *quantities: str) -> list[Row]:
-        """What differs of a quantity, in that step."""
+        """The differing rows of some quantities, in that step."""
         return [row for row in self.wrong if row.quantity in quantities and row.step in (None, self.at)]
 
-    # --- From the start weights to the loss ---
+    def _ranks(self, ranks: Sequence[int]) -> str:
+        """Ranks in a sentence."""
+        if not ranks or len(ranks) == self.evidence.world_size:
+            return "every rank"
+        return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {short_ranks(ranks)}"
+
+    # --- From NaN to the loss ---
 
     def _not_finite(self) -> list[Finding]:
-        broken = [row for row in self.wrong if row.status == "not finite" and row.step in (None, self.at)]
-        if not broken:
+        row = next((row for row in self.wrong if row.status == "not finite" and row.step in (None, self.at)), None)
+        if row is None:
             return []
-        row = broken[0]
-        where = "the norm" if row.name == NORM else f"the {row.quantity} {row.name}"
         if row.detail:
-            sentence = f"{where} is not finite in one process either: it is the model or the data, not the parallelism."
-        else:
             sentence = (
-                f"{where} is the first that is not finite, on ranks {short_ranks(row.ranks)}{self._raw_source(row)}."
+                f"{_called(row)} is not finite in the single-process run either, so the model or the data is the cause, not "
+                f"the parallelism."
             )
-        return [Finding("not-finite", (row.name,), row.step, sentence)]
+            return [Finding("not-finite", (row.name,), row.step, sentence)]
 
-    def _raw_source(self, row: Row) -> str:
-        """A sum spreads NaN to every rank: whose raw gradient had it?"""
+        # A reduction spreads NaN to every rank, so the ranks of the row say little: the local gradients tell where it came from.
         gradient = self.step.gradients.get(row.name) if row.quantity == GRADIENT else None
-        bad = [
-            (part.rank, at)
-            for at, some in enumerate(gradient.raw if gradient is not None else ())
+        sources = [
+            (part.rank, number)
+            for number, some in enumerate(gradient.raw if gradient is not None else ())
             for part in some
             if not bool(part.value.isfinite().all())
         ]
-        if bad:
-            return f", and comes from rank {bad[0][0]} in micro-batch {bad[0][1]}; look at what it is fed there"
-        if gradient is not None and gradient.raw:
-            return ", though no rank's own gradient has it; look at its reduction, and what is done to it afterwards"
-        if row.quantity in (NORM, NORMS):
-            return ", though all gradients are; look at the dtype in which powers are summed, and at divisions by zero"
-        return "; look at what these ranks are fed there"
-
-    def _at_start(self) -> list[Finding]:
-        rows = self.rows_of(WEIGHTS_AT_START)
-        named = {row.name: claims("tensor", self._case(self.evidence.weights_at_start[row.name], row)) for row in rows}
-        weights = {name: some for name, some in named.items() if name in self.evidence.parameters}
-        buffers = {name: some for name, some in named.items() if name not in weights}
-        return [
-            *self._group(weights, None, "the weight", "weights-differ-at-start", rows),
-            *self._group(buffers, None, "the buffer", "buffers-differ", rows, always=True),
-        ]
+        if sources:
+            rank, number = sources[0]
+            source = f", and comes from rank {rank} in micro-batch {number}; look at the data of that rank there"
+        elif gradient is not None and gradient.raw:
+            source = (
+                ", but the local gradients of all ranks are finite; look at its reduction and everything after that"
+            )
+        elif row.quantity in (NORM, NORMS):
+            source = ", but all gradients are finite; look at the dtype of the sum of powers, and at divisions by zero"
+        else:
+            source = "; look at the data of these ranks"
+        sentence = f"{_called(row)} is the first value that is not finite, on {self._ranks(row.ranks)}{source}."
+        return [Finding("not-finite", (row.name,), row.step, sentence)]
 
     def _masks(self) -> list[Finding]:
-        if resting := self.rows_of(MODE):
-            names, ranks = tuple(row.name or "the model" for row in resting), short_ranks(resting[0].ranks)
-            how = f"in evaluation mode on ranks {ranks} and trains on the others; look at who calls eval() there."
-            return [Finding("forward-differs", names, None, f"{_shortened(names)} is {how}")]
-        how = "drops other elements than the first rank that holds the same activation; look at its random numbers."
-        rows = [(row.name, short_ranks(row.ranks)) for row in self.rows_of(MASKS)[:1]]
-        return [Finding("masks-differ", (name,), None, f"{name} on ranks {ranks} {how}") for name, ranks in rows]
+        if in_eval := self.rows_of(MODE):
+            names = tuple(row.name or "the model" for row in in_eval)
+            verb, kind = ("are", "modules ") if len(names) > 1 else ("is", "" if names == ("the model",) else "module ")
+            where = f"{verb} in evaluation mode on {self._ranks(in_eval[0].ranks)} and in training mode on the others"
+            return [
+                Finding(
+                    "forward-differs",
+                    names,
+                    None,
+                    f"{kind}{_shortened(names)} {where}; look for calls of eval() there.",
+                )
+            ]
+        return [
+            Finding(
+                "masks-differ",
+                (row.name,),
+                None,
+                f"dropout in {f'module {row.name}' if row.name else 'the model'} drops other elements on {self._ranks(row.ranks)} than on the first rank "
+                f"that has the same activation; look at the random seeds of these ranks.",
+            )
+            for row in self.rows_of(MASKS)[:1]
+        ]
 
     def _forward(self) -> list[Finding]:
-        rows = self.rows_of(ACTIVATION)
-        if not rows:
+        row = next(iter(self.rows_of(ACTIVATION)), None)
+        if row is None:
             return []
-        row = rows[0]
-        case = self._case(self.step.activations[row.name], row)
+        case, module = (
+            self._case(self.step.activations[row.name], row),
+            f"module {row.name}" if row.name else "the model",
+        )
         rounded = claims("activation", case)
         best = _simplest([*claims("tensor", case), *rounded])
+
+        # The output of the first module depends on nothing but the batch and its weights, and the weights are right.
+        if best is not None and best not in rounded and row.name == next(iter(self.step.activations)):
+            if best.cause == "replicas-differ":
+                sentence = f"the output of the first module, {row.name}, {best.what}: ranks of one data rank were given different batches."
+                return [Finding("replicas-differ", (row.name,), self.at, sentence)]
+            if best.cause == "shards-swapped" and len(row.ranks) < len(self.step.activations[row.name].found):
+                sentence = f"the output of the first module, {row.name}, {best.what}: some ranks were given the batch of another rank; look at the loader."
+                return [Finding("micro-batch-twice", (row.name,), self.at, sentence)]
+
+        # The ledger tells which reductions the parameters of the module have; the first parameter is representative.
+        inside = (name for name in self.evidence.parameters if name.startswith(f"{row.name}."))
+        ledger = next((text for name in inside if (text := _ledger_line(self.evidence, name))), "")
         how = f"its output {best.what}" if best else f"its output is off by {row.error:.3g} tolerances"
         where = f"that module, and {best.where}" if best else "that module"
         sentence = (
-            f"the forward pass parts from one process at {row.name} on ranks {short_ranks(row.ranks)}: {how}, and "
-            f"everything that was recorded before it agrees; look at {where}{_ledger_under(self.evidence, row.name)}."
+            f"{module} is the first whose output differs, on {self._ranks(row.ranks)}: {how}, while everything recorded "
+            f"before it agrees; look at {where}{ledger}."
         )
         if best is not None and best in rounded:
             return [Finding("rounded", (row.name,), self.at, sentence)]
-        if best is not None and row.name == next(iter(self.step.activations)):
-            if best.cause == "replicas-differ":
-                sentence = (
-                    f"the first module, {row.name}, {best.what}: ranks that see the same data were given other batches."
-                )
-                return [Finding("replicas-differ", (row.name,), self.at, sentence)]
-            if best.cause == "shards-swapped" and len(row.ranks) < len(self.step.activations[row.name].found):
-                sentence = f"the first module, {row.name}, {best.what}: some ranks were given the batch of others; look at the loader."
-                return [Finding("micro-batch-twice", (row.name,), self.at, sentence)]
         return [Finding("forward-differs", (row.name,), self.at, sentence, best.factor if best else None)]
 
-    def _cut_apart(self) -> list[Finding]:
-        how = "were given batches of their own, and each cut its part out of its own; give all of them the same whole batch"
-        some = [f"the ranks of {mode} {how}." for mode in self.evidence.cut_apart]
-        return [Finding("replicas-differ", (), self.at, sentence) for sentence in some]
-
     def _recomputed(self) -> list[Finding]:
-        """A module that runs again in the backward pass and gives another output, whichever of the two is right."""
+        """Modules whose output changes when they are recomputed in the backward pass, whichever output is right."""
         rows = self.rows_of(RECOMPUTED)
         if not rows:
             return []
-        names = tuple(row.name for row in rows)
         sentence = (
-            f"{rows[0].name} gives one output in the forward pass and another when it runs again in the backward pass, on "
-            f"ranks {short_ranks(rows[0].ranks)}; look at what differs between the two: random numbers, masks, "
-            f"buffers, routing or autocast."
+            f"{f'module {rows[0].name}' if rows[0].name else 'the model'} gives one output in the forward pass and another when it is recomputed in the "
+            f"backward pass (activation checkpointing), on {self._ranks(rows[0].ranks)}; look for differences between the two: "
+            f"random numbers, masks, buffers, routing or autocast."
         )
-        return [Finding("recomputation-differs", names, self.at, sentence)]
+        return [Finding("recomputation-differs", tuple(row.name for row in rows), self.at, sentence)]
 
     def _loss(self, backward: Sequence[Finding]) -> list[Finding]:
         rows = self.rows_of(LOSS)
         if not rows or any(finding.cause != "unknown" for finding in backward):
             return []
         found = [value for value in self.step.found_loss if value is not None]
-        how = f"{rows[0].detail}"
-        factor = None
+        how, factor = rows[0].detail, None
         if found and self.step.loss and all(isclose(value, found[0], rel_tol=1e-9) for value in found):
             factor = found[0] / self.step.loss
             sizes = {**self.groups.sizes, "accumulation": self.evidence.accumulation}
-            names = near(factor, sizes, max(1e-9, 2 * rows[0].tolerance / abs(self.step.loss)))
-            how += f", {factor:.6g} times it" + (f" ({' or '.join(map(str, names))})" if names else "")
+            products = near(factor, sizes, max(1e-9, 2 * rows[0].tolerance / abs(self.step.loss)))
+            how += f", a factor of {digits(factor)}{either(products)}"
         elif found:
-            how += ", and ranks differ"
-        seen = "every activation that was recorded agrees" if self.step.activations else "no activation was recorded"
-        sentence = f"the loss is {how}, while {seen}; look at how the loss is averaged over passes, tokens and ranks."
+            how += ", and differs between ranks"
+        seen = "all recorded activations agree" if self.step.activations else "no activation was recorded"
+        sentence = (
+            f"the loss is {how}, while {seen}; look at how the loss is averaged over micro-batches, tokens and ranks."
+        )
         return [Finding("loss-differs", (), self.at, sentence, factor)]
 
     # --- Gradients ---
@@ -232,105 +262,97 @@ class _Diagnosis:
         rows = self.rows_of(GRADIENT)
         if not rows:
             return []
+        gradients = self.step.gradients
         wrong = {row.name for row in rows}
-        alive = {name for name, one in self.step.gradients.items() if bool(one.total.truth.any())}
+        healthy = frozenset({name for name, entry in gradients.items() if bool(entry.total.truth.any())} - wrong)
         scale = raw_scale(self.evidence, self.groups, self.step, wrong)
-        healthy = frozenset(alive - wrong)
-        tested = {
-            row.name: self._tested(self._gradient_case(row, healthy, scale), "gradient") for row in self._to_test(rows)
-        }
+
+        # A large model has many layers of one kind, which share a mistake. Then the first and last of each kind are tested,
+        # and the claims of one of them stand for the others.
+        kinds: dict[str, list[Row]] = {}
+        for row in rows:
+            kinds.setdefault(self._kind(row.name), []).append(row)
+        chosen = rows
+        if sum(gradients[row.name].total.truth.numel() for row in rows) > _TESTED_ELEMENTS:
+            chosen = [row for some in kinds.values() for row in (some if len(some) < 3 else [some[0], some[-1]])]
+
+        def total(at: int, name: str) -> Compared | None:
+            steps = self.evidence.steps
+            return steps[at].gradients[name].total if 0 <= at < len(steps) and name in steps[at].gradients else None
+
+        tested = {}
+        for row in chosen:
+            before = total(self.at - 1, row.name)
+            case = GradientCase(
+                evidence=self.evidence,
+                groups=self.groups,
+                compared=gradients[row.name].total,
+                row=row,
+                before=None if before is None else before.truth,
+                name=row.name,
+                gradient=gradients[row.name],
+                step=self.step,
+                at=self.at,
+                later=total(self.at + 1, row.name),
+                healthy=healthy,
+                raw_scale=scale,
+            )
+            tested[row.name] = self._tested(case, "gradient")
         alike = {self._kind(name): some for name, some in tested.items()}
         named = {row.name: tested.get(row.name, alike.get(self._kind(row.name), [])) for row in rows}
         return self._group(named, self.at, "the gradient of", "", rows)
 
     def _tested(self, case: Case, *kinds: str) -> list[Claim]:
-        """The claims that explain all of it; or, where a part of its elements is right, those that explain the others."""
+        """The claims that explain the whole tensor; if some of its elements are right, those that explain the others."""
         found = [claim for kind in kinds for claim in claims(kind, case)]
         if all(claim.rank >= _SURE for claim in found):
             elements = differing_elements(case.compared, case.row.tolerance)
-            part = case.within(elements) if elements is not None else None
-            inside = [] if part is None else [claim for kind in kinds for claim in claims(kind, part)]
-            some = [replace(claim, what=f"in a part of its elements {claim.what}") for claim in inside]
-            found = [claim for claim in some if claim.rank < _SURE] or found or some
+            some = case.within(elements) if elements is not None else None
+            inside = [] if some is None else [claim for kind in kinds for claim in claims(kind, some)]
+            named = [replace(claim, what=f"(in some of its elements) {claim.what}") for claim in inside]
+            found = [claim for claim in named if claim.rank < _SURE] or found or named
         return found
-
-    def _to_test(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """The gradients that are tested: all; of a large model the first and the last of each kind, the others being layers like these."""
-        if sum(self.step.gradients[row.name].total.truth.numel() for row in rows) <= _TESTED_ELEMENTS:
-            return rows
-        kinds: dict[str, list[Row]] = {}
-        for row in rows:
-            kinds.setdefault(self._kind(row.name), []).append(row)
-        return [row for some in kinds.values() for row in (some if len(some) < 3 else [some[0], some[-1]])]
 
     def _kind(self, name: str) -> str:
         """The name without its numbers, and the placement."""
         info = self.evidence.parameters.get(name)
         return pattern_of(name, inside=True) + (f" {info.placement}" if info is not None else "")
 
-    def _gradient_case(self, row: Row, healthy: frozenset[str], scale: float) -> GradientCase:
-        gradient = self.step.gradients[row.name]
-        return GradientCase(
-            evidence=self.evidence,
-            groups=self.groups,
-            compared=gradient.total,
-            row=row,
-            before=self._gradient_at(self.at - 1, row.name, "truth"),
-            name=row.name,
-            gradient=gradient,
-            step=self.step,
-            at=self.at,
-            later=self._gradient_at(self.at + 1, row.name, "whole"),
-            healthy=healthy,
-            raw_scale=scale,
-        )
-
-    def _gradient_at(self, at: int, name: str, which: str) -> Any:
-        if not 0 <= at < len(self.evidence.steps) or name not in self.evidence.steps[at].gradients:
-            return None
-        total = self.evidence.steps[at].gradients[name].total
-        return total.truth if which == "truth" else total
-
-    # --- Norm, clipping, weights, buffers ---
+    # --- Norm, clipping, weights ---
 
     def _norm(self) -> list[Finding]:
-        found = []
-        for row in self.rows_of(NORM, NORMS)[:1]:
-            best = _simplest(claims("norm", NormCase(self.evidence, self.groups, self.step, self.at, row)))
-            what = f"is {row.detail}: it {best.what}" if best else f"is {row.detail}, and no hypothesis fits"
-            where = best.where if best else "which elements count in it, how often, and over which ranks it is summed"
-            sentence = f"the norm{'' if row.name == NORM else f' of {row.name}'} {what}; look at {where}."
-            found.append(
-                Finding(best.cause if best else "unknown", (), self.at, sentence, best.factor if best else None)
-            )
-        return found
+        row = next(iter(self.rows_of(NORM, NORMS)), None)
+        if row is None:
+            return []
+        best = _simplest(claims("norm", NormCase(self.evidence, self.groups, self.step, self.at, row)))
+        why = f": it {best.what}" if best else ", and no hypothesis explains it"
+        where = best.where if best else "which elements count in the norm, how often, and over which ranks it is summed"
+        sentence = f"{_called(row)} is {row.detail}, on {self._ranks(row.ranks)}{why}; look at {where}."
+        return [Finding(best.cause if best else "unknown", (), self.at, sentence, best.factor if best else None)]
 
     def _clipped(self) -> list[Finding]:
         rows = self.rows_of(CLIPPED)
         if not rows:
             return []
-        case = ClipCase(self.evidence, self.groups, self.step, self.at, tuple(rows))
-        best = _simplest(claims("clipped", case))
+        best = _simplest(claims("clipped", ClipCase(self.evidence, self.groups, self.step, self.at, tuple(rows))))
         names = tuple(row.name for row in rows)
         if best is None:
-            sentence = f"{_shortened(names)}: the gradient and the norm are right, and the clipped gradient is not; look at what is multiplied by the coefficient."
+            sentence = (
+                f"the clipped gradient of {_shortened(names)} is wrong, although the gradient and the norm are right; look at "
+                f"the tensors that are multiplied by the clip coefficient."
+            )
             return [Finding("unknown", names, self.at, sentence)]
         sentence = f"the clipped gradient of {_shortened(names)} {best.what}; look at {best.where}."
         return [Finding(best.cause, names, self.at, sentence, best.factor)]
 
     def _weights(self) -> list[Finding]:
         rows = self.rows_of(WEIGHTS)
+        before = self.evidence.steps[self.at - 1].weights if self.at else self.evidence.weights_at_start
         named = {}
         for row in rows:
-            before = self.evidence.steps[self.at - 1].weights if self.at else self.evidence.weights_at_start
             old = before[row.name].truth if row.name in before else None
             named[row.name] = self._tested(self._case(self.step.weights[row.name], row, old), "tensor", "weights")
         return self._group(named, self.at, "the weight", "optimizer-differs", rows)
-
-    def _buffers(self) -> list[Finding]:
-        rows = self.rows_of(BUFFER)
-        named = {row.name: claims("tensor", self._case(self.step.buffers[row.name], row)) for row in rows}
-        return self._group(named, self.at, "the buffer", "buffers-differ", rows, always=True)
 
     # --- From claims to findings ---
 
@@ -346,8 +368,12 @@ class _Diagnosis:
         rows: Sequence[Row],
         always: bool = False,
     ) -> list[Finding]:
-        """The fewest claims that explain all parameters, that which explains most first. `cause`: of claims whose own is none of `CAUSES`."""
+        """The smallest set of claims that explains all parameters, the claim that explains most of them first.
+
+        `cause` replaces causes that are not in `CAUSES`; with `always`, all of them.
+        """
         left = dict(named)
+        ranks = {row.name: row.ranks for row in rows}
         found = []
         while left and any(left.values()):
             counts = Counter(key for some in left.values() for key in {claim.key for claim in some})
@@ -356,79 +382,75 @@ class _Diagnosis:
                 key=lambda claim: (-counts[claim.key], claim.rank, claim.doubt),
             )
             names = tuple(name for name, some in left.items() if any(claim.key == best.key for claim in some))
+
+            # Claims of the same rank on the same parameters are rivals: the numbers cannot tell them apart, so all are named.
+            rivals = [
+                claim
+                for claim in left[names[0]]
+                if (claim.rank, claim.doubt) == (best.rank, best.doubt)
+                and all(any(other.key == claim.key for other in left[name]) for name in names)
+            ]
+            by_modes = {
+                " and ".join(claim.modes): claim for claim in rivals if claim.cause == best.cause and claim.factor
+            }
+            same = [key for key, claim in by_modes.items() if claim.factor == best.factor and claim.modes != best.modes]
+            others = {claim.cause: claim for claim in rivals if claim.cause != best.cause}
+            what = best.what + (f" (or of {' or '.join(same)}: the numbers are the same)" if same else "")
+            what += "".join(f", or {claim.cause} (it {claim.what})" for claim in others.values())
+
             known = best.cause if best.cause in CAUSES and not always and best.cause != "replicas-differ" else cause
-            sentence = f"{thing} {_shortened(names)} {best.what}{_rivals(best, names, left)}; look at {best.where}{_ledger_line(self.evidence, names[0], best)}."
+            # Many claims name the ranks themselves.
+            named_ranks = re.search(r"ranks? \[?\d|(every|each|this) rank", best.what)
+            where = "" if named_ranks else f" on {self._ranks(ranks[names[0]])}"
+            sentence = f"{thing} {_shortened(names)}{where} {what}; look at {best.where}{_ledger_line(self.evidence, names[0], best)}."
             found.append(Finding(known or best.cause, names, step, sentence, best.factor))
             left = {name: some for name, some in left.items() if name not in names}
         if left:
-            found.append(self._unexplained(tuple(left), step, thing, cause, rows))
+            # Without an explanation, the place to start is the last of the gradients: backward reaches its parameter first.
+            names = tuple(left)
+            worst = max((row for row in rows if row.name in left), key=lambda row: row.error)
+            look = f"the code that writes {_shortened(names)}, and the collectives that it needs"
+            if "gradient" in thing:
+                look = f"{names[-1]} first, which the backward pass reaches before the others"
+            sentence = (
+                f"{thing} {_shortened(names)} differs by up to {worst.error:.3g} tolerances on {self._ranks(worst.ranks)}, and no "
+                f"hypothesis explains it; look at {look}{_ledger_line(self.evidence, names[-1])}."
+            )
+            found.append(Finding(cause or "unknown", names, step, sentence))
         return found
-
-    def _unexplained(
-        self, names: tuple[str, ...], step: int | None, thing: str, cause: str, rows: Sequence[Row]
-    ) -> Finding:
-        worst = max((row for row in rows if row.name in names), key=lambda row: row.error)
-        sentence = (
-            f"{thing} {_shortened(names)} differs by {worst.error:.3g} tolerances on ranks {short_ranks(worst.ranks)} and no "
-            f"hypothesis fits; {_first_look(names, thing)}{_ledger_line(self.evidence, names[-1])}."
-        )
-        return Finding(cause or "unknown", names, step, sentence)
-
-    def _unknown(self) -> Finding:
-        row = self.wrong[0]
-        sentence = f"the {row.quantity} {row.name} differs by {row.error:.3g} tolerances and no hypothesis fits."
-        return Finding("unknown", (row.name,), row.step, sentence)
 
 
 # --- Words of findings ---
 
 
+def _called(row: Row) -> str:
+    """A compared value as the subject of a sentence."""
+    if row.quantity == row.name:  # the loss, and the norm of all gradients
+        return f"the {row.name}"
+    if row.quantity in (ACTIVATION, RECOMPUTED) and not row.name:
+        return "the output of the model"
+    singular = {WEIGHTS: "weight", WEIGHTS_AT_START: "initial weight", NORMS: "norm of", GRADIENT: "gradient of"}
+    singular |= {ACTIVATION: "output of", RECOMPUTED: "recomputed output of", CLIPPED: "clipped gradient of"}
+    return f"the {singular.get(row.quantity, row.quantity)} {row.name}"
+
+
 def _shortened(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
+    """The first names, and the number of the others."""
     if len(names) <= 3:
         return ", ".join(names)
     return f"{names[0]}, {names[1]} and {len(names) - 2} more"
 
 
 def _simplest(some: Sequence[Claim]) -> Claim | None:
-    """The simplest claim."""
     return min(some, key=lambda claim: (claim.rank, claim.doubt), default=None)
 
 
-def _rivals(best: Claim, names: Sequence[str], left: Mapping[str, Sequence[Claim]]) -> str:
-    """Other causes that the numbers cannot tell from the best: of the same hypothesis, on the same parameters."""
-    common = [
-        claim
-        for claim in left[names[0]]
-        if (claim.rank, claim.doubt) == (best.rank, best.doubt)
-        and all(any(other.key == claim.key for other in left[name]) for name in names)
-    ]
-    alike = {" and ".join(claim.modes): claim for claim in common if claim.cause == best.cause and claim.factor}
-    same = [modes for modes, claim in alike.items() if claim.factor == best.factor and claim.modes != best.modes]
-    others = {claim.cause: claim for claim in common if claim.cause != best.cause}
-    told = f" (or of {' or '.join(same)}, which the numbers cannot tell from it)" if same else ""
-    return told + "".join(f", or {claim.cause} (it {claim.what})" for claim in others.values())
-
-
-def _first_look(names: Sequence[str], thing: str) -> str:
-    """Where to look when no hypothesis fits."""
-    if "gradient" in thing:
-        return f"look at {names[-1]} first, which the backward pass reaches before the others"
-    return f"look at what writes {_shortened(names)}, and what ranks should tell each other for it"
-
-
 def _ledger_line(evidence: Evidence, name: str, claim: Claim | None = None) -> str:
-    """What the ledger plans for a parameter, over the modes of the claim."""
+    """The reduction that the ledger plans for a parameter, over the modes of the claim."""
     info = evidence.parameters.get(name)
     if info is None or not info.ledger:
         has_one = info is not None and any(other.ledger for other in evidence.parameters.values())
-        return " (ledger: no sum of it is planned)" if has_one else ""
+        return " (ledger: no reduction is planned for it)" if has_one else ""
     modes = claim.modes if claim is not None else ()
     line = next((line for line in info.ledger if any(mode in line for mode in modes)), info.ledger[0])
     return f" (ledger: {line})"
-
-
-def _ledger_under(evidence: Evidence, module: str) -> str:
-    """The ledger's line for the first parameter of a module."""
-    inside = (name for name in evidence.parameters if name.startswith(f"{module}."))
-    return next((text for name in inside if (text := _ledger_line(evidence, name))), "")

@@ -1,8 +1,8 @@
-"""Dropout in a comparison: the masks of the ranks are noted, and one process drops the same, joined by the places of the ranks.
+"""Dropout in a comparison: the masks of the ranks are recorded and joined, and the single process drops the same elements.
 
-Every dropout of a model is seen as it is called, in whichever module: `Noting` on the ranks, `Replaying` in one process,
-and `Nothing` where nothing is to be dropped. The ranks draw from their own random numbers as they always do, also when a
-module is computed again in the backward pass. Where no way of joining the masks fits, that module is named.
+Every call of dropout in a model is intercepted: `Noting` records on the ranks, `Replaying` repeats in the single process, and
+`Nothing` turns dropout off. Ranks draw their own random numbers as usual, also when a module is recomputed in the backward
+pass. If the masks of a module cannot be joined, the module is reported with the reason.
 """
 
 from __future__ import annotations
@@ -26,49 +26,87 @@ from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.forward import ModelHook
 from colonnade.parallel.held import checksum
 
-# --- Places: which part of one process's tensor each rank's tensor is, by the shapes, the groups of the modes and the numbers ---
+# --- Places: the shard of the full tensor that each rank has, from shapes, process groups and numbers ---
 
 
 Shape = tuple[int, ...]
 Groups = Mapping[str, Sequence[Sequence[int]]]
 Place = tuple[Tensor, ...]
-"""Of a rank's part: in each dimension, the numbers that its rows have in the whole."""
+"""The shard of a rank: for each dimension, the indices of its rows in the full tensor."""
 Places = Mapping[int, Place]
 _NEAR = 0.01
-"""How far, relative to their length, the ranks' numbers may be from those of one process at the places that they are given."""
+"""The largest relative distance between the ranks' inputs and those of the single process at their places."""
 
 
 def places_for(
     shapes: Mapping[int, Shape], whole: Shape, groups: Groups, inputs: Mapping[int, Tensor], x: Tensor, anyhow: bool
 ) -> Places | str:
-    """Where the ranks' parts lie in `whole`, or why that is not known. `inputs`: what ranks hold of x.
+    """The places of the ranks' shards in a tensor of shape `whole`, or the reason why they are unknown.
 
-    Of several ways that the shapes allow, the one by which the ranks' numbers are those of x. `anyhow`: take the nearest.
+    Args:
+        shapes: The shape of each rank's shard.
+        whole: The shape of the full tensor.
+        groups: The process groups of the modes.
+        inputs: The values of the ranks. Of several ways to shard `whole`, they decide for the one that matches `x`.
+        x: The values of the single process.
+        anyhow: If none matches, take the nearest one.
     """
     local = next(iter(shapes.values()))
     if any(shape != local for shape in shapes.values()) or len(local) != len(whole):
-        return f"the ranks hold parts of different shapes there, as {sorted(set(shapes.values()))[:4]}"
-    if any(not mine or full % mine for mine, full in zip(local, whole, strict=True)):
-        return f"the ranks hold {local} there, of which {whole} cannot be made"
-    ways = list(_ways(list(shapes), local, whole, groups))
+        return f"its input has different shapes on the ranks, for example {sorted(set(shapes.values()))[:4]}"
+    if any(not size or full % size for size, full in zip(local, whole, strict=True)):
+        return f"its input has the shape {local} on each rank, which does not divide {whole}"
+
+    # Every way to shard the tensor: each dimension over one mode or two, of which the first is the outer one. Different modes
+    # may give the same shards, which count once.
+    ways, seen = list[Places](), set[Any]()
+    counts = [full // size for size, full in zip(local, whole, strict=True)]
+    numbers = _numbers(list(shapes), groups)
+    sizes = {mode: len(set(of.values())) for mode, of in numbers.items()}
+    orders = [(), *((mode,) for mode in numbers), *permutations(numbers, 2)]
+    choices = [[modes for modes in orders if prod(sizes[mode] for mode in modes) == count] for count in counts]
+    for chosen in product(*choices):
+        cells = {}
+        for rank in shapes:
+            cell = [0] * len(counts)
+            for dim, modes in enumerate(chosen):
+                for mode in modes:
+                    cell[dim] = cell[dim] * sizes[mode] + numbers[mode][rank]
+            cells[rank] = tuple(cell)
+        key = tuple(cells.values())
+        if len(set(key)) == prod(counts) and key not in seen:
+            seen.add(key)
+            ways.append(
+                {
+                    rank: tuple(torch.arange(at * size, (at + 1) * size) for at, size in zip(cell, local, strict=True))
+                    for rank, cell in cells.items()
+                }
+            )
     if not ways:
-        return f"the ranks hold {local} there, and no groups of ranks make {whole} of it"
+        return f"its input has the shape {local} on each rank, and no process groups shard {whole} like that"
     if len(inputs) < len(shapes):
-        return ways[0]  # there is nothing to choose by
+        return ways[0]  # there are no values to choose by
     truth = x.detach().to("cpu", torch.float32)
     best = min(ways, key=lambda way: _error(way, inputs, truth))
     if _error(best, inputs, truth) <= _NEAR:
         return best
-    cut = [dim for dim, (mine, full) in enumerate(zip(local, whole, strict=True)) if mine < full]
-    orders = [_reordered(way, dim, inputs, truth) for way in ways for dim in cut]
-    for order in orders:
-        if _error(order, inputs, truth) <= _NEAR:
-            return order
-    return best if anyhow else "what the ranks drop from is not what one process drops from, in any order of its parts"
+
+    # The rows of a sharded dimension may have any order, as in sequences that are dealt out: each row goes to the most similar
+    # row of the single process.
+    for way in ways:
+        for dim in [dim for dim, count in enumerate(counts) if count > 1]:
+            order = {}
+            for rank, place in way.items():
+                full = _at(truth, (*place[:dim], torch.arange(truth.shape[dim]), *place[dim + 1 :]))
+                rows, candidates = (x.movedim(dim, 0).flatten(1) for x in (inputs[rank], full))
+                order[rank] = (*place[:dim], torch.cdist(rows, candidates).argmin(1), *place[dim + 1 :])
+            if _error(order, inputs, truth) <= _NEAR:
+                return order
+    return best if anyhow else "the inputs of dropout on the ranks are not those of the single process, in any order"
 
 
 def joined(parts: Mapping[int, Tensor], places: Places, shape: Shape) -> Tensor:
-    """The whole; of several holders of a part, the first one's."""
+    """The full tensor; of replicas, the values of the first rank."""
     whole = next(iter(parts.values())).new_empty(shape)
     for rank in reversed(list(parts)):
         whole[torch.meshgrid(*places[rank], indexing="ij")] = parts[rank]
@@ -76,51 +114,17 @@ def joined(parts: Mapping[int, Tensor], places: Places, shape: Shape) -> Tensor:
 
 
 def _error(places: Places, inputs: Mapping[int, Tensor], truth: Tensor) -> float:
-    """The distance of the rank that is farthest from the truth, in units of the truth's length."""
+    """The largest distance of a rank from the truth, relative to the length of the truth."""
     size = float(truth.norm()) or 1.0
-    return max(float((mine - _at(truth, places[rank])).norm()) / size for rank, mine in inputs.items())
+    return max(float((values - _at(truth, places[rank])).norm()) / size for rank, values in inputs.items())
 
 
 def _at(whole: Tensor, place: Place) -> Tensor:
     return whole[torch.meshgrid(*place, indexing="ij")]
 
 
-def _reordered(places: Places, dim: int, inputs: Mapping[int, Tensor], truth: Tensor) -> Places:
-    """These places with the rows of one dimension where the truth has them: sequences may be dealt out in any order."""
-    found = {}
-    for rank, place in places.items():
-        everything = _at(truth, (*place[:dim], torch.arange(truth.shape[dim]), *place[dim + 1 :]))
-        mine, theirs = (one.movedim(dim, 0).flatten(1) for one in (inputs[rank], everything))
-        found[rank] = (*place[:dim], torch.cdist(mine, theirs).argmin(1), *place[dim + 1 :])
-    return found
-
-
-def _ways(ranks: Sequence[int], local: Shape, whole: Shape, groups: Groups) -> Iterator[Places]:
-    """Every way in which modes can cut `whole` into parts like `local`: each dimension by one mode or two, the first of them outside."""
-    parts = [full // mine for mine, full in zip(local, whole, strict=True)]
-    numbers = _numbers(ranks, groups)
-    sizes = {mode: len(set(of.values())) for mode, of in numbers.items()}
-    cutters = [(), *((mode,) for mode in numbers), *permutations(numbers, 2)]
-    choices = [[modes for modes in cutters if prod(sizes[mode] for mode in modes) == count] for count in parts]
-    seen = set()
-    for chosen in product(*choices):
-        cells = {}
-        for rank in ranks:
-            cell = [0] * len(parts)
-            for dim, modes in enumerate(chosen):
-                for mode in modes:
-                    cell[dim] = cell[dim] * sizes[mode] + numbers[mode][rank]
-            cells[rank] = tuple(cell)
-        if len(set(cells.values())) == prod(parts) and (key := tuple(cells.values())) not in seen:
-            seen.add(key)
-            yield {
-                rank: tuple(torch.arange(at * size, (at + 1) * size) for at, size in zip(cell, local, strict=True))
-                for rank, cell in cells.items()
-            }
-
-
 def _numbers(ranks: Sequence[int], groups: Groups) -> dict[str, dict[int, int]]:
-    """By mode in which these ranks differ: the place of each rank in its group, from 0 without gaps."""
+    """By mode in which these ranks differ: the position of each rank in its group, from 0 without gaps."""
     found = {}
     for mode, lists in groups.items():
         at = {rank: list(group).index(rank) for group in lists for rank in group if rank in ranks}
@@ -130,10 +134,10 @@ def _numbers(ranks: Sequence[int], groups: Groups) -> dict[str, dict[int, int]]:
     return found
 
 
-# --- Dropout that is seen, noted and repeated ---
+# --- Intercepting, recording and repeating dropout ---
 
 DRAWN_BYTES = 256 << 20
-"""Masks of a rank are kept up to this size in all."""
+"""The masks of a rank are kept up to this total size."""
 _DROPOUT, _ATTENTION = F.dropout, F.scaled_dot_product_attention
 _SHIFTING = (F.alpha_dropout, F.feature_alpha_dropout)
 _DROPS = (_DROPOUT, F.dropout1d, F.dropout2d, F.dropout3d, *_SHIFTING)
@@ -141,88 +145,90 @@ _DROPS = (_DROPOUT, F.dropout1d, F.dropout2d, F.dropout3d, *_SHIFTING)
 
 @dataclass(frozen=True)
 class DropoutMask:
-    """The effect of one call of dropout: input * `kept` * `scale` + `shift`. `kept` None: too large to keep."""
+    """The effect of one call of dropout: input * `kept` * `scale` + `shift`. `kept` is None if the mask is too large."""
 
     kept: Tensor | None
     scale: float = 1.0
     shift: Tensor | None = None
     input: Tensor | None = None
-    """The input of the first call in a module: by that the places of the ranks are found."""
+    """The input of the first call in a module, from which the places of the ranks are found."""
 
 
 Masks = dict[str, list[DropoutMask]]
-"""Of one step: by module, in the order of its calls."""
+"""The masks of one step: by module, in the order of its calls."""
 
 
 class Dropping(TorchFunctionMode):
-    """Sees the dropout of a model. What a call does is up to `factors`; `off` are modules in which nothing is dropped."""
+    """Intercepts the dropout of a model. `factors` decides the effect of a call; `off` are modules without dropout."""
 
     def __init__(self, off: Collection[str] = ()) -> None:
         super().__init__()
         self.off = frozenset(off)
         self.zeroed: set[str] = set()
-        """The modules in which something was to be dropped and was not."""
-        self.share: int | None = None
-        """Which share of the batches is being run; None: all of them."""
+        """The modules whose dropout was turned off."""
+        self.data_rank: int | None = None
+        """The data rank whose batch is running; None: the global batch."""
         self.on_backward: Callable[..., None] = lambda *args, **kwargs: None
-        """Called at each backward pass, with the arguments of that."""
+        """Called at each backward pass with its arguments."""
         self._inside: list[str] = []
 
-    def begin_step(self, step: int, share: int | None = None) -> None:
-        """This step begins, on all batches or on one share of them."""
-        self.share = share
+    def begin_step(self, step: int, data_rank: int | None = None) -> None:
+        """Start a step, on the global batch or on that of one data rank."""
+        self.data_rank = data_rank
 
     @contextmanager
     def watching(self, model: nn.Module, rename: Callable[[str], str] = lambda name: name) -> Iterator[None]:
-        """Follow in which of the model's modules a call is made. Modules that drop inside a kernel drop nothing meanwhile."""
+        """Track the module that a call of dropout is made in. Dropout inside of kernels is turned off meanwhile."""
+
+        def leave(name: str) -> None:
+            while self._inside and self._inside.pop() != name:
+                pass  # modules inside that raised
+
         with ExitStack() as stack:
             for name, module in model.named_modules():
                 own = rename(name)
-                enter = module.register_forward_pre_hook(ModelHook(lambda *_, own=own: self._inside.append(own)))
-                left = ModelHook(lambda *_, own=own: self._leave(own))
-                leave = module.register_forward_hook(left, always_call=True)
-                stack.callback(enter.remove)
-                stack.callback(leave.remove)
-                if _drops_in_kernel(module):
+                entered = ModelHook(lambda *_, own=own: self._inside.append(own))
+                left = ModelHook(lambda *_, own=own: leave(own))
+                stack.callback(module.register_forward_pre_hook(entered).remove)
+                stack.callback(module.register_forward_hook(left, always_call=True).remove)
+
+                # The dropout of recurrent layers and of attention between ranks is not a call that can be intercepted.
+                rate = vars(module).get("dropout")
+                in_kernel = isinstance(module, nn.RNNBase) or bool(getattr(module, "_reaches", False))
+                if isinstance(rate, float) and rate and in_kernel:
                     self.zeroed.add(own)
-                    stack.callback(setattr, module, "dropout", module.dropout)
+                    stack.callback(setattr, module, "dropout", rate)
                     module.dropout = 0.0
             yield
 
-    def _leave(self, name: str) -> None:
-        while self._inside and self._inside.pop() != name:
-            pass  # of modules that raised
-
     def factors(self, module: str, x: Tensor, draw: Callable[[Tensor], Tensor], shifts: bool) -> DropoutMask | None:
-        """The mask for x; None: nothing is dropped. `draw` drops from a tensor that is like x."""
+        """The mask for x; None: no dropout. `draw` applies dropout to a tensor like x."""
         raise NotImplementedError
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func in _DROPS:
-            return self._dropout(func, args, kwargs)
+            given = inspect.signature(func).bind(*args, **kwargs)
+            given.apply_defaults()
+            x, p, training, inplace = given.args
+            if not training or not p:
+                return func(*args, **kwargs)
+            mask = self._mask(x, lambda like: func(like, p, True), func in _SHIFTING)
+            if mask is None:
+                return x
+            factor = _factor(mask, x)
+            dropped = x.mul_(factor) if inplace else x * factor
+            return dropped if mask.shift is None else dropped + mask.shift.to(x)
         if func is _ATTENTION and (kwargs.get("dropout_p") or args[4:5]):
             return self._attention(*args, **kwargs)
         if func in BACKWARD:
             self.on_backward(*args, **kwargs)
             return backward_inside(self, func, args, kwargs)
-        if func is F.multi_head_attention_forward:  # which calls both, where no mode sees it
+        # multi_head_attention_forward calls both functions where no mode sees them, so they are replaced meanwhile.
+        if func is F.multi_head_attention_forward:
             with _replaced("dropout", self, _DROPOUT), _replaced("scaled_dot_product_attention", self, _ATTENTION):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
-
-    def _dropout(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        given = inspect.signature(func).bind(*args, **kwargs)
-        given.apply_defaults()
-        x, p, training, inplace = given.args
-        if not training or not p:
-            return func(*args, **kwargs)
-        mask = self._mask(x, lambda like: func(like, p, True), func in _SHIFTING)
-        if mask is None:
-            return x
-        factor = _factor(mask, x)
-        dropped = x.mul_(factor) if inplace else x * factor
-        return dropped if mask.shift is None else dropped + mask.shift.to(x)
 
     def _attention(
         self,
@@ -235,13 +241,13 @@ class Dropping(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Attention by plain operators, since a kernel does not tell what it drops."""
+        """Attention with plain operators, because a kernel does not return its dropout mask."""
         if not dropout_p or self._here in self.off:
             if dropout_p:
                 self.zeroed.add(self._here)
             return _ATTENTION(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
         if enable_gqa:
-            key, value = (one.repeat_interleave(query.size(-3) // one.size(-3), -3) for one in (key, value))
+            key, value = (tensor.repeat_interleave(query.size(-3) // tensor.size(-3), -3) for tensor in (key, value))
         scores = query @ key.transpose(-2, -1) * (query.size(-1) ** -0.5 if scale is None else scale)
         if is_causal:
             attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
@@ -265,67 +271,67 @@ class Dropping(TorchFunctionMode):
 
 
 class Nothing(Dropping):
-    """Nothing is dropped."""
+    """Turns dropout off."""
 
     def factors(self, module: str, x: Tensor, draw: Callable[[Tensor], Tensor], shifts: bool) -> DropoutMask | None:
         return None
 
 
 class Noting(Dropping):
-    """Drops as torch does, and notes what: `masks` are those of the step that is under way."""
+    """Drops like torch, and records the masks of the current step in `masks`."""
 
     def __init__(self, off: Collection[str] = ()) -> None:
         super().__init__(off)
         self.masks: Masks = {}
         self._room, self._first = DRAWN_BYTES, True
 
-    def begin_step(self, step: int, share: int | None = None) -> None:
-        """Masks of other steps are not kept here any longer."""
-        super().begin_step(step, share)
+    def begin_step(self, step: int, data_rank: int | None = None) -> None:
+        """Start a step; the masks of the previous one are forgotten."""
+        super().begin_step(step, data_rank)
         self.masks, self._first = {}, step == 0
 
     def factors(self, module: str, x: Tensor, draw: Callable[[Tensor], Tensor], shifts: bool) -> DropoutMask | None:
         with torch.no_grad():
             mask = _drawn(x, draw, shifts)
-        if not _computed_again():
-            some = self.masks.setdefault(module, [])
-            some.append(self._noted(mask, x, first=self._first and not some))
-        return mask
-
-    def _noted(self, mask: DropoutMask, x: Tensor, first: bool) -> DropoutMask:
+        if _is_recomputed():
+            return mask
+        some = self.masks.setdefault(module, [])
+        first, shift = self._first and not some, mask.shift
         assert mask.kept is not None
-        size = mask.kept.numel() * (1 if mask.shift is None else 16) + x.numel() * 4 * first
+        size = mask.kept.numel() * (1 if shift is None else 16) + x.numel() * 4 * first
         if self._room < size:
-            return DropoutMask(None)
+            some.append(DropoutMask(None))
+            return mask
         self._room -= size
-        shift = None if mask.shift is None else _on_host(mask.shift)
-        return DropoutMask(_on_host(mask.kept), mask.scale, shift, _on_host(x).float() if first else None)
+        shift = None if shift is None else _on_host(shift)
+        some.append(DropoutMask(_on_host(mask.kept), mask.scale, shift, _on_host(x).float() if first else None))
+        return mask
 
 
 @dataclass
 class Dropped:
-    """The masks of the ranks, and where the ranks are: all that one process needs to drop the same."""
+    """The masks and process groups of the ranks, with which the single process drops the same elements."""
 
     steps: Sequence[Mapping[int, Masks]]
-    """Of each step: by rank."""
+    """For each step, the masks by rank."""
     groups: Mapping[str, Sequence[Sequence[int]]]
-    shares: Sequence[Collection[int]]
-    """The ranks that see each share of the data."""
+    data_ranks: Sequence[Collection[int]]
+    """For each data rank, the ranks that see its batch."""
     off: Collection[str] = ()
 
 
 @dataclass
 class Replays:
-    """The outcome of repeating masks in one process."""
+    """The outcome of repeating masks in the single process."""
 
-    apart: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """By module, in the order in which they run: the ranks that drop other elements of what they hold alike."""
+    differing: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """By module, in the order of execution: the ranks whose masks differ from those of their replicas."""
     not_joined: dict[str, str] = field(default_factory=dict)
-    """By module: the reason why its masks are none that one process could have."""
+    """By module: the reason why its masks cannot be joined."""
 
 
 class Replaying(Dropping):
-    """Drops what the ranks dropped."""
+    """Drops the same elements as the ranks."""
 
     def __init__(self, dropped: Dropped) -> None:
         super().__init__(dropped.off)
@@ -334,17 +340,17 @@ class Replaying(Dropping):
         self._places: dict[Any, Places] = {}
         self.begin_step(0)
 
-    def begin_step(self, step: int, share: int | None = None) -> None:
-        super().begin_step(step, share)
+    def begin_step(self, step: int, data_rank: int | None = None) -> None:
+        super().begin_step(step, data_rank)
         self._step = step
         self._calls: dict[Any, int] = {}
         self._again: dict[Any, DropoutMask] = {}
 
     def factors(self, module: str, x: Tensor, draw: Callable[[Tensor], Tensor], shifts: bool) -> DropoutMask | None:
         key = (module, *checksum(x.detach()).tolist())
-        if _computed_again():
+        if _is_recomputed():
             return self._again.get(key)
-        at = self._calls[module, self.share] = self._calls.get((module, self.share), -1) + 1
+        at = self._calls[module, self.data_rank] = self._calls.get((module, self.data_rank), -1) + 1
         mask = self._joined(module, at, x)
         if mask is not None:
             self._again[key] = mask
@@ -353,72 +359,73 @@ class Replaying(Dropping):
     def _joined(self, module: str, at: int, x: Tensor) -> DropoutMask | None:
         if module in self.found.not_joined:
             return None
-        ranks = None if self.share is None else self._dropped.shares[self.share]
-        theirs = {
+        ranks = None if self.data_rank is None else self._dropped.data_ranks[self.data_rank]
+        masks = {
             rank: some[at]
-            for rank, masks in self._dropped.steps[self._step].items()
-            if at < len(some := masks.get(module, [])) and (ranks is None or rank in ranks)
+            for rank, by_module in self._dropped.steps[self._step].items()
+            if at < len(some := by_module.get(module, [])) and (ranks is None or rank in ranks)
         }
-        kept = {rank: mask.kept for rank, mask in theirs.items() if mask.kept is not None}
-        places: Places | str = "no rank drops anything there"
-        if len(kept) < len(theirs):
-            places = f"the masks of a rank take more than {DRAWN_BYTES >> 20} MiB"
-        elif theirs:
-            places = self._places_of(module, x, theirs, kept)
-        reason = places if isinstance(places, str) else self._disagree(module, places, kept)
-        if isinstance(places, str) or reason:
-            self.found.not_joined[module] = reason
+        kept = {rank: mask.kept for rank, mask in masks.items() if mask.kept is not None}
+        if not masks:
+            self.found.not_joined[module] = "no rank drops anything there"
             return None
-        shape, shifts = tuple(x.shape), {rank: mask.shift for rank, mask in theirs.items() if mask.shift is not None}
-        shift = joined(shifts, places, shape) if shifts else None
-        return DropoutMask(joined(kept, places, shape), next(iter(theirs.values())).scale, shift)
+        if len(kept) < len(masks):
+            self.found.not_joined[module] = f"the masks of a rank take more than {DRAWN_BYTES >> 20} MiB"
+            return None
 
-    def _places_of(
-        self, module: str, x: Tensor, theirs: Mapping[int, DropoutMask], kept: Mapping[int, Tensor]
-    ) -> Places | str:
-        key = (module, self.share, tuple(x.shape), *(tuple(one.shape) for one in kept.values()))
+        # The places of the ranks' shards in x. Only the first step has inputs, so later ones use the places found there.
+        shape, shapes = tuple(x.shape), {rank: tuple(mask.shape) for rank, mask in kept.items()}
+        key = (module, self.data_rank, shape, *shapes.values())
         if key not in self._places:
-            shapes = {rank: tuple(one.shape) for rank, one in kept.items()}
-            inputs = {rank: mask.input for rank, mask in theirs.items() if mask.input is not None}
-            anyhow = any(self.found.apart.values()) or bool(self.found.not_joined)  # what comes after it differs anyway
-            found = places_for(shapes, tuple(x.shape), self._dropped.groups, inputs, x, anyhow)
+            inputs = {rank: mask.input for rank, mask in masks.items() if mask.input is not None}
+            # Downstream of a module whose masks differ, the inputs differ anyway.
+            anyhow = any(self.found.differing.values()) or bool(self.found.not_joined)
+            found = places_for(shapes, shape, self._dropped.groups, inputs, x, anyhow)
             if isinstance(found, str):
-                return found
+                self.found.not_joined[module] = found
+                return None
             self._places[key] = found
-        return self._places[key]
+        places = self._places[key]
 
-    def _disagree(self, module: str, places: Places, kept: Mapping[int, Tensor]) -> str:
-        """Ranks that hold the same elements must drop the same of them; those that see distinct data cannot be told to."""
-        share_of = {rank: number for number, ranks in enumerate(self._dropped.shares) for rank in ranks}
+        # Replicas must drop the same elements, unless they see distinct data: those draw independently.
+        data_rank_of = {rank: number for number, some in enumerate(self._dropped.data_ranks) for rank in some}
         first: dict[Any, int] = {}
-        apart = self.found.apart.setdefault(module, ())
+        apart = self.found.differing.setdefault(module, ())
         for rank, place in places.items():
-            holder = first.setdefault(tuple(tuple(rows.tolist()) for rows in place), rank)
-            if not torch.equal(kept[rank], kept[holder]):
-                if share_of.get(rank) != share_of.get(holder):
-                    return "ranks that see distinct data drop other elements of something that they all have"
-                if rank not in apart:
-                    apart = self.found.apart[module] = (*apart, rank)
-        return ""
+            other = first.setdefault(tuple(tuple(rows.tolist()) for rows in place), rank)
+            if torch.equal(kept[rank], kept[other]):
+                continue
+            if data_rank_of.get(rank) != data_rank_of.get(other):
+                self.found.not_joined[module] = (
+                    "ranks with distinct data drop different elements of a tensor that they all have"
+                )
+                return None
+            if rank not in apart:
+                apart = self.found.differing[module] = (*apart, rank)
+        shifts = {rank: mask.shift for rank, mask in masks.items() if mask.shift is not None}
+        shift = joined(shifts, places, shape) if shifts else None
+        return DropoutMask(joined(kept, places, shape), next(iter(masks.values())).scale, shift)
 
 
 def notes_of(dropping: Dropping, off: Mapping[str, str] | None) -> list[str]:
-    """Notes about dropout that was turned off. `off`: by module, the reason."""
-    if off is None:  # nowhere is anything dropped
+    """Notes about dropout that was turned off. `off`: the reason by module; None: dropout is off everywhere."""
+    if off is None:
         return ["dropout was set to 0 for the comparison"] if dropping.zeroed else []
     reasons: dict[str, list[str]] = {}
     for name in sorted(dropping.zeroed):
-        reason = off.get(name, "its mask is drawn inside a kernel, which does not tell it")
+        reason = off.get(name, "its mask is drawn inside a kernel, which does not return it")
         reasons.setdefault(reason, []).append(name or "the model's own forward")
     return [f"dropout was set to 0 in {listed(names)}: {reason}" for reason, names in reasons.items()]
 
 
 def _drawn(x: Tensor, draw: Callable[[Tensor], Tensor], shifts: bool) -> DropoutMask:
-    """The mask that the function draws for a tensor like x, from the random numbers that it would draw for x."""
+    """The mask that the function draws for a tensor like x, from the same random numbers."""
     if not shifts:
         factor = draw(torch.ones_like(x))
         largest = float(local_part(factor).max()) if local_part(factor).numel() else 0.0
         return DropoutMask(factor != 0, largest or 1.0)
+    # A function that shifts is x * kept * scale + shift with an unknown shift, so it is called twice from the same state:
+    # for zeros, which gives the shift, and for ones.
     state = torch.get_rng_state(), torch.cuda.get_rng_state(x.device) if x.is_cuda else None
     ones = draw(torch.ones_like(x))
     torch.set_rng_state(state[0])
@@ -437,17 +444,9 @@ def _on_host(tensor: Tensor) -> Tensor:
     return local_part(tensor.detach()).to("cpu", copy=True)
 
 
-def _computed_again() -> bool:
-    """Inside a backward pass."""
+def _is_recomputed() -> bool:
+    """Whether this is inside a backward pass."""
     return torch._C._current_graph_task_id() != -1
-
-
-def _drops_in_kernel(module: nn.Module) -> bool:
-    """Whether its dropout cannot be seen as a call: in recurrent layers, and in attention between ranks."""
-    rate = vars(module).get("dropout")
-    return bool(isinstance(rate, float) and rate) and (
-        isinstance(module, nn.RNNBase) or bool(getattr(module, "_reaches", False))
-    )
 
 
 @contextmanager

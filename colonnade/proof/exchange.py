@@ -1,7 +1,7 @@
-"""Values that ranks send each other in a comparison: records to the first rank, and its result, or its error, to all.
+"""Communication of a comparison: records are sent to rank 0, and its result or its error to all ranks.
 
-Values travel as JSON and the bytes of tensors. Reading them runs no code: an object is one of a dataclass or a named tuple that
-the reader has loaded already, and its fields are set without calling it.
+Values are sent as JSON and the bytes of tensors, never as pickles, so that reading them runs no code: an object is a dataclass
+or a named tuple whose class the receiver has loaded already, and its fields are set without calling its constructor.
 """
 
 from __future__ import annotations
@@ -26,11 +26,14 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ParityError
 
 
-def packed(value: Any, what: str = "what is told to another rank") -> bytearray:
-    """A value as bytes: the length of a JSON text, that text, and the tensors that it names one after another."""
+def packed(value: Any, what: str = "the value for another rank") -> bytearray:
+    """A value as bytes: the length of a JSON text, the text, and its tensors one after another.
+
+    `what` is the name of the value in error messages.
+    """
     writer = _Writer()
     tree = writer.tree(value, what)
-    metas = [[str(each.dtype).removeprefix("torch."), list(each.shape)] for each in writer.tensors]
+    metas = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in writer.tensors]
     text = json.dumps([tree, metas], separators=(",", ":")).encode()
     whole = bytearray(len(text).to_bytes(8, "little") + text)
     for tensor in writer.tensors:
@@ -39,7 +42,7 @@ def packed(value: Any, what: str = "what is told to another rank") -> bytearray:
 
 
 def unpacked(content: bytearray) -> Any:
-    """The value that was `packed`. Runs no code that the bytes name."""
+    """The value of `packed` bytes. No code that the bytes name is run."""
     end = 8 + int.from_bytes(content[:8], "little")
     tree, metas = json.loads(bytes(content[8:end]))
     tensors = []
@@ -57,7 +60,7 @@ def unpacked(content: bytearray) -> Any:
 
 
 class _Writer:
-    """Turns a value into JSON: texts, whole numbers, booleans and None are themselves, all else a list with its kind first."""
+    """Turns a value into JSON: strings, integers, booleans and None stay as they are, all others are lists that start with a kind."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -71,7 +74,12 @@ class _Writer:
             value = float(value)
             return ["float", value if math.isfinite(value) else str(value)]
         if isinstance(value, Tensor):
-            return ["tensor", self._tensor(value)]
+            # A tensor that occurs several times is sent once. It is kept, so that no other tensor gets its id.
+            if id(value) not in self._numbers:
+                self._numbers[id(value)] = len(self.tensors)
+                self._kept.append(value)
+                self.tensors.append(value if value.layout is torch.strided else value.to_dense())
+            return ["tensor", self._numbers[id(value)]]
         if isinstance(value, torch.dtype):
             return ["dtype", str(value).removeprefix("torch.")]
         if isinstance(value, ParallelMode):
@@ -96,20 +104,13 @@ class _Writer:
             there = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
             fields = [[name, self.tree(getattr(value, name), f"{what}.{name}")] for name in there]
             return ["object", *_name_of(value), fields]
-        if isinstance(value, (str, numbers.Integral)):  # of a class of its own: an enumeration, a number of numpy
+        if isinstance(value, (str, numbers.Integral)):  # a subclass: an enumeration, a number of numpy
             return str(value) if isinstance(value, str) else int(value)
         raise ParityError(
-            f"{what} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be told to another rank: values travel as JSON and "
-            f"tensors, never as pickles. Give tensors, numbers, texts, and tuples, lists, dicts and dataclasses of them",
+            f"{what} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be sent to another rank: values are sent as JSON "
+            f"and tensors, never as pickles. Use tensors, numbers, strings, and tuples, lists, dicts and dataclasses of them",
             code="C116",
         )
-
-    def _tensor(self, value: Tensor) -> int:
-        if id(value) not in self._numbers:
-            self._numbers[id(value)] = len(self.tensors)
-            self._kept.append(value)  # so that no other tensor gets its id
-            self.tensors.append(value if value.layout is torch.strided else value.to_dense())
-        return self._numbers[id(value)]
 
 
 def _read(tree: Any, tensors: list[Tensor]) -> Any:
@@ -148,13 +149,14 @@ def _name_of(value: Any) -> tuple[str, str]:
 
 
 def _loaded(module: str, name: str, fits: Callable[[type], bool]) -> Any:
-    """The class of that name, where this process has loaded it already; nothing is imported."""
+    """The class of that name, if this process has loaded it already; nothing is imported."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)
     if not (isinstance(found, type) and fits(found)):
         raise ParityError(
-            f"another rank told of a {module}.{name}, which is no dataclass or named tuple of this one: define it at the top of a module",
+            f"another rank sent a {module}.{name}, which is no dataclass or named tuple of this one. Define the class at the top of a "
+            f"module that all ranks import",
             code="C116",
         )
     return found
@@ -164,28 +166,33 @@ def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise ParityError(
-            f"another rank told of a tensor of type {name!r}, which torch does not have here", code="C116"
+            f"another rank sent a tensor of dtype {name!r}, which torch does not have on this one. Use the same version of "
+            f"torch on all ranks",
+            code="C116",
         )
     return found
 
 
 def gather_to_first(value: Any, context: ParallelContext) -> list[Any] | None:
-    """Every rank's value, on rank 0; None elsewhere. Collective over the world.
+    """The values of all ranks, on rank 0; None on the others. Collective over the world.
 
-    A value that cannot travel is an error on every rank.
+    Every rank raises if the value of some rank cannot be sent.
     """
     if context.world_size == 1:
         return [value]
     rank = context.get_global_rank()
-    mine = attempt(lambda: packed(value, f"what rank {rank} noted")) if rank else None
-    problems = [text for text in gather_from_all(str(mine) if isinstance(mine, Exception) else "", context) if text]
+    content = attempt(lambda: packed(value, f"the record of rank {rank}")) if rank else None
+    error = str(content) if isinstance(content, Exception) else ""
+    problems = [text for text in gather_from_all(error, context) if text]
     if problems:
-        raise mine if isinstance(mine, Exception) else ParityError(problems[0])
+        raise content if isinstance(content, Exception) else ParityError(problems[0])
+    # Records are large, and only rank 0 needs them: they are sent one after another, so that rank 0 receives one at a time and
+    # no other rank receives any. gloo sends CPU tensors whatever the backend of the run is.
     wires = own_gloo()
     if rank:
-        assert mine is not None
-        wires.send([torch.tensor([len(mine)])], 0, 0).wait()
-        wires.send([torch.frombuffer(mine, dtype=torch.uint8)], 0, 1).wait()
+        assert content is not None
+        wires.send([torch.tensor([len(content)])], 0, 0).wait()
+        wires.send([torch.frombuffer(content, dtype=torch.uint8)], 0, 1).wait()
         return None
     found = [value]
     for other in range(1, context.world_size):
@@ -209,16 +216,16 @@ def agreed(context: ParallelContext, found: Any) -> Any:
     """`found` on rank 0; an error there is raised on every rank. Collective over the world."""
     problem = found if isinstance(found, Exception) else None
     if context.world_size > 1:
-        told = _from_first(context, f"{type(found).__name__}: {found}" if problem is not None else None)
-        if told is not None and context.get_global_rank():
-            raise ParityError(f"on rank 0: {told}", code="C100", ranks=[0])
+        message = _from_first(context, f"{type(found).__name__}: {found}" if problem is not None else None)
+        if message is not None and context.get_global_rank():
+            raise ParityError(f"on rank 0: {message}", code="C100", ranks=[0])
     if problem is not None:
         raise problem
     return found
 
 
 def shared(context: ParallelContext, make: Callable[[], Any]) -> Any:
-    """The value that rank 0 makes, on every rank; an error there is raised on every rank. Collective over the world."""
+    """The result of `make` on rank 0, on every rank; an error there is raised on every rank. Collective over the world."""
     found = agreed(context, attempt(make) if context.get_global_rank() == 0 else None)
     return _from_first(context, found) if context.world_size > 1 else found
 
@@ -227,6 +234,7 @@ def _from_first(context: ParallelContext, value: Any) -> Any:
     """Rank 0's value on every rank. Collective over the world."""
     where, first = message_device(context.device), context.get_global_rank() == 0
     content = packed(value) if first else bytearray()
+    # The receivers do not know the size, so it is sent first.
     size = torch.tensor([len(content)], dtype=torch.int64, device=where)
     dist.broadcast(size, src=0)
     memory = (

@@ -1,7 +1,7 @@
-"""explain: every class of parameters of a config, how it lies, which sums it owes, who does them and why.
+"""`colonnade explain`: for each class of parameters, its sharding and the reductions of its gradients, with reasons.
 
-Each kind of rank is prepared by the functions that `initialize` uses (`engine.prepare`, `gradients.sum_plan`), on a model without
-memory. No process is started and no group is made.
+Each kind of rank is prepared with the functions that `initialize` uses (`engine.prepare`, `gradients.sum_plan`), on a model
+on the meta device. No process is started and no process group is made.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
-
-from torch import nn
 
 from colonnade.config import Config
 from colonnade.config.settings import ZeroSettings
@@ -25,10 +23,9 @@ from colonnade.gradients.handler import AUTOMATIC, ZeROGradientHandler
 from colonnade.gradients.ledger import Ledger, LedgerRow, match
 from colonnade.gradients.sum_plan import plan_sums
 from colonnade.gradients.sums import read_demands
-from colonnade.optim.zero.formula import shard_dim
-from colonnade.optim.zero.fsdp import left_whole, replica_mode, shard_modes_of
+from colonnade.optim.zero.fsdp import place_as_sharded
 from colonnade.parallel.demand import check_same_data, holding, owed
-from colonnade.parallel.placement import Placement, Replicate, Shard, Spec, Tied, place, placement_of
+from colonnade.parallel.placement import Placement, Shard, Tied, placement_of
 from colonnade.parallel.split import build_schedule
 from colonnade.proof.roles import BuildModel, Role, ranks_of_stage, roles
 from colonnade.texts import pattern_of
@@ -41,7 +38,7 @@ RANKS_SHOWN = 8
 
 @dataclass(frozen=True)
 class SumOf:
-    """One sum over ranks that the gradients of a class owe, who does it, and why so."""
+    """One required gradient reduction of a class, with the handler that does it."""
 
     mode: str
     groups: Groups
@@ -53,10 +50,15 @@ class SumOf:
 
 @dataclass(frozen=True)
 class ParameterClass:
-    """Parameters that lie alike and are handled alike. `names`: patterns, and how many parameters each stands for.
+    """Parameters with the same placement and the same reductions.
 
-    `holders`: the sets of ranks that hold the same elements, which must start equal; each counts 1/`share` of a norm.
-    `writers`: the ranks that write them into a checkpoint.
+    Attributes:
+        names: Patterns of names, with the number of parameters of each.
+        lies: A line for each mode that they are sharded or replicated over.
+        share: The number of replicas of each element; a rank counts 1/`share` of its elements in the gradient norm.
+        holders: The replica groups: sets of ranks that store the same elements, and must start with the same values.
+        kept: The part of them that a checkpoint has.
+        writers: The ranks that write them to a checkpoint.
     """
 
     names: dict[str, int]
@@ -74,7 +76,7 @@ class ParameterClass:
 
 @dataclass(frozen=True)
 class Explanation:
-    """A world in words. `problems`: what `initialize` would refuse. Of a large world some groups are left out."""
+    """The explanation of a config. `problems` are errors that `initialize` would raise. Large worlds omit some groups."""
 
     world_size: int
     axes: dict[str, int]
@@ -90,7 +92,7 @@ class Explanation:
 
 @dataclass
 class _Found:
-    """What one class has, while roles are looked at."""
+    """A class of parameters, as far as it is known."""
 
     placement: Placement
     rows: list[LedgerRow]
@@ -109,72 +111,78 @@ def explain(
     context: ParallelContext | None = None,
     optimizer: Callable[..., Any] | None = None,
 ) -> Explanation:
-    """Explain the config on so many ranks: for the parameters of `model`, or for one of each kind of placement.
+    """Explain a config: how each class of parameters is sharded, which reductions its gradients need, and who does them.
 
-    `param` keeps parameters of these names only, as a pattern. `context` is each kind of rank in turn, as long as its
-    model is built; by default the global one, which a model's code may ask. `optimizer` takes parameters: handlers may need it,
-    and one that sums gradients itself has a handler of its own.
+    Args:
+        config: The config of the run.
+        world_size: The number of ranks.
+        model: Builds the model; without it, one parameter of each kind of placement is explained.
+        param: A pattern; only parameters whose names match are explained.
+        context: Simulates each kind of rank in turn while its model is built. Default: the global context, which the
+            model's code may ask.
+        optimizer: Makes an optimizer of parameters. Handlers may need one, and an optimizer that sums gradients itself
+            has a handler of its own.
+
+    Raises:
+        ConfigError: `param` matches no parameter.
     """
     if context is None:
-        from colonnade.core import global_context  # what a model's own code asks
+        from colonnade.core import global_context
 
         context = global_context
     layout = build_layout(config, world_size)
     _, zero = read_numerics(config)
     found: dict[Any, _Found] = {}
-    names: set[str] = set()
+    all_names: set[str] = set()
     reasons: dict[str, str] = {}
     problems: dict[str, None] = {}
     notes: dict[str, None] = dict.fromkeys(notes_of(config, zero))
     for role in roles(config, world_size, model, context):
-        problems |= _schedule_problem(context) | _mode_problem(role, layout)
-        sharded = _cut_by_fsdp(role.model, layout, role.rank, zero)
-        ledger = _ledger(role, optimizer, context, zero, reasons, problems, notes)
-        names.update(name for name, _ in role.model.named_parameters())
-        _collect(role, layout, ledger, sharded, param, found)
-    if param is not None and not found:
-        raise ConfigError(f"--param {param!r} matches none of the {len(names)} parameters.{did_you_mean(param, names)}")
-    classes = tuple(_described(one, layout, reasons) for one in found.values())
-    return Explanation(world_size, _axes(layout), _modes(layout), classes, tuple(notes), tuple(problems))
+        # Errors that `initialize` would raise are listed, so that the rest can still be explained.
+        try:
+            build_schedule(context)
+        except ColonnadeError as error:
+            problems[str(error)] = None
+        try:
+            for name, parameter in role.model.named_parameters():
+                check_same_data(layout, placement_of(parameter), role.rank, name)
+        except ColonnadeError as error:
+            problems[str(error)] = None
 
+        # ZeRO stage 3 comes before the ledger, as in `initialize`: FSDP2 reduces the gradients of the parameters that it
+        # shards, so that our handlers have nothing to do for these.
+        rows: dict[str, list[LedgerRow]] = {}
+        sharded = place_as_sharded(role.model, layout, role.rank, zero) if zero.stage == 3 else {}
+        for name, shard_modes in sharded.items():
+            ranks = tuple(layout.group_of(shard_modes.cut, role.rank))
+            rows[name] = [LedgerRow(name, shard_modes.cut.name, ranks, shard_modes.divisor, _FSDP)]
+        for row in _ledger(role, optimizer, context, zero, reasons, problems, notes).rows:
+            rows.setdefault(row.parameter, []).append(row)
 
-def _mode_problem(role: Role, layout: Layout) -> dict[str, None]:
-    """The first parameter on a mode whose groups join ranks that see other data, if there is one."""
-    try:
-        for name, parameter in role.model.named_parameters():
-            check_same_data(layout, placement_of(parameter), role.rank, name)
-    except ColonnadeError as error:
-        return {str(error): None}
-    return {}
-
-
-# --- What is looked at in a role ------------------------------------------------------------------
-
-
-def _collect(
-    role: Role,
-    layout: Layout,
-    ledger: Ledger,
-    sharded: dict[str, LedgerRow],
-    param: str | None,
-    found: dict[Any, _Found],
-) -> None:
-    rows: dict[str, list[LedgerRow]] = {}
-    for row in ledger.rows:
-        rows.setdefault(row.parameter, []).append(row)
-    for name, parameter in role.model.named_parameters():
-        if param is not None and not fnmatchcase(name, param):
-            continue
-        placement = placement_of(parameter)
-        mine = [*([sharded[name]] if name in sharded else []), *rows.get(name, [])]
-        done = tuple((row.mode, row.divisor, row.done_by, row.waived) for row in mine)
+        # Parameters of one placement, with the same reductions in the same modes, are one class.
         inside = tuple(mode for mode in layout.modes if layout.has(mode, role.rank))
-        key = (placement.key[0], done, not parameter.requires_grad, inside)
-        one = found.setdefault(key, _Found(placement, mine, role, not parameter.requires_grad))
-        pattern = pattern_of(name)
-        one.names[pattern] = one.names.get(pattern, 0) + 1
-        one.elements += parameter.numel()
-        one.stages.add(role.stage)
+        for name, parameter in role.model.named_parameters():
+            all_names.add(name)
+            if param is not None and not fnmatchcase(name, param):
+                continue
+            placement, own = placement_of(parameter), rows.get(name, [])
+            done = tuple((row.mode, row.divisor, row.done_by, row.waived) for row in own)
+            key = (placement.key[0], done, not parameter.requires_grad, inside)
+            known = found.setdefault(key, _Found(placement, own, role, not parameter.requires_grad))
+            pattern = pattern_of(name)
+            known.names[pattern] = known.names.get(pattern, 0) + 1
+            known.elements += parameter.numel()
+            known.stages.add(role.stage)
+    if param is not None and not found:
+        raise ConfigError(
+            f"--param {param!r} matches none of the {len(all_names)} parameters.{did_you_mean(param, all_names)}"
+        )
+    classes = tuple(_described(known, layout, reasons) for known in found.values())
+    axes = {axis.name: axis.size for axis in layout.axes if axis.size > 1}
+    return Explanation(world_size, axes, _modes(layout), classes, tuple(notes), tuple(problems))
+
+
+_FSDP = "FSDP2"
 
 
 def _ledger(
@@ -186,16 +194,15 @@ def _ledger(
     problems: dict[str, None],
     notes: dict[str, None],
 ) -> Ledger:
-    """As `initialize` fills it, as far as that can be without other ranks."""
+    """The ledger of a rank as `initialize` fills it, as far as that is possible without other ranks."""
     config, unknown = context.config, []
 
     def failed(name: str, error: ColonnadeError) -> None:
         if isinstance(error, RegistryError):
             problems[str(error)] = None
             return
-        notes[f"{name} (named in the config) cannot be planned here: {error}"] = (
-            None  # it may need an optimizer, or a group
-        )
+        # A handler may need an optimizer or a process group, which do not exist here. That is no problem in a run.
+        notes[f"{name} (named in the config) cannot be planned here: {error}"] = None
         unknown.append(name)
 
     try:
@@ -205,15 +212,18 @@ def _ledger(
         named = config.get("gradient_handler") or config.get("gradient_handlers") or ()
         asked = [entry if isinstance(entry, str) else entry["type"] for entry in named]
         reasons |= dict.fromkeys(asked, "named in the config")
-        for handler, said in sums.handlers:
+        for handler, planned in sums.handlers:
             name = type(handler).__name__
             if name not in asked and isinstance(handler, ZeROGradientHandler):
-                reasons[name] = f"attached by itself: {handler.reason}"
-            if said is None:
+                reasons[name] = f"attached automatically: {handler.reason}"
+            if planned is None:
                 unknown.append(name)
-                notes[_by_trial(name)] = None
-        claims = [(handler, said) for handler, said in sums.handlers if said is not None]
-        # What nobody does here may be done by a handler that only a run finds out about.
+                notes[
+                    f"{name} (named in the config) has no plan(): `initialize` finds out its reductions in a trial run, which "
+                    f"needs processes. The handlers below do the reductions that it leaves"
+                ] = None
+        claims = [(handler, planned) for handler, planned in sums.handlers if planned is not None]
+        # If a handler is unknown, the ledger may be incomplete: that handler may do the reductions that are open here.
         found = plan_sums(
             role.model, sums.user_optimizer, context, claims, config.get("sync") or {},
             bucket_all=sums.bucket_all, shards=sums.shards, complete=not unknown,
@@ -221,96 +231,55 @@ def _ledger(
     except ColonnadeError as error:
         problems[str(error)] = None
         return match(read_demands(role.model, context.layout, role.rank), [], context.layout, role.rank)
-    reasons |= {type(one).__name__: f"attached by itself: {one.reason}" for one in found.attached}
+    reasons |= {type(handler).__name__: f"attached automatically: {handler.reason}" for handler in found.attached}
     return found.ledger
 
 
-def _schedule_problem(context: ParallelContext) -> dict[str, None]:
-    try:
-        build_schedule(context)
-    except ColonnadeError as error:
-        return {str(error): None}
-    return {}
+# --- Classes of parameters ---
 
 
-def _by_trial(name: str) -> str:
-    return (
-        f"{name} (named in the config) sums by hand: what it does is found by a trial run in `initialize`, so it cannot be "
-        f"said without processes. What it does is its, and the handlers below do the rest"
-    )
-
-
-def _cut_by_fsdp(model: nn.Module, layout: Layout, rank: int, zero: ZeroSettings) -> dict[str, LedgerRow]:
-    """At stage 3: place parameters as FSDP2 will cut them; returns what it reduces, by parameter."""
-    if zero.stage != 3:
-        return {}
-    axis = replica_mode(layout, zero.replicate)
-    whole = left_whole(model, list(model) if isinstance(model, nn.ModuleList) else [model])
-    found = {}
-    for name, parameter in model.named_parameters():
-        cut = shard_modes_of(parameter, layout, rank, axis) if id(parameter) not in whole else None
-        if cut is None:
-            continue
-        *over, mode = cut.modes
-        ranks = tuple(layout.group_of(mode, rank))
-        before = placement_of(parameter)
-        modes: dict[ParallelMode, Spec] = {
-            **before.modes,
-            mode: Shard(shard_dim(parameter.shape, len(ranks)), "nothing"),
-        }
-        for other in {*over, ParallelMode.DATA} - {mode}:
-            modes[other] = Replicate("nothing")
-        found[name] = LedgerRow(name, mode.name, ranks, cut.divisor, _FSDP)
-        place(parameter, modes, before.shape)
-    return found
-
-
-_FSDP = "FSDP2"
-
-
-# --- From what was found to a class of parameters -------------------------------------------------
-
-
-def _described(one: _Found, layout: Layout, reasons: dict[str, str]) -> ParameterClass:
-    placement, rank, stages = one.placement, one.role.rank, tuple(sorted(one.stages))
+def _described(known: _Found, layout: Layout, reasons: dict[str, str]) -> ParameterClass:
+    placement, rank, stages = known.placement, known.role.rank, tuple(sorted(known.stages))
+    # The ranks of the same kind: those of the same stages that are in the same groups.
     inside = [mode for mode in layout.modes if layout.has(mode, rank)]
     ranks = [r for r in ranks_of_stage(layout, stages) if all(layout.has(mode, r) for mode in inside)]
-    holders = _distinct(ranks, lambda each: holding(layout, placement, each).ranks)
+    holders = _distinct(ranks, lambda r: holding(layout, placement, r).ranks)
     return ParameterClass(
-        names=one.names,
-        elements=one.elements,
+        names=known.names,
+        elements=known.elements,
         stages=stages,
         placement=str(placement),
         lies=tuple(lies_on(layout, placement, rank)),
-        sums=tuple(_sum(row, placement, layout, ranks, reasons) for row in one.rows),
+        sums=tuple(_sum(row, placement, layout, ranks, reasons) for row in known.rows),
         share=holding(layout, placement, rank).count,
         holders=holders,
         kept=kept_of(layout, placement, rank),
         writers=tuple(sorted({group[0] for group in holders})),
-        frozen=one.frozen,
+        frozen=known.frozen,
     )
 
 
 def _sum(row: LedgerRow, placement: Placement, layout: Layout, ranks: Sequence[int], reasons: dict[str, str]) -> SumOf:
-    mode = next(each for each in layout.modes if each.name == row.mode)
+    mode = next(mode for mode in layout.modes if mode.name == row.mode)
     handler = row.done_by or ("nobody (waived)" if row.waived else "nobody")
     why = reasons.get(handler, "named in sync.waive" if row.waived else "no handler does it")
     if any(kind.__name__ == handler and kind.when is not None and mode not in kind.when for kind in AUTOMATIC):
-        why += f"; with it, what is owed over {row.mode}"
+        why += f"; it also does the reductions over {row.mode}"
     if handler == _FSDP:
-        groups = _distinct(ranks, lambda each: tuple(layout.group_of(mode, each)))
-        why = "zero stage 3: FSDP2 cuts the parameter over these ranks and reduces its gradient itself"
+        # A sharded parameter needs no reduction by a handler any more, so its groups are those of the mode.
+        groups = _distinct(ranks, lambda r: tuple(layout.group_of(mode, r)))
+        why = "ZeRO stage 3: FSDP2 shards the parameter over these ranks and reduces its gradient itself"
     else:
-        groups = _distinct(ranks, lambda each: _owed_over(layout, placement, each, mode))
+
+        def reduced_over(rank: int) -> tuple[int, ...]:
+            return next((factor.ranks for factor in owed(layout, placement, rank) if factor.mode is mode), ())
+
+        groups = _distinct(ranks, reduced_over)
     return SumOf(row.mode, groups, row.divisor, why_divided(row), handler, why)
 
 
-def _axes(layout: Layout) -> dict[str, int]:
-    return {axis.name: axis.size for axis in layout.axes if axis.size > 1}
-
-
 def _modes(layout: Layout) -> dict[str, str]:
-    """Every mode with groups of several ranks: the groups, and what data its ranks see."""
+    """Every mode with groups of several ranks: the groups, and whether their ranks see the same data."""
     data = {axis.mode: axis.data for axis in layout.axes}
     found = {}
     for mode in layout.modes:
@@ -321,12 +290,8 @@ def _modes(layout: Layout) -> dict[str, str]:
     return found
 
 
-def _owed_over(layout: Layout, placement: Placement, rank: int, mode: ParallelMode) -> tuple[int, ...]:
-    return next((factor.ranks for factor in owed(layout, placement, rank) if factor.mode is mode), ())
-
-
 def _distinct(ranks: Iterable[int], group_of: Callable[[int], tuple[int, ...]]) -> Groups:
-    """The groups that these ranks are in; of each, one rank is asked."""
+    """The groups that these ranks are in. `group_of` is called for one rank of each group."""
     seen: set[int] = set()
     found = []
     for rank in ranks:
@@ -337,74 +302,75 @@ def _distinct(ranks: Iterable[int], group_of: Callable[[int], tuple[int, ...]]) 
     return tuple(sorted(found))
 
 
-# --- Words: how a placement lies, why a sum is divided so, what a checkpoint keeps, groups of ranks ---
+# --- Words: placements, divisors, checkpoints, groups of ranks ---
 
 
 def lies_on(layout: Layout, placement: Placement, rank: int) -> list[str]:
-    """A line for each mode that it is placed on, and each axis along which ranks hold it whole."""
+    """A line for each mode of a placement, and for each axis over which its parameters are replicated."""
+    replicated = {
+        "sum": "replicated, and each rank has a partial gradient",
+        "nothing": "replicated, and the gradient is final",
+        "auto": "replicated",
+    }
     found = []
     for mode, spec in placement.modes.items():
         size = len(layout.group_of(mode, rank))
+        if isinstance(spec, Tied):
+            how = f"one weight at stages {', '.join(map(str, spec.stages))} (key {spec.key!r})"
+        elif isinstance(spec, Shard):
+            sections = f", {len(spec.sections)} sections" if spec.sections else ""
+            how = f"sharded along dimension {spec.dim} in {size} shards{sections}"
+        else:
+            how = replicated[spec.owes]
         if size > 1 or isinstance(spec, Tied):
-            found.append(f"{mode.name}: {_how(spec, size)}")
+            found.append(f"{mode.name}: {how}")
     at, holders = layout.coordinates(rank), set(holding(layout, placement, rank).ranks)
     placed = {mode.name for mode in placement.modes}
     for axis in layout.axes:
         along = [layout.rank_at(**{**at, axis.name: place}) for place in range(axis.size)]
         count = len(holders.intersection(along))
         if count > 1 and axis.mode.name not in placed:
-            part = "" if count == axis.size else f", each part on {count} of {axis.size} ranks"
-            found.append(f"{axis.mode.name}: whole{part}")
+            some = "" if count == axis.size else f", each element on {count} of {axis.size} ranks"
+            found.append(f"{axis.mode.name}: replicated{some}")
     return found
 
 
-def _how(spec: Spec, size: int) -> str:
-    if isinstance(spec, Shard):
-        packed = f", {len(spec.sections)} sections" if spec.sections else ""
-        return f"cut along dimension {spec.dim} in {size} parts{packed}"
-    if isinstance(spec, Tied):
-        return f"one weight at stages {', '.join(map(str, spec.stages))} (key {spec.key!r})"
-    return {
-        "sum": "whole, and each rank has a part of its gradient",
-        "nothing": "whole, and its gradient is final",
-        "auto": "whole",
-    }[spec.owes]
-
-
 def why_divided(row: LedgerRow) -> str:
-    """The reason of a divisor."""
+    """The reason for a divisor."""
     count = len(row.ranks)
     if row.divisor == 1:
-        return "not divided: the ranks see the same data, and each has a part of the gradient"
+        return "not divided: the ranks see the same data, and each has a partial gradient"
     if row.divisor == count:
         return f"its {count} ranks saw distinct data"
     if count == 1:
-        return f"{row.divisor:g} ranks saw distinct data; this one alone holds the part, and its gradient has what they sent it"
-    return f"{row.divisor:g} ranks saw distinct data; the {count} of the sum have in their gradients what the others sent them"
+        return f"{row.divisor:g} ranks saw distinct data; only this one stores the shard, and its gradient is of the data of all"
+    return f"{row.divisor:g} ranks saw distinct data; the gradients of these {count} are of the data of all of them"
 
 
 def kept_of(layout: Layout, placement: Placement, rank: int) -> str:
-    """What a checkpoint keeps of it."""
+    """The part of a tensor that a checkpoint has."""
     cuts = [
         f"dimension {shard.dim} in {len(layout.group_of(mode, rank))}"
         for mode, shard in placement.shards.items()
         if len(layout.group_of(mode, rank)) > 1
     ]
-    return f"slices of the whole tensor ({', '.join(cuts)}), each once" if cuts else "the whole tensor, once"
+    return f"slices of the full tensor ({', '.join(cuts)}), each once" if cuts else "the full tensor, once"
 
 
 def notes_of(config: Config, zero: ZeroSettings) -> list[str]:
-    """What the config does to all gradients."""
+    """Settings of the config that affect all gradients."""
     found = []
     clip = config.get("clip_grad_norm")
     if isinstance(clip, dict):
         clip = clip.get("max_norm")
     if clip:
-        found.append(f"clipped to a global norm of {clip:g}: one sum over the world, after all sums of gradients")
+        found.append(
+            f"clipped to a global norm of {clip:g}: one reduction over the world, after all gradient reductions"
+        )
     accumulation = config.get("gradient_accumulation") or 1
     if accumulation > 1:
         found.append(
-            f"each loss is divided by gradient_accumulation = {accumulation}; gradients are summed at the last pass"
+            f"each loss is divided by gradient_accumulation = {accumulation}; gradients are reduced in the last pass"
         )
     schedule = config.get("schedule") if isinstance(config.get("schedule"), dict) else {}
     count = (schedule or {}).get("num_microbatches") or config.get("num_microbatches")
@@ -413,22 +379,20 @@ def notes_of(config: Config, zero: ZeroSettings) -> list[str]:
     if zero.stage in (1, 2):
         kept = "gradients and optimizer state" if zero.stage == 2 else "optimizer state"
         found.append(
-            f"zero stage {zero.stage}: each rank of a sum keeps its slice of {kept}, steps on it and writes it to a checkpoint; "
-            f"parameters are gathered after the step"
+            f"ZeRO stage {zero.stage}: each rank of a reduction keeps its slice of {kept}, updates it and writes it to a "
+            f"checkpoint; parameters are all-gathered after the step"
         )
     return found
 
 
 def groups_text(groups: Groups, count: int | None = None) -> str:
-    """Groups of ranks for people; long lists are cut."""
-    shown = " ".join(_ranks_text(group) for group in groups[:4])
+    """Groups of ranks as text; long lists are shortened."""
+
+    def ranks_text(ranks: tuple[int, ...]) -> str:
+        if len(ranks) <= RANKS_SHOWN:
+            return str(list(ranks))
+        return f"[{ranks[0]}, {ranks[1]}, ... {ranks[-1]}] ({len(ranks)} ranks)"
+
+    shown = " ".join(map(ranks_text, groups[:4]))
     left = (count or len(groups)) - min(len(groups), 4)
     return shown + (f" and {left} more groups" if left > 0 else "")
-
-
-def _ranks_text(ranks: tuple[int, ...]) -> str:
-    return (
-        str(list(ranks))
-        if len(ranks) <= RANKS_SHOWN
-        else f"[{ranks[0]}, {ranks[1]}, ... {ranks[-1]}] ({len(ranks)} ranks)"
-    )

@@ -1,6 +1,6 @@
-"""The script of `colonnade verify config.py --model MODULE:FUNCTION` on each rank: that model, trained as the config says.
+"""The script of `colonnade verify config.py --model MODULE:FUNCTION` on each rank: train that model with the config.
 
-Batches come from the user's function, or are drawn to fit the first layer. They depend on the data rank alone.
+Batches come from the user's function, or are random and fit the first layer. They depend only on the step and the data rank.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from colonnade.proof.user_functions import call_given, function_named, import_na
 from colonnade.registry import LOSSES, OPTIMIZERS, Registry
 
 _LENGTH = 8
-"""Of drawn sequences and images."""
+"""The length of random sequences and the size of random images."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """The options of the command, as they are handed to each rank."""
+    """The options of the command that are passed to each rank."""
 
     config: str
     model: str
@@ -47,7 +47,7 @@ class Given:
         return Path(self.config).parent
 
     def as_argument(self) -> str:
-        """For the command line of a rank, once everything that it names is known to be there."""
+        """The options as text for the command line of a rank. Raises if a module or function cannot be found."""
         for name in self.imports:
             import_named(name, self.folder)
         for option in ("model", "batch", "criterion"):
@@ -57,21 +57,22 @@ class Given:
 
 
 def is_config(path: Path) -> bool:
-    """Whether a file says things and does none: a .toml file, or one of assignments alone."""
+    """Whether a file is a config: a .toml file, or a Python file that has only imports and assignments."""
     if path.suffix != ".py":
         return path.suffix == ".toml"
     kinds = (ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign)
     try:
         body = ast.parse(path.read_text(encoding="utf-8")).body
     except (OSError, SyntaxError, UnicodeDecodeError):
-        return False  # it is said by who reads or runs it
+        return False  # the error is raised when the file is run
     return all(
-        isinstance(one, kinds) or (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant)) for one in body
+        isinstance(node, kinds) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+        for node in body
     )
 
 
 def train(given: Given) -> None:
-    """On a rank, until `verify` has seen enough steps and ends the process."""
+    """Train on a rank, until `verify` has recorded enough steps and ends the process."""
     for name in given.imports:
         import_named(name, given.folder)
     gpc = launch(given.config, verbose=False)
@@ -97,13 +98,13 @@ def train(given: Given) -> None:
 
 
 def _optimizer(config: Config) -> Any:
-    """The one that the config names, or AdamW."""
+    """The optimizer that the config names, or AdamW."""
     kind, options = _named(config.get("optimizer") or "AdamW", OPTIMIZERS)
     return lambda parameters: kind(parameters, **(options or {"lr": 1e-3}))
 
 
 def _criterion(given: Given, model: Any, context: ParallelContext) -> Any:
-    """The one that is named, by the command or the config; or the model's own; or the mean of the squares of its output."""
+    """The criterion of the command, of the config or of the model; else the mean of the squares of the model's output."""
     if given.criterion is not None:
         named = function_named(given.criterion, given.folder, "--criterion")
         return named() if isinstance(named, type) else named
@@ -117,8 +118,8 @@ def _criterion(given: Given, model: Any, context: ParallelContext) -> Any:
         return None
     if arrange(context).is_split("outer"):
         raise ConfigError(
-            "each tensor rank has a part of the output here, and how a loss is made of parts is not known: give "
-            "--criterion MODULE:FUNCTION, of the output (and the label, where batches have one)"
+            "the output is sharded over the tensor ranks, and there is no criterion that can compute a loss from shards: pass "
+            "--criterion MODULE:FUNCTION, a function of the output (and of the label, if batches have one)"
         )
     return _mean_of_squares
 
@@ -127,7 +128,7 @@ def _mean_of_squares(*outputs: Any) -> Tensor:
     value = first_tensor(outputs)
     if value is None:
         raise ConfigError(
-            "the model gives no floating point tensor to make a loss of: give --criterion MODULE:FUNCTION"
+            "the output of the model has no floating point tensor for a loss: pass --criterion MODULE:FUNCTION"
         )
     return value.square().mean()
 
@@ -138,7 +139,7 @@ def _named(entry: Any, registry: Registry) -> tuple[Any, dict[str, Any]]:
 
 
 def _drawn(model: nn.Module, engine: Engine, step: int, labels: bool) -> Any:
-    """A batch that fits the model's first layer: the same on ranks that see the same data, another one in each step."""
+    """A random batch for the model's first layer, equal on ranks of one data rank and different in each step."""
     context = engine.context
     rank = context.layout.coordinates(context.get_global_rank())["data"]
     random = torch.Generator().manual_seed(1000 * step + rank)
@@ -158,10 +159,10 @@ def _drawn(model: nn.Module, engine: Engine, step: int, labels: bool) -> Any:
     elif hasattr(first, "in_features"):
         sizes = (int(first.in_features),)
     if sizes is None or labels:
-        why = "which labels its loss takes is not known" if labels else f"its first layer is a {type(first).__name__}"
+        why = "the labels of its loss are unknown" if labels else f"its first layer is a {type(first).__name__}"
         raise ConfigError(
-            f"a batch for {type(model).__name__} cannot be drawn: {why}. Give --batch MODULE:FUNCTION, which returns the batch "
-            f"of a rank: (data, label), a dict or a tensor. It may take `step`, `config` and `context`"
+            f"cannot make random batches for {type(model).__name__}: {why}. Pass --batch MODULE:FUNCTION, which returns the "
+            f"batch of a rank: (data, label), a dict or a tensor. It may take `step`, `config` and `context`"
         )
     return torch.randn(rows, *sizes, generator=random)
 

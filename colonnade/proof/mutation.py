@@ -1,7 +1,7 @@
-"""Known mistakes, to be planted one at a time into a healthy engine: who would notice?
+"""Known mistakes that can be planted into a healthy engine, to check that `verify` and a project's tests notice them.
 
-Each changes an engine that is built already, from the outside, on every rank. `COLONNADE_MISTAKE` plants one into every
-engine of a process (`planted_environment`), so that tests can be asked too.
+Each mistake changes a finished engine from the outside, on every rank. `COLONNADE_MISTAKE` plants one into every engine of a
+process (`planted_environment`), for test commands.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from colonnade.optim.norm import Norms
 from colonnade.parallel.placement import is_dtensor
 from colonnade.proof.record import micro_batches
 
-# --- How a built engine is changed from the outside: its final gradients, its passes, its norm, its step ---
+# --- Changes of an engine from the outside: its final gradients, its passes, its norm, its step ---
 
 
 def trained(engine: Engine) -> list[Demand]:
     context = engine.context
     some = read_demands(engine.model, context.layout, context.get_global_rank())
-    return [one for one in some if one.parameter.requires_grad and not is_dtensor(one.parameter)]
+    return [demand for demand in some if demand.parameter.requires_grad and not is_dtensor(demand.parameter)]
 
 
 def first(engine: Engine, test: Callable[[Demand], Any]) -> Demand | None:
-    """The first parameter of two dimensions or more that fits, else the first: the same one on ranks that share it."""
-    fitting = [one for one in trained(engine) if test(one)]
-    return next((one for one in fitting if one.parameter.dim() > 1), fitting[0] if fitting else None)
+    """The first parameter that passes the test, preferably of two dimensions or more: the same on all its replicas."""
+    fitting = [demand for demand in trained(engine) if test(demand)]
+    return next((demand for demand in fitting if demand.parameter.dim() > 1), fitting[0] if fitting else None)
 
 
 def is_summed(demand: Demand) -> bool:
@@ -48,7 +48,7 @@ def is_summed(demand: Demand) -> bool:
 
 
 def divisor_of(demand: Demand) -> int:
-    """By how many a sum is divided."""
+    """The product of the divisors of a parameter's reductions."""
     total = 1
     for factor in demand.owed:
         total *= factor.divisor
@@ -56,12 +56,13 @@ def divisor_of(demand: Demand) -> int:
 
 
 def spans(engine: Engine, chosen: Tensor | None = None) -> Iterator[tuple[Tensor, int, int, Tensor]]:
-    """(parameter, first, last + 1, its final gradient there), as far as this rank holds it; to be changed in place."""
+    """(parameter, start, stop, final gradient of that range) for this rank, to be changed in place."""
     sharded = set()
     for parameter, start, stop, gradient in engine.engine_optimizer.gradient_slices():
         sharded.add(id(parameter))
         if gradient is not None and (chosen is None or parameter is chosen):
             yield parameter, start, stop, gradient.view(-1)
+    # Parameters that the optimizer does not shard have their gradients in `.grad`; FSDP2's (DTensors) cannot be changed here.
     for parameter in engine.model.parameters():
         grad = parameter.grad
         if grad is None or id(parameter) in sharded or is_dtensor(grad) or not (chosen is None or parameter is chosen):
@@ -73,6 +74,7 @@ def after_sums(engine: Engine, change: Callable[[StepOutcome], None]) -> None:
     finish = engine._sync.finish
 
     def finished(*args: Any, **kwargs: Any) -> StepOutcome:
+        # If backward failed on some rank, the step is skipped, and collectives of a mistake would hang.
         outcome = finish(*args, **kwargs)
         if not outcome.failed_ranks:
             with torch.no_grad():
@@ -94,7 +96,7 @@ def multiply(engine: Engine, demand: Demand | None, factor: float) -> bool:
 
 
 class OwnGradients:
-    """This rank's own gradients of a step, by hooks: what each backward pass gives, before anything is summed."""
+    """The local gradients of a step, recorded by hooks before any reduction."""
 
     def __init__(self, engine: Engine, demands: list[Demand]) -> None:
         self._sums: dict[int, Tensor] = {}
@@ -105,7 +107,7 @@ class OwnGradients:
         self._sums[key] = self._sums[key] + grad if key in self._sums else grad.clone()
 
     def take(self, demand: Demand, outcome: StepOutcome) -> Tensor:
-        """On the scale of the final gradient; zero where there was none. Forgotten afterwards."""
+        """Remove and return a local gradient, on the scale of the final gradient; zero if there was none."""
         own = self._sums.pop(id(demand.parameter), None)
         own = torch.zeros_like(demand.parameter) if own is None else own.detach()
         return own if outcome.scale is None else own * outcome.scale
@@ -117,7 +119,7 @@ def put(engine: Engine, demand: Demand, value: Tensor) -> None:
 
 
 def reduce_by_hand(engine: Engine, demand: Demand, value: Tensor) -> Tensor:
-    """What is owed, done by hand."""
+    """All required reductions of a parameter."""
     value = value.contiguous()
     for factor in demand.owed:
         if len(factor.ranks) > 1:
@@ -127,7 +129,7 @@ def reduce_by_hand(engine: Engine, demand: Demand, value: Tensor) -> Tensor:
 
 
 def weigh_passes(engine: Engine, weight: Callable[[int, int], float]) -> bool:
-    """Multiply what each backward pass gives by weight(number of the pass, how many there are)."""
+    """Multiply the local gradients of each backward pass by weight(number of the pass, number of passes)."""
     count = engine.accumulation * micro_batches(engine)
     fired: dict[int, int] = {}
 
@@ -142,7 +144,7 @@ def weigh_passes(engine: Engine, weight: Callable[[int, int], float]) -> bool:
 
 
 def limit_of(engine: Engine) -> float | None:
-    """Where all gradients are clipped by their one norm: to what."""
+    """The norm that all gradients are clipped to together; None: they are clipped in another way, or not at all."""
     settings = ClipSettings.read(engine.context.config.get("clip_grad_norm"))
     if settings is None or settings.method != "norm" or engine._stepper.policy is None or settings.clip_groups()[1:]:
         return None
@@ -150,7 +152,7 @@ def limit_of(engine: Engine) -> float | None:
 
 
 def clip_by(engine: Engine, norm: Callable[[Tensor], Tensor], power: float = 1.0) -> bool:
-    """Let norm(the true one) be what is told and clipped by."""
+    """Replace the norm that is reported and used for clipping by norm(true norm)."""
     limit, policy = limit_of(engine), engine._stepper.policy
     if limit is None or policy is None:
         return False
@@ -188,12 +190,12 @@ VARIABLE, MARK = "COLONNADE_MISTAKE", "COLONNADE_MISTAKE_MARK"
 
 
 class NotHere(ParityError):
-    """A mistake that cannot be made in this run: it has nothing of that kind."""
+    """A mistake that does not apply to this run."""
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """`causes` are what it may rightly be called; `plant` says whether this rank has a place for it."""
+    """A known mistake. `causes` are its right names; `plant` returns whether it applies on this rank."""
 
     name: str
     what: str
@@ -205,7 +207,7 @@ MISTAKES: dict[str, Mistake] = {}
 
 
 def mistake(what: str, *causes: str) -> Callable[[Callable[[Engine], bool]], Callable[[Engine], bool]]:
-    """Enter a function into the table, under its own name."""
+    """Register a function as a mistake, under its own name."""
 
     def enter(function: Callable[[Engine], bool]) -> Callable[[Engine], bool]:
         name = function.__name__.replace("_", "-")
@@ -216,25 +218,26 @@ def mistake(what: str, *causes: str) -> Callable[[Callable[[Engine], bool]], Cal
 
 
 def plant(engine: Engine, name: str) -> None:
-    """Plant a mistake; where no rank has a place for it, every rank says so. Collective over the world."""
+    """Plant a mistake; every rank raises `NotHere` if it applies on no rank. Collective over the world."""
     if name not in MISTAKES:
         raise ParityError(
-            f"{name!r} is no known mistake; these are: {listed(MISTAKES)}.{did_you_mean(name, MISTAKES)}", code="C100"
+            f"{name!r} is no known mistake. Known mistakes: {listed(MISTAKES)}.{did_you_mean(name, MISTAKES)}",
+            code="C100",
         )
     found = torch.tensor([int(MISTAKES[name].plant(engine))], device=message_device(engine.context.device))
     if engine.context.world_size > 1:
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
     if not found.item():
-        raise NotHere(f"{name}: there is nothing in this run to make that mistake with")
+        raise NotHere(f"{name}: this run has nothing to plant this mistake into")
 
 
 def planted_environment(name: str, mark: Path) -> dict[str, str]:
-    """For a process whose engines are all to have a mistake; each that has it leaves the file `mark`."""
+    """Environment variables that plant a mistake into every engine of a process, which then makes the file `mark`."""
     return {ON_ENGINE: f"{__name__}:plant_from_environment", VARIABLE: name, MARK: str(mark)}
 
 
 def plant_from_environment(engine: Engine) -> None:
-    """Called with every new engine of such a process. Where it has no place, the engine is left as it is."""
+    """Plant the mistake of the environment into a new engine, if it applies there."""
     try:
         plant(engine, os.environ[VARIABLE])
     except NotHere:
@@ -258,14 +261,14 @@ def drop_a_reduction(engine: Engine) -> bool:
 
 @mistake("the sum of a parameter is taken twice", "summed-not-averaged", "reduced-twice")
 def double_a_reduction(engine: Engine) -> bool:
-    """What is the same on every rank is summed again."""
+    """The reduced gradient, equal on every rank, is summed again."""
     demand = first(engine, is_summed)
     return demand is not None and multiply(engine, demand, float(max(len(factor.ranks) for factor in demand.owed)))
 
 
-@mistake("a parameter is reduced over another mode than owed", "reduced-over-other-mode", "not-reduced")
+@mistake("a parameter is reduced over the wrong mode", "reduced-over-other-mode", "not-reduced")
 def misroute_a_reduction(engine: Engine) -> bool:
-    """The first mode with several ranks here over which nothing is owed; never the pipeline, whose ranks hold others."""
+    """Over the first mode without a required reduction; never the pipeline, whose ranks store other parameters."""
     context = engine.context
     for demand in trained(engine):
         owed = {factor.mode for factor in demand.owed}
@@ -274,17 +277,15 @@ def misroute_a_reduction(engine: Engine) -> bool:
         ranks = {factor.ranks for factor in demand.owed}
         other = [mode for mode in other if tuple(context.get_ranks_in_group(mode)) not in ranks]
         if is_summed(demand) and other:
-            return _sum_elsewhere(engine, demand, other[0])
-    return False
-
-
-def _sum_elsewhere(engine: Engine, demand: Demand, mode: Any) -> bool:
-    own = OwnGradients(engine, [demand])
+            break
+    else:
+        return False
+    own, mode, found = OwnGradients(engine, [demand]), other[0], demand
 
     def change(outcome: StepOutcome) -> None:
-        value = own.take(demand, outcome).contiguous()
-        dist.all_reduce(value, group=engine.context.get_group(mode))
-        put(engine, demand, value / divisor_of(demand))
+        value = own.take(found, outcome).contiguous()
+        dist.all_reduce(value, group=context.get_group(mode))
+        put(engine, found, value / divisor_of(found))
 
     after_sums(engine, change)
     return True
@@ -293,7 +294,7 @@ def _sum_elsewhere(engine: Engine, demand: Demand, mode: Any) -> bool:
 @mistake("a parameter is divided by one rank too many", "wrong-divisor")
 def wrong_divisor(engine: Engine) -> bool:
     """By n + 1 instead of n."""
-    demand = first(engine, lambda one: divisor_of(one) > 1)
+    demand = first(engine, lambda demand: divisor_of(demand) > 1)
     return demand is not None and multiply(engine, demand, divisor_of(demand) / (divisor_of(demand) + 1))
 
 
@@ -306,17 +307,17 @@ def no_divisor(engine: Engine) -> bool:
 @mistake("the gradient of a parameter is lost", "missing-gradient")
 def skip_a_parameter(engine: Engine) -> bool:
     """It is zero at the step."""
-    demand = first(engine, lambda one: True)
+    demand = first(engine, lambda demand: True)
     if demand is not None:
         multiply(engine, demand, 0.0)
     return demand is not None
 
 
-@mistake("two shards of a gradient change places", "shards-swapped")
+@mistake("two shards of a gradient are swapped", "shards-swapped")
 def swap_two_shards(engine: Engine) -> bool:
-    """Each rank has that of the next one in its group."""
+    """Each rank has the shard of the next rank in its group."""
     context = engine.context
-    demand = first(engine, lambda one: one.placement.shards and not engine.engine_optimizer.is_sharded)
+    demand = first(engine, lambda demand: demand.placement.shards and not engine.engine_optimizer.is_sharded)
     if demand is None:
         return False
     mode = next(iter(demand.placement.shards))
@@ -333,7 +334,7 @@ def swap_two_shards(engine: Engine) -> bool:
     return size > 1
 
 
-@mistake("gradients of the step before are used", "stale-gradient")
+@mistake("gradients of the previous step are used", "stale-gradient")
 def one_step_late(engine: Engine) -> bool:
     """Those of the first step are zero."""
     before: dict[tuple[int, int], Tensor] = {}
@@ -353,13 +354,13 @@ def one_step_late(engine: Engine) -> bool:
 
 @mistake("the first micro-batch of a step is left out", "micro-batch-missing", "last-micro-batch-only")
 def skip_a_micro_batch(engine: Engine) -> bool:
-    """Its backward pass gives nothing."""
+    """Its gradients are zero."""
     return weigh_passes(engine, lambda at, count: float(at != 0))
 
 
-@mistake("only the last micro-batch of a step arrives", "last-micro-batch-only")
+@mistake("only the last micro-batch of a step counts", "last-micro-batch-only")
 def keep_the_last_micro_batch(engine: Engine) -> bool:
-    """The others give nothing."""
+    """The gradients of the others are zero."""
     return weigh_passes(engine, lambda at, count: float(at == count - 1))
 
 
@@ -371,7 +372,7 @@ def repeat_a_micro_batch(engine: Engine) -> bool:
 
 @mistake("losses are not divided by the number of micro-batches", "scaled-by-accumulation", "scaled-by-mode")
 def forget_accumulation(engine: Engine) -> bool:
-    """Each pass counts as if it were all of the step."""
+    """Each pass counts like a full step."""
     return weigh_passes(engine, lambda at, count: float(count))
 
 
@@ -394,25 +395,25 @@ def nan_on_one_rank(engine: Engine) -> bool:
 # --- Clipping ---
 
 
-@mistake("each rank clips by the norm of what it holds", "norm-misses-shards", "norm-of-a-part", "clipped-per-stage")
+@mistake("each rank clips by its local norm", "norm-misses-shards", "norm-of-a-part", "clipped-per-stage")
 def clip_locally(engine: Engine) -> bool:
-    """Shards and stages elsewhere are not in it."""
+    """Shards on other ranks and stages are missing."""
     context = engine.context
-    splits = [one for one in trained(engine) if one.placement.shards]
+    splits = [demand for demand in trained(engine) if demand.placement.shards]
     parted = context.pipeline_parallel_size > 1 or splits or engine.engine_optimizer.is_sharded
     return clip_by(engine, lambda norm: squares_of(engine).sqrt()) and bool(parted)
 
 
 @mistake("the norm counts replicas once for each rank", "norm-counts-replicas")
 def count_replicas(engine: Engine) -> bool:
-    """One sum over the world of what every rank holds."""
+    """The local squares of all ranks are summed, replicas included."""
 
     def norm(true: Tensor) -> Tensor:
         total = squares_of(engine).to(message_device(engine.context.device))
         dist.all_reduce(total)
         return total.sqrt()
 
-    copied = any(not one.placement.shards for one in trained(engine))
+    copied = any(not demand.placement.shards for demand in trained(engine))
     sharded = engine.engine_optimizer.is_sharded
     return engine.context.world_size > 1 and copied and not sharded and clip_by(engine, norm)
 
@@ -428,9 +429,9 @@ def clip_before_the_sums(engine: Engine) -> bool:
     def change(outcome: StepOutcome) -> None:
         mine = [(demand, own.take(demand, outcome)) for demand in demands]
         norm = torch.stack([value.double().square().sum() for _, value in mine]).sum().sqrt()
-        share = float(min(1.0, limit / (float(norm) + 1e-6)))
+        coefficient = float(min(1.0, limit / (float(norm) + 1e-6)))
         for demand, value in mine:
-            put(engine, demand, reduce_by_hand(engine, demand, value * share))
+            put(engine, demand, reduce_by_hand(engine, demand, value * coefficient))
 
     after_sums(engine, change)
     return True
@@ -438,7 +439,7 @@ def clip_before_the_sums(engine: Engine) -> bool:
 
 @mistake("gradients are not clipped", "not-clipped", "optimizer-differs")
 def forget_to_clip(engine: Engine) -> bool:
-    """The norm is right, and nothing is divided by it."""
+    """The norm is right, but gradients are not divided."""
     return clip_by(engine, lambda norm: norm, power=0.0)
 
 
@@ -451,9 +452,9 @@ def clip_twice(engine: Engine) -> bool:
 # --- Weights ---
 
 
-@mistake("one rank starts with other weights", "weights-differ-at-start")
+@mistake("one rank starts with different weights", "weights-differ-at-start")
 def start_apart(engine: Engine) -> bool:
-    """The last rank, in a parameter that others hold too."""
+    """The last rank, in a parameter with replicas on other ranks."""
     demand = first(engine, is_summed)
     if demand is None:
         return False
@@ -465,8 +466,8 @@ def start_apart(engine: Engine) -> bool:
 
 @mistake("the optimizer leaves a parameter out", "not-updated")
 def skip_an_update(engine: Engine) -> bool:
-    """It is after the step as it was before."""
-    demand = first(engine, lambda one: True)
+    """The parameter is the same before and after the step."""
+    demand = first(engine, lambda demand: True)
     if demand is None:
         return False
     around_step(engine, lambda: demand.parameter.detach().clone(), demand.parameter.copy_)
@@ -485,14 +486,14 @@ def drift(engine: Engine) -> bool:
 
 
 def known(names: str | None) -> Mapping[str, Mistake]:
-    """The mistakes of these names (with commas between them); all of them if none is given."""
+    """The mistakes with these names, separated by commas; all of them if there are none."""
     if not names:
         return MISTAKES
     chosen = [name.strip() for name in names.split(",")]
     for name in chosen:
         if name not in MISTAKES:
             raise ParityError(
-                f"{name!r} is no known mistake; these are: {listed(MISTAKES)}.{did_you_mean(name, MISTAKES)}",
+                f"{name!r} is no known mistake. Known mistakes: {listed(MISTAKES)}.{did_you_mean(name, MISTAKES)}",
                 code="C100",
             )
     return {name: MISTAKES[name] for name in chosen}

@@ -10,16 +10,16 @@ import pytest
 
 @pytest.fixture
 def colonnade_verify() -> Callable[..., Any]:
-    """A function of a script: `colonnade_verify("train.py", nproc=4)` fails the test unless it equals one process.
+    """A function that verifies a script: `colonnade_verify("train.py", nproc=4)` fails the test if the run is wrong.
 
-    Further arguments: `arguments` of the script, `steps`, `dtype` ("fp64" or "own"), `dropout` (False: nothing is
-    dropped), `is_module`, `timeout` in seconds. Returns the report; with check=False also of a run that differs.
+    It takes the arguments of the script, and `nproc`, `steps`, `dtype` ("fp64" or "own"), `dropout` (False: turned off),
+    `is_module` and `timeout` (in seconds). It returns the report; with `check=False` also that of a wrong run.
     """
 
     def verify(
         script: Any, arguments: Sequence[str] = (), *, check: bool = True, dropout: bool = True, **options: Any
     ) -> Any:
-        # Imported here: pytest loads this file in every run.
+        # Imported here, because pytest loads this file in every run.
         from colonnade.proof.scripts import Script, verify_script
 
         off: dict[str, str] | None = {} if dropout else None

@@ -45,7 +45,7 @@ ACTIVATION_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Piece:
-    """Some elements of a tensor, and their places in the flat whole; None: all, in order."""
+    """Some elements of a tensor, and their indices in the full tensor, flat; None: all of them."""
 
     value: Tensor
     positions: Tensor | None = None
@@ -53,7 +53,7 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Tracked:
-    """A parameter or buffer of this process, under its first name here, and where its elements lie in the whole."""
+    """A parameter or buffer of this process, with its first name and the indices of its elements in the full tensor."""
 
     name: str
     names: tuple[str, ...]
@@ -69,102 +69,102 @@ class Tracked:
 
 @dataclass(frozen=True)
 class TensorNote:
-    """The facts of a tracked tensor, for comparison with those of other ranks."""
+    """The facts about a tracked tensor that are sent to rank 0."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     positions: Tensor | None
     placement: str
     ledger: tuple[str, ...] = ()
-    owed: tuple[tuple[str, tuple[int, ...], float], ...] = ()
+    required: tuple[tuple[str, tuple[int, ...], float], ...] = ()
     slot: str | None = None
-    """What its norm is counted under, where the gradient is clipped."""
+    """The norm group that its gradient counts in, if gradients are clipped."""
     is_parameter: bool = True
     trained: bool = True
 
 
 @dataclass
 class RecordedStep:
-    """One step. Tensors are by the name that they have in this process."""
+    """One step. Tensors are by their names in this process."""
 
     losses: list[Loss | None] = field(default_factory=list)
     raw: dict[str, dict[int, Tensor]] = field(default_factory=dict)
-    """By parameter: the number of the pass, and what its backward pass gave."""
+    """By parameter and number of the pass: the local gradient of that backward pass."""
     total: dict[str, list[Piece]] = field(default_factory=dict)
     divisors: dict[str, float] = field(default_factory=dict)
-    """What clipping divides each gradient by; others are not divided."""
+    """The divisors of clipping; other gradients are not divided."""
     clipped: dict[str, list[Piece]] = field(default_factory=dict)
-    """The gradients that were stepped on, where they were seen themselves."""
+    """The gradients that the optimizer used, if they were recorded themselves."""
     norm: float | None = None
     norms: dict[str, float] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     activations: dict[str, Tensor] = field(default_factory=dict)
     recomputed: dict[str, Tensor] = field(default_factory=dict)
-    """Activations of modules that ran once more in the backward pass."""
+    """Outputs of modules that were recomputed in the backward pass."""
     masks: Masks = field(default_factory=dict)
-    """What dropout kept."""
+    """The dropout masks."""
     options: Options = field(default_factory=list)
-    """What the optimizer stepped with."""
+    """The options of the optimizer in this step."""
 
 
 @dataclass(frozen=True)
 class BatchAxis:
-    """An axis of the layout: its size, whether its ranks see distinct data, and the dimension along which batches are cut."""
+    """An axis of the layout: its size, whether its ranks see distinct data, and the dimension along which it shards batches."""
 
     name: str
     size: int
     distinct: bool
     dim: int = 0
     may_repeat: bool = False
-    """Whether ranks may be given the same batch, of which the model takes its part (sequences)."""
+    """Whether ranks may be given the same batch, which the model slices (sequences)."""
 
 
 @dataclass
 class RunInfo:
-    """The facts of a run that a comparison needs beside its numbers.
+    """The facts of a run that a comparison needs in addition to its numbers.
 
-    A process fills in what it knows. Layout: from the context of an engine, the same on all ranks but for `coordinates`;
-    plain torch has none, and `watch.with_layout` derives one from the batches. Last part: of scripts alone.
+    A process sets the fields that it knows. The layout is that of the engine's context, equal on all ranks except for
+    `coordinates`; plain torch has none, so `watch.with_layout` derives one from the batches. The last fields are for scripts.
     """
 
     axes: Sequence[BatchAxis] | None = None
-    """None: plain torch, no layout is known yet."""
+    """None: plain torch, whose layout is not known yet."""
     coordinates: dict[str, int] = field(default_factory=dict)
-    """Of this rank, by axis."""
+    """The position of this rank on each axis."""
     groups: dict[str, list[list[int]]] = field(default_factory=dict)
-    """By mode, those modes that have a group of several ranks."""
+    """By mode, for modes with a group of several ranks."""
     distinct_data: list[str] = field(default_factory=list)
     """The modes whose ranks see distinct data."""
     data_parallel: bool = False
-    """A wrapper of plain torch says that its ranks see distinct data."""
+    """A data-parallel wrapper of plain torch shows that its ranks should see distinct data."""
 
     dtype: str = ""
-    """The coarsest in which the forward pass computes. Empty: not known."""
+    """The coarsest dtype in which the forward pass computes. Empty: unknown."""
     micro_batches: int = 1
-    """Into how many the schedule cuts each batch."""
+    """The number of micro-batches that the schedule makes of each batch."""
     accumulation: int = 1
-    """Backward passes in a step, of all micro-batches."""
+    """The number of backward passes in a step, of all micro-batches."""
     max_norm: float | None = None
     norm_type: float = 2.0
     kept_in_eval: dict[str, bool] = field(default_factory=dict)
     """By module: whether it is in evaluation mode although the model trains."""
     zeroed: set[str] = field(default_factory=set)
-    """The modules in which something was to be dropped and was not."""
+    """The modules whose dropout was turned off."""
 
     given: dict[str, list[Any]] = field(default_factory=dict)
-    """A script on its ranks: every batch that came in, by the place where it came in (loader, call, schedule, criterion)."""
+    """A script on its ranks: every batch that came in, by place (loader, call, schedule, criterion)."""
     config: dict[str, str] = field(default_factory=dict)
-    """A script: its config as text, to be compared with that which it has as one process."""
+    """A script: its config as text, for the comparison with its config in a single process."""
     names: dict[str, str] = field(default_factory=dict)
-    """A script as one process: every name of a tensor, to its first."""
+    """A script in a single process: the first name of each tensor, by all its names."""
     replays: Replays = field(default_factory=Replays)
-    """A script as one process: what became of the ranks' dropout masks."""
+    """A script in a single process: the outcome of repeating the ranks' dropout masks."""
 
 
 @dataclass
 class Record:
-    """Everything that one process noted."""
+    """Everything that was recorded in one process."""
 
     rank: int
     tensors: dict[str, TensorNote] = field(default_factory=dict)
@@ -179,9 +179,16 @@ class Record:
 
 
 class StepRecorder:
-    """Notes the steps of one process. `gradients` gives what the process holds of the final gradients.
+    """Records the steps of one process.
 
-    `by_count`: the passes of a parameter are told apart by their order, not by the losses that were noted before.
+    Args:
+        model: The model, whose modules and parameters get hooks.
+        tracked: The parameters and buffers to record.
+        rank: The rank of this process.
+        by_count: Number the passes of a parameter by the order of its hooks instead of by the losses recorded before.
+        gradients: Yields the final gradients that this process stores; default: those in `.grad`.
+        rename: Names of modules in the unsharded model.
+        dropping: The dropout mode of the run.
     """
 
     def __init__(
@@ -202,16 +209,23 @@ class StepRecorder:
         self._handles: list[Any] = []
         self._fired: dict[str, int] = {}
         self._calls: dict[str, list[tuple[int, ...]]] = {}
-        """By module: what it was given in each of its calls, as a checksum."""
+        """By module: checksums of the inputs of its calls."""
         self._room, self._seen_room = RAW_BYTES, ACTIVATION_BYTES
         self._step = RecordedStep()
         self._coarsest: torch.dtype | None = None
         self.note_start()
-        self._watch_gradients()
-        self._watch_modules(model)
+        for entry in self.tracked:
+            if entry.is_parameter and entry.tensor.requires_grad and not is_dtensor(entry.tensor):
+                hook = partial(self._on_gradient, entry.name)
+                self._handles.append(entry.tensor.register_hook(hook))
+        for name, module in model.named_modules():
+            # A copy of the model (an average, a teacher) or a pickle of it must not record its outputs, so the hook does not
+            # go along with copies.
+            look = ModelHook(partial(self._on_output, self._rename(name)))
+            self._handles.append(module.register_forward_hook(look, with_kwargs=True))
 
     def close(self) -> None:
-        """Take all hooks off."""
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -219,29 +233,29 @@ class StepRecorder:
     # --- Called by the owner of the step, in the order of a step ---
 
     def note_start(self) -> None:
-        """Training starts from the weights that are there now."""
-        self.record.start = {one.name: copied(local_part(one.tensor)) for one in self.tracked}
-        self.dropping.begin_step(0, self.dropping.share)
+        """Training starts from the current weights."""
+        self.record.start = {entry.name: copied(local_part(entry.tensor)) for entry in self.tracked}
+        self.dropping.begin_step(0, self.dropping.data_rank)
 
     def note_loss(self, loss: Loss | None) -> None:
         self._step.losses.append(loss)
 
     def note_gradients(self, factor: float = 1.0, into: str = "total") -> None:
-        """The gradients as they are now; `factor` is what they, and those of each pass, are still multiplied by."""
+        """Record the current gradients times `factor`."""
         found: dict[str, list[Piece]] = getattr(self._step, into)
-        for one, piece in self._gradients():
+        for entry, piece in self._gradients():
             value = copied(piece.value)
-            found.setdefault(one.name, []).append(Piece(value if factor == 1.0 else value * factor, piece.positions))
+            found.setdefault(entry.name, []).append(Piece(value if factor == 1.0 else value * factor, piece.positions))
 
     def note_options(self, options: Options) -> None:
         self._step.options = options
 
     def passes(self) -> list[dict[int, Tensor]]:
-        """By parameter: the passes of this step so far."""
+        """For each parameter, the passes of this step so far."""
         return list(self._step.raw.values())
 
     def scale_raw(self, factor: float) -> None:
-        """Put the gradients of single passes on the scale of the total."""
+        """Scale the local gradients of the passes like the total."""
         if factor != 1.0:
             for passes in self._step.raw.values():
                 for value in passes.values():
@@ -253,56 +267,56 @@ class StepRecorder:
         norms: Mapping[str, float] | None = None,
         divisors: Mapping[str, float] | None = None,
     ) -> None:
-        """The step is over."""
+        """Record the end of a step."""
         step = self._step
         step.norm, step.norms, step.divisors = norm, dict(norms or {}), dict(divisors or {})
-        for one in self.tracked:
-            (step.weights if one.is_parameter else step.buffers)[one.name] = copied(local_part(one.tensor))
-        # Autocast computes in a coarser dtype than that of the weights, and the tolerance has to be that of the coarser.
+        for entry in self.tracked:
+            (step.weights if entry.is_parameter else step.buffers)[entry.name] = copied(local_part(entry.tensor))
+        # Autocast computes in a coarser dtype than that of the weights. The tolerance is that of the coarser one.
         if self._coarsest is not None and self.record.run.dtype:
             own = getattr(torch, self.record.run.dtype)
             self.record.run.dtype = str(coarser(self._coarsest, own)).removeprefix("torch.")
         if isinstance(self.dropping, Noting):
             step.masks = self.dropping.masks
         self.record.steps.append(step)
-        self.dropping.begin_step(len(self.record.steps), self.dropping.share)
+        self.dropping.begin_step(len(self.record.steps), self.dropping.data_rank)
         self._step, self._fired, self._seen_room = RecordedStep(), {}, 0
 
     # --- Hooks ---
 
-    def _watch_gradients(self) -> None:
-        for one in self.tracked:
-            if one.is_parameter and one.tensor.requires_grad and not is_dtensor(one.tensor):
-                self._handles.append(
-                    one.tensor.register_hook(lambda grad, name=one.name: self._on_gradient(name, grad))
-                )
-
     def _on_gradient(self, name: str, grad: Tensor) -> None:
-        """By a tensor hook: what this backward pass alone gives, before it is added to anything or summed."""
+        """Tensor hook: the local gradient of this backward pass, before it is accumulated or reduced."""
+        # Usually the last recorded loss is that of this backward pass. A pipeline runs several forward passes before the first
+        # backward pass, so there the calls of the hook are counted.
         at = self._fired.get(name, -1) + 1 if self._by_count else len(self._step.losses) - 1
         self._fired[name] = at
         size = grad.numel() * grad.element_size()
+        # Local gradients take as much memory as the model for each pass, so only the first ones are kept of a large model.
         if grad.layout is torch.strided and self._room >= size:
             self._room -= size
             before = self._step.raw.setdefault(name, {}).get(at)
             self._step.raw[name][at] = copied(grad) if before is None else before + copied(grad)
 
-    def _watch_modules(self, model: nn.Module) -> None:
-        for name, module in model.named_modules():
-            # A copy of the model (an average, a teacher), or a pickle of it, takes no hook along: its outputs are not those of the model.
-            look = ModelHook(partial(self._on_output, self._rename(name)))
-            self._handles.append(module.register_forward_hook(look, with_kwargs=True))
-
     def _on_output(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """The first output of each module in the first step, that of the first pass; and when it is computed again."""
-        again = torch._C._current_graph_task_id() != -1  # inside a backward pass
-        if torch.is_grad_enabled() and self._seen_room and self._is_another_call(name, (args, kwargs), again):
+        """Module hook: the output of the first call in the first step, and that of its recomputation."""
+        if not torch.is_grad_enabled():
             return
-        if torch.is_grad_enabled():
-            self.record.ran_in_eval.setdefault(name, not module.training)
-        into = self._step.recomputed if again else self._step.activations
+        is_recomputed = torch._C._current_graph_task_id() != -1  # inside a backward pass
+
+        # Only the first call of a module is kept. A module with several calls is recomputed as often, in any order, so the
+        # recomputation of the first call is recognized by its input.
+        if self._seen_room:
+            value = first_tensor((args, kwargs))
+            bits = () if value is None else tuple(checksum(value.contiguous()).tolist())
+            calls = self._calls.setdefault(name, [])
+            if not is_recomputed:
+                calls.append(bits)
+            elif len(calls) > 1 and bits != calls[0]:
+                return
+        self.record.ran_in_eval.setdefault(name, not module.training)
+        into = self._step.recomputed if is_recomputed else self._step.activations
         value = first_tensor(output)
-        if value is None or not torch.is_grad_enabled() or name in into:
+        if value is None or name in into:
             return
         self._coarsest = coarser(self._coarsest, value.dtype)
         size = value.numel() * value.element_size()
@@ -310,30 +324,21 @@ class StepRecorder:
             self._seen_room -= size
             into[name] = copied(value)
 
-    def _is_another_call(self, name: str, given: Any, again: bool) -> bool:
-        """Whether a call of a module computes another call again than the first. Only the output of the first is kept."""
-        value = first_tensor(given)
-        bits = () if value is None else tuple(checksum(value.contiguous()).tolist())
-        calls = self._calls.setdefault(name, [])
-        if not again:
-            calls.append(bits)
-        return again and len(calls) > 1 and bits != calls[0]
-
     def _own_gradients(self) -> Iterator[tuple[Tracked, Piece]]:
-        for one in self.tracked:
-            grad = one.tensor.grad if one.is_parameter else None
+        for entry in self.tracked:
+            grad = entry.tensor.grad if entry.is_parameter else None
             if grad is not None:
-                grad = local_part(grad, one.tensor)
-                yield one, Piece(grad.to_dense() if grad.is_sparse else grad, one.positions)
+                grad = local_part(grad, entry.tensor)
+                yield entry, Piece(grad.to_dense() if grad.is_sparse else grad, entry.positions)
 
 
 def copied(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-def coarser(one: torch.dtype | None, other: torch.dtype) -> torch.dtype:
-    """The one that rounds more."""
-    return other if one is None or torch.finfo(other).eps > torch.finfo(one).eps else one
+def coarser(a: torch.dtype | None, b: torch.dtype) -> torch.dtype:
+    """The dtype with the larger rounding error."""
+    return b if a is None or torch.finfo(b).eps > torch.finfo(a).eps else a
 
 
 def options_of(optimizer: Any) -> Options:
@@ -346,81 +351,89 @@ def options_of(optimizer: Any) -> Options:
 
 
 def on_cpu(value: Any) -> Any:
-    """A batch with its tensors on the host, apart from what the run may still change."""
+    """A copy of a batch with its tensors on the CPU, safe from changes in place."""
     return tree_map_only(Tensor, lambda leaf: leaf.detach().to("cpu", copy=True), value)
 
 
 def first_tensor(output: Any) -> Tensor | None:
-    """The first floating point tensor of a module's output; None where there is none, or its elements lie elsewhere."""
+    """The first floating point tensor of a module's output; None if there is none, or it is a sharded DTensor."""
     for leaf in tree_leaves(dict(output) if isinstance(output, Mapping) else output):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             if is_dtensor(leaf):
-                whole = all(spec.is_replicate() for spec in leaf.placements)  # type: ignore[attr-defined]
-                return local_part(leaf) if whole else None
+                is_replicated = all(spec.is_replicate() for spec in leaf.placements)  # type: ignore[attr-defined]
+                return local_part(leaf) if is_replicated else None
             return leaf
     return None
 
 
 def positions_of(tensor: LocalTensor) -> Tensor | None:
-    """Where the elements of this rank's part lie in the flat whole; None where it is the whole."""
+    """The indices of this rank's elements in the full tensor, flat; None if this rank has all of them."""
     local = tensor.local
     if tuple(local.shape) == tuple(tensor.shape):
         return None
-    places = torch.empty(local.shape, dtype=torch.int64)
-    whole, strides = whole_box(local.shape), [1] * len(tensor.shape)
-    for dim in range(len(tensor.shape) - 2, -1, -1):
-        strides[dim] = strides[dim + 1] * tensor.shape[dim + 1]
+    places, local_box = torch.empty(local.shape, dtype=torch.int64), whole_box(local.shape)
     for box, here in tensor.places:
-        at = torch.zeros((), dtype=torch.int64)
-        for offset, size, stride in zip(box.offset, box.shape, strides, strict=True):
-            at = at.unsqueeze(-1) + (offset + torch.arange(size)) * stride
-        places[here.slices_in(whole)] = at
+        places[here.slices_in(local_box)] = flat_indices(box.offset, box.shape, tensor.shape)
     return places
 
 
-# --- An engine that is recorded ---
+def flat_indices(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """The indices of a box of elements in a flat tensor of a shape."""
+    found, stride = torch.zeros(tuple(sizes), dtype=torch.int64), 1
+    for dim in reversed(range(len(shape))):
+        rows = (offsets[dim] + torch.arange(sizes[dim])) * stride
+        found += rows.view(sizes[dim], *[1] * (len(shape) - 1 - dim))
+        stride *= shape[dim]
+    return found
+
+
+# --- Recording an engine ---
 
 
 _FP16_SCALE = 256.0
 
 
 class EngineRecorder(Observer):
-    """Notes the steps of an engine from now on, until `close`. Collective over the world to make."""
+    """Records the steps of an engine until `close`. Collective over the world to make."""
 
     def __init__(self, engine: Engine, dropping: Dropping | None = None) -> None:
         self._engine = engine
         context = engine.context
         located = locate_tensors(engine.model, context, "verifying")
         self._prefix = prefix_of(engine.model)
-        self.tracked = [_tracked(one) for one in located]
-        self._by_tensor = {id(one.tensor): one for one in self.tracked}
+        self.tracked = [_tracked(entry) for entry in located]
+        self._by_tensor = {id(entry.tensor): entry for entry in self.tracked}
         self.recorder = StepRecorder(
             engine.model,
             self.tracked,
             context.get_global_rank(),
             micro_batches(engine) > 1,
             self._gradients,
-            rename=partial(name_in_whole, engine.model),
+            rename=partial(name_in_full_model, engine.model),
             dropping=dropping,
         )
         self.record = self.recorder.record
-        self._slots = self._slot_names()
+
+        # By parameter: the name and number of the norm group that it counts in.
+        self._slots: dict[int, tuple[str, int]] = {}
+        slots = engine._stepper._slots
+        if slots is not None:
+            for entry in held_tensors(engine.model, context):
+                number = slots.of_parameter[entry.label]
+                self._slots[id(entry.tensor)] = slots.names[number], number
         self.record.tensors = {
-            one.name: self._note(one, place) for one, place in zip(self.tracked, located, strict=True)
+            entry.name: self._note(entry, place) for entry, place in zip(self.tracked, located, strict=True)
         }
         self.record.groups = groups_of(engine.optimizer, self._by_tensor)
         self.record.run = info_of(engine)
         engine.observers.append(self)
-        self._scale = self._lower_scale()
 
-    def _lower_scale(self) -> Tensor | None:
-        """fp16 begins with a scale at which first steps are dropped; a dropped step says nothing."""
-        scaler = self._engine._stepper.scaler
-        if scaler is None:
-            return None
-        before = scaler.scale.clone()
-        scaler.scale.clamp_(max=_FP16_SCALE)
-        return before
+        # The initial loss scale of fp16 makes the first steps overflow, and a skipped step cannot be compared.
+        self._scale: Tensor | None = None
+        scaler = engine._stepper.scaler
+        if scaler is not None:
+            self._scale = scaler.scale.clone()
+            scaler.scale.clamp_(max=_FP16_SCALE)
 
     def close(self) -> None:
         self.recorder.close()
@@ -436,6 +449,8 @@ class EngineRecorder(Observer):
         self.recorder.note_loss(self._loss(loss))
 
     def on_reduced(self, scale: float | Tensor | None) -> None:
+        # With fp16 the recorded gradients are those of the scaled loss. `scale` is the factor that the engine applies at the end
+        # of the reductions; local gradients get both, so that they add up to the total.
         scaler = self._engine._stepper.scaler
         unscaled = 1.0 if scaler is None else 1.0 / float(scaler.scale)
         self.recorder.scale_raw(unscaled * (1.0 if scale is None else float(scale)))
@@ -459,25 +474,21 @@ class EngineRecorder(Observer):
         return float(value.detach()) / (float(count) or 1.0), float(count)
 
     def _gradients(self) -> Iterator[tuple[Tracked, Piece]]:
-        """Of what this rank owns: slices of a sharded optimizer, else what lies in `.grad`."""
+        """The slices of a sharded optimizer, and `.grad` of other parameters."""
         sharded = set()
         for parameter, start, stop, gradient in self._engine.engine_optimizer.gradient_slices():
-            one = self._by_tensor[id(parameter)]
-            sharded.add(one.name)
+            entry = self._by_tensor[id(parameter)]
+            sharded.add(entry.name)
             if gradient is not None:
-                yield one, Piece(gradient, _in_memory(one)[start:stop])
-        for one, piece in self.recorder._own_gradients():
-            if one.name not in sharded:
-                yield one, piece
-
-    def _slot_names(self) -> dict[int, tuple[str, int]]:
-        """By parameter: the name and the number of what its norm is counted under."""
-        slots = self._engine._stepper._slots
-        if slots is None:
-            return {}
-        held = held_tensors(self._engine.model, self._engine.context)
-        at = {id(entry.tensor): slots.of_parameter[entry.label] for entry in held}
-        return {key: (slots.names[number], number) for key, number in at.items()}
+                # Slices count elements in memory order, which is not that of the dimensions for a transposed parameter.
+                places = entry.positions
+                if places is None:
+                    places = torch.arange(entry.tensor.numel()).view(entry.tensor.shape)
+                in_memory = places.permute(memory_order(entry.tensor)).reshape(-1)
+                yield entry, Piece(gradient, in_memory[start:stop])
+        for entry, piece in self.recorder._own_gradients():
+            if entry.name not in sharded:
+                yield entry, piece
 
     def _divisors(self) -> dict[str, float]:
         last = self._engine._stepper.last
@@ -485,32 +496,32 @@ class EngineRecorder(Observer):
             return {}
         found = [float(value) for value in last.divisor.flatten().tolist()]
         return {
-            one.name: found[self._slots[id(one.tensor)][1] if len(found) > 1 else 0]
-            for one in self.tracked
-            if id(one.tensor) in self._slots
+            entry.name: found[self._slots[id(entry.tensor)][1] if len(found) > 1 else 0]
+            for entry in self.tracked
+            if id(entry.tensor) in self._slots
         }
 
-    def _note(self, one: Tracked, located: LocalTensor) -> TensorNote:
+    def _note(self, entry: Tracked, located: LocalTensor) -> TensorNote:
         context = self._engine.context
-        rows = [row for row in self._engine.ledger().rows if f"{self._prefix}{row.parameter}" in one.names]
-        factors = owed(context.layout, located.placement, context.get_global_rank()) if one.is_parameter else ()
+        rows = [row for row in self._engine.ledger().rows if f"{self._prefix}{row.parameter}" in entry.names]
+        factors = owed(context.layout, located.placement, context.get_global_rank()) if entry.is_parameter else ()
         return TensorNote(
-            names=one.names,
-            shape=one.shape,
-            positions=one.positions,
-            placement=one.placement,
+            names=entry.names,
+            shape=entry.shape,
+            positions=entry.positions,
+            placement=entry.placement,
             ledger=tuple(
                 f"{row.mode} {list(row.ranks)} / {row.divisor:g} by {row.done_by or 'nobody'}" for row in rows
             ),
-            owed=tuple((factor.mode.name, factor.ranks, float(factor.divisor)) for factor in factors),
-            slot=self._slots.get(id(one.tensor), (None, 0))[0],
-            is_parameter=one.is_parameter,
-            trained=one.tensor.requires_grad,
+            required=tuple((factor.mode.name, factor.ranks, float(factor.divisor)) for factor in factors),
+            slot=self._slots.get(id(entry.tensor), (None, 0))[0],
+            is_parameter=entry.is_parameter,
+            trained=entry.tensor.requires_grad,
         )
 
 
-def name_in_whole(model: nn.Module, name: str) -> str:
-    """The name that a module of this rank's model has in the whole model."""
+def name_in_full_model(model: nn.Module, name: str) -> str:
+    """The name in the full model of a module of this rank."""
     return f"{prefix_of(model)}{name}" if name else name
 
 
@@ -534,7 +545,7 @@ def info_of(engine: Engine) -> RunInfo:
 
 
 def axes_of(context: ParallelContext) -> list[BatchAxis]:
-    """The axes of the world, with what is known of how batches lie on them."""
+    """The axes of the world, with their sharding of batches."""
     return [
         BatchAxis(
             axis.name,
@@ -548,21 +559,14 @@ def axes_of(context: ParallelContext) -> list[BatchAxis]:
 
 
 def micro_batches(engine: Engine) -> int:
-    """Into how many the schedule cuts each batch."""
+    """The number of micro-batches that the schedule makes of each batch."""
     return engine.schedule.num_microbatches if isinstance(engine.schedule, PipelineSchedule) else 1
 
 
-def _tracked(one: LocalTensor) -> Tracked:
-    return Tracked(one.names[0], one.names, one.tensor, tuple(one.shape), positions_of(one), str(one.placement))
-
-
-def _in_memory(one: Tracked) -> Tensor:
-    """Where the elements of a parameter lie in the whole, in the order in which they lie in memory."""
-    local = one.tensor
-    places = one.positions
-    if places is None:
-        places = torch.arange(local.numel()).view(local.shape)
-    return places.permute(memory_order(local)).reshape(-1)
+def _tracked(entry: LocalTensor) -> Tracked:
+    return Tracked(
+        entry.names[0], entry.names, entry.tensor, tuple(entry.shape), positions_of(entry), str(entry.placement)
+    )
 
 
 def groups_of(optimizer: Any, known: dict[int, Tracked]) -> list[tuple[dict[str, Any], list[str]]]:

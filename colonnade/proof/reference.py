@@ -1,16 +1,16 @@
-"""One process is the truth: the whole model on the joined batches of all ranks. Everything that a run is compared with.
+"""The single-process reference: the full model on the global batches. Every parallel run is compared with it.
 
-There are two ways to play that process, and they share this file.
+There are two kinds of reference, which share this file:
 
-- `OneProcess`, for `colonnade.verify(engine)`: plain torch, here, in the process of rank 0. It runs the passes, clips and
-  steps by itself, so that nothing of the engine is part of the truth.
-- `ScriptAlone` (scripts.py), for `colonnade verify train.py`: the script is started once more with every parallel size 1,
-  because only its own loop knows its passes, its loss and how it clips. What it noted of its steps is read as `Truth`.
+- `OneProcess`, for `colonnade.verify(engine)`: plain torch in the process of rank 0. It runs passes, clipping and optimizer
+  itself, so that no code of the engine is part of the reference.
+- `SingleProcessScript` (scripts.py), for `colonnade verify train.py`: the script is started again with every parallel size
+  1, because only its own loop knows its passes, loss and clipping. Its record is read as `Truth`.
 
-Both follow one protocol. The batches of the ranks are joined (`shares`, `join`). Dropout is repeated as the ranks had it,
-and the modules where that is impossible are searched for and left without (`without_unjoinable_dropout`). A step divides
-gradients by what clipping says (`divided`) and is a `Truth`. Runs that start one ulp away give the tolerance (`spreads_of`).
-All of it together is a `TrueRun`, which `compare.assemble` puts beside the records of the ranks.
+Both follow one protocol. The batches of the ranks are joined to global batches (`data_rank_batches`, `join`). The dropout masks of the
+ranks are repeated; modules where that is impossible are found and run without dropout (`without_unjoinable_dropout`). A step
+divides gradients by the divisors of clipping (`divided`) and is a `Truth`. Runs with weights moved by one ulp give the
+tolerance (`spreads_of`). All of it together is a `TrueRun`, which `compare.assemble` combines with the records of the ranks.
 """
 
 from __future__ import annotations
@@ -40,39 +40,39 @@ Groups = Sequence[tuple[Mapping[str, Any], Sequence[str]]]
 _T = TypeVar("_T")
 
 PERTURBED_RUNS = 2
-"""From weights that are one ulp away: how far apart these are gives the tolerance."""
+"""The number of runs with weights moved by one ulp; their distance from the reference gives the tolerance."""
 
 
-# --- What it gives ---
+# --- The results of the reference ---
 
 
 @dataclass
 class Truth:
-    """One step of one process. Gradients are whole, by the name of the parameter."""
+    """One step of the reference. Gradients are unsharded, by the name of the parameter."""
 
     loss: float = 0.0
     passes: list[Tensors] = field(default_factory=list)
-    """Of each backward pass, as it counts in the total."""
+    """The gradients of each backward pass, weighted as in the total."""
     total: Tensors = field(default_factory=dict)
     clipped: Tensors = field(default_factory=dict)
     norm: float | None = None
     weights: Tensors = field(default_factory=dict)
     buffers: Tensors = field(default_factory=dict)
     activations: Tensors = field(default_factory=dict)
-    shards: list[Tensors] = field(default_factory=list)
-    """Of each share of the batch alone."""
+    by_data_rank: list[Tensors] = field(default_factory=list)
+    """The gradients of each data rank's batch."""
 
 
 @dataclass
 class RoundingSpread:
-    """How far one step of one process moves, in each of its numbers, when its weights are one ulp away."""
+    """The distance by which each number of a reference step moves if its weights move by one ulp."""
 
     loss: float = 0.0
     tensors: dict[tuple[str, str], float] = field(default_factory=dict)
     """By (field of `Truth`, name): the 2-norm of the distance."""
 
     def widen(self, truth: Truth, moved: Truth) -> None:
-        """Take in one more run."""
+        """Include another run."""
         self.loss = max(self.loss, abs(moved.loss - truth.loss))
         for kind in ("total", "clipped", "weights", "buffers", "activations"):
             others: Tensors = getattr(moved, kind)
@@ -84,7 +84,7 @@ class RoundingSpread:
 
 
 def spreads_of(truth: Sequence[Truth], moved: Iterable[Iterable[Truth]]) -> list[RoundingSpread]:
-    """By step: how far rounding moves one process, seen in runs that start one ulp away."""
+    """For each step, the effect of rounding: the largest distances of the moved runs."""
     spreads = [RoundingSpread() for _ in truth]
     for run in moved:
         for spread, plain, other in zip(spreads, truth, run, strict=True):
@@ -94,37 +94,37 @@ def spreads_of(truth: Sequence[Truth], moved: Iterable[Iterable[Truth]]) -> list
 
 @dataclass(frozen=True)
 class TrueRun:
-    """All that one process gave."""
+    """All results of the reference."""
 
     steps: Sequence[Truth]
     spreads: Sequence[RoundingSpread]
-    """Of each step."""
+    """The effect of rounding on each step."""
     start: Mapping[str, Tensor]
-    """The weights and buffers that it began with."""
+    """The initial weights and buffers."""
     names: Mapping[str, str]
-    """Each name that a tensor has, on any rank, to the one that it has here."""
+    """The name in the reference of each name that a tensor has on a rank."""
     terms: int
-    """How many terms an element of a gradient sums, at most."""
+    """A bound on the number of terms that an element of a gradient sums."""
     notes: Sequence[str] = ()
-    masks_apart: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Of each module that drops: the ranks that drop other elements of what they hold alike."""
+    differing_masks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """By module with dropout: the ranks whose masks differ from those of their replicas."""
 
 
-# --- What it is given: the batches of the ranks, joined ---
+# --- The inputs of the reference: global batches ---
 
 
 @dataclass(frozen=True)
 class Pass:
-    """What one process is given in one pass: one batch, or several that cannot be joined. `weight` is its part of a step's mean."""
+    """The global batch of one pass, or several batches that cannot be joined. `weight` is its weight in the step's mean."""
 
     batches: list[Batch]
     weight: float = 1.0
 
 
-def shares(values: Sequence[Any], runs: Sequence[RunInfo]) -> list[Any]:
-    """The shares of a batch: the values of ranks that see distinct data, once each. `values` and `runs` are by rank.
+def data_rank_batches(values: Sequence[Any], runs: Sequence[RunInfo]) -> list[Any]:
+    """The batch of each data rank. `values` and `runs` are by rank; ranks that see the same data count once.
 
-    Ranks that see the same data give one share. Parts of sequences are put together, as the model cut them apart itself.
+    Slices of sequences are concatenated, because the full model slices nothing.
     """
     axes = runs[0].axes or ()
     distinct = [axis for axis in axes if axis.distinct and axis.size > 1]
@@ -147,9 +147,10 @@ def shares(values: Sequence[Any], runs: Sequence[RunInfo]) -> list[Any]:
 
 
 def join(parts: Sequence[Any], micro_batches: int = 1) -> Any:
-    """The parts as one, along dimension 0; None where they do not fit together.
+    """The global batch: the batches of the data ranks concatenated along dimension 0; None if their shapes do not match.
 
-    A schedule cuts the joined batch into micro-batches again. Each then has the rows of that micro-batch of all ranks.
+    A schedule splits the global batch into micro-batches again. The rows are ordered such that each of those has the rows
+    of that micro-batch of all ranks.
     """
     rows = {len(leaf) for part in parts for leaf in tree_leaves(part) if isinstance(leaf, Tensor) and leaf.dim()}
     if micro_batches > 1 and len(parts) > 1 and len(rows) == 1 and not (count := rows.pop()) % micro_batches:
@@ -186,14 +187,14 @@ def _but(leaf: Tensor, dim: int) -> tuple[int, ...]:
 
 
 def all_same(parts: Sequence[Any]) -> bool:
-    """Whether all have the same tensors in the same places."""
+    """Whether all structures have equal tensors at the same places."""
     first, spec = tree_flatten(parts[0])
     for part in parts[1:]:
         leaves, other = tree_flatten(part)
         if other != spec:
             return False
-        for mine, theirs in zip(first, leaves, strict=True):
-            if isinstance(mine, Tensor) and not (mine.shape == theirs.shape and torch.equal(mine, theirs)):
+        for a, b in zip(first, leaves, strict=True):
+            if isinstance(a, Tensor) and not (a.shape == b.shape and torch.equal(a, b)):
                 return False
     return True
 
@@ -201,27 +202,27 @@ def all_same(parts: Sequence[Any]) -> bool:
 def joined_steps(
     given: Sequence[Any], accumulation: int, runs: Sequence[RunInfo]
 ) -> tuple[list[list[Pass]], list[list[list[Pass]]]]:
-    """The passes of each step for `OneProcess`; and of each step, those of each share of its batch alone.
+    """For each step, the passes on the global batches, and the passes on the batches of each data rank.
 
-    `given`: by rank, step, pass and micro-batch, (batch, its part of the mean over the batch).
+    `given`: by rank, step, pass and micro-batch, (batch, its weight in the mean over the batch).
     """
     steps: list[list[Pass]] = []
     apart: list[list[list[Pass]]] = []
     for at in range(len(given[0])):
         passes: list[Pass] = []
-        alone: list[list[Pass]] = []
+        by_rank: list[list[Pass]] = []
         for number in range(len(given[0][at])):
             for micro in range(len(given[0][at][number])):
                 weight = given[0][at][number][micro][1] / accumulation
-                parts = shares([rank[at][number][micro][0] for rank in given], runs)
-                # Batches of unlike shapes cannot be joined. Here they may run one after another, each weighing the same.
+                parts = data_rank_batches([rank[at][number][micro][0] for rank in given], runs)
+                # Batches of different shapes cannot be joined, but they can run one after another with equal weights.
                 whole = join(parts)
                 passes.append(Pass(parts if whole is None else [whole], weight))
-                alone = alone or [[] for _ in parts]
-                for share, part in zip(alone, parts, strict=True):
-                    share.append(Pass([part], weight))
+                by_rank = by_rank or [[] for _ in parts]
+                for own_passes, part in zip(by_rank, parts, strict=True):
+                    own_passes.append(Pass([part], weight))
         steps.append(passes)
-        apart.append(alone if len(alone) > 1 else [])
+        apart.append(by_rank if len(by_rank) > 1 else [])
     return steps, apart
 
 
@@ -231,11 +232,17 @@ def joined_steps(
 def without_unjoinable_dropout(
     run: Callable[[Mapping[str, str] | None], tuple[_T, Mapping[str, str]]], off: Mapping[str, str] | None
 ) -> tuple[_T, Mapping[str, str] | None]:
-    """Run until one process can drop what the ranks drop; returns the result, and the modules in which nothing is dropped.
+    """Run until the reference can drop the same elements as the ranks.
 
-    `run(off)` runs the ranks and one process without dropout in `off` (by module, the reason), and returns its result and
-    the modules whose masks are none that one process could have. What comes after such a module differs because of it, so
-    only the first ones are known after each run. `off` None: nothing is dropped anywhere, and there is nothing to search.
+    Everything downstream of a module whose masks cannot be joined differs, so each run finds only the first such modules.
+
+    Args:
+        run: `run(off)` runs the ranks and the reference without dropout in the modules `off` (with reasons). It returns a
+            result, and the modules whose masks cannot be joined.
+        off: The modules without dropout at first; None: dropout is off everywhere, so one run is enough.
+
+    Returns:
+        The result of the last run, and the modules without dropout.
     """
     while True:
         result, not_joined = run(off)
@@ -249,19 +256,19 @@ def without_unjoinable_dropout(
 
 @dataclass(frozen=True)
 class Limit:
-    """Clipping to a norm as torch.nn.utils.clip_grad_norm_ does it; `own` are the limits of parameters that have one."""
+    """Clipping to a norm, like `torch.nn.utils.clip_grad_norm_`; `own` has the limits of parameters with one of their own."""
 
     max_norm: float = inf
     norm_type: float = 2.0
     own: Mapping[str, tuple[str, float]] = field(default_factory=dict)
-    """By parameter: (group, its limit)"""
+    """By parameter: (norm group, limit)"""
     uncounted: frozenset[str] = frozenset()
     unclipped: frozenset[str] = frozenset()
     factors: Sequence[Mapping[str, float]] = ()
-    """By step and parameter: what the run divided by, where its rule is not one of torch."""
+    """By step and parameter: the divisors of the run, if its clip method is not one of torch."""
 
     def divisors(self, total: Tensors, step: int) -> tuple[float, dict[str, float]]:
-        """(the norm of these gradients, what each is divided by)"""
+        """(the norm of all gradients, the divisor of each)"""
         norm = norm_of([value for name, value in total.items() if name not in self.uncounted], self.norm_type)
         groups: dict[str, list[Tensor]] = {}
         for name, (group, _) in self.own.items():
@@ -281,12 +288,12 @@ class Limit:
 
 
 def divided(total: Tensors, divisors: Mapping[str, float]) -> Tensors:
-    """The clipped gradients. Those that no divisor (or 1) is given for are left as they are."""
+    """The clipped gradients. Gradients without a divisor stay unchanged."""
     return {name: value if divisors.get(name, 1.0) == 1.0 else value / divisors[name] for name, value in total.items()}
 
 
 def norm_of(values: Sequence[Tensor], norm_type: float) -> float:
-    """The norm of all of them together, in double: on a CPU, torch's sum of millions of squares in fp32 is off by 1e-4."""
+    """The norm of all tensors together, in double: on a CPU, torch's sum of millions of squares in fp32 is off by 1e-4."""
     norms = [torch.linalg.vector_norm(value, norm_type, dtype=torch.float64) for value in values]
     return float(torch.linalg.vector_norm(torch.stack(norms), norm_type)) if norms else 0.0
 
@@ -296,16 +303,16 @@ def norm_of(values: Sequence[Tensor], norm_type: float) -> float:
 
 @dataclass
 class OneProcess:
-    """The reference of `colonnade.verify(engine)`. `loss_of(model, batch)` is the loss of a batch, in either form."""
+    """The reference of `colonnade.verify(engine)`. `loss_of(model, batch)` is the loss: a mean, or (sum, count)."""
 
     model: nn.Module
     loss_of: Callable[[nn.Module, Batch], Any]
     make_optimizer: Callable[[nn.Module], Any]
     limit: Limit | None = None
     dtype: torch.dtype | None = None
-    """What the forward pass computes in, where that is not the dtype of the weights (autocast): whose ulp it is."""
+    """The dtype of the forward pass, if it is not that of the weights (autocast). An ulp is one of this dtype."""
     kept_in_eval: Mapping[str, bool] = field(default_factory=dict)
-    """The modules that are in evaluation mode while the others train."""
+    """The modules that stay in evaluation mode."""
     dropping: Dropping = field(default_factory=Nothing)
 
     def run(
@@ -316,9 +323,14 @@ class OneProcess:
         noise: torch.Generator | None = None,
         whole: bool = True,
     ) -> Iterator[Truth]:
-        """Train from `start`, whose values are moved by one ulp with `noise`. `apart`: by step, the shares of its batch.
+        """Train; yields each step when it is done.
 
-        Each step is given when it is done; with `whole` it has the gradients of single passes too.
+        Args:
+            start: The initial weights and buffers.
+            steps: The passes of each step.
+            apart: For each step, the passes on the batches of each data rank.
+            noise: Moves weights and inputs by one ulp.
+            whole: Also record the gradients of single passes.
         """
         self.begin(start, noise)
         optimizer = self.make_optimizer(self.model)
@@ -331,22 +343,22 @@ class OneProcess:
             self.dropping.begin_step(at)
             with watched(self.model, truth.activations) if at == 0 else nullcontext():
                 truth.loss, truth.total, truth.passes = self._gradients(passes, noise, room)
-            room -= sum(_bytes(one) for one in truth.passes)
+            room -= sum(_bytes(gradients) for gradients in truth.passes)
 
-            # Each share of the batch alone, at the same weights: by that a diagnosis tells which ranks' data is missing. These
-            # passes are extra, so they must leave no trace in running statistics.
+            # The batch of each data rank on its own, at the same weights: from its gradients a diagnosis finds out which ranks'
+            # data is missing. These passes are extra, so they must not change running statistics.
             with kept_buffers(self.model):
-                for number, share in enumerate(apart[at] if apart and room > 0 else ()):
+                for number, own_passes in enumerate(apart[at] if apart and room > 0 else ()):
                     self.dropping.begin_step(at, number)
-                    truth.shards.append(self._gradients(share, noise, 0)[1])
+                    truth.by_data_rank.append(self._gradients(own_passes, noise, 0)[1])
                     room -= _bytes(truth.total)
 
-            # Clipping as torch does it, on gradients of the whole model: here no rank, stage or shard can be forgotten.
+            # Clipping like in torch, on the gradients of the full model: no rank, stage or shard can be left out here.
             if self.limit is not None:
                 truth.norm, divisors = self.limit.divisors(truth.total, at)
                 truth.clipped = divided(truth.total, divisors)
 
-            # The optimizer's step, on the gradients in the dtype and on the device of the parameters.
+            # The step of the optimizer, with gradients in the dtype and on the device of the parameters.
             gradients = truth.clipped or truth.total
             for name, parameter in self.model.named_parameters():
                 found = gradients.get(name)
@@ -359,46 +371,51 @@ class OneProcess:
             yield truth
 
     def begin(self, start: Mapping[str, Tensor], noise: torch.Generator | None = None) -> None:
-        """Take the weights of the run, and the modes of its modules."""
+        """Load the initial weights and set the modes of the modules."""
         load(self.model, start, noise, ulp=self.dtype)
         self.model.train()
         set_eval(self.model, self.kept_in_eval)
 
-    def forward_only(self, one: Pass) -> None:
-        """A forward pass, as the first of a step."""
+    def forward_only(self, item: Pass) -> None:
+        """The first forward pass of a step."""
         self.dropping.begin_step(0)
-        for batch in self._batches(one):
+        for batch in self._batches(item):
             self._loss(batch)
 
     def _gradients(self, passes: Sequence[Pass], noise: Any, room: int) -> tuple[float, Tensors, list[Tensors]]:
-        """(mean loss, gradients, those of each pass): a loss that has a count is divided once by all of them."""
-        each: list[Tensors] = []
+        """(mean loss, gradients, gradients of each pass). Losses with counts are divided once, by the sum of all counts."""
+        by_pass: list[Tensors] = []
         total: Tensors = {}
         loss, counted = 0.0, 0.0
         keep = room >= len(passes) * sum(p.numel() * p.element_size() for p in self.model.parameters())
-        for one in passes:
-            mine: Tensors = {}
-            for batch in self._batches(one):
+        for item in passes:
+            gradients: Tensors = {}
+            for batch in self._batches(item):
                 value, count = self._loss(batch, noise)
-                weight = one.weight / len(one.batches) if count is None else 1.0
+                weight = item.weight / len(item.batches) if count is None else 1.0
                 loss += float(value.detach()) * weight
                 counted += float(count or 0.0)
                 (value * weight).backward()
-                _take(self.model, mine)
-            _add(total, mine, share=keep)
+                _take(self.model, gradients)
+            for name, value in gradients.items():
+                # Kept terms must not change with the total, so the total is a tensor of its own.
+                if name not in total:
+                    total[name] = value.clone() if keep else value
+                else:
+                    total[name] = total[name] + value if keep else total[name].add_(value)
             if keep:
-                each.append(mine)
+                by_pass.append(gradients)
         if counted:
-            for gradients in (total, *each):
-                for gradient in gradients.values():
+            for some in (total, *by_pass):
+                for gradient in some.values():
                     gradient.div_(counted)
-        return loss / (counted or 1.0), total, each
+        return loss / (counted or 1.0), total, by_pass
 
-    def _batches(self, one: Pass) -> Iterator[Batch]:
-        """The batches of a pass. Where there are several, each is one share of the data, and drops what its ranks drop."""
-        for number, batch in enumerate(one.batches):
-            if len(one.batches) > 1:
-                self.dropping.share = number
+    def _batches(self, item: Pass) -> Iterator[Batch]:
+        """The batches of a pass. If there are several, each is that of one data rank, with that rank's dropout masks."""
+        for number, batch in enumerate(item.batches):
+            if len(item.batches) > 1:
+                self.dropping.data_rank = number
             yield batch
 
     def _loss(self, batch: Batch, noise: Any = None) -> tuple[Any, Any]:
@@ -408,7 +425,7 @@ class OneProcess:
 
 
 def set_eval(model: nn.Module, kept_in_eval: Mapping[str, bool]) -> None:
-    """Put these modules of a model in training into evaluation mode, each by itself."""
+    """Put some modules into evaluation mode, without the modules inside them."""
     for name, module in model.named_modules():
         if kept_in_eval.get(name):
             module.training = False
@@ -422,7 +439,7 @@ def load(
     rename: Callable[[str], str] = lambda name: name,
     ulp: torch.dtype | None = None,
 ) -> None:
-    """Give the model the weights and buffers of the run, by name; with their dtype, unless `in_place`."""
+    """Load weights and buffers by name; with their dtypes, unless `in_place`."""
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if rename(name) in start:
@@ -434,7 +451,7 @@ def load(
 
 
 def canonical_names(model: nn.Module, rename: Callable[[str], str] = lambda name: name) -> dict[str, str]:
-    """Every name of every parameter and buffer, to the first one that it has."""
+    """The first name of each parameter and buffer, by all its names."""
     first: dict[int, str] = {}
     found: dict[str, str] = {}
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
@@ -444,28 +461,32 @@ def canonical_names(model: nn.Module, rename: Callable[[str], str] = lambda name
 
 
 def check_names(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse a reference that is not the model of the run: parameters of other names or shapes."""
-    mine = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    missing = [name for name in mine if name not in shapes]
-    extra = [name for name in shapes if name not in mine]
+    """Raise if the reference is not the model of the run, with the same parameter names and shapes."""
+    own = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    missing = [name for name in own if name not in shapes]
+    extra = [name for name in shapes if name not in own]
     if missing or extra:
+        reasons = [
+            *([f"no rank has {listed(missing[:5])}"] if missing else []),
+            *([f"the reference has no {listed(extra[:5])}"] if extra else []),
+        ]
+        hint = did_you_mean(extra[0], own) if extra else ""
         raise ParityError(
-            f"the reference is not the whole model of this run: no rank holds {listed(missing[:5])}, and the reference has no "
-            f"{listed(extra[:5])}.{did_you_mean(extra[0], mine) if extra else ''} Give reference=, a function that builds the "
-            f"one-process model, with the parameter names of the parallel one",
+            f"the reference is not the full model of this run: {', and '.join(reasons)}.{hint} Pass reference=, a function that "
+            f"builds the unsharded model with the parameter names of the parallel one",
             code="C100",
         )
-    for name, shape in mine.items():
+    for name, shape in own.items():
         if shape != shapes[name]:
             raise ParityError(
-                f"the reference has {name} of shape {shape}, and the ranks hold parts of {shapes[name]}; build the reference "
-                f"with the sizes of the whole model",
+                f"the reference has {name} of shape {shape}, and on the ranks its full shape is {shapes[name]}. Build the "
+                f"reference with the sizes of the full model",
                 code="C100",
             )
 
 
 def same_optimizer(like: Any, groups: Groups, model: nn.Module) -> Any:
-    """An optimizer of the same class and options for the reference, with its parameter groups by name."""
+    """An optimizer for the reference, of the same class and with the same options, with parameter groups by name."""
     named = dict(model.named_parameters())
     made = [{**options, "params": [named[name] for name in names]} for options, names in groups]
     made = [group for group in made if group["params"]]
@@ -477,30 +498,33 @@ def same_optimizer(like: Any, groups: Groups, model: nn.Module) -> Any:
             return kind(made, **options)
         except TypeError:
             pass
+    # A class whose constructor needs other arguments is copied without calling it. A scheduler may have replaced `step` of the
+    # original, which must not step for the copy.
     twin = object.__new__(kind)
-    vars(twin).update({key: value for key, value in vars(like).items() if key != "step"})  # a scheduler's, of the other
+    vars(twin).update({key: value for key, value in vars(like).items() if key != "step"})
     twin.param_groups, twin.state = made, type(like.state)(dict)
     return twin
 
 
 @contextmanager
 def world_of_one(context: ParallelContext) -> Iterator[None]:
-    """Inside, the context (and the global one) is a world of one rank, with the same config: layers are built whole."""
-    held = [(one, dict(vars(one))) for one in {id(one): one for one in (context, global_context)}.values()]
+    """Turn the context (and the global one) into a world of one rank with the same config, so that layers are unsharded."""
+    contexts = {id(some): some for some in (context, global_context)}.values()
+    saved = [(some, dict(vars(some))) for some in contexts]
     try:
-        for one, before in held:
-            vars(one).update(vars(ParallelContext()))
-            one.config, one.device = before["config"], before["device"]
+        for some, before in saved:
+            vars(some).update(vars(ParallelContext()))
+            some.config, some.device = before["config"], before["device"]
         yield
     finally:
-        for one, before in held:
-            vars(one).clear()
-            vars(one).update(before)
+        for some, before in saved:
+            vars(some).clear()
+            vars(some).update(before)
 
 
 @contextmanager
 def watched(model: nn.Module, into: Tensors) -> Iterator[None]:
-    """Note the first output of each module."""
+    """Record the first output of each module."""
     room = [ACTIVATION_BYTES * 4]
 
     def look(name: str, output: Any) -> None:
@@ -522,7 +546,7 @@ def watched(model: nn.Module, into: Tensors) -> Iterator[None]:
 
 @contextmanager
 def kept_buffers(model: nn.Module) -> Iterator[None]:
-    """Buffers are afterwards what they were."""
+    """Restore the buffers afterwards."""
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
     yield
     for buffer, value in before:
@@ -530,31 +554,22 @@ def kept_buffers(model: nn.Module) -> Iterator[None]:
 
 
 def moved_by_an_ulp(tensor: Tensor, noise: torch.Generator | None, dtype: torch.dtype | None = None) -> Tensor:
-    """Each element one ulp up or down: of its own dtype, or of one that is coarser."""
+    """Each element moved up or down at random by one ulp of its own dtype, or of `dtype` if that is coarser."""
     if noise is None or not tensor.is_floating_point():
         return tensor
-    eps = max(torch.finfo(one).eps for one in (tensor.dtype, dtype or tensor.dtype))
+    eps = max(torch.finfo(some).eps for some in (tensor.dtype, dtype or tensor.dtype))
     up = torch.randint(0, 2, tensor.shape, generator=noise, dtype=torch.int8).to(tensor.device)
     return torch.where(up == 1, tensor + tensor * eps, tensor - tensor * eps)
 
 
 def _take(model: nn.Module, into: Tensors) -> None:
-    """Move the gradients out of the model, onto those that are there."""
+    """Move the gradients out of the model, and add them to those in `into`."""
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             gradient = parameter.grad.detach()
             gradient = (gradient.to_dense() if gradient.is_sparse else gradient).cpu()
             into[name] = into[name] + gradient if name in into else gradient
             parameter.grad = None
-
-
-def _add(total: Tensors, more: Tensors, share: bool) -> None:
-    """Add up; where the terms are kept, the sum is another tensor."""
-    for name, value in more.items():
-        if name in total:
-            total[name] = total[name] + value if share else total[name].add_(value)
-        else:
-            total[name] = value.clone() if share else value
 
 
 def _bytes(tensors: Tensors) -> int:

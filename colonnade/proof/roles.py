@@ -1,4 +1,4 @@
-"""The model of every kind of rank of a world, built on the meta device in one process, with no process group."""
+"""The model of every kind of rank of a world, built on the meta device in a single process without process groups."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from colonnade.parallel.split import Split, build_schedule
 from colonnade.proof.user_functions import call_given
 
 BuildModel = Callable[..., Any]
-"""Returns a model or what `colonnade.split` returns. Is given the arguments `config` and `context` if it has them."""
+"""Returns a model or the result of `colonnade.split`. It is called with `config` and `context` if it has these parameters."""
 
 RANKS_LOOKED_AT = 4096
-"""Groups and holders are listed by looking at so many ranks of a stage at most."""
+"""Groups and replica groups are listed from at most this many ranks of a stage."""
 
 
 @dataclass(frozen=True, eq=False)
 class Role:
-    """One kind of rank: `rank` is the first of it, `stage` its place in the pipeline, and `model` what it would train."""
+    """One kind of rank: its first `rank`, its pipeline `stage`, and the `model` that it would train."""
 
     rank: int
     stage: int
@@ -40,11 +40,11 @@ class Role:
 
 
 def roles(config: Config, world_size: int, build: BuildModel | None, context: ParallelContext) -> Iterator[Role]:
-    """Every kind of rank in turn, while `context` is that rank; afterwards it is what it was before.
+    """Every kind of rank in turn, simulated by `context` while it is used; the context is restored afterwards.
 
-    Ranks of one pipeline stage have the same parameters, so a stage is one kind, unless some of its ranks are outside
-    of groups that others are in. Without `build`, the model is one parameter of each kind of placement. A model that was
-    split has all stages in it, so it is built once for all ranks that are in the same groups.
+    Ranks of one pipeline stage have the same parameters, so a stage is one kind, unless some of its ranks are in groups
+    that others are not in. Without `build`, the model has one parameter of each kind of placement. A split model contains
+    all stages, so it is built once for all ranks that are in the same groups.
     """
     layout = build_layout(config, world_size)
     splits: dict[Any, Split] = {}
@@ -89,17 +89,18 @@ def _inside(layout: Layout, rank: int) -> tuple[ParallelMode, ...]:
 
 
 def _model(build: BuildModel, context: ParallelContext, splits: dict[Any, Split]) -> nn.Module:
-    """What a rank would train. `splits`: the split models so far, by the modes of the ranks that they were built for."""
+    """The model that a rank would train. `splits`: the split models so far, by the modes of their ranks."""
     inside = _inside(context.layout, context.get_global_rank())
     model = splits[inside] if inside in splits else built(build, context)
     whole = isinstance(model, Split) and model.whole is not None
+    # At ZeRO stage 3 tied parameters of a split model are sharded for one stage, and must not be sharded again for another.
     if whole and not (model.ties and ZeroSettings.read(context.config.get("zero")).stage == 3):
-        splits[inside] = model  # FSDP2 would cut what stages share a second time
+        splits[inside] = model
     return prepared(model, context)
 
 
 def prepared(model: nn.Module | Split, context: ParallelContext) -> nn.Module:
-    """The part of a model that the rank which `context` is would train."""
+    """The part of a model that the rank of `context` would train."""
     schedule = None
     try:
         schedule = build_schedule(context)
@@ -110,7 +111,7 @@ def prepared(model: nn.Module | Split, context: ParallelContext) -> nn.Module:
 
 
 def built(build: BuildModel, context: ParallelContext) -> Any:
-    """The model of the rank that `context` is, or all its stages, on the meta device."""
+    """The model of the rank of `context`, or all its stages, on the meta device."""
     try:
         given = {"config": context.config, "context": context}
         try:
@@ -124,18 +125,19 @@ def built(build: BuildModel, context: ParallelContext) -> Any:
     except (RuntimeError, ValueError, NotImplementedError) as error:
         raise ConfigError(
             f"the model could not be built on the meta device, as rank {context.get_global_rank()} of {context.world_size} "
-            f"with no process group ({type(error).__name__}: {error}). Its function may make layers and cut them, but not "
-            f"communicate or read files into parameters"
+            f"without process groups ({type(error).__name__}: {error}). The model's function may build and shard layers, but "
+            f"it must not communicate or load files into parameters"
         ) from error
     if not isinstance(model, (nn.Module, Split)):
         raise ConfigError(
-            f"the model's function returned a {type(model).__name__}; it returns a torch.nn.Module, or what colonnade.split does"
+            f"the model's function returned a {type(model).__name__}; it must return a torch.nn.Module or the result of "
+            f"colonnade.split"
         )
     return model
 
 
 def _one_of_each(layout: Layout, rank: int) -> nn.Module:
-    """One parameter of each kind of placement that this world knows."""
+    """One parameter of each kind of placement that is possible in this world."""
     model = nn.Module()
 
     def add(name: str, modes: dict[ParallelMode, Any]) -> None:
@@ -150,9 +152,9 @@ def _one_of_each(layout: Layout, rank: int) -> nn.Module:
     for mode in layout.modes:
         if not layout.has(mode, rank) or len(layout.group_of(mode, rank)) == 1 or mode in _NEVER_PLACED:
             continue
-        add(f"cut over {mode.name}", {mode: Shard(0)})
+        add(f"sharded over {mode.name}", {mode: Shard(0)})
         if mode.data == "same":
-            add(f"used in parts over {mode.name}", {mode: Replicate(owes="sum")})
+            add(f"partial gradient over {mode.name}", {mode: Replicate(owes="sum")})
     return model
 
 

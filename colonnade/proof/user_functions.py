@@ -1,6 +1,6 @@
-"""Functions of the user's that a command names, as MODULE:FUNCTION or FILE.py:FUNCTION: found, and called with what they take.
+"""User functions named on a command line as MODULE:FUNCTION or FILE.py:FUNCTION: import them and call them.
 
-`plan`, `explain` and `verify` take a model, a batch or a criterion by such a name.
+`plan`, `explain` and `verify` accept a model, a batch or a criterion in this form.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from colonnade.errors import ConfigError, did_you_mean
 
 
 def import_named(name: str, folder: Path) -> Any:
-    """Import a module by name or file; those beside the config (in `folder`) and in the current folder can be named."""
+    """Import a module by name or file, also from `folder` (that of the config) and from the current folder."""
     for place in (str(folder.resolve()), str(Path.cwd())):
         if place not in sys.path:
             sys.path.insert(0, place)
@@ -30,39 +30,44 @@ def import_named(name: str, folder: Path) -> Any:
         return importlib.import_module(path.stem)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"{name!r} cannot be imported ({error}); give a module that is beside the config, in this folder or installed, "
-            f"or the path of a .py file"
+            f"{name!r} cannot be imported ({error}). Name a module in the folder of the config, in the current folder or "
+            f"installed, or the path of a .py file"
         ) from None
 
 
 def function_named(text: str, folder: Path, option: str) -> Callable[..., Any]:
-    """The function (or class) that an option names."""
+    """The function (or class) named by an option."""
     where, colon, name = text.rpartition(":")
     if not colon or not where or not name:
         raise ConfigError(f"{option} {text!r}: write MODULE:FUNCTION, such as model:build or train.py:build")
     module = import_named(where, folder)
     function = getattr(module, name, None)
     if not callable(function):
-        known = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise ConfigError(f"{option} {text!r}: {where} has no function {name!r}.{did_you_mean(name, known)}")
     return function
 
 
 def call_given(function: Callable[..., Any], offered: Mapping[str, Any], what: str) -> Any:
-    """Call it with those of the offered arguments that it has."""
+    """Call a function with those of the offered arguments that it has as parameters.
+
+    `what` is the name of the function in error messages.
+    """
     try:
         wanted: Mapping[str, inspect.Parameter] = inspect.signature(function).parameters
     except (TypeError, ValueError):
         wanted = {}
     missing = [
         name
-        for name, one in wanted.items()
-        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD) and name not in offered
+        for name, parameter in wanted.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        and name not in offered
     ]
     if missing:
         *others, last = (f"`{name}`" for name in offered)
         raise ConfigError(
-            f"{what} needs {', '.join(missing)}, which nobody gives it here: write one without arguments, or with "
-            f"{', '.join(others)} and {last} alone"
+            f"{what} requires {', '.join(missing)}, which {'are' if len(missing) > 1 else 'is'} not available here. Its parameters can only be "
+            f"{', '.join(others)} and {last}"
         )
     return function(**{name: value for name, value in offered.items() if name in wanted})

@@ -46,21 +46,22 @@ def test_not_run_is_2_with_the_words_of_the_script(verify) -> None:
     done = verify("--nproc", "1", str(LOOP), "fail")
     assert done.code == 2
     assert "this script fails by itself" in done.err
+    assert "loop.py on 1 rank ... failed after" in done.err
 
 
 @pytest.mark.parametrize(
     ("how", "seconds", "said"),
     [
-        ("hang", "5", "did not come to the end of step 2 on 1 ranks within 5 seconds"),
+        ("hang", "5", "did not finish step 2 on 1 rank within 5 seconds"),
         (
             "early",
             "300",
-            "came to its end on 1 ranks without a step, so there is nothing to compare: it neither builds",
+            "ended on 1 rank without a step, so there is nothing to compare: it neither builds",
         ),
         (
             "idle",
             "300",
-            "came to its end on 1 ranks without a step, so there is nothing to compare: what it trains is known",
+            "ended on 1 rank without a step, so there is nothing to compare: the script builds an engine or calls",
         ),
     ],
 )

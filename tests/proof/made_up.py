@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colonnade.proof.compare import Compared, Evidence, GradientEvidence, HeldPart, ParameterInfo, StepEvidence
+from colonnade.proof.compare import Compared, Evidence, GradientEvidence, LocalValue, ParameterInfo, StepEvidence
 
 LEARNING_RATE = 0.1
 
@@ -174,7 +174,7 @@ class World:
         """With the spread that such noise has."""
         eps = torch.finfo(getattr(torch, self.dtype)).eps
         parts = [
-            HeldPart(rank, self.noisy(value), self.positions(name, rank) if name else None)
+            LocalValue(rank, self.noisy(value), self.positions(name, rank) if name else None)
             for rank, value in found.items()
         ]
         return Compared(truth, parts, spread=eps * float(truth.norm()), terms=64)
@@ -202,7 +202,7 @@ class World:
             dtype=self.dtype,
             accumulation=self.accumulation,
             max_norm=self.max_norm,
-            masks_apart={"up": self.planted("masks", ())},
+            differing_masks={"up": self.planted("masks", ())},
         )
 
     def _info(self, name: str) -> ParameterInfo:
@@ -241,14 +241,14 @@ class World:
                 moved = own[name][r] - LEARNING_RATE * value
                 own[name][r] = self.planted("weights", moved, name=name, at=at, rank=r, before=own[name][r])
             raw = [
-                [HeldPart(r, self.raw(name, at, one, r), self.positions(name, r)) for r in self.holders(name)]
+                [LocalValue(r, self.raw(name, at, one, r), self.positions(name, r)) for r in self.holders(name)]
                 for one in range(self.accumulation)
             ]
             gradients[name] = GradientEvidence(
                 total=self.compared(whole, totals[name], name),
                 raw=raw,
                 truth_of_passes=self.truth_of_passes(name, at),
-                truth_of_shards=[torch.stack(some).mean(0) for some in self.true[at][name]],
+                truth_of_data_ranks=[torch.stack(some).mean(0) for some in self.true[at][name]],
                 clipped=self.compared(share * whole, clipped, name) if self.max_norm is not None else None,
             )
             after[name] = self.compared(weights[name], own[name], name)

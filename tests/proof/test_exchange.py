@@ -125,7 +125,7 @@ def test_an_object_is_made_without_a_call_and_only_of_what_is_loaded():
 
 
 def test_what_cannot_travel_is_named_with_its_place():
-    with pytest.raises(ParityError, match=r"the batch\['x'\]\[1\] is a .*Evil, which cannot be told .*\[C116\]"):
+    with pytest.raises(ParityError, match=r"the batch\['x'\]\[1\] is a .*Evil, which cannot be sent .*\[C116\]"):
         packed({"x": [1, Evil()]}, "the batch")
 
 
@@ -156,6 +156,6 @@ def test_ranks_gather_share_and_fail_together():
     assert first["gathered"] == [(0, []), (1, [1.0])]
     assert second["gathered"] is None
     assert [heard["shared"] for heard in (first, second)] == [Frozen(5)] * 2
-    assert all("what rank 1 noted is a" in heard["evil"] and "[C116]" in heard["evil"] for heard in (first, second))
+    assert all("the record of rank 1 is a" in heard["evil"] and "[C116]" in heard["evil"] for heard in (first, second))
     assert (first["failed"], second["failed"]) == ("ValueError: no", "ParityError: on rank 0: ValueError: no [C100]")
     assert first["after"] == second["after"] == 2.0

@@ -47,7 +47,7 @@ from colonnade.optim.zero.fsdp_checks import (
 )
 from colonnade.parallel.demand import owed
 from colonnade.parallel.dtensor import as_dtensor
-from colonnade.parallel.placement import Replicate, Spec, copy_placement, is_dtensor, place, placement_of
+from colonnade.parallel.placement import Replicate, Shard, Spec, copy_placement, is_dtensor, place, placement_of
 
 
 def shard_model(model: nn.Module, context: ParallelContext, settings: ZeroSettings) -> ShardedModel:
@@ -55,16 +55,10 @@ def shard_model(model: nn.Module, context: ParallelContext, settings: ZeroSettin
     old = {name: p for name, p in model.named_parameters() if not is_dtensor(p)}
     roots = list(model) if isinstance(model, nn.ModuleList) else [model]
     with agreed_errors(context.device):
-        # The modes over which each parameter is sharded; None if it stays unsharded.
-        axis = replica_mode(context.layout, settings.replicate)
-        warning = shards_between_hosts(context.layout, settings.replicate, os.environ.get("LOCAL_WORLD_SIZE"))
-        if warning and not context.is_simulated:
-            get_dist_logger().warning(warning, ranks=[0])
-        unsharded = left_whole(model, roots)
-        shard_modes = {
-            id(p): None if id(p) in unsharded else shard_modes_of(p, context.layout, context.get_global_rank(), axis)
-            for p in old.values()
-        }
+        shard_modes = shard_modes_by_parameter(model, context.layout, context.get_global_rank(), settings)
+        between = shards_between_hosts(context.layout, settings.replicate, os.environ.get("LOCAL_WORLD_SIZE"))
+        if between and not context.is_simulated:
+            get_dist_logger().warning(between, ranks=[0])
 
         # `fully_shard` takes the parameters that are in no unit yet, so inner modules come first: experts, which are sharded over
         # other ranks, then the blocks. The root takes the rest, and is a unit even if nothing is left, since only units below a
@@ -190,7 +184,7 @@ class _Units:
         """
         # Imported here, as it takes time that only stage 3 needs.
         from torch.distributed import fsdp
-        from torch.distributed.tensor import Shard
+        from torch.distributed.tensor import Shard as DTensorShard
 
         if isinstance(module, fsdp.FSDPModule) or module in self.done:
             return
@@ -250,7 +244,7 @@ class _Units:
         fsdp.fully_shard(
             module,
             mesh=mesh,
-            shard_placement_fn=lambda parameter: Shard(shard_dim(parameter.shape, shards)),
+            shard_placement_fn=lambda parameter: DTensorShard(shard_dim(parameter.shape, shards)),
             # None: all units but the root, whose parameters the backward pass needs first.
             reshard_after_forward=None if reshard else False,
             # Autocast converts the inputs.
@@ -301,13 +295,39 @@ def _shares(module: nn.Module, root: nn.Module, parameters: Iterable[nn.Paramete
     return any(id(p) in wanted for p in outside)
 
 
-def _copy_modes(old: nn.Parameter, new: Tensor, over: ShardModes | None) -> None:
-    """Copy the placement on other modes to a new parameter that is sharded `over` these modes."""
+def place_as_sharded(model: nn.Module, layout: Layout, rank: int, settings: ZeroSettings) -> dict[str, ShardModes]:
+    """Give the parameters of a model the placements that `shard_model` would give them, without sharding them.
+
+    Returns the modes of those that would be sharded, by name.
+    """
+    chosen = shard_modes_by_parameter(model, layout, rank, settings)
+    found = {}
+    for name, parameter in model.named_parameters():
+        shard_modes = chosen[id(parameter)]
+        if shard_modes is None:
+            continue
+        *over, mode = shard_modes.modes
+        dim = shard_dim(parameter.shape, len(layout.group_of(mode, rank)))
+        modes: dict[ParallelMode, Spec] = {**_other_modes(parameter, shard_modes), mode: Shard(dim, "nothing")}
+        modes |= {replicas: Replicate("nothing") for replicas in over}
+        place(parameter, modes, placement_of(parameter).shape)
+        found[name] = shard_modes
+    return found
+
+
+def _other_modes(old: nn.Parameter, shard_modes: ShardModes | None) -> dict[ParallelMode, Spec]:
+    """The placement on modes that FSDP2 does not know; over data the gradient is final, also for expert-data shards."""
     modes: dict[ParallelMode, Spec] = dict(placement_of(old).modes)
     # FSDP2 returns reduced gradients. A shard over DATA shows that itself; where another group stands for DATA, the placement
     # must say that the gradient needs no reduction over DATA.
-    if over is not None and over.sharded_over is not ParallelMode.DATA:
+    if shard_modes is not None and shard_modes.sharded_over is not ParallelMode.DATA:
         modes[ParallelMode.DATA] = Replicate(owes="nothing")
+    return modes
+
+
+def _copy_modes(old: nn.Parameter, new: Tensor, over: ShardModes | None) -> None:
+    """Copy the placement on other modes to a new parameter that is sharded `over` these modes."""
+    modes = _other_modes(old, over)
     if modes:
         place(old, modes, placement_of(old).shape)
         copy_placement(old, new)
@@ -331,6 +351,19 @@ class ShardModes:
         """The mode over which the parameter is sharded."""
         *_, last = self.modes
         return last
+
+
+def shard_modes_by_parameter(
+    model: nn.Module, layout: Layout, rank: int, settings: ZeroSettings
+) -> dict[int, ShardModes | None]:
+    """By id of each parameter that is not a DTensor yet: the modes that stage 3 shards it over; None: it is not sharded."""
+    axis = replica_mode(layout, settings.replicate)
+    left = left_whole(model, list(model) if isinstance(model, nn.ModuleList) else [model])
+    return {
+        id(p): None if id(p) in left else shard_modes_of(p, layout, rank, axis)
+        for p in model.parameters()
+        if not is_dtensor(p)
+    }
 
 
 def shard_modes_of(parameter: Tensor, layout: Layout, rank: int, axis: ParallelMode | None) -> ShardModes | None:

@@ -1,11 +1,11 @@
-"""The hypotheses, by subject. How to add one: `colonnade.proof.claims`.
+"""The hypotheses, by subject. `colonnade.proof.claims` describes how to add one.
 
-Importing this package imports every module in it, in the order of their names, and so fills the table. That order decides
-between two hypotheses that explain the same numbers equally well.
+Importing this package imports all its modules in alphabetical order, which fills the table. That order decides between two
+hypotheses that explain the same numbers equally well.
 """
 
 from importlib import import_module
 from pkgutil import iter_modules
 
-for _module in sorted(each.name for each in iter_modules(__path__)):
+for _module in sorted(module.name for module in iter_modules(__path__)):
     import_module(f"{__name__}.{_module}")

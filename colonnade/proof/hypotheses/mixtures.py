@@ -1,13 +1,14 @@
-"""A gradient as a mixture of what each pass, or each rank, gave: by which weights it is made, which are all one in a healthy run.
+"""A gradient as a weighted sum of the gradients of passes or ranks. In a healthy run every weight is one.
 
-The weights are solved for, not guessed, so a mistake needs no entry of its own to be seen: only a name for its pattern.
+The weights are solved for, not guessed, so every such mistake is seen; an entry here only gives its pattern a name. The last
+part is about batches with different token counts, whose means need unequal weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import torch
 from torch import Tensor
@@ -15,21 +16,22 @@ from torch import Tensor
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.proof.case import Candidate, GradientCase, sum_of_passes
 from colonnade.proof.claims import Claim, hypothesis, sum_not_made
-from colonnade.proof.compare import HeldPart, at_positions, flat, length
+from colonnade.proof.compare import LocalValue, at_positions, flat, length
 
 _SAMPLED = 1 << 16
 _OTHERS = 8
-_SOME, ODD = 40, 60
-"""The ranks of claims that see that some are missing, and of those that see unlike weights and no pattern in them."""
+_SOME, _ODD = 40, 60
+"""The ranks of claims that some contributions are missing, and of claims that the weights differ without a pattern."""
 
 
 def solved(columns: Sequence[Tensor], value: Tensor, allowed: float) -> list[float] | None:
-    """The weights by which columns make a value, where one set of them does; None: none, or many."""
+    """The weights with which columns add up to a value, if there is exactly one set of them; else None."""
     if not columns or len(value) < 3 * len(columns):
         return None
     stride = -(-len(value) // _SAMPLED)
     matrix, wanted = torch.stack(list(columns), 1)[::stride], value[::stride]
     sizes = matrix.norm(dim=0)
+    # Columns that are zero or nearly linearly dependent have many solutions, of which least squares would give any.
     if not bool((sizes > 0).all()):
         return None
     spread = torch.linalg.svdvals(matrix / sizes)
@@ -40,17 +42,17 @@ def solved(columns: Sequence[Tensor], value: Tensor, allowed: float) -> list[flo
 
 
 def mixture(wholes: Sequence[Tensor], weights: Sequence[float]) -> Candidate:
-    """What a rank would hold of whole tensors with these weights."""
+    """The elements that a rank would have of the weighted sum of full tensors."""
 
-    def candidate(part: HeldPart) -> Tensor:
-        some = [w * at_positions(one, part.positions) for w, one in zip(weights, wholes, strict=True)]
+    def candidate(part: LocalValue) -> Tensor:
+        some = [w * at_positions(x, part.positions) for w, x in zip(weights, wholes, strict=True)]
         return torch.stack(some).sum(0)
 
     return candidate
 
 
 def similar(case: GradientCase) -> Iterator[GradientCase]:
-    """The case, and those of the largest other gradients of the step that differ: what is too small is read off them."""
+    """The case, and those of the largest other differing gradients: a small parameter may not determine the weights."""
     yield case
     size = length(case.compared.truth) or 1.0
     others = [name for name in case.step.gradients if name != case.name and name not in case.healthy]
@@ -65,7 +67,7 @@ def similar(case: GradientCase) -> Iterator[GradientCase]:
 
 @dataclass(frozen=True)
 class _Pattern:
-    """Weights of the passes, and how exactly they are known."""
+    """The weights of the passes, and how exactly they are known."""
 
     weights: Sequence[float]
     within: float
@@ -74,46 +76,40 @@ class _Pattern:
     def named(self) -> tuple[str, str, str] | None:
         """(cause, what, where)"""
         weights, count = self.weights, len(self.weights)
-        there = [at for at, weight in enumerate(weights) if weight > self.within]
-        if not there or min(weights) < -self.within:
+        present = [at for at, weight in enumerate(weights) if weight > self.within]
+        if not present or min(weights) < -self.within:
             return None
-        least = min(weights[at] for at in there)
-        more = [at for at in there if not self._same(weights[at], least)]
-        lost = [at for at in range(count) if at not in there]
-        between = "which pass starts the sums, and what clears gradients between passes"
+        least = min(weights[at] for at in present)
+        more = [at for at in present if not self._same(weights[at], least)]
+        lost = [at for at in range(count) if at not in present]
+        between = "the pass that starts the reduction, and anything that clears gradients between passes"
         if not more and not lost:
-            return None  # a plain factor
-        if there == [count - 1]:
+            return None  # a plain factor: `wrong_factor`
+        if present == [count - 1]:
             return "last-micro-batch-only", f"is that of the last of {count} micro-batches only", between
-        if not more and len(there) == 1:
-            return "micro-batch-missing", f"is that of micro-batch {there[0]} of {count} only", between
+        if not more and len(present) == 1:
+            return "micro-batch-missing", f"is that of micro-batch {present[0]} of {count} only", between
         if not more:
             return "micro-batch-missing", f"lacks micro-batch {_listed(lost)} of {count}", between
-        if not lost and (series := self._series()):
-            return series
+
+        # A geometric series: each pass does something to all that is accumulated so far.
+        ratios = [] if lost else [a / b for a, b in pairwise(weights)]
+        if ratios and all(self._same(ratio, ratios[0]) for ratio in ratios):
+            for mode, size in self.sizes.items():
+                if self._same(ratios[0], size):
+                    what = f"has earlier micro-batches summed over {mode} again with each later one"
+                    return "reduced-twice", what, "whether each pass reduces everything accumulated so far"
         usual = (1.0, float(count), 1 / count, count / (count + 1))
-        if len(more) == 1 and self._same(weights[more[0]], 2 * least) and any(self._same(least, one) for one in usual):
-            what = f"has micro-batch {more[0]} of {count} twice" + (
-                f", in place of micro-batch {_listed(lost)}" if lost else ""
-            )
-            return "micro-batch-twice", what, "the loader's index, and what is summed more than once between passes"
-        told = ", ".join(f"{weight:.3g}" for weight in weights[:6])
-        what = f"has its micro-batches with the weights {told}, where each should weigh 1"
-        return "scaled-by-accumulation", what, "what scales gradients between passes, and in which of them"
+        if len(more) == 1 and self._same(weights[more[0]], 2 * least) and any(self._same(least, x) for x in usual):
+            instead = f", instead of micro-batch {_listed(lost)}" if lost else ""
+            what = f"counts micro-batch {more[0]} of {count} twice{instead}"
+            return "micro-batch-twice", what, "the loader's index, and sums that are made more than once between passes"
+        shown = ", ".join(f"{weight:.3g}" for weight in weights[:6])
+        what = f"sums its micro-batches with the weights {shown} instead of 1 each"
+        return "scaled-by-accumulation", what, "anything that scales gradients between passes, and in which passes"
 
-    def _series(self) -> tuple[str, str, str] | None:
-        """Each pass does something to all that is accumulated so far."""
-        ratios = [one / other for one, other in zip(self.weights, self.weights[1:], strict=False)]
-        if any(not self._same(ratio, ratios[0]) for ratio in ratios):
-            return None
-        for mode, size in self.sizes.items():
-            if self._same(ratios[0], size):
-                what = f"has earlier micro-batches summed over {mode} again with each later one"
-                return "reduced-twice", what, "whether each pass reduces all that is accumulated so far"
-        return None
-
-    def _same(self, one: float, other: float) -> bool:
-        return abs(one - other) <= 4 * self.within * max(1.0, abs(other))
+    def _same(self, x: float, other: float) -> bool:
+        return abs(x - other) <= 4 * self.within * max(1.0, abs(other))
 
 
 @hypothesis("gradient")
@@ -127,51 +123,52 @@ def passes(case: GradientCase) -> Iterator[Claim]:
         return
     for like in similar(case):
         truths = like.gradient.truth_of_passes
-        if not like.wrong or any(one.numel() != like.compared.truth.numel() for one in truths):
+        if not like.wrong or any(x.numel() != like.compared.truth.numel() for x in truths):
             continue
-        columns = [torch.cat([at_positions(one, part.positions) for part in like.wrong]) for one in truths]
+        columns = [torch.cat([at_positions(x, part.positions) for part in like.wrong]) for x in truths]
         value = torch.cat([flat(part.value) for part in like.wrong])
         weights = solved(columns, value, 2 * like.row.tolerance * len(like.wrong) ** 0.5)
         if weights is None:
             continue
         within = max(1e-6, 4 * like.row.tolerance / min(map(length, columns)))
-        # Two passes weigh 2 and 1 where one came twice, too, which is likelier than ties that are summed in each pass.
+        # With two pipeline stages, ties that are summed in each pass give the weights 2 and 1. A pass that came twice gives
+        # them too, and is likelier.
         sizes = {mode: size for mode, size in case.groups.sizes.items() if mode != ParallelMode.PIPELINE.name}
         pattern = _Pattern(weights, within, sizes).named()
         if pattern is not None and (again := _same_passes(case)):
-            what = f"has micro-batch {again[0]} of {count} again in place of micro-batch {again[1]}"
+            what = f"has micro-batch {again[0]} of {count} again instead of micro-batch {again[1]}"
             pattern = "micro-batch-twice", what, "the loader's index, and how a batch is sliced"
         if pattern is not None:
             residual = case.residual(mixture(case.gradient.truth_of_passes, weights))
             odd = pattern[0] == "scaled-by-accumulation"
-            yield Claim(*pattern, residual=residual, rank=ODD if odd else 0)
+            yield Claim(*pattern, residual=residual, rank=_ODD if odd else 0)
         return
 
 
 def _same_passes(case: GradientCase) -> tuple[int, int] | None:
-    """Two passes whose raw gradients are the same on every rank, where one process has two that are not."""
+    """Two passes with the same local gradients on every rank, while those of the reference differ."""
     truths, raws = case.gradient.truth_of_passes, [sum_of_passes([some]) for some in case.gradient.raw]
     if len(raws) != len(truths):
         return None
-    for one, other in combinations(range(len(raws)), 2):
-        pairs = [(part.value, raws[other][rank].value) for rank, part in raws[one].items() if rank in raws[other]]
+    for x, other in combinations(range(len(raws)), 2):
+        pairs = [(part.value, raws[other][rank].value) for rank, part in raws[x].items() if rank in raws[other]]
         same = bool(pairs) and all(length(mine) > 0 and torch.equal(mine, theirs) for mine, theirs in pairs)
-        if same and length(flat(truths[one]) - flat(truths[other])) > case.row.tolerance:
-            return one, other
+        if same and length(flat(truths[x]) - flat(truths[other])) > case.row.tolerance:
+            return x, other
     return None
 
 
 # --- Ranks ---
 
 _Weights = dict[tuple[int, ...], float]
-"""Of ranks whose raw gradients are the same: what they count in the sum, where it should be 1 each."""
+"""By ranks that have the same local gradient: their weight in the sum, which should be 1 for each rank."""
 
 
 @hypothesis("gradient")
 def ranks(case: GradientCase) -> Iterator[Claim]:
     """Mistake: a rank is left out of the sum, or counts more than another.
 
-    Signature: the gradient is a sum of the ranks' own with weights, solved for, that are not 1 for each that is owed.
+    Signature: the gradient is a sum of the ranks' local gradients with weights, solved for, that are not all 1.
     """
     if not case.raws or not case.wrong or case.reduction_is_right:
         return
@@ -180,22 +177,41 @@ def ranks(case: GradientCase) -> Iterator[Claim]:
     if len(known) < len(weights):
         return
 
-    def candidate(part: HeldPart) -> Tensor | None:
+    def candidate(part: LocalValue) -> Tensor | None:
         some = [(case.raw_at(ranks[0], part), weight) for ranks, weight in known[part.rank].items()]
-        if any(one is None for one, _ in some):
+        if any(x is None for x, _ in some):
             return None
-        return torch.stack([weight / case.divisor * one for one, weight in some if one is not None]).sum(0)
+        return torch.stack([weight / case.divisor * x for x, weight in some if x is not None]).sum(0)
 
-    claim = _unlike(case, known)
-    if claim is not None:
-        yield replace(claim, residual=case.residual(candidate))
+    lacking: dict[int, list[int]] = {}
+    shown: dict[int, str] = {}
+    for rank, by_ranks in known.items():
+        required = set(case.groups.joint(tuple(case.required), rank))
+        for some, weight in by_ranks.items():
+            due = len(required & set(some))
+            if due and abs(weight) < 1e-3:
+                lacking.setdefault(rank, []).extend(sorted(required & set(some)))
+            elif not due and abs(weight) > 1e-3:
+                return  # reduced over other ranks than required: `over_other_ranks`
+        shown[rank] = ", ".join(f"{w / (len(required & set(some)) or 1):.3g}" for some, w in by_ranks.items())
+    if lacking:
+        short = "; ".join(f"rank {rank} lacks the gradient of ranks {some}" for rank, some in list(lacking.items())[:4])
+        rank, missing = next(iter(lacking.items()))
+        modes = [mode for mode in case.required if set(missing) <= set(case.groups.joint((mode,), rank))]
+        claim = sum_not_made(case, modes[:1] or list(case.required), f"is not the sum over all ranks: {short}")
+        yield replace(claim, rank=_SOME, residual=case.residual(candidate))
+    else:
+        rank = min(shown)
+        what = f"sums the gradients of the ranks with unequal weights: {shown[rank]} on rank {rank}"
+        where = "what each rank multiplies its gradient by before the reduction"
+        yield Claim("wrong-divisor", what, where, rank=_ODD, residual=case.residual(candidate))
 
 
 @hypothesis("gradient")
 def passes_of_ranks(case: GradientCase) -> Iterator[Claim]:
-    """Mistake: one pass of one rank is lost or counts twice; or some passes of the others never arrive.
+    """Mistake: one pass of one rank is lost or counts twice; or some passes of other ranks never arrive.
 
-    Signature: weights of each pass of each rank, solved for, of which these are 0 or 2.
+    Signature: the weights of each pass of each rank, solved for, are 0 or 2 for these passes.
     """
     if len(case.gradient.raw) < 2 or not case.wrong or case.reduction_is_right:
         return
@@ -205,94 +221,200 @@ def passes_of_ranks(case: GradientCase) -> Iterator[Claim]:
         if weights is not None and len(odd) == 1 and round(weights[odd[0]], 3) in (0, 2):
             number, rank = odd[0]
             lost = round(weights[odd[0]]) == 0
-            what = f"{'lacks' if lost else 'has twice'} micro-batch {number} of rank {rank}"
+            what = f"{'lacks' if lost else 'counts twice'} micro-batch {number} of rank {rank}"
             cause = "micro-batch-missing" if lost else "micro-batch-twice"
-            yield Claim(cause, what, f"what rank {rank} does in that pass", residual=0.3, rank=_SOME)
-            return
-        if weights is not None and odd and (lacking := _passes_of_others(like, case.wrong)):
-            what = f"is not the sum of all: micro-batch {_listed(lacking)} of the other ranks is not in it"
-            yield replace(sum_not_made(case, list(case.owed), what), residual=0.3, rank=_SOME)
+            yield Claim(cause, what, f"that pass on rank {rank}", residual=0.3, rank=_SOME)
             return
 
-
-def _passes_of_others(case: GradientCase, wrong: Sequence[HeldPart]) -> list[int]:
-    """The passes that each of these ranks has of itself and of no other."""
-    lacking: set[int] = set()
-    for part in wrong:
-        weights = _of_each_pass(case, part.rank)
-        zero = {key for key, weight in (weights or {}).items() if abs(weight) < 1e-3}
-        if not zero or any(rank == part.rank for _, rank in zero):
-            return []
-        lacking |= {number for number, _ in zero}
-    return sorted(lacking)
+        # Every rank has all of its own passes, but lacks some of the other ranks: these passes were not reduced.
+        lacking: set[int] = set()
+        for part in case.wrong if weights is not None and odd else ():
+            zero = {key for key, weight in (_of_each_pass(like, part.rank) or {}).items() if abs(weight) < 1e-3}
+            if not zero or any(rank == part.rank for _, rank in zero):
+                lacking = set()
+                break
+            lacking |= {number for number, _ in zero}
+        if lacking:
+            what = (
+                f"is not the sum over all ranks: micro-batch {_listed(sorted(lacking))} of the other ranks is not in it"
+            )
+            yield replace(sum_not_made(case, list(case.required), what), residual=0.3, rank=_SOME)
+            return
 
 
 def _of_each_pass(case: GradientCase, rank: int) -> dict[tuple[int, int], float] | None:
-    """What each pass of each rank counts in what a rank holds, where it should be 1."""
-    mine = next((part for part in case.compared.found if part.rank == rank), None)
-    owed = case.groups.joint(tuple(case.owed), rank)
-    if mine is None:
+    """The weight of each pass of each rank in the gradient of one rank; all should be 1."""
+    found = next((part for part in case.compared.found if part.rank == rank), None)
+    if found is None:
         return None
     columns = {}
     for number, some in enumerate(case.gradient.raw):
-        alone = case.of_pass(some)
-        for other in owed:
-            raw = alone.raw_at(other, mine) if other in alone.raws else None
+        one_pass = case.of_pass(some)
+        for other in case.groups.joint(tuple(case.required), rank):
+            raw = one_pass.raw_at(other, found) if other in one_pass.raws else None
             if raw is None:
                 return None
             columns[number, other] = raw
-    weights = solved(list(columns.values()), flat(mine.value), case.row.tolerance)
+    weights = solved(list(columns.values()), flat(found.value), case.row.tolerance)
     return None if weights is None else {key: w * case.divisor for key, w in zip(columns, weights, strict=True)}
 
 
-def _weights(case: GradientCase, part: HeldPart) -> _Weights | None:
-    """By which the raw gradients make what this rank holds."""
+def _weights(case: GradientCase, part: LocalValue) -> _Weights | None:
+    """The weights with which the local gradients add up to the gradient of this rank."""
     for like in similar(case):
-        mine = [one for one in like.compared.found if one.rank == part.rank]
-        groups = _alike(like, mine[0]) if mine else {}
-        if set(like.raws) != set(case.raws) or not groups:
+        same_rank = next((x for x in like.compared.found if x.rank == part.rank), None)
+        if same_rank is None or set(like.raws) != set(case.raws):
             continue
-        value, columns = flat(mine[0].value), list(groups.values())
+
+        # Ranks with equal gradients (of one data rank) can only be told apart together, so they are one column.
+        groups: dict[tuple[int, ...], Tensor] = {}
+        for rank in sorted(like.raws):
+            raw = like.raw_at(rank, same_rank)
+            if raw is None or length(raw) == 0:
+                continue
+            same = next((some for some, other in groups.items() if length(other - raw) <= 1e-9 * length(raw)), None)
+            groups[(*same, rank) if same else (rank,)] = groups.pop(same) if same else raw
+        if not groups:
+            continue
+        value, columns = flat(same_rank.value), list(groups.values())
         found = solved(columns, value, like.row.tolerance * max(1.0, length(value) / length(like.compared.truth)))
         if found is not None:
             return {ranks: weight * case.divisor for ranks, weight in zip(groups, found, strict=True)}
     return None
 
 
-def _alike(case: GradientCase, part: HeldPart) -> dict[tuple[int, ...], Tensor]:
-    """The raw gradients where this rank's elements lie; ranks that have the same are one."""
-    found: dict[tuple[int, ...], Tensor] = {}
-    for rank in sorted(case.raws):
-        raw = case.raw_at(rank, part)
-        if raw is None or length(raw) == 0:
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+# --- Batches with different counts ---
+
+
+@hypothesis("gradient")
+def mean_of_means(case: GradientCase) -> Iterator[Claim]:
+    """Mistake: the batch of each data rank counts the same, although some have more tokens.
+
+    Signature: the plain mean of the gradients of these batches.
+    """
+    truths = [flat(x) for x in case.gradient.truth_of_data_ranks]
+    if len(truths) < 2 or any(len(x) != case.compared.truth.numel() for x in truths):
+        return
+    if length(torch.stack(truths).mean(0) - flat(case.compared.truth)) <= case.row.tolerance:
+        return  # all counts are equal, so the plain mean is right
+    residual = case.residual(mixture(truths, [1 / len(truths)] * len(truths)))
+    what = "is the unweighted mean over the data ranks, whose batches have different token counts"
+    where = "the loss: give (sum, count), and divide once by the count of the whole batch"
+    yield Claim("mean-of-means", what, where, residual=residual)
+
+
+@hypothesis("gradient")
+def means_of_passes_and_ranks(case: GradientCase) -> Iterator[Claim]:
+    """Mistake: each pass of each rank counts the same, although some have more tokens.
+
+    Signature: other weights of the passes and ranks, solved for, would give the truth.
+    """
+    if case.reduction_is_right is not True:
+        return
+    # The weights are read off the largest gradient that they fit. Token counts are parts of a total, so the weights must add
+    # up to the number of passes and must not be negative.
+    weights: Tensor | None = None
+    largest = sorted(case.step.gradients, key=lambda name: -case.step.gradients[name].total.truth.numel())
+    for name in largest[:8]:
+        own, truth = _contributions(case, name), flat(case.step.gradients[name].total.truth)
+        solution = solved(own, truth, 1e-3 * length(truth)) if own is not None and len(own) > 1 else None
+        if own is None or solution is None:
             continue
-        same = next((ranks for ranks, one in found.items() if length(one - raw) <= 1e-9 * length(raw)), None)
-        found[(*same, rank) if same else (rank,)] = found.pop(same) if same else raw
+        found = torch.tensor(solution, dtype=torch.float64)
+        adds_up = abs(float(found.sum()) - len(own)) < 1e-3 * len(own)
+        if adds_up and bool((found > -1e-3).all()) and length(found - 1) > 1e-3:
+            weights = found
+            break
+    if weights is None:
+        return
+    own = _contributions(case, case.name)
+    if own is None or len(own) != len(weights):
+        return
+    truth = flat(case.compared.truth)
+    residual = length((torch.stack(own) * weights[:, None]).sum(0) - truth) / (case.row.tolerance or 1.0)
+    shown = ", ".join(f"{weight:.3g}" for weight in weights[:4].tolist()) + (", ..." if len(weights) > 4 else "")
+    what = (
+        f"averages means over different token counts with equal weights: the passes of the ranks should weigh {shown}"
+    )
+    where = "the loss: give (sum, count), and divide once by the count of the whole batch"
+    yield Claim("mean-of-means", what, where, residual=0.3 * residual)
+
+
+def _contributions(case: GradientCase, name: str) -> list[Tensor] | None:
+    """The contribution of each pass of each data rank to a gradient, if all these ranks have the full gradient."""
+    gradient, info = case.step.gradients[name], case.evidence.parameters.get(name)
+    modes = tuple(case.groups.name(mode) for mode, _, _ in info.required) if info is not None else ()
+    if not gradient.raw or not gradient.raw[0]:
+        return None
+    ranks, divisor = case.groups.joint(modes, gradient.raw[0][0].rank), 1.0
+    for _, _, by in info.required if info is not None else ():
+        divisor *= by
+    found = []
+    for some in gradient.raw:
+        for part in some:
+            if part.rank in ranks:
+                if part.value.numel() != gradient.total.truth.numel():
+                    return None
+                found.append(flat(part.value) * case.raw_scale / divisor)
     return found
 
 
-def _unlike(case: GradientCase, known: Mapping[int, _Weights]) -> Claim | None:
-    lacking: dict[int, list[int]] = {}
-    told: dict[int, str] = {}
-    for rank, weights in known.items():
-        owed = set(case.groups.joint(tuple(case.owed), rank))
-        for some, weight in weights.items():
-            due = len(owed & set(some))
-            if due and abs(weight) < 1e-3:
-                lacking.setdefault(rank, []).extend(sorted(owed & set(some)))
-            elif not due and abs(weight) > 1e-3:
-                return None  # over other ranks than owed, which has a hypothesis of its own
-        told[rank] = ", ".join(f"{weight / (len(owed & set(some)) or 1):.3g}" for some, weight in weights.items())
-    if lacking:
-        short = "; ".join(f"rank {rank} lacks that of {ranks}" for rank, ranks in list(lacking.items())[:4])
-        rank, ranks = next(iter(lacking.items()))
-        modes = [mode for mode in case.owed if set(ranks) <= set(case.groups.joint((mode,), rank))]
-        claim = sum_not_made(case, modes[:1] or list(case.owed), f"is not the sum of all: {short}")
-        return replace(claim, rank=_SOME)
-    rank = min(told)
-    what = f"has the ranks' gradients with unlike weights: rank {rank} has them {told[rank]} times"
-    return Claim("wrong-divisor", what, "what each rank multiplies its gradient by before the sum", rank=ODD)
+@hypothesis("gradient")
+def weights_of_data_ranks(case: GradientCase) -> Iterator[Claim]:
+    """Mistake: each rank divides its loss by a different number.
+
+    Signature: the batches of the data ranks have other weights, solved for, than in the truth.
+    """
+    for like in similar(case):
+        shares = [flat(x) for x in like.gradient.truth_of_data_ranks]
+        if len(shares) < 2 or not like.wrong or any(len(x) != like.compared.truth.numel() for x in shares):
+            continue
+        part = like.wrong[0]
+        columns = [at_positions(x, part.positions) for x in shares]
+        # The weights in the truth are not 1 each if token counts differ, so the found weights are compared with those.
+        due = solved(columns, at_positions(like.compared.truth, part.positions), like.row.tolerance)
+        size = max(1.0, length(part.value) / (length(like.compared.truth) or 1.0))
+        found = solved(columns, flat(part.value), like.row.tolerance * size)
+        if due is None or found is None or min(due) <= 0:
+            continue
+        times = [x / other for x, other in zip(found, due, strict=True)]
+        if max(times) - min(times) > 1e-3 and len(case.gradient.truth_of_data_ranks) == len(found):
+            shown = ", ".join(f"{x:.4g}" for x in times[:6])
+            what = f"counts the batches of the data ranks {shown} times, in this order"
+            residual = case.residual(mixture(case.gradient.truth_of_data_ranks, found))
+            yield Claim("wrong-divisor", what, "the divisor of each rank's loss", residual=residual, rank=_ODD)
+        return
 
 
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
+@hypothesis("gradient")
+def batch_of_one_data_rank(case: GradientCase) -> Iterator[Claim]:
+    """Mistake: no reduction over the ranks that see distinct data.
+
+    Signature: the gradient of one data rank's batch, or its term of the mean. For runs without local gradients.
+    """
+    truths = [flat(x) for x in case.gradient.truth_of_data_ranks]
+    if case.raws or len(truths) < 2 or not case.wrong:
+        return
+    mode = " and ".join(case.groups.distinct) or "the ranks"
+    for scale in (1.0, 1 / len(truths)):
+        best = [
+            min(_apart(case, part, scale * truth) for truth in truths)
+            for part in case.wrong
+            if all(len(truth) == case.compared.truth.numel() for truth in truths)
+        ]
+        if best:
+            what = f"is that of a single data rank's batch: it is not reduced over {mode}"
+            yield Claim(
+                "not-reduced", what, f"the handler that sums it over {mode}", None, case.groups.distinct, max(best)
+            )
+
+
+def _apart(case: GradientCase, part: LocalValue, whole: Tensor) -> float:
+    wanted = whole if part.positions is None else whole[part.positions.flatten()]
+    if wanted.numel() != part.value.numel():
+        return float("inf")
+    return length(flat(part.value) - wanted) / (case.row.tolerance or 1.0)

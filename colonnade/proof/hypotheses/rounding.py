@@ -1,4 +1,4 @@
-"""Right numbers that went through a narrower dtype than the run's."""
+"""Right numbers that were rounded to a narrower dtype than that of the run."""
 
 from __future__ import annotations
 
@@ -8,26 +8,31 @@ from math import log
 import torch
 from torch import Tensor
 
-from colonnade.proof.case import Case, NormCase, near
+from colonnade.proof.case import Case, NormCase, digits, either, near
 from colonnade.proof.claims import Claim, hypothesis
-from colonnade.proof.compare import WEIGHTS, HeldPart, at_positions, flat, length
+from colonnade.proof.compare import WEIGHTS, LocalValue, at_positions, flat, length
 
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 _WHERE = "casts on the way, and the dtype of the reduction"
 _USUAL, _SPREAD = 0.2, 8.0
-"""Numbers that are rounded are off by this share of the dtype's eps on average; what follows, by so many times more or less."""
+"""Rounding moves a number by 0.2 of the dtype's eps on average; later operations make that up to 8 times more or less."""
 _RANK = 70
-"""After all that says more."""
+"""After every claim that explains more."""
 
 
 def narrower(value: Tensor, truth: Tensor, dtype: str, exactly: bool = False) -> str | None:
-    """The dtype, narrower than the run's, whose rounding explains how far they are apart: every element fits into it, or
-    (sums of rounded numbers do not) unless `exactly`, none is further off than that."""
+    """The dtype, narrower than the run's, whose rounding explains the difference.
+
+    Either every element is a number of that dtype or, unless `exactly`, no element is further off than its rounding: sums
+    of rounded numbers are not numbers of the dtype.
+    """
     size, off, own = length(truth), (value - truth).abs().max(), torch.finfo(getattr(torch, dtype)).eps
     narrow = {
-        str(one).removeprefix("torch."): torch.finfo(one).eps for one in _NARROW if torch.finfo(one).eps > 4 * own
+        str(dtype).removeprefix("torch."): torch.finfo(dtype).eps
+        for dtype in _NARROW
+        if torch.finfo(dtype).eps > 4 * own
     }
-    for name, eps in reversed(narrow.items()):  # what fits into few bits fits into more
+    for name, eps in reversed(narrow.items()):  # a bfloat16 number is a float32 number too
         fits = length(value.to(getattr(torch, name)).double() - value) <= 1e-3 * eps * length(value)
         if fits and length(value - truth) <= 8 * eps * size:
             return name
@@ -43,7 +48,7 @@ def rounded(case: Case) -> Iterator[Claim]:
     Signature: as near to the truth as that dtype can be, and no nearer.
     """
     found, some_are_right = set(), len(case.wrong) < len(case.compared.found)
-    exactly = some_are_right or case.row.quantity == WEIGHTS  # nothing is summed after a weight is written
+    exactly = some_are_right or case.row.quantity == WEIGHTS  # weights are not summed after they are written
     for part in case.wrong:
         truth = case.truth(part)
         if truth is None:
@@ -55,12 +60,12 @@ def rounded(case: Case) -> Iterator[Claim]:
 
 @hypothesis("activation")
 def rounded_before(case: Case) -> Iterator[Claim]:
-    """Mistake: a cast to a narrower dtype somewhere before, on some ranks alone (autocast, say).
+    """Mistake: a cast to a narrower dtype somewhere upstream, on some ranks only (autocast, for example).
 
-    Signature: these ranks are off in all directions by as much as rounding to that dtype makes.
+    Signature: on these ranks the errors have random signs and the size of that dtype's rounding.
     """
     own = torch.finfo(getattr(torch, case.evidence.dtype)).eps
-    narrow = [one for one in _NARROW if torch.finfo(one).eps > 4 * own]
+    narrow = [dtype for dtype in _NARROW if torch.finfo(dtype).eps > 4 * own]
     pairs = [
         (flat(part.value), truth) for part in case.wrong if (truth := case.truth(part)) is not None and truth.any()
     ]
@@ -69,13 +74,13 @@ def rounded_before(case: Case) -> Iterator[Claim]:
     value, truth = (torch.cat(column) for column in zip(*pairs, strict=True))
     off = length(value - truth) / length(truth)
     if abs(float(value @ truth) / float(truth @ truth) - 1) > off / 2:
-        return  # longer or shorter
-    ratios = {one: off / (_USUAL * torch.finfo(one).eps) for one in narrow}
-    dtype = min(narrow, key=lambda one: abs(log(ratios[one])))
+        return  # the errors have one direction, so they are not rounding
+    ratios = {dtype: off / (_USUAL * torch.finfo(dtype).eps) for dtype in narrow}
+    dtype = min(narrow, key=lambda dtype: abs(log(ratios[dtype])))
     if abs(log(ratios[dtype])) < log(_SPREAD):
         name = str(dtype).removeprefix("torch.")
-        what = f"is off by {off:.2g} of its length, which rounding to {name} somewhere before it makes"
-        yield Claim("rounded", what, "casts and autocast on these ranks alone", residual=0.5, rank=_RANK)
+        what = f"is off by {off:.2g} of its length, as much as rounding to {name} upstream of it causes"
+        yield Claim("rounded", what, "casts and autocast that only these ranks have", residual=0.5, rank=_RANK)
 
 
 @hypothesis("norm")
@@ -89,21 +94,21 @@ def rounded_norm(case: NormCase) -> Iterator[Claim]:
         yield Claim("rounded", f"is rounded to {dtype}", _WHERE, residual=0.2, rank=_RANK)
 
 
-# --- Right gradients and wrong weights: what the optimizer did instead ---
+# --- Right gradients and wrong weights: the step of the optimizer ---
 
 
 @hypothesis("weights")
 def another_step_size(case: Case) -> Iterator[Claim]:
-    """Mistake: another learning rate, or something else that scales the step.
+    """Mistake: a wrong learning rate, or something else that scales the step.
 
-    Signature: the weight moved in the right direction by another length.
+    Signature: the weight moved in the right direction, but not by the right distance.
     """
     old = case.before
     if old is None or case.compared.truth.numel() < 2:
         return
     before = old
 
-    def start(part: HeldPart) -> Tensor:
+    def start(part: LocalValue) -> Tensor:
         return at_positions(before, part.positions)
 
     above, below = 0.0, 0.0
@@ -116,14 +121,16 @@ def another_step_size(case: Case) -> Iterator[Claim]:
         below += float(moved @ moved)
     if below == 0:
         return
-    factor = above / below
+    factor, within = above / below, max(1e-9, 2 * case.row.tolerance / below**0.5)
+    if abs(factor) <= within:
+        return  # not updated at all: `as_before`
 
-    def candidate(part: HeldPart) -> Tensor | None:
+    def candidate(part: LocalValue) -> Tensor | None:
         truth = case.truth(part)
         return None if truth is None else start(part) + factor * (truth - start(part))
 
-    names = near(factor, case.sizes, max(1e-9, 2 * case.row.tolerance / below**0.5))
-    what = f"moved {factor:.6g} times as far as it should" + (f" ({' or '.join(map(str, names))})" if names else "")
+    names = near(factor, case.sizes, within)
+    what = f"was updated by {digits(factor)} times the correct step{either(names)}"
     if length(flat(case.compared.truth) - flat(before)) > 10 * case.row.tolerance:
-        where = "the learning rate of its group, and what else scales the step"
+        where = "the learning rate of its parameter group, and anything else that scales the step"
         yield Claim("optimizer-differs", what, where, factor, residual=case.residual(candidate))

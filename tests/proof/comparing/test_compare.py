@@ -7,7 +7,7 @@ from math import inf, nan
 import pytest
 import torch
 
-from colonnade.proof.compare import Compared, HeldPart, compare, compare_tensor
+from colonnade.proof.compare import Compared, LocalValue, compare, compare_tensor
 from tests.proof.made_up import World
 
 TRUTH = torch.arange(6, dtype=torch.float64).view(2, 3)
@@ -18,42 +18,33 @@ def row(*parts):
     return compare_tensor(Compared(TRUTH, parts), 1e-9, "gradient", "w", 0)
 
 
-def test_shards_are_compared_at_their_places():
-    assert row(HeldPart(0, TRUTH[0], TOP), HeldPart(1, TRUTH[1], BOTTOM)).status == "equal"
-    assert row(HeldPart(0, TRUTH[1], TOP), HeldPart(1, TRUTH[0], BOTTOM)).ranks == (0, 1)
+NOTHING = LocalValue(2, torch.zeros(0), torch.zeros(0, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("parts", "status", "ranks", "detail"),
+    [
+        ([LocalValue(0, TRUTH[0], TOP), LocalValue(1, TRUTH[1], BOTTOM)], "equal", (), ""),
+        ([LocalValue(0, TRUTH[1], TOP), LocalValue(1, TRUTH[0], BOTTOM)], "differs", (0, 1), ""),
+        ([LocalValue(0, TRUTH[0], TOP)], "missing", (), "no rank has 3 of its elements"),
+        ([], "missing", (), "no rank has it"),
+        ([LocalValue(rank, TRUTH + (rank == 1)) for rank in range(3)], "differs", (1,), "replicas differ: ranks [1]"),
+        ([LocalValue(0, TRUTH), LocalValue(1, TRUTH + 1), NOTHING], "differs", (1,), "replicas differ: ranks [1]"),
+        ([LocalValue(0, TRUTH), LocalValue(1, TRUTH * nan)], "not finite", (1,), ""),
+        ([LocalValue(0, TRUTH[:1])], "differs", (0,), ""),  # a shape that does not match
+    ],
+)
+def test_the_row_of_a_tensor(parts, status, ranks, detail):
+    found = row(*parts)
+    assert (found.status, found.ranks, found.detail) == (status, ranks, detail)
+    assert found.error == inf or status in ("equal", "differs")
 
 
 def test_the_error_is_in_units_of_the_tolerance():
     found = TRUTH.clone()
     found[0, 0] += 3e-9
-    assert row(HeldPart(0, found)).error == pytest.approx(3, rel=1e-3)
-
-
-def test_elements_that_nobody_holds_are_counted():
-    missing = row(HeldPart(0, TRUTH[0], TOP))
-    assert missing.status == "missing"
-    assert "no rank has 3 of its elements" in missing.detail
-    assert row().detail == "no rank has it"
-
-
-def test_replicas_that_differ_are_named():
-    wrong = row(HeldPart(0, TRUTH), HeldPart(1, TRUTH + 1), HeldPart(2, TRUTH))
-    assert wrong.ranks == (1,)
-    assert "ranks [1]" in wrong.detail
-
-
-def test_a_rank_may_hold_nothing():
-    nothing = HeldPart(2, torch.zeros(0), torch.zeros(0, dtype=torch.int64))
-    assert row(HeldPart(0, TRUTH), HeldPart(1, TRUTH + 1), nothing).ranks == (1,)
-
-
-def test_what_is_not_finite_names_its_ranks():
-    broken = row(HeldPart(0, TRUTH), HeldPart(1, TRUTH * nan))
-    assert (broken.status, broken.ranks, broken.error) == ("not finite", (1,), inf)
-
-
-def test_a_shape_that_does_not_fit_differs():
-    assert row(HeldPart(0, TRUTH[:1])).error == inf
+    assert row(LocalValue(0, found)).error == pytest.approx(3, rel=1e-3)
+    assert row(LocalValue(0, TRUTH[:1])).error == inf
 
 
 def test_the_ranks_losses_may_be_those_of_their_own_shares():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from colonnade.proof.case import Groups, places_in, sum_of_passes
-from colonnade.proof.compare import HeldPart
+from colonnade.proof.compare import LocalValue
 from tests.proof.made_up import World
 
 
@@ -23,19 +23,21 @@ def test_modes_with_the_same_ranks_have_the_name_by_which_a_sum_is_owed():
 
 
 def test_places_of_a_slice():
-    holder = HeldPart(0, torch.zeros(4), torch.tensor([7, 5, 3, 1]))
-    assert places_in(HeldPart(0, torch.zeros(2), torch.tensor([3, 5])), holder).tolist() == [2, 1]
-    assert places_in(HeldPart(0, torch.zeros(2), torch.tensor([3, 4])), holder) is None
+    holder = LocalValue(0, torch.zeros(4), torch.tensor([7, 5, 3, 1]))
+    assert places_in(LocalValue(0, torch.zeros(2), torch.tensor([3, 5])), holder).tolist() == [2, 1]
+    assert places_in(LocalValue(0, torch.zeros(2), torch.tensor([3, 4])), holder) is None
     assert (
-        places_in(HeldPart(0, torch.zeros(1), torch.tensor([3])), HeldPart(0, torch.zeros(0), torch.zeros(0).long()))
+        places_in(
+            LocalValue(0, torch.zeros(1), torch.tensor([3])), LocalValue(0, torch.zeros(0), torch.zeros(0).long())
+        )
         is None
     )
 
 
 def test_passes_are_added_up():
     passes = [
-        [HeldPart(0, torch.ones(2)), HeldPart(1, torch.ones(2))],
-        [HeldPart(0, torch.ones(2)), HeldPart(1, torch.ones(3))],
+        [LocalValue(0, torch.ones(2)), LocalValue(1, torch.ones(2))],
+        [LocalValue(0, torch.ones(2)), LocalValue(1, torch.ones(3))],
     ]
     summed = sum_of_passes(passes, 0.5)
     assert summed[0].value.tolist() == [1, 1]

@@ -463,11 +463,11 @@ def only(report):
     return report.findings[0]
 
 
-def test_ranks_that_cut_their_parts_out_of_batches_of_their_own_are_named():
-    evidence = replace(World(2, 1, plant={"loss": more}).evidence(), cut_apart=("SEQUENCE",))
+def test_ranks_that_slice_different_batches_are_named():
+    evidence = replace(World(2, 1, plant={"loss": more}).evidence(), sliced_differently=("SEQUENCE",))
     found = only(diagnose(evidence))
     assert found.cause == "replicas-differ"
-    assert "SEQUENCE were given batches of their own" in found.sentence
+    assert "SEQUENCE were given different batches" in found.sentence
 
 
 def test_the_sentence_has_the_ledgers_line_and_the_factor():
@@ -522,6 +522,23 @@ def test_an_activation_that_is_made_good_later_is_no_mistake():
 def test_nan_names_the_rank_and_the_micro_batch():
     finding = only(diagnose(World(2, 1, accumulation=2, plant={"raw": nan_on_rank_1}).evidence()))
     assert "rank 1 in micro-batch 1" in finding.sentence
+
+
+def test_a_loss_that_is_not_finite_is_named_once_and_with_its_ranks():
+    plant = {"loss": lambda world, value, rank, **_: nan if rank == 1 else value}
+    sentence = only(diagnose(World(2, 1, plant=plant).evidence())).sentence
+    assert sentence.startswith("the loss is the first value that is not finite, on rank 1;")
+
+
+def test_the_sentence_names_the_parameter_the_ranks_the_factor_and_the_mode():
+    sentence = only(diagnose(World(2, 1, plant={"total": times(2, ["up.weight"])}).evidence())).sentence
+    assert sentence.startswith("the gradient of up.weight on every rank is 2 times what it should be (size of DATA)")
+    plant = {"weights": lambda world, value, rank, before, **_: before + (1 + 1e-8 * rank) * (value - before)}
+    sentence = only(diagnose(World(2, 1, plant=plant).evidence())).sentence
+    assert "on rank 1 was updated by 1.00000001 times the correct step" in sentence
+    plant = {"weights": lambda world, value, name, before, **_: before if name == "up.weight" else value}
+    sentence = only(diagnose(World(2, 1, plant=plant).evidence())).sentence
+    assert sentence.startswith("the weight up.weight on every rank is unchanged by the step; look at")
 
 
 def test_replicas_name_their_ranks():

@@ -51,7 +51,7 @@ def test_the_handler_of_an_optimizer_that_sums_gradients_itself_is_explained() -
     (sums,) = [each for one in told.classes for each in one.sums]
     assert (sums.handler, sums.why_handled) == (
         "ZeROGradientHandler",
-        "attached by itself: the optimizer sums gradients itself and has sync_grad()",
+        "attached automatically: the optimizer sums gradients itself and has sync_grad()",
     )
     named = explain(
         load_config({"gradient_handler": ["ZeROGradientHandler"]}),
@@ -140,17 +140,20 @@ def test_tensor_pipeline_and_experts_at_once():
     (only,) = expert.sums
     assert (only.mode, only.divisor, only.handler) == ("EXPERT_DATA", 4, "MoeGradientHandler")
     assert (0, 8) in only.groups
-    assert "4 ranks saw distinct data; the 2 of the sum" in only.why_divided
-    assert only.why_handled == "attached by itself: expert parallelism: experts are reduced over their expert-data twin"
+    assert "4 ranks saw distinct data; the gradients of these 2" in only.why_divided
+    assert (
+        only.why_handled
+        == "attached automatically: expert parallelism: experts are reduced over their expert-data twin"
+    )
     assert expert.share == 2
     assert len(expert.writers) == 8
-    assert expert.kept == "slices of the whole tensor (dimension 0 in 2, dimension 2 in 2), each once"
+    assert expert.kept == "slices of the full tensor (dimension 0 in 2, dimension 2 in 2), each once"
     tied = class_of(explained, "head.classifier.weight", 1)
     assert tied.stages == (0, 1)
     assert [(each.mode, each.divisor) for each in tied.sums] == [("DATA", 4), ("PIPELINE", 1)]
     assert any("one weight at stages 0, 1" in line for line in tied.lies)
     norm = class_of(explained, "blocks.0.first_norm.weight", 0)
-    assert norm.lies == ("DATA: whole", "TENSOR: whole")
+    assert norm.lies == ("DATA: replicated", "TENSOR: replicated")
     assert norm.writers == (0, 2)
     json.dumps(explained.to_dict())
 
@@ -158,8 +161,8 @@ def test_tensor_pipeline_and_experts_at_once():
 def test_without_a_model_one_parameter_of_each_kind_is_explained():
     explained = explain(load_config({"parallel": {"tensor": {"size": 8, "mode": "3d"}}}), 16, context=ParallelContext())
     names = [name for one in explained.classes for name in one.names]
-    assert names[:3] == ["a plain parameter", "cut over DATA", "cut over TENSOR"]
-    assert "used in parts over PARALLEL_3D_INPUT" in names
+    assert names[:3] == ["a plain parameter", "sharded over DATA", "sharded over TENSOR"]
+    assert "partial gradient over PARALLEL_3D_INPUT" in names
     alone = explain(load_config({}), 1, context=ParallelContext())
     assert [one.names for one in alone.classes] == [{"a plain parameter": 1}]
     assert alone.classes[0].sums == ()
@@ -191,7 +194,7 @@ def plain(context: ParallelContext) -> nn.Module:
 def test_handlers_that_the_config_names():
     config = {"gradient_handler": ["ExplainedByTrial", "OfAnOptimizer", "DataParallelGradientHandler"]}
     explained = explain(load_config(config), 2, plain, context=ParallelContext())
-    assert any(note.startswith("ExplainedByTrial (named in the config) sums by hand") for note in explained.notes)
+    assert any(note.startswith("ExplainedByTrial (named in the config) has no plan()") for note in explained.notes)
     assert any("OfAnOptimizer (named in the config) cannot be planned here" in note for note in explained.notes)
     (only,) = class_of(explained, "0.weight", 0).sums
     assert (only.handler, only.why_handled) == ("DataParallelGradientHandler", "named in the config")
@@ -233,7 +236,7 @@ def test_only_some_parameters():
 def test_notes_say_what_is_done_to_all_gradients():
     config = {"clip_grad_norm": {"max_norm": 2.0}, "gradient_accumulation": 3, "zero": 2, "num_microbatches": 4}
     notes = "\n".join(explain(load_config(config), 2, context=ParallelContext()).notes)
-    for words in ("global norm of 2", "gradient_accumulation = 3", "4 micro-batches", "zero stage 2"):
+    for words in ("global norm of 2", "gradient_accumulation = 3", "4 micro-batches", "ZeRO stage 2"):
         assert words in notes
 
 

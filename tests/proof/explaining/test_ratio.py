@@ -43,7 +43,7 @@ def test_the_likeliest_cause_of_a_gradient_comes_first(config, ranks, ratio, cau
 
 
 def test_experts_that_are_divided_by_their_twins_alone():
-    assert ("wrong-divisor", "4 senders / 2 holders") in said(WIDE, 16, 2)
+    assert ("wrong-divisor", "4 senders / 2 replicas") in said(WIDE, 16, 2)
     assert ("tied-copy-missed", "1 / 2 copies") in said(WIDE, 16, 0.5)
 
 

@@ -78,8 +78,8 @@ def communicates() -> nn.Module:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (communicates, "could not be built on the meta device, as rank 0 of 8 with no process group"),
-        (lambda width: nn.Linear(width, 2), "needs width, which nobody gives it here"),
+        (communicates, "could not be built on the meta device, as rank 0 of 8 without process groups"),
+        (lambda width: nn.Linear(width, 2), "requires width, which is not available here"),
         (lambda: 3, "returned a int"),
         (lambda: split(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)), num_stages=3), "split into 3"),
     ],

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from colonnade.proof.record import BatchAxis, RunInfo
-from colonnade.proof.reference import all_same, join, shares
+from colonnade.proof.reference import all_same, data_rank_batches, join
 
 DATA, SEQUENCE, TENSOR = (
     BatchAxis("data", 2, True),
@@ -22,7 +22,7 @@ def _shares(values: list, axes: list[BatchAxis]) -> list:
         for axis in reversed(axes):
             coordinates[axis.name], rank = rank % axis.size, rank // axis.size
         runs.append(RunInfo(axes=axes, coordinates=coordinates))
-    return shares(values, runs)
+    return data_rank_batches(values, runs)
 
 
 def _rows(rank: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

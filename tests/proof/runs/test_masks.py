@@ -189,9 +189,9 @@ def test_masks_that_differ_among_ranks_or_when_computed_again_are_found() -> Non
     assert right.ok, str(right)
     assert not right.notes
     assert apart.causes == ["masks-differ"], str(apart)
-    assert "drop on ranks [1]" in apart.findings[0].sentence
+    assert "dropout in module drop drops other elements on rank 1" in apart.findings[0].sentence
     assert again.causes == ["recomputation-differs"], str(again)
     assert weights.ok, str(weights)
-    assert "the model's own forward: ranks that see distinct data drop other elements" in weights.notes[0]
+    assert "the model's own forward: ranks with distinct data drop different elements" in weights.notes[0]
     assert off.ok, str(off)
     assert off.notes == ("dropout was set to 0 for the comparison",)

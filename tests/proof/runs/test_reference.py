@@ -90,7 +90,7 @@ def test_shares_are_taken_at_the_weights_of_the_step_and_change_no_buffer():
     halves = [_batch(4, 5), _batch(4, 6)]
     whole = (torch.cat([x for x, _ in halves]), torch.cat([y for _, y in halves]))
     (truth,) = one.run(start, [[Pass([whole])]], [[[Pass([half])] for half in halves]])
-    assert len(truth.shards) == 2
+    assert len(truth.by_data_rank) == 2
     assert int(truth.buffers["0.num_batches_tracked"]) == 1
 
 

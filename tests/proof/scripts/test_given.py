@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from colonnade.proof.record import BatchAxis, Record, RecordedStep, RunInfo
-from colonnade.proof.scripts import ScriptError, _join
+from colonnade.proof.scripts import ScriptError, join_batches
 
 DATA, SEQUENCE = BatchAxis("data", 2, True), BatchAxis("sequence", 2, True, dim=1, may_repeat=True)
 
@@ -35,13 +35,13 @@ def test_whichever_rank_took_more_batches_all_are_counted(
 ) -> None:
     told = rf"unequal numbers of batches in 2 steps.*rank 0 took {counts[0]}, rank 1 took {counts[1]} \({key}\)"
     with pytest.raises(ScriptError, match=told):
-        _join(ranks(axis, *counts, key=key), tmp_path / "joined.pt", None)
+        join_batches(ranks(axis, *counts, key=key), tmp_path / "joined.pt", None)
 
 
 def test_stages_without_batches_and_loaders_of_unequal_length_are_no_mistake(tmp_path: Path) -> None:
     stages = ranks(BatchAxis("pipeline", 3, False), 2, 0, 2, key="batch")
     for records in (stages, ranks(DATA, 2, 1, key="loader0")):
-        _join(records, tmp_path / "joined.pt", None)
+        join_batches(records, tmp_path / "joined.pt", None)
 
 
 class Given:

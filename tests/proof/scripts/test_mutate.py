@@ -80,7 +80,7 @@ def test_the_table_says_what_was_missed():
         Tried("swap-two-shards", "swapped", NOT_PLANTED),
     ]
     text = str(Mutation(tried))
-    assert "verify notices 2 of 2 mistakes that have a place here, and calls 1 by their names" in text
+    assert "verify notices 2 of 2 mistakes that could be planted, and names 1 correctly" in text
     assert "your tests notice 1 of 2" in text
     assert "not noticed by your tests: drift (weights drift)" in text
     assert "unknown (another name)" in text

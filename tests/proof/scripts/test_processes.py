@@ -34,7 +34,7 @@ def test_the_limit_says_where_it_stood_and_nothing_is_left(tmp_path: Path) -> No
     with running({tmp_path / "log": (SLEEPS, os.environ)}) as (one,):
         time.sleep(0.5)
         assert one.wait(time.monotonic()) is None
-        assert "line 3 in <module>" in one.said()
+        assert "line 3 in <module>" in one.output()
     assert one.process.returncode is not None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -33,10 +34,15 @@ def test_a_handler_that_does_not_divide_is_named_and_fails_a_test(colonnade_veri
         colonnade_verify(SCRIPTS / "loop.py", ["undivided"])
 
 
-def test_a_schedule_named_by_a_string_and_a_copy_of_the_model_are_equal() -> None:
-    report = verify_script(Script(str(SCRIPTS / "named.py")))
+def test_a_schedule_named_by_a_string_and_a_copy_of_the_model_are_equal(capsys: pytest.CaptureFixture[str]) -> None:
+    report = verify_script(Script(str(SCRIPTS / "named.py"), called="named.py"))
     assert report.ok, str(report)
-    assert "warmup is 4 on the ranks and 8 in the script as one process, as it depends on" in " ".join(report.notes)
+    on_ranks, single = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"colonnade verify: named.py on 2 ranks \.\.\. done in [\d.]+ s", on_ranks)
+    assert re.fullmatch(
+        r"colonnade verify: named.py on 1 rank, 3 times at once \(the reference .*\) \.\.\. done in [\d.]+ s", single
+    )
+    assert "warmup is 4 on the ranks and 8 in a single process, because it depends on" in " ".join(report.notes)
     assert not any(note.startswith("make ") for note in report.notes)  # a function, at another address in each process
 
 
@@ -49,7 +55,7 @@ def test_adapters_in_a_pipeline_have_their_names_and_their_dropout(colonnade_ver
 
 @pytest.mark.long  # that of a schedule named by a string shows the comparison of configs
 def test_passes_that_depend_on_the_number_of_ranks_are_named_with_their_key() -> None:
-    told = "gradient_accumulation is 2 on the ranks and 4 in the script as one process"
+    told = "gradient_accumulation is 2 on the ranks and 4 in a single process"
     with pytest.raises(ScriptError, match=told):
         verify_script(Script(str(SCRIPTS / "named.py"), ("engine",)))
 
