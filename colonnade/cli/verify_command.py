@@ -126,14 +126,11 @@ def _report(
     from colonnade.proof.mutate import mutate_script
     from colonnade.proof.scripts import verify_script
 
-    # A verification takes minutes; the lines go to stderr, so that stdout is the report only.
-    def progress(line: str) -> None:
-        typer.echo(f"colonnade: {line}", err=True)
-
     script = _script(dtype=dtype, off={} if dropout == "own" else None, **job)
     if mutate:
-        return mutate_script(script, mistakes, tests, progress)
-    return verify_script(script, progress)
+        # Progress goes to stderr, so that stdout is only the report.
+        return mutate_script(script, mistakes, tests, lambda line: typer.echo(f"colonnade: {line}", err=True))
+    return verify_script(script)
 
 
 def _script(

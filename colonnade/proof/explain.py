@@ -154,8 +154,8 @@ def explain(
         rows: dict[str, list[LedgerRow]] = {}
         sharded = place_as_sharded(role.model, layout, role.rank, zero) if zero.stage == 3 else {}
         for name, shard_modes in sharded.items():
-            ranks = tuple(layout.group_of(shard_modes.cut, role.rank))
-            rows[name] = [LedgerRow(name, shard_modes.cut.name, ranks, shard_modes.divisor, _FSDP)]
+            ranks = tuple(layout.group_of(shard_modes.sharded_over, role.rank))
+            rows[name] = [LedgerRow(name, shard_modes.sharded_over.name, ranks, shard_modes.divisor, _FSDP)]
         for row in _ledger(role, optimizer, context, zero, reasons, problems, notes).rows:
             rows.setdefault(row.parameter, []).append(row)
 

@@ -84,7 +84,7 @@ def test_a_mode_of_ones_own_is_imported_first(explain):
     assert "head_data" in alone.stderr[0]
     done = explain(folder / "config.py", "--import", "head_data")
     assert done.code == 0, done.err
-    assert "used in parts over HEAD_DATA" in done.out
+    assert "partial gradient over HEAD_DATA" in done.out
     assert "HeadDataGradientHandler (named in the config)" in done.out
 
 
@@ -93,7 +93,7 @@ def test_a_model_is_built_for_no_process(explain, config):
     assert done.code == 0, done.err
     assert "all-reduced over DATA [0, 2] [1, 3], divided by 2 (its 2 ranks saw distinct data)" in done.out
     assert (
-        "slices of the whole tensor (dimension 0 in 2), each once; written by the first replica of each shard: rank 0, 1"
+        "slices of the full tensor (dimension 0 in 2), each once; written by the first replica of each shard: rank 0, 1"
         in done.out
     )
     file = explain(config, "--model", f"{config.parent}/own_net_to_explain.py:build", "--param", "*.bias", "--json")
