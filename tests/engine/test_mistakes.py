@@ -145,7 +145,7 @@ class ThirdByHand(BaseGradientHandler):
 
 @GRADIENT_HANDLER.register_module
 class OthersByPlan(PlannedGradientHandler):
-    def plan(self):
+    def reductions(self):
         return self.over(ParallelMode.DATA, ["first.*", "second.*"])
 
 

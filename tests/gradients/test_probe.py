@@ -189,7 +189,7 @@ WRONG = {
     "undivided": "Wrong sums over DATA [0, 2] and divides by 1, but 2 ranks saw distinct data",
     "by 3": "Wrong sums over DATA [0, 2] and divides by 3, but 2 ranks saw distinct data",
     "bf16 by 3": "Wrong sums over DATA [0, 2] and divides by 3, but 2 ranks saw distinct data",
-    "over TENSOR": "[0, 1], but its placement (replicated) owes DATA [0, 2] / 2",
+    "over TENSOR": "[0, 1], but its placement (replicated) requires DATA [0, 2] / 2",
 }
 SAME = "; a handler must do the same on every rank"
 FIRST = "calls all_reduce of 1 element (float32) over ranks [0, 2]"
@@ -251,7 +251,7 @@ def test_a_level_that_was_forgotten_is_named():
     forgot_sequence, forgot_data, wrong_divisor = run_world(
         4, _in_levels, ["DATA", "SEQUENCE", "DATA SEQUENCE"]
     ).values[0]
-    divided = "and divides by 4, the divisor of all that is owed, but does not sum over"
+    divided = "and divides by 4, the divisor of all required reductions, but does not sum over"
     assert f"bias: InLevels sums over DATA [0, 2] {divided} SEQUENCE [0, 1]" in forgot_sequence
     assert f"bias: InLevels sums over SEQUENCE [0, 1] {divided} DATA [0, 2]" in forgot_data
     assert "bias: InLevels sums over DATA and SEQUENCE [0, 1, 2, 3] and divides by 8, but 4 ranks saw" in wrong_divisor
