@@ -136,7 +136,11 @@ def match(
             if is_waived(name, waive):
                 factors = _matching(demand, reduction, layout, rank) or demand.owed
                 done.update(
-                    {(name, factor): handler for factor in factors if factor.mode is reduction.mode or len(factors) == 1}
+                    {
+                        (name, factor): handler
+                        for factor in factors
+                        if factor.mode is reduction.mode or len(factors) == 1
+                    }
                 )
                 continue
             problems += _enter(demand, handler, reduction, layout, rank, done)
