@@ -72,7 +72,9 @@ def test_what_is_done_is_entered_and_the_rest_is_open(known):
     ledger = matched(known, reduction(known, "0.weight", "DATA"), reduction(known, "1.weight", "TENSOR"))
     assert who(ledger) == ["H0", None, None, None, "H1"]
     assert len(ledger.open_rows()) == 3
-    with pytest.raises(LedgerError, match=r"0.weight: needs an all-reduce over SEQUENCE .*, but no handler performs it"):
+    with pytest.raises(
+        LedgerError, match=r"0.weight: needs an all-reduce over SEQUENCE .*, but no handler performs it"
+    ):
         require_complete(ledger)
     filled = ledger.filled({("0.weight", "SEQUENCE"): "X", ("0.weight", "DATA"): "never: it is done"})
     assert who(filled) == ["H0", "X", None, None, "H1"]

@@ -298,14 +298,14 @@ class Idle(BaseGradientHandler):
 
 def _answers(stage: nn.Module, rank: int) -> list[list[int]]:
     """Of each run, how many sums explain each gradient that was let alone."""
-    layout, marks, found = build_layout({"parallel": {"pipeline": 2}}, 2), probe._Marks(2), []
+    layout, values, found = build_layout({"parallel": {"pipeline": 2}}, 2), probe._ProbeValues(2), []
     demands = read_demands(stage, layout, rank)
-    marked = [probe._Marked(one, probe._columns(one), probe._possible_sums(one, layout, rank)) for one in demands]
+    probed = [probe._Probed.of(demand, layout, rank) for demand in demands]
     for _ in range(2):
-        marks.next_run()
-        for one in marked:
-            one.values.append(marks.of(rank, one.columns).double())
-        found.append([len(probe._explain(Idle(stage), one, marks, rank)) for one in marked])
+        values.next_run()
+        for one in probed:
+            one.values.append(values.of(rank, one.columns).double())
+        found.append([len(probe._explain(Idle(stage), one, values, rank)) for one in probed])
     return found
 
 
@@ -432,12 +432,12 @@ def _rounded(rows: torch.Tensor, how: str) -> torch.Tensor:
 @pytest.mark.parametrize("how", ["bf16", "int8"])
 @pytest.mark.parametrize("ranks", [2, 3, 8, 64, 1000, 4096])
 def test_marks_survive_little_precision_over_thousands_of_ranks(ranks, how):
-    marks = probe._Marks(ranks + 1)
+    marks = probe._ProbeValues(ranks + 1)
     marks.next_run()
     columns = torch.arange(32)
     everyone, fewer = tuple(range(ranks)), tuple(range(1, ranks + 1))
     values = _rounded(marks._runs[0][:ranks, columns].double(), how)
-    step = probe._INT8 * marks.largest(ranks)
+    step = probe._INT8 * marks.largest_sum(ranks)
     assert probe._divisor(values, marks.total(everyone, columns), ranks, step, exact=False) == ranks
     assert probe._divisor(values, marks.total(fewer, columns), ranks, step, exact=False) is None or ranks > 64
 
