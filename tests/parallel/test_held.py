@@ -101,7 +101,7 @@ CASES = {
         sharded_but_not_said,
         "'w': (3, 2) torch.float32 on rank 0, (1, 2) torch.float32 on rank 1",
     ),
-    "other names": ({"tensor": 2}, other_names, "do not have the same parameters"),
+    "other names": ({"tensor": 2}, other_names, "must have the same parameters"),
 }
 
 
