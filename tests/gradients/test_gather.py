@@ -111,6 +111,7 @@ def _slices(shared: bool) -> None:
                 weight.grad = None
         (group,) = reducer.groups.values()
         every = [BucketValues(bucket, group) for bucket in reducer.layout]
+        dist.barrier()  # as the first backward pass: a rank may write here only when the parameters are in place
         gather = Gather(group, every)
         for at in range(2):
             for one in every:

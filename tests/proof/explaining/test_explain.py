@@ -141,7 +141,9 @@ def test_tensor_pipeline_and_experts_at_once():
     assert (only.mode, only.divisor, only.handler) == ("EXPERT_DATA", 4, "MoeGradientHandler")
     assert (0, 8) in only.groups
     assert "4 ranks saw distinct data; the 2 of the sum" in only.why_divided
-    assert only.why_handled == "attached by itself: expert parallelism: experts are reduced over their expert-data group"
+    assert (
+        only.why_handled == "attached by itself: expert parallelism: experts are reduced over their expert-data group"
+    )
     assert expert.share == 2
     assert len(expert.writers) == 8
     assert expert.kept == "slices of the whole tensor (dimension 0 in 2, dimension 2 in 2), each once"
