@@ -1,4 +1,7 @@
-"""Owned slices back to everybody: after a step each rank's slice of the parameters goes to all ranks of its group."""
+"""All-gathers of owned slices: of parameters after an optimizer step (ZeRO 1 and 2), and of reduced gradients.
+
+`Gather` all-gathers the parameters of one group of ranks; `GatherAhead` overlaps that with the next forward pass.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,14 @@ from colonnade.parallel.forward import ModelHook
 
 
 class Gather:
-    """Gathers the parameters of one group; `begin` after each step, `wait` before parameters are read."""
+    """All-gathers the parameters of one group: call `begin` after each step, and `wait` before parameters are read."""
 
     def __init__(self, group: RankGroup, values: Sequence[BucketValues]) -> None:
         self.group = group
         self.values = list(values)
         self._works: dict[int, Any] = {}
         self._signalled = False
-        self._shares_memory = any(one.memory.every is not None for one in self.values)
+        self._shares_memory = any(each.memory.every is not None for each in self.values)
 
     def meet(self) -> None:
         """Wait until every rank is here, if ranks write into each other's memory. Collective over the group."""
@@ -31,55 +34,57 @@ class Gather:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Send this rank's slices; those that the next forward pass needs first go first."""
-        for one in reversed(self.values):
-            one.publish()
-            self._works[id(one)] = send_slice(self.group, one.memory, one.bucket.own)
+        """Send this rank's slices. Collective over the group."""
+        # Buckets are in reverse model order, so the last has the parameters that the next forward pass needs first.
+        for values in reversed(self.values):
+            values.publish()
+            self._works[id(values)] = send_slice(self.group, values.memory, values.bucket.own)
         if self._shares_memory:
             self.group.signal(b"p")
             self._signalled = True
 
     def wait(self, values: Iterable[BucketValues] | None = None) -> None:
-        """The parameters of these buckets (None: of all) are whole when this returns."""
+        """Wait until the parameters of these buckets (None: of all) are complete."""
+        # One signal per rank stands for all its slices in shared memory.
         if self._signalled:
             self._signalled = False
             self.group.collect()
-        for one in self.values if values is None else values:
-            if id(one) in self._works:
-                work = self._works.pop(id(one))
+        for of_bucket in self.values if values is None else values:
+            if id(of_bucket) in self._works:
+                work = self._works.pop(id(of_bucket))
                 if work is not None:
                     work.wait()
-                one.copy_out()
+                of_bucket.copy_out()
 
-    def is_under_way(self, one: BucketValues) -> bool:
-        """Whether these parameters may not be whole yet."""
-        return id(one) in self._works
+    def is_under_way(self, values: BucketValues) -> bool:
+        """Whether the all-gather of these parameters has not been waited for."""
+        return id(values) in self._works
 
 
 def send_slice(group: RankGroup, memory: GroupMemory, own: slice) -> Any:
-    """Bring this rank's slice of some memory to all; returns what to wait for.
+    """Send this rank's slice of `memory` to all ranks of the group; returns the work to wait for, or None.
 
-    Shared memory is written at once, and is whole when every rank has said so.
+    Shared memory is written at once; it is complete when every rank has signalled that it has written.
     """
-    mine = memory.own[own]
+    owned = memory.own[own]
     if group.alone:
         return None
     if memory.every is None:
-        return all_gather_flat(memory.own, mine, group=group.group, async_op=True)
+        return all_gather_flat(memory.own, owned, group=group.group, async_op=True)
     for index, other in enumerate(memory.every):
         if index != group.index:
-            other[own].copy_(mine)
+            other[own].copy_(owned)
     return None
 
 
 @torch.no_grad()
 def give_back(group: RankGroup, buckets: Sequence[Bucket]) -> None:
-    """Bring the final gradients of sharded buckets to every rank, as `.grad`. Collective."""
+    """All-gather the reduced gradients of sharded buckets, and set `.grad`. Collective over the group."""
     works = []
     for bucket in buckets:
-        mine = bucket.buffer.flat[bucket.own][: bucket.used]
-        if mine.data_ptr() != bucket.gradient.data_ptr():
-            mine.copy_(bucket.gradient)
+        owned = bucket.buffer.flat[bucket.own][: bucket.used]
+        if owned.data_ptr() != bucket.gradient.data_ptr():
+            owned.copy_(bucket.gradient)
         works.append(send_slice(group, bucket.buffer.memory, bucket.own))
     for work in works:
         if work is not None:
@@ -92,53 +97,56 @@ def give_back(group: RankGroup, buckets: Sequence[Bucket]) -> None:
 
 
 class GatherAhead:
-    """Lets the gathers run on into the next forward pass: each module waits for the parameters it has itself.
+    """Overlaps all-gathers with the next forward pass: each module, when called, waits for its own parameters.
 
-    Only parameters whose module has been called may be late. One that other modules reach for (as in
-    `F.linear(x, self.child.weight)`, with no call of the child) would be read before anyone has waited for it, so
-    `hold_back` waits for its bucket at once.
+    A parameter whose module was never called is gathered before the step ends: other modules may use it directly, as in
+    `F.linear(x, self.child.weight)`, and would read it before it is complete. `hold_back` waits for the buckets of such
+    parameters.
+
+    Args:
+        model: The model of this rank, on which hooks are registered.
+        gathers: The all-gathers of its parameters.
     """
 
     def __init__(self, model: nn.Module, gathers: Sequence[Gather]) -> None:
         self._gathers = list(gathers)
         self._called: set[int] = set()
-        place: dict[int, tuple[Gather, BucketValues]] = {}
+        gather_of: dict[int, tuple[Gather, BucketValues]] = {}
         for gather in gathers:
-            for one in gather.values:
-                place.update((id(parameter), (gather, one)) for parameter in one.bucket.parameters)
-        for_all = ModelHook(_waiting_for_all(self._gathers))
+            for values in gather.values:
+                gather_of.update((id(parameter), (gather, values)) for parameter in values.bucket.parameters)
+
+        # The hooks are functions, not methods: the model must not keep alive an engine that is no longer used.
+        all_gathers, called = self._gathers, self._called
+
+        def wait_for_all(*_: object) -> None:
+            for gather in all_gathers:
+                gather.wait()
+
+        def waiting_for(own: Mapping[int, tuple[Gather, BucketValues]]) -> Any:
+            def before(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+                called.update(own)
+                for gather, values in own.values():
+                    gather.wait([values])
+
+            return before
+
+        for_all = ModelHook(wait_for_all)
         self._handles = [
             model.register_state_dict_pre_hook(for_all),
             model.register_load_state_dict_pre_hook(for_all),
         ]
         for module in model.modules():
-            mine = {id(p): place[id(p)] for p in module.parameters(recurse=False) if id(p) in place}
-            if mine:
-                self._handles.append(module.register_forward_pre_hook(ModelHook(_waiting(self._called, mine))))
+            own = {id(p): gather_of[id(p)] for p in module.parameters(recurse=False) if id(p) in gather_of}
+            if own:
+                self._handles.append(module.register_forward_pre_hook(ModelHook(waiting_for(own))))
 
     def hold_back(self) -> None:
-        """After a step: wait for every bucket with a parameter that no call of its module has announced so far."""
+        """After a step: wait for every bucket with a parameter whose module was not called so far."""
         for gather in self._gathers:
-            gather.wait([one for one in gather.values if any(id(p) not in self._called for p in one.bucket.parameters)])
+            gather.wait([v for v in gather.values if any(id(p) not in self._called for p in v.bucket.parameters)])
 
     def close(self) -> None:
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
-
-
-def _waiting_for_all(gathers: Sequence[Gather]) -> Any:
-    def before(*_: object) -> None:
-        for gather in gathers:
-            gather.wait()
-
-    return before
-
-
-def _waiting(called: set[int], mine: Mapping[int, tuple[Gather, BucketValues]]) -> Any:
-    # Functions, not methods: a model must not hold on to an engine that nobody uses any more.
-    def before(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        called.update(mine)
-        for gather, one in mine.values():
-            gather.wait([one])
-
-    return before

@@ -1,11 +1,13 @@
-"""Gradient handlers: the base classes that users inherit, the built-in handlers, and from a config to handlers.
+"""Gradient handlers: the base classes for custom handlers, the built-in handlers, and their construction from a config.
 
-A `BaseGradientHandler` sums by hand in `handle_gradient`. A `PlannedGradientHandler` returns reductions in `plan`, and the engine
-carries them out. The built-in ones derive theirs from placements; those that nobody named are attached where a sum is owed.
+A `BaseGradientHandler` calls collectives itself, in `handle_gradient`. A `PlannedGradientHandler` only declares its reductions, in
+`reductions()`, and the engine performs them. The built-in handlers derive their reductions from placements; the ones that the
+config does not name are attached automatically where a reduction is required and no named handler performs it.
 """
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -33,11 +35,15 @@ from colonnade.registry import GRADIENT_HANDLER
 
 
 class BaseGradientHandler(ABC):
-    """Reduces gradients across ranks before the optimizer steps.
+    """Reduces gradients over ranks before the optimizer steps.
 
-    Write your own by implementing `handle_gradient`, register it in `GRADIENT_HANDLER`, and name it in the
-    config. The engine calls it once per step, after backward, on every rank. One that communicates while backward
-    runs implements `prepare` too.
+    A custom handler implements `handle_gradient`, is registered in `GRADIENT_HANDLER` and named in the config. The engine
+    calls it once per step, after backward, on every rank. A handler that communicates during backward implements
+    `prepare`, too.
+
+    Args:
+        model: The model of this rank.
+        optimizer: The optimizer as it was given to `initialize`.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any = None) -> None:
@@ -47,117 +53,146 @@ class BaseGradientHandler(ABC):
 
     @abstractmethod
     def handle_gradient(self) -> None:
-        """Bring the gradients that this handler is responsible for into their final state, in place."""
+        """Reduce the gradients that this handler is responsible for, in place. Collective over the ranks it reduces over."""
 
     def prepare(self, last: bool) -> None:
-        """Called before each backward pass; `last`: of those that make one step."""
+        """Called before each backward pass; `last` is True for the last micro-batch of a step."""
 
     def set_scale(self, scale: float | Tensor | None) -> bool:
-        """Called before `handle_gradient`: a further factor on the gradients of this step (None: none).
+        """Called before `handle_gradient` with an additional factor for the gradients of this step (None: no factor).
 
-        Return True if `handle_gradient` multiplies by it; else the engine does, after it.
+        Returns:
+            True if `handle_gradient` multiplies by `scale`; if False, the engine does so after `handle_gradient`.
         """
         return False
 
     def close(self) -> None:
-        """Called when the engine is closed: remove hooks, free what was taken."""
+        """Called when the engine is closed: remove hooks and free resources."""
 
     def covers(self) -> list[Reduction] | None:
-        """The reductions that `handle_gradient` does, for the ledger.
+        """The reductions that `handle_gradient` performs, for the ledger.
 
-        None (the default) means "look": the engine runs the handler once on marked gradients and finds out.
+        None (the default) requests the probe: `initialize` runs the handler on probe gradients and reads its reductions from
+        the result.
         """
         return None
 
     @property
     def context(self) -> ParallelContext:
-        """The context it works in: the engine's, or the global one if it is used by itself."""
+        """The parallel context: the engine's, or the global one for a handler used without an engine."""
         if self._context is None:
-            from colonnade.core import global_context  # the one ambient value, for handlers used by hand
+            from colonnade.core import global_context
 
             self._context = global_context
         return self._context
 
     def attach(self, context: ParallelContext) -> None:
-        """Called by the engine before anything else."""
+        """Called by the engine before any other method."""
         self._context = context
 
     def demands(self) -> list[Demand]:
-        """What each parameter of the model owes on this rank."""
+        """The required reductions of each parameter on this rank."""
         return read_demands(self._model, self.context.layout, self.context.get_global_rank())
 
 
 class PlannedGradientHandler(BaseGradientHandler):
-    """A handler that says what to reduce; buckets, overlap with backward and waiting come with it.
+    """A handler that declares its reductions; the engine brings buckets, overlap with backward and waiting.
 
-    Implement `plan()`. Options of `SyncOptions` (bucket_mb, overlap, compress, ...) may be given in the config.
+    A custom handler implements `reductions()`.
+
+    Args:
+        model: The model of this rank.
+        optimizer: The optimizer as it was given to `initialize`.
+        options: Fields of `SyncOptions` (bucket_mb, overlap, compress, ...), usually from the config.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Accept handlers that still define `plan()`, the former name of `reductions()`."""
+        super().__init_subclass__(**kwargs)
+        # Both names are set on each class that defines one of them, so that super() finds the parent's method under either:
+        # an alias in the base class alone would send an old subclass's super().plan() back to the subclass.
+        if "reductions" in vars(cls):
+            setattr(cls, "plan", vars(cls)["reductions"])  # noqa: B010
+        elif callable(vars(cls).get("plan")):
+            warnings.warn(
+                f"{cls.__name__} defines plan(), which is deprecated; rename it to reductions()",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+            setattr(cls, "reductions", vars(cls)["plan"])  # noqa: B010
 
     def __init__(self, model: nn.Module, optimizer: Any = None, **options: Any) -> None:
         super().__init__(model, optimizer)
-        SyncOptions.read(options)  # an unknown or impossible one is said now
+        SyncOptions.read(options)  # raises for unknown or impossible options
         self.options = options
         self._synchroniser: Synchroniser | None = None
-        self._by_hand = False
+        self._without_engine = False
 
     @abstractmethod
-    def plan(self) -> list[Reduction]:
-        """The reductions of this handler, as data. Pure: needs a layout, no process group."""
+    def reductions(self) -> list[Reduction]:
+        """The reductions of this handler. Computed from the layout, without a process group."""
 
     def covers(self) -> list[Reduction]:
-        return self.plan()
+        return self.reductions()
 
     def over(self, mode: ParallelMode, which: Choice = None, divisor: float | None = None) -> list[Reduction]:
-        """ "These parameters, over this mode": one line of a plan.
+        """Reductions of some parameters over this rank's group of `mode`, to return from `reductions()`.
 
-        The divisor is what the placements demand, unless you give another (which the ledger then checks).
+        Args:
+            mode: The dimension of the device mesh to reduce over.
+            which: The parameters: None for all, name patterns (`"*.bias"`), or a predicate of name and parameter.
+            divisor: Divisor of the sum, which the ledger then checks; None for the one that the placements require.
         """
         mode = ParallelMode(mode)
-        ranks = tuple(self.context.get_ranks_in_group(mode))
+        group_ranks = tuple(self.context.get_ranks_in_group(mode))
         pairs = []
         for demand in choose(self.demands(), which):
-            due = next((factor for factor in demand.owed if factor.mode is mode), None)
-            share = divisor if divisor is not None else due.divisor if due is not None else 1
-            pairs.append((demand, Owed(mode, due.ranks if due is not None else ranks, share)))  # type: ignore[arg-type]
+            # A parameter that needs no reduction over the mode is listed all the same: the ledger then reports it by name.
+            required = next((factor for factor in demand.owed if factor.mode is mode), None)
+            ranks, by = (required.ranks, required.divisor) if required is not None else (group_ranks, 1)
+            pairs.append((demand, Owed(mode, ranks, by if divisor is None else divisor)))  # type: ignore[arg-type]
         return group_reductions(pairs)
 
     def use(self, synchroniser: Synchroniser) -> None:
-        """Share one synchroniser with the other planned handlers of an engine, so that each gradient moves once."""
+        """Share a synchroniser with the other planned handlers of an engine, so that each gradient is sent once."""
         self._synchroniser = synchroniser
 
     def handle_gradient(self) -> None:
-        """Nothing in an engine, which sums all planned gradients together before any handler runs; by hand, all of it."""
+        """Reduce the gradients if the handler is used without an engine.
+
+        In an engine this does nothing: the shared synchroniser has reduced all planned gradients before any handler runs.
+        """
         if self._synchroniser is None:
-            sums = sums_of([(self, self.plan())], self.context, {})
-            self._synchroniser, self._by_hand = Synchroniser(with_groups(sums, self.context)), True
-        if self._by_hand:
-            # Used by hand there is no engine to say when backward begins: it has just ended.
+            sums = sums_of([(self, self.reductions())], self.context, {})
+            self._synchroniser, self._without_engine = Synchroniser(with_groups(sums, self.context)), True
+        if self._without_engine:
+            # No engine has announced the backward pass, which has just ended.
             self._synchroniser.prepare(last=True)
             self._synchroniser.wait()
 
 
 class DemandGradientHandler(PlannedGradientHandler):
-    """A planned handler that does what the placements demand over its `modes` (None: over all)."""
+    """A planned handler that performs the reductions required by placements over its `modes` (None: over all modes)."""
 
     modes: frozenset[ParallelMode] | None = None
     when: frozenset[ParallelMode] | None = None
-    """For the automatic ones: attached where a sum over one of these modes is open (None: over any)."""
+    """Attached automatically if a reduction over one of these modes has no handler (None: over any mode)."""
     reason: str = ""
-    """Why it is attached when nobody names it."""
+    """The reason for attaching it automatically, for the log."""
 
     def __init__(self, model: nn.Module, optimizer: Any = None, **options: Any) -> None:
         super().__init__(model, optimizer, **options)
         self._only: set[tuple[str, ParallelMode]] | None = None
 
     def limit_to(self, rows: Iterable[tuple[str, ParallelMode]]) -> None:
-        """Do only these (parameter, mode) rows of the ledger; the others are somebody else's."""
+        """Perform only these (parameter, mode) rows of the ledger; other handlers perform the rest."""
         self._only = set(rows)
 
-    def plan(self) -> list[Reduction]:
-        return self.plan_for(self.demands())
+    def reductions(self) -> list[Reduction]:
+        return self.reductions_among(self.demands())
 
-    def plan_for(self, demands: Iterable[Demand]) -> list[Reduction]:
-        """The reductions of this handler among what these parameters owe."""
+    def reductions_among(self, demands: Iterable[Demand]) -> list[Reduction]:
+        """The reductions of this handler among those that `demands` require."""
         return group_reductions(
             (demand, factor)
             for demand in demands
@@ -167,12 +202,12 @@ class DemandGradientHandler(PlannedGradientHandler):
         )
 
 
-# --- Built-in handlers: each does what the placements demand over its modes -----------------------
+# --- Built-in handlers: each performs the reductions that placements require over its modes -------
 
 
 @GRADIENT_HANDLER.register_module
 class DataParallelGradientHandler(DemandGradientHandler):
-    """Sums over DATA and divides by the number of ranks that saw distinct data; does nothing on one data rank."""
+    """All-reduces over DATA and divides by the number of ranks with distinct data; does nothing on a single data rank."""
 
     modes = frozenset({ParallelMode.DATA})
     when = frozenset({ParallelMode.DATA})
@@ -181,57 +216,57 @@ class DataParallelGradientHandler(DemandGradientHandler):
 
 @GRADIENT_HANDLER.register_module
 class MoeGradientHandler(DemandGradientHandler):
-    """Dense parameters: a mean over DATA. Experts: a sum over EXPERT_DATA, divided by all who sent tokens.
+    """Averages dense parameters over DATA; sums experts over EXPERT_DATA and divides by the number of data ranks.
 
-    An expert's gradient already holds the tokens of every rank of its expert group, so the divisor is the
-    number of data ranks and not the size of the (smaller) group that communicates.
+    An expert's gradient already contains the tokens of every rank of its expert group. So the divisor is the number of
+    data ranks, not the size of the (smaller) group that communicates.
     """
 
     modes = frozenset({ParallelMode.DATA, ParallelMode.EXPERT_DATA, ParallelMode.MOE_DATA})
     when = frozenset({ParallelMode.EXPERT_DATA, ParallelMode.MOE_DATA})
-    reason = "expert parallelism: experts are reduced over their expert-data twin"
+    reason = "expert parallelism: experts are reduced over their expert-data group"
 
 
 @GRADIENT_HANDLER.register_module
 class SequenceParallelGradientHandler(DemandGradientHandler):
-    """Sums over data and sequence at once (SEQUENCE_DP) and divides by the number of distinct parts."""
+    """Reduces over data and sequence (context parallelism) at once, over SEQUENCE_DP; divides by the ranks with distinct tokens."""
 
     modes = frozenset({ParallelMode.DATA, ParallelMode.SEQUENCE, ParallelMode.SEQUENCE_DP})
     when = frozenset({ParallelMode.SEQUENCE, ParallelMode.SEQUENCE_DP})
-    reason = "sequence parallelism: ranks see different tokens"
+    reason = "context parallelism (sequence): ranks see different tokens"
 
 
 @GRADIENT_HANDLER.register_module
 class PipelineSharedModuleGradientHandler(DemandGradientHandler):
-    """Sums the gradients of a tied parameter over its stages; each stage has its own part of it."""
+    """All-reduces the gradient of a tied parameter over its pipeline stages, each of which has a partial gradient."""
 
     modes = frozenset({ParallelMode.PIPELINE})
     when = frozenset({ParallelMode.PIPELINE})
-    reason = "tied parameters: each stage has a part of the gradient"
+    reason = "tied parameters: each stage has a partial gradient"
 
 
 @GRADIENT_HANDLER.register_module
 class PlacementGradientHandler(DemandGradientHandler):
-    """Does whatever reduction the placements demand, over any mode."""
+    """Performs every reduction that the placements require, over any mode."""
 
-    reason = "placements that owe a sum over another mode"
+    reason = "placements that require a reduction over another mode"
 
 
 @GRADIENT_HANDLER.register_module
 class ZeROGradientHandler(BaseGradientHandler):
-    """Asks an optimizer that sums gradients itself, by its `sync_grad()`.
+    """Calls `sync_grad()` of an optimizer that reduces gradients itself.
 
-    Such an optimizer may have `prepare(last)`, called before each backward pass, and `set_scale(scale)`.
+    The optimizer's methods `prepare(last)` and `set_scale(scale)`, if it has them, are called as those of a handler.
     """
 
-    reason = "the optimizer sums gradients itself and has sync_grad()"
+    reason = "the optimizer reduces gradients itself, in sync_grad()"
 
     def __init__(self, model: nn.Module, optimizer: Any = None) -> None:
         super().__init__(model, optimizer)
         if not callable(getattr(optimizer, "sync_grad", None)):
             raise GradientError(
                 f"ZeROGradientHandler needs an optimizer with sync_grad(), not {type(optimizer).__name__}; "
-                f"use DataParallelGradientHandler for an ordinary one",
+                f"use DataParallelGradientHandler with any other optimizer",
                 code="C042",
             )
 
@@ -249,14 +284,14 @@ class ZeROGradientHandler(BaseGradientHandler):
         self._optimizer.sync_grad()
 
     def covers(self) -> list[Reduction]:
-        """All that is owed by the parameters in the optimizer's groups."""
+        """All required reductions of the parameters in the optimizer's groups."""
         owned = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
         return group_reductions(
             (demand, factor) for demand in self.demands() if id(demand.parameter) in owned for factor in demand.owed
         )
 
 
-# --- Attached by themselves, where nobody does what is owed ---------------------------------------
+# --- Automatic handlers: attached where no named handler performs a required reduction ------------
 
 
 AUTOMATIC: tuple[type[DemandGradientHandler], ...] = (
@@ -266,44 +301,44 @@ AUTOMATIC: tuple[type[DemandGradientHandler], ...] = (
     DataParallelGradientHandler,
     PlacementGradientHandler,
 )
-"""Read from top to bottom: the first class one of whose `when` modes is owed takes all open rows of its modes.
+"""Tried in this order: if a row over one of its `when` modes has no handler, a class takes all such rows over its `modes`.
 
-Before these, an optimizer with `sync_grad()` gets a ZeROGradientHandler, as if it had been named (`build_handlers`).
+Before these, `build_handlers` adds a ZeROGradientHandler for an optimizer with `sync_grad()`, as if the config had named it.
 """
 
 
 def attach_automatic(ledger: Ledger, model: nn.Module, optimizer: Any) -> tuple[list[DemandGradientHandler], Ledger]:
-    """Handlers for every row that no named handler does, each limited to its rows; and the ledger with them."""
-    left = [(row.parameter, ParallelMode[row.mode]) for row in ledger.open_rows()]
+    """Handlers for the ledger rows without a named handler, each limited to its rows; and the ledger filled in."""
+    unhandled = [(row.parameter, ParallelMode[row.mode]) for row in ledger.open_rows()]
     attached: list[DemandGradientHandler] = []
-    done: dict[tuple[str, str], str] = {}
-    for kind in AUTOMATIC:
-        modes, when = kind.modes, kind.when
-        if not left or (when is not None and not any(mode in when for _, mode in left)):
+    done_by: dict[tuple[str, str], str] = {}
+    for handler_class in AUTOMATIC:
+        modes, when = handler_class.modes, handler_class.when
+        if not unhandled or (when is not None and not any(mode in when for _, mode in unhandled)):
             continue
-        mine = [(name, mode) for name, mode in left if modes is None or mode in modes]
-        left = [(name, mode) for name, mode in left if not (modes is None or mode in modes)]
-        handler = kind(model, optimizer)
-        handler.limit_to(mine)
+        taken = [(name, mode) for name, mode in unhandled if modes is None or mode in modes]
+        unhandled = [row for row in unhandled if row not in set(taken)]
+        handler = handler_class(model, optimizer)
+        handler.limit_to(taken)
         attached.append(handler)
-        done.update(((name, mode.name), type(handler).__name__) for name, mode in mine)
-    return attached, ledger.filled(done)
+        done_by.update(((name, mode.name), handler_class.__name__) for name, mode in taken)
+    return attached, ledger.filled(done_by)
 
 
 def describe(attached: Sequence[Any], named: Sequence[Any]) -> str:
-    """Which handlers there are, and why, as one line for the log."""
+    """One line for the log: the handlers and the reason for each."""
     lines = [f"{type(handler).__name__}: {handler.reason}" for handler in attached]
     lines += [
         f"{type(handler).__name__}: {getattr(handler, 'reason', '') or 'named in the config'}" for handler in named
     ]
-    return "gradient handlers: " + ("; ".join(lines) or "none, no gradient owes a reduction")
+    return "gradient handlers: " + ("; ".join(lines) or "none, no gradient needs a reduction")
 
 
 # --- From a config to handlers --------------------------------------------------------------------
 
 
 BuiltHandler = tuple[BaseGradientHandler, list[Reduction] | None]
-"""A named handler and the reductions that it says it does; None: a trial must find out."""
+"""A named handler and the reductions that it declares; None if they must be probed."""
 
 
 def build_handlers(
@@ -315,36 +350,42 @@ def build_handlers(
 ) -> list[BuiltHandler]:
     """The handlers that the config names, and that of an optimizer with `sync_grad()`, attached to the context.
 
-    `failed` is told of the name and the error of each that cannot be built, which is left out then; without it the error is
-    raised.
+    Args:
+        named: Entries of the config's `gradient_handler`.
+        model: The model of this rank.
+        optimizer: The optimizer as it was given to `initialize`.
+        context: The parallel context of the engine.
+        failed: Called with the name and the error of each handler that cannot be built, which is then left out. Without it
+            the error is raised.
     """
-    refuse = failed if failed is not None else _raise
+
+    def refuse(name: str, error: ColonnadeError) -> None:
+        if failed is None:
+            raise error
+        failed(name, error)
+
     handlers: list[BaseGradientHandler] = []
     for entry in named:
         try:
             handlers.append(build_gradient_handler(entry, model, optimizer))
         except ColonnadeError as error:
             refuse(entry if isinstance(entry, str) else entry["type"], error)
-    asked = any(isinstance(handler, ZeROGradientHandler) for handler in handlers)
-    if callable(getattr(optimizer, "sync_grad", None)) and not asked:
+    is_named = any(isinstance(handler, ZeROGradientHandler) for handler in handlers)
+    if callable(getattr(optimizer, "sync_grad", None)) and not is_named:
         handlers.insert(0, ZeROGradientHandler(model, optimizer))
     for handler in handlers:
         handler.attach(context)
-    found: list[BuiltHandler] = []
+    built: list[BuiltHandler] = []
     for handler in handlers:
         try:
-            found.append((handler, handler.covers()))
+            built.append((handler, handler.covers()))
         except ColonnadeError as error:
             refuse(type(handler).__name__, error)
-    return found
-
-
-def _raise(name: str, error: ColonnadeError) -> None:
-    raise error
+    return built
 
 
 def build_gradient_handler(entry: Any, model: nn.Module, optimizer: Any) -> BaseGradientHandler:
-    """A handler from the config: `dict(type="Name", **kwargs)`, or just its name."""
+    """A handler from an entry of the config: its name, or `dict(type="Name", **kwargs)`."""
     settings = {"type": entry} if isinstance(entry, str) else dict(entry)
     name = settings.pop("type")
     handler_class = GRADIENT_HANDLER.get_module(name)
@@ -352,8 +393,8 @@ def build_gradient_handler(entry: Any, model: nn.Module, optimizer: Any) -> Base
         handler = handler_class(model, optimizer, **settings)
     except TypeError as error:
         raise ConfigError(
-            f"gradient_handler: {name} could not be built with {settings or 'no further arguments'}: {error}. It is "
-            f"called as {name}(model, optimizer, **the rest of its dict in the config).",
+            f"gradient_handler: {name} could not be built with {settings or 'no further arguments'}: {error}. The call is "
+            f"{name}(model, optimizer, **the other keys of its dict in the config).",
             code="C042",
         ) from error
     if not callable(getattr(handler, "handle_gradient", None)):

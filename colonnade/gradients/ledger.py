@@ -1,7 +1,7 @@
-"""The ledger: parameter x mode, what reduction the placements demand, and which handler does it.
+"""The ledger: a table of every required gradient reduction (parameter x mode) and the handler that performs it.
 
-A reduction that nobody does, that two do, or that is done over other ranks or with another divisor is an
-error before step 1. It names the parameters, the mode and the handler.
+A reduction without a handler, with two handlers, with wrong ranks or with a wrong divisor is an error before step 1. The
+message names the parameters, the mode and the handler.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from colonnade.texts import pattern_of
 
 
 class LedgerRow(NamedTuple):
-    """One sum that one parameter owes. Of one that is `waived`, what the handler does (`done_by`) was not checked."""
+    """One required reduction of one parameter. If it is `waived`, the reduction of the handler `done_by` was not checked."""
 
     parameter: str
     mode: str
@@ -34,7 +34,7 @@ class LedgerRow(NamedTuple):
 
     @property
     def who(self) -> str:
-        """Who does it, in words."""
+        """The handler, as text."""
         if self.waived:
             return f"{self.done_by} (waived)" if self.done_by else "waived"
         return self.done_by or "NOBODY"
@@ -42,7 +42,7 @@ class LedgerRow(NamedTuple):
 
 @dataclass(frozen=True)
 class LedgerPattern:
-    """A sum that `count` parameters owe alike; numbers in their names are stars."""
+    """A reduction that `count` parameters have in common; `pattern` has stars in place of the numbers in their names."""
 
     pattern: str
     count: int
@@ -53,22 +53,23 @@ class LedgerPattern:
 
 
 class Ledger:
-    """The rows, for people (`print`) and for programs (`to_json`)."""
+    """The rows of the ledger; `print` shows a table, `to_json` gives all rows."""
 
     def __init__(self, rows: Sequence[LedgerRow]) -> None:
         self.rows = tuple(rows)
 
     def open_rows(self) -> list[LedgerRow]:
-        """What is owed and done by nobody."""
+        """The required reductions without a handler."""
         return [row for row in self.rows if row.done_by is None and not row.waived]
 
-    def filled(self, done: Mapping[tuple[str, str], str]) -> Ledger:
-        """With open rows done: (parameter, mode) -> the name of a handler."""
-        found = [row.done_by or done.get((row.parameter, row.mode)) for row in self.rows]
-        return Ledger([row._replace(done_by=who) for row, who in zip(self.rows, found, strict=True)])
+    def filled(self, done_by: Mapping[tuple[str, str], str]) -> Ledger:
+        """The ledger with handlers for its open rows: (parameter, mode) -> the name of a handler."""
+        return Ledger(
+            [row._replace(done_by=row.done_by or done_by.get((row.parameter, row.mode))) for row in self.rows]
+        )
 
     def by_pattern(self) -> list[LedgerPattern]:
-        """The rows, those of parameters that are alike as one."""
+        """The rows, with one row for parameters that differ only by the numbers in their names."""
         counts: Counter[tuple[str, str, tuple[int, ...], float, str]] = Counter()
         for row in self.rows:
             key = (pattern_of(row.parameter), row.mode, row.ranks, row.divisor, row.who)
@@ -84,7 +85,7 @@ class Ledger:
 
     def __str__(self) -> str:
         if not self.rows:
-            return "ledger: no gradient owes a reduction on this rank"
+            return "ledger: no gradient needs a reduction on this rank"
         lines = [("parameters", "n", "over", "ranks", "divided by", "done by")]
         for row in self.by_pattern():
             count, divisor = str(row.count), f"{row.divisor:g}"
@@ -103,11 +104,27 @@ def match(
     waive: Sequence[str] = (),
     touched: Mapping[str, str] | None = None,
 ) -> Ledger:
-    """Write the reductions of every handler (`covered`, by its name) into the ledger; wrong or doubled ones are one error.
+    """Enter the reductions of every handler into the ledger.
 
-    Those of waived parameters are written in unchecked; `touched`: who else changes the gradients of such.
+    Args:
+        demands: The parameters and their required reductions.
+        covered: (name of the handler, reduction) for each reduction that a handler performs.
+        layout: The parallel layout.
+        rank: This rank.
+        waive: Name patterns of parameters whose reductions are entered without a check.
+        touched: By the names of waived parameters, the handlers that change their gradients in another way.
+
+    Raises:
+        LedgerError: A reduction is wrong or performed twice; one error lists all.
     """
-    _check_patterns(demands, waive)
+    names = [demand.name for demand in demands]
+    for pattern in waive:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            # A pattern may be meant for another pipeline stage; only a pattern close to a name here is surely a typo.
+            hint = did_you_mean(pattern, names)
+            if hint and "*" not in pattern:
+                raise LedgerError(f"sync.waive: {pattern!r} matches no parameter.{hint}", code="C041")
+
     done: dict[tuple[str, Owed], str] = {}
     problems: list[str] = []
     by_parameter = {id(demand.parameter): demand for demand in demands}
@@ -117,9 +134,13 @@ def match(
             if demand is None:
                 continue
             if is_waived(name, waive):
-                meant = _matching(demand, reduction, layout, rank) or demand.owed
+                factors = _matching(demand, reduction, layout, rank) or demand.owed
                 done.update(
-                    {(name, factor): handler for factor in meant if factor.mode is reduction.mode or len(meant) == 1}
+                    {
+                        (name, factor): handler
+                        for factor in factors
+                        if factor.mode is reduction.mode or len(factors) == 1
+                    }
                 )
                 continue
             problems += _enter(demand, handler, reduction, layout, rank, done)
@@ -142,9 +163,9 @@ def match(
 
 
 def require_complete(ledger: Ledger) -> None:
-    """Refuse to train while something is owed and done by nobody."""
+    """Raise LedgerError if a required reduction has no handler."""
     problems = [
-        f"{row.parameter}: a sum over {row.mode} {list(row.ranks)} is owed and no handler does it"
+        f"{row.parameter}: needs an all-reduce over {row.mode} {list(row.ranks)}, but no handler performs it"
         for row in ledger.open_rows()
     ]
     if problems:
@@ -159,35 +180,36 @@ def _enter(
     rank: int,
     done: dict[tuple[str, Owed], str],
 ) -> list[str]:
-    """Mark the rows that this reduction covers; returns what is wrong with it."""
+    """Mark the rows that this reduction covers; returns the problems with it."""
     factors = _matching(demand, reduction, layout, rank)
     over = reduction.mode.name if factors is None else " and ".join(factor.mode.name for factor in factors)
     what = f"{demand.name}: {handler} sums over {over} {list(reduction.ranks)}"
     if factors is None:
-        owes = "; ".join(f"{f.mode.name} {list(f.ranks)} / {f.divisor:g}" for f in demand.owed) or "nothing"
-        return [f"{what}, but its placement ({demand.placement}) owes {owes}"]
+        required = "; ".join(f"{f.mode.name} {list(f.ranks)} / {f.divisor:g}" for f in demand.owed) or "no reduction"
+        return [f"{what}, but its placement ({demand.placement}) requires {required}"]
     if all(done.get((demand.name, factor)) == handler for factor in factors):
         return [f"{demand.name}: {handler} sums twice over {over} {list(reduction.ranks)}"]
     divisor = prod(factor.divisor for factor in factors)
     if not isclose(reduction.divisor, divisor):
+        # The most common mistake has its own message: the divisor of all reductions together, but only some of the sums.
         missing = [factor for factor in demand.owed if factor not in factors]
         if missing and isclose(reduction.divisor, prod(factor.divisor for factor in demand.owed)):
-            left = " and ".join(f"{factor.mode.name} {list(factor.ranks)}" for factor in missing)
+            unsummed = " and ".join(f"{factor.mode.name} {list(factor.ranks)}" for factor in missing)
             return [
-                f"{what} and divides by {reduction.divisor:g}, the divisor of all that is owed, but does not sum over {left}"
+                f"{what} and divides by {reduction.divisor:g}, the divisor of all required reductions, but does not sum over {unsummed}"
             ]
         return [f"{what} and divides by {reduction.divisor:g}, but {divisor} ranks saw distinct data"]
     problems = []
     for factor in factors:
         before = done.get((demand.name, factor))
         if before is not None:
-            problems.append(f"{what}, which {before} does already")
+            problems.append(f"{what}, but {before} does so, too")
         done[demand.name, factor] = handler
     return problems
 
 
 def _matching(demand: Demand, reduction: Reduction, layout: Layout, rank: int) -> tuple[Owed, ...] | None:
-    """The owed factors that together are a sum over just these ranks; one factor of the mode itself first."""
+    """The required factors whose joint sum is over exactly these ranks; preferably the one of the same mode."""
     for factor in demand.owed:
         if factor.mode is reduction.mode and factor.ranks == reduction.ranks:
             return (factor,)
@@ -199,20 +221,17 @@ def _matching(demand: Demand, reduction: Reduction, layout: Layout, rank: int) -
 
 
 def _report(problems: list[str]) -> str:
-    shown = "\n  ".join(_by_kind(problems)[:12])
-    more = f"\n  ... and {len(problems) - 12} more" if len(problems) > 12 else ""
-    return (
-        f"the gradients would not be those of one process:\n  {shown}{more}\n"
-        f"Correct the handler or the placement, or name parameters in sync=dict(waive=[...]) if you know better."
-    )
-
-
-def _by_kind(problems: list[str]) -> list[str]:
-    """One line for parameters whose problem is the same but for the numbers in their name."""
+    # One line for parameters whose problems differ only by the numbers in their names.
     kinds: dict[str, list[str]] = {}
     for problem in problems:
         kinds.setdefault(pattern_of(problem, inside=True), []).append(problem)
-    return [first + (f" (and {len(alike)} alike)" if alike else "") for first, *alike in kinds.values()]
+    lines = [first + (f" (and {len(alike)} alike)" if alike else "") for first, *alike in kinds.values()]
+    shown = "\n  ".join(lines[:12])
+    more = f"\n  ... and {len(problems) - 12} more" if len(problems) > 12 else ""
+    return (
+        f"gradient reductions are inconsistent:\n  {shown}{more}\n"
+        f"Correct the handler or the placement, or exempt parameters from this check with sync=dict(waive=[...])."
+    )
 
 
 def _short(ranks: tuple[int, ...]) -> str:
@@ -220,15 +239,5 @@ def _short(ranks: tuple[int, ...]) -> str:
 
 
 def is_waived(name: str, waive: Sequence[str]) -> bool:
-    """Whether the user took this parameter out of the check."""
+    """Whether the config exempts this parameter from the ledger check."""
     return any(fnmatchcase(name, pattern) for pattern in waive)
-
-
-def _check_patterns(demands: Sequence[Demand], waive: Sequence[str]) -> None:
-    names = [demand.name for demand in demands]
-    for pattern in waive:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            # A pattern may be meant for another pipeline stage; only a pattern close to a name here is a slip.
-            hint = did_you_mean(pattern, names)
-            if hint and "*" not in pattern:
-                raise LedgerError(f"sync.waive: {pattern!r} matches no parameter.{hint}", code="C041")

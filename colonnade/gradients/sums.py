@@ -1,7 +1,10 @@
-"""The records of who sums what, and from the reductions of handlers to the sums that are carried out.
+"""Records of gradient reductions, and the way from the reductions of handlers to the sums that are performed.
 
-A parameter owes factors (`Demand`), a handler does reductions (`Reduction`), and all factors of a parameter are carried out as one
-sum over their joint ranks (`Sum`). `gradients.sum_plan` decides who does what; buckets and the synchroniser carry sums out.
+- `Demand`: one parameter and its required reductions, by mode (`Owed`).
+- `Reduction`: parameters that a handler reduces alike, over one mode.
+- `Sum`: all reductions of a parameter as one collective over their joint ranks.
+
+`gradients.sum_plan` assigns reductions to handlers; buckets and the synchroniser perform the sums.
 """
 
 from __future__ import annotations
@@ -27,16 +30,14 @@ from colonnade.parallel.placement import Placement
 
 HALVES = half_dtypes()
 
-# --- From what is owed to the sums of one rank ----------------------------------------------------
-
 
 Choice = str | Sequence[str] | Callable[[str, nn.Parameter], bool] | None
-"""Which parameters: None for all, name patterns (`"*.bias"`), or a predicate of name and parameter."""
+"""A choice of parameters: None for all, name patterns (`"*.bias"`), or a predicate of name and parameter."""
 
 
 @dataclass(frozen=True, eq=False)
 class Reduction:
-    """These parameters: the sum of their gradients over `ranks` (a group of `mode`), divided by `divisor`."""
+    """An all-reduce of the gradients of some parameters over `ranks` (a group of `mode`), divided by `divisor`."""
 
     names: tuple[str, ...]
     parameters: tuple[nn.Parameter, ...]
@@ -51,7 +52,7 @@ class Reduction:
 
 @dataclass(frozen=True, eq=False)
 class Demand:
-    """One parameter and the sums it owes on this rank."""
+    """One parameter and its required reductions on this rank."""
 
     name: str
     parameter: nn.Parameter
@@ -61,12 +62,15 @@ class Demand:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How the gradients of a sum are shared out: each rank owns one slice of every bucket.
+    """Sharded gradients: of every bucket of a sum each rank owns the result of one slice.
 
-    `keep_whole`: a rank has memory for its whole gradients, and sums them once a step; else buckets take turns in
-    little memory and are summed at `every_pass`, or once. `wide`: the owned slice of half-precision gradients is
-    kept in fp32. `device`: where the owned slice lies, if not where the gradients do. `give_back`: the final
-    gradients go to all ranks, as `.grad`.
+    Args:
+        keep_whole: Each rank has memory for its full gradients and reduces them once per step. False: buckets share two
+            staging buffers.
+        every_pass: Reduce at every backward pass, not once per step.
+        wide: Keep the owned slice of half-precision gradients in fp32.
+        device: The device of the owned slice; None for that of the gradients.
+        give_back: All-gather the reduced gradients, so that every rank has them as `.grad`.
     """
 
     keep_whole: bool = True
@@ -78,12 +82,20 @@ class Sharding:
 
 @dataclass(frozen=True, eq=False)
 class Sum:
-    """One sum that is carried out: final gradient = sum over `ranks` / `divisor`.
+    """One reduction as it is performed: reduced gradient = sum of the local gradients over `ranks` / `divisor`.
 
-    `ranks` are global and this rank is among them; `group` is the torch group of exactly these ranks, or None where
-    `ranks` is this rank alone. The parameters stand in the same order on every rank of `ranks`; their names may
-    differ (a weight that is tied between pipeline stages has one name on each). `labels`, one per parameter, must be
-    the same on all these ranks. Without `sharding` every rank gets all of the result.
+    Args:
+        names: Names of the parameters on this rank. They may differ between ranks: a weight that is tied over pipeline
+            stages has another name at each stage.
+        parameters: The parameters, in the same order on every rank of `ranks`.
+        ranks: Global ranks, this rank among them.
+        group: The torch group of exactly these ranks; None if `ranks` is only this rank.
+        divisor: Divisor of the sum.
+        options: Options of buckets and communication.
+        sharding: How the result is sharded over the ranks; None if every rank gets all of it.
+        labels: One per parameter, compared between the ranks at start-up.
+        between_stages: The ranks are at several pipeline stages. These reach the sum at different times of a step, so it is
+            never started early: a wait in the middle of the step would stall the pipeline.
     """
 
     names: tuple[str, ...]
@@ -95,23 +107,21 @@ class Sum:
     sharding: Sharding | None = None
     labels: tuple[str, ...] = ()
     between_stages: bool = False
-    """Whether the ranks are at several pipeline stages: they come to this sum at unlike moments of a step, and one that
-    waited for another in the middle of it would hold up the pipeline. So it is never started early."""
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """The place of the sum among others: all ranks start theirs in ascending order of this."""
+        """Sort key: all ranks start their sums in ascending order of it, although each rank has its own subset of sums."""
         return self.ranks, self.divisor, self.sharding is not None, repr(self.options)
 
 
 def read_demands(model: nn.Module, layout: Layout, rank: int) -> list[Demand]:
-    """What every parameter of the model owes; a parameter with two names counts once, under its first."""
+    """The required reductions of every parameter; a parameter with two names is listed once, under its first name."""
     placed = [(name, p, effective_placement(p, layout, rank)) for name, p in model.named_parameters()]
     return [Demand(name, p, placement, owed(layout, placement, rank)) for name, p, placement in placed]
 
 
 def choose(demands: Iterable[Demand], which: Choice) -> list[Demand]:
-    """The demands that a choice names; a pattern that names nothing is an error."""
+    """The demands of the chosen parameters. Raises LedgerError for a pattern that matches no parameter."""
     demands = list(demands)
     if which is None:
         return demands
@@ -130,26 +140,21 @@ def choose(demands: Iterable[Demand], which: Choice) -> list[Demand]:
 
 def group_reductions(pairs: Iterable[tuple[Demand, Owed]]) -> list[Reduction]:
     """Reductions with the same mode, ranks and divisor, joined; in the order they first appear."""
-    gathered: dict[Owed, list[Demand]] = {}
+    by_factor: dict[Owed, list[Demand]] = {}
     for demand, factor in pairs:
-        gathered.setdefault(factor, []).append(demand)
-    return [_reduction(factor, demands) for factor, demands in gathered.items()]
-
-
-def _reduction(factor: Owed, demands: list[Demand]) -> Reduction:
-    ordered = sorted(demands, key=lambda demand: demand.placement.tie_key)
-    return Reduction(
-        tuple(demand.name for demand in ordered),
-        tuple(demand.parameter for demand in ordered),
-        factor.mode,
-        factor.ranks,
-        factor.divisor,
-    )
+        by_factor.setdefault(factor, []).append(demand)
+    reductions = []
+    for factor, demands in by_factor.items():
+        # Tied parameters have other names, and another position in the model, at each stage; their key is the same everywhere.
+        ordered = sorted(demands, key=lambda demand: demand.placement.tie_key)
+        names, parameters = tuple(demand.name for demand in ordered), tuple(demand.parameter for demand in ordered)
+        reductions.append(Reduction(names, parameters, factor.mode, factor.ranks, factor.divisor))
+    return reductions
 
 
 @dataclass(frozen=True)
 class Shards:
-    """Which parameters are sharded, and how: the label of each (what must be the same on all ranks), by its id."""
+    """Parameters with sharded gradients: by id, a label of each that must be the same on all ranks."""
 
     sharding: Sharding
     labels: Mapping[int, str]
@@ -157,7 +162,7 @@ class Shards:
 
 
 Claim = tuple[Any, Sequence[Reduction]]
-"""A gradient handler, and the reductions that it does."""
+"""A gradient handler and its reductions."""
 
 
 def sums_of(
@@ -167,37 +172,64 @@ def sums_of(
     unsummed: Iterable[tuple[str, nn.Parameter]] = (),
     shards: Shards | None = None,
 ) -> list[Sum]:
-    """The sums that planned handlers come to on this rank, in the order in which all ranks start them; without groups yet.
+    """The sums of planned handlers on this rank, in the order in which all ranks start them; without process groups.
 
-    All reductions of a parameter are carried out as one sum over their joint ranks, divided by the product of their divisors.
-    `options` hold where a handler was given no others. `unsummed` are parameters that owe nothing and are to lie in buckets
-    all the same.
+    All reductions of a parameter are performed as one sum over their joint ranks, divided by the product of their divisors.
+
+    Args:
+        claims: Planned handlers and their reductions.
+        context: The parallel context; its layout suffices.
+        options: The config's `sync`, where a handler has no option of its own.
+        unsummed: Parameters that need no reduction and are put into buckets all the same.
+        shards: The parameters with sharded gradients.
+
+    Raises:
+        ConfigError: Two handlers with different options reduce the same parameter, which is one sum.
     """
+    layout, rank = context.layout, context.get_global_rank()
     named: dict[int, tuple[str, nn.Parameter]] = {}
-    owed_by: dict[int, list[Reduction]] = {}
-    given_for: dict[int, dict[str, tuple[Any, str]]] = {}
+    reductions_of: dict[int, list[Reduction]] = {}
+    handler_options: dict[int, dict[str, tuple[Any, str]]] = {}  # parameter -> option -> (value, class of the handler)
     for handler, reductions in claims:
         for reduction in reductions:
             for name, parameter in zip(reduction.names, reduction.parameters, strict=True):
-                key = id(parameter)
-                named.setdefault(key, (name, parameter))
-                owed_by.setdefault(key, []).append(reduction)
-                _note_options(given_for.setdefault(key, {}), handler, name)
+                named.setdefault(id(parameter), (name, parameter))
+                reductions_of.setdefault(id(parameter), []).append(reduction)
+                for option, value in handler.options.items():
+                    known = handler_options.setdefault(id(parameter), {})
+                    before, by = known.setdefault(option, (value, type(handler).__name__))
+                    if before != value:
+                        raise ConfigError(
+                            f"gradient_handler: {by} has {option}={before!r} and {type(handler).__name__} {option}={value!r}, "
+                            f"but both reduce {name!r}, in one sum; give both the same {option}",
+                            code="C003",
+                        )
     for name, parameter in unsummed:
         named.setdefault(id(parameter), (name, parameter))
+
+    # Parameters with equal ranks, divisor, options and sharding form one sum, and so share buckets.
     members: dict[tuple[tuple[int, ...], float, SyncOptions, bool], list[int]] = {}
     read: dict[Any, SyncOptions] = {}
     for key, (_, parameter) in named.items():
-        given = tuple((name, value) for name, (value, _) in given_for.get(key, {}).items())
+        given = tuple((option, value) for option, (value, _) in handler_options.get(key, {}).items())
         sharded = shards is not None and key in shards.labels
         if (given, sharded) not in read:
             chosen = SyncOptions.read({**options, **dict(given)})
             if sharded and shards is not None and shards.bucket_mb is not None:
                 chosen = replace(chosen, bucket_mb=shards.bucket_mb)
             read[given, sharded] = chosen
-        ranks, divisor = _ranks_and_divisor(parameter, owed_by.get(key, ()), context)
+        found = reductions_of.get(key, ())
+        divisor = prod((reduction.divisor for reduction in found), start=1.0)
+        ranks: tuple[int, ...] = (rank,)
+        if len(found) == 1:
+            # The ranks of the handler: the ledger has compared them with the required ones, unless the parameter is waived.
+            (reduction,) = found
+            ranks = reduction.ranks
+        elif found:
+            factors = tuple(Owed(reduction.mode, reduction.ranks, int(reduction.divisor)) for reduction in found)
+            ranks = joint_ranks(layout, effective_placement(parameter, layout, rank), factors, rank)
         members.setdefault((ranks, divisor, read[given, sharded], sharded), []).append(key)
-    layout = context.layout
+
     sums = [
         Sum(
             names=tuple(named[key][0] for key in keys),
@@ -208,42 +240,16 @@ def sums_of(
             options=chosen,
             sharding=shards.sharding if sharded and shards is not None else None,
             labels=tuple(shards.labels[key] for key in keys) if sharded and shards is not None else (),
-            between_stages=len({layout.local_rank(ParallelMode.PIPELINE, rank) for rank in ranks}) > 1,
+            between_stages=len({layout.local_rank(ParallelMode.PIPELINE, other) for other in ranks}) > 1,
         )
         for (ranks, divisor, chosen, sharded), keys in members.items()
     ]
-    return sorted(sums, key=lambda one: one.order)
+    return sorted(sums, key=lambda sum_: sum_.order)
 
 
 def with_groups(sums: Iterable[Sum], context: ParallelContext) -> list[Sum]:
-    """The sums with their process groups. Collective over the world: groups that do not exist yet are made."""
+    """The sums with their process groups. Collective over the world: missing groups are created."""
     sums = list(sums)
-    # Every rank asks for its sets at the same moment, whether it has sums or not.
-    context.ensure_groups({one.ranks for one in sums if len(one.ranks) > 1})
-    return [replace(one, group=context.group_of_ranks(one.ranks)) if len(one.ranks) > 1 else one for one in sums]
-
-
-def _note_options(noted: dict[str, tuple[Any, str]], handler: Any, parameter: str) -> None:
-    """Add the options that a handler was given by name; handlers of one sum must have been given the same."""
-    for key, value in handler.options.items():
-        before, by = noted.setdefault(key, (value, type(handler).__name__))
-        if before != value:
-            raise ConfigError(
-                f"gradient_handler: {by} has {key}={before!r} and {type(handler).__name__} {key}={value!r}, and both "
-                f"sum {parameter!r}, which is one sum; give both the same {key}",
-                code="C003",
-            )
-
-
-def _ranks_and_divisor(
-    parameter: nn.Parameter, reductions: Sequence[Reduction], context: ParallelContext
-) -> tuple[tuple[int, ...], float]:
-    layout, rank = context.layout, context.get_global_rank()
-    divisor = prod((reduction.divisor for reduction in reductions), start=1.0)
-    if not reductions:
-        return (rank,), divisor
-    if len(reductions) == 1:
-        # Those that the handler names, which the ledger has compared with what is owed (or did not, where it is waived).
-        return reductions[0].ranks, divisor
-    factors = tuple(Owed(each.mode, each.ranks, int(each.divisor)) for each in reductions)
-    return joint_ranks(layout, effective_placement(parameter, layout, rank), factors, rank), divisor
+    # Creating a group is collective over the world, so a rank without sums calls it, too.
+    context.ensure_groups({sum_.ranks for sum_ in sums if len(sum_.ranks) > 1})
+    return [replace(sum_, group=context.group_of_ranks(sum_.ranks)) if len(sum_.ranks) > 1 else sum_ for sum_ in sums]

@@ -1,9 +1,9 @@
 """Transports: how one bucket's gradients are summed over the ranks of a group.
 
-`Transport` is the contract. `TRANSPORTS`, at the end, is tried from the first to the last, and the first that `serves` a group and a
-device is used: nothing to send, shared memory, NCCL, any other process group. A new transport is a class here, and a name in the list
-before `CollectiveTransport`, which serves every group. Two places choose a transport without the list: `uneven.finish_uneven`, for the
-gradients of some ranks only, and the planner (`proof/planner/planned_sums.py`), which has no processes to ask.
+`Transport` is the interface. Of the list `TRANSPORTS`, at the end, the first that `serves` a group and a device is used: a group of
+one rank, shared memory, NCCL, any other process group. A new transport is a class here and an entry in the list before
+`CollectiveTransport`, which serves every group. Two places choose a transport without the list: `uneven.finish_uneven`, for gradients
+outside the buckets, and the planner (`proof/planner/planned_sums.py`), which has no processes to ask.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ if TYPE_CHECKING:
 
 
 class Transport(ABC):
-    """Sums one bucket in one piece of memory.
+    """Reduces one bucket, in one buffer.
 
-    Of a sharded bucket `finish` lands the sum of the owned slice (`bucket.land`); of any other it leaves the whole
-    sum in the memory of every rank. Every rank starts the same buckets in the same order.
+    For a sharded bucket `finish` stores the reduced slice in the `GradientShard` of its owner; for any other bucket every rank
+    has the full sum in its buffer. All ranks start the same buckets in the same order.
     """
 
     name: ClassVar[str]
     bucket_mb: ClassVar[float]
-    """The size of bucket that suits it."""
+    """The default bucket size."""
     first_bucket_mb: ClassVar[float] = 1.0
-    """That of the bucket which is full first: small, so that communication starts early."""
+    """The size of the first bucket: small, so that communication starts early."""
     shares_memory: ClassVar[bool] = False
-    """Whether it needs memory that all ranks of the group see."""
+    """Whether it needs memory that all ranks of the group map."""
     early: bool = False
-    """Whether starting before the end of backward is of use."""
+    """Whether a start before the end of backward gains time."""
     carries: bool = False
-    """Whether every rank gets the sum of a few more numbers that stand behind the gradients."""
+    """Whether it also sums piggybacked numbers, which are stored after the gradients."""
     host_waits: ClassVar[bool] = False
-    """Whether the host waits in `finish` until the sum is there."""
+    """Whether the host waits in `finish` for the end of the reduction."""
     reduced_in: torch.dtype | None = None
-    """The dtype of the sum, or a narrower one that gradients are sent in; None where nothing is summed over ranks."""
+    """The dtype of the sum, or the narrower one that gradients are sent in; None for a single rank."""
 
     @classmethod
     @abstractmethod
     def serves(cls, group: RankGroup, device: torch.device) -> bool:
-        """Whether it can sum gradients on this device over these ranks."""
+        """Whether it can reduce gradients on this device over these ranks."""
 
     @classmethod
     def sizes(cls, total: float, ranks: int) -> tuple[float, float]:
-        """(size of a bucket, of the first) in MiB, for gradients of `total` MiB over so many ranks."""
+        """(bucket size, size of the first bucket) in MiB, for `total` MiB of gradients reduced over `ranks` ranks."""
         return cls.bucket_mb, cls.first_bucket_mb
 
     @abstractmethod
@@ -62,42 +62,42 @@ class Transport(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Begin, when the gradients are in the memory; may return before anything is sent."""
+        """Start the reduction of the gradients in the buffer; may return before anything is sent."""
 
     def wait(self) -> None:
-        """Before `finish`, of one that carries: have the sum there, not multiplied yet."""
+        """Wait for the sum, before `finish` multiplies it; only for transports that carry piggybacked numbers."""
         raise NotImplementedError(f"{type(self).__name__} carries nothing")
 
     @abstractmethod
     def finish(self, factor: float | Tensor) -> None:
-        """Return when the sum is there, multiplied by `factor`."""
+        """Finish the reduction: the sum is in place, multiplied by `factor`."""
 
 
 def real(flat: Tensor) -> Tensor:
-    """A complex buffer as twice as many reals, another as it is."""
+    """A view of a complex buffer as real numbers; other buffers unchanged."""
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
 def is_one(factor: float | Tensor) -> bool:
-    """Whether multiplying by it changes nothing, as far as can be told without looking at a device."""
+    """Whether the factor is known to be 1 without a read of the device."""
     return isinstance(factor, float) and factor == 1.0
 
 
 # --- By collectives of a process group ---
 
 _PIECE_BYTES = 4 << 20
-"""Gloo runs two collectives of a group at once, so that a bucket goes out in several."""
+"""Gloo runs two collectives of a group at once, so a bucket is sent in several chunks."""
 
 Steps = Iterator[tuple[Any, Tensor | None]]
-"""What to wait for (None: nothing), and the summed part that is then ready (None: none yet)."""
+"""(work to wait for or None, the part of the buffer that is then reduced or None)."""
 
 
 class CollectiveTransport(Transport):
-    """By any backend whose collectives the host waits for.
+    """Collectives of any backend for which the host waits.
 
-    A scheme (`_plain`, `_scattered`, `_sliced`) is a generator: it starts a collective, yields what to wait for, and goes on when
-    that is done. Here it runs up to its first wait when the bucket is full, and to its end in `finish`. Either way every rank
-    issues the same collectives in the same order.
+    A scheme (`_plain`, `_scattered`, `_sliced`) is a generator: it starts a collective, yields its work, and continues once the
+    work is done. It runs up to its first wait when the bucket is full, and to its end in `finish`. So each rank issues the
+    collectives of its buckets in the same order.
     """
 
     name = "process group"
@@ -113,20 +113,20 @@ class CollectiveTransport(Transport):
         options, dtype = bucket.sum.options, bucket.layout.dtype
         self.early = options.overlap is not False and not bucket.sum.between_stages
         self._shard, self._used = bucket.shard, bucket.used
-        self._group, self._whole = group, real(memory.own)
+        self._group, self._flat = group, real(memory.own)
         self._wire, self._sum_dtype = options.wire_dtype(dtype), options.sum_dtype(dtype)
         self._in_order = options.fixed_order
-        # A mean, not a sum, goes back in a narrow dtype: the sum could overflow it.
+        # In a narrow dtype a mean is sent back, since the sum could overflow it; `finish` multiplies by the number of ranks.
         self._rescale = 1.0
         self._in_slices = options.fixed_order or self._wire != self._sum_dtype
         if self._in_slices:
             if self._shard is not None:
-                self._sum_dtype = max(self._sum_dtype, self._shard.flat.dtype, key=lambda one: one.itemsize)
+                self._sum_dtype = max(self._sum_dtype, self._shard.flat.dtype, key=lambda dtype: dtype.itemsize)
             elif self._wire != self._sum_dtype:
                 self._rescale = float(group.size)
         else:
             self.carries = self._shard is None
-        self.reduced_in = self._wire if self._wire.itemsize < self._whole.dtype.itemsize else self._sum_dtype
+        self.reduced_in = self._wire if self._wire.itemsize < self._flat.dtype.itemsize else self._sum_dtype
         self._steps: Steps = iter(())
 
     def start(self) -> None:
@@ -147,7 +147,7 @@ class CollectiveTransport(Transport):
                 work.wait()
             if part is not None:
                 self._put(part, factor)
-        self._steps = iter(())  # what was under way holds on to its tensors
+        self._steps = iter(())  # the generator would keep its tensors alive
 
     def _scheme(self) -> Steps:
         if self._in_slices:
@@ -161,37 +161,36 @@ class CollectiveTransport(Transport):
             part.mul_(factor)
 
     def _plain(self) -> Steps:
-        """All-reduce in the bucket's own dtype; all pieces are under way before the first is waited for."""
-        pieces = self._whole.chunk(max(1, round(self._whole.nbytes / self._piece_bytes)))
+        """All-reduce in the bucket's own dtype; all chunks are started before the first is waited for."""
+        pieces = self._flat.chunk(max(1, round(self._flat.nbytes / self._piece_bytes)))
         works = [(dist.all_reduce(piece, group=self._group.group, async_op=True), piece) for piece in pieces]
         yield from works
 
     def _scattered(self) -> Steps:
         """Reduce-scatter in the bucket's own dtype."""
-        part = self._whole.new_empty(self._whole.numel() // self._group.size)
-        yield reduce_scatter_flat(part, self._whole, group=self._group.group, async_op=True), part
+        part = self._flat.new_empty(self._flat.numel() // self._group.size)
+        yield reduce_scatter_flat(part, self._flat, group=self._group.group, async_op=True), part
 
     def _sliced(self) -> Steps:
-        """Each rank adds one slice over all ranks, and sends the result to all unless it is the owner's alone.
+        """All-to-all, local sum of one slice, all-gather (unless the bucket is sharded).
 
-        Moves as many bytes as an all-reduce, but the gradients travel in the wire's dtype and are added in another,
-        and in fixed order no element's bits depend on where it lies.
+        As many bytes as an all-reduce. But gradients are sent in one dtype (`compress`) and summed in another, and with
+        `fixed_order` the bits of a sum do not depend on the position of the element in the bucket.
         """
-        size, whole = self._group.size, self._whole
-        sent = whole.to(self._wire)
+        size, flat = self._group.size, self._flat
+        sent = flat.to(self._wire)
         received = torch.empty_like(sent)
         yield dist.all_to_all_single(received, sent, group=self._group.group, async_op=True), None
         total = self._added(received.view(size, -1))
         if self._shard is not None:
             yield None, total
             return
-        # Sent back as a mean where the dtype of the wire is narrower: a sum could overflow it. `finish` multiplies by the size again.
         part = total if self._rescale == 1.0 else total.div_(size).to(self._wire)
         work = all_gather_flat(sent, part.contiguous(), group=self._group.group, async_op=True)
-        yield work, whole if sent is whole else None
-        if sent is not whole:
-            whole.copy_(sent)
-            yield None, whole
+        yield work, flat if sent is flat else None
+        if sent is not flat:
+            flat.copy_(sent)
+            yield None, flat
 
     def _added(self, rows: Tensor) -> Tensor:
         if not self._in_order:
@@ -204,8 +203,7 @@ class CollectiveTransport(Transport):
 
 
 class DeviceCollectiveTransport(CollectiveTransport):
-    """By a backend that queues its collectives on a device (NCCL): all of a scheme is queued on a side stream at once, and the host
-    waits for nothing."""
+    """Collectives that are queued on a device (NCCL): a scheme is queued at once, on a side stream, and the host does not wait."""
 
     bucket_mb = 25.0
     most_mb = 100.0
@@ -214,7 +212,7 @@ class DeviceCollectiveTransport(CollectiveTransport):
 
     @classmethod
     def sizes(cls, total: float, ranks: int) -> tuple[float, float]:
-        """Few buckets: each costs a launch on every rank. Larger over more ranks, of which each gets a slice."""
+        """Few buckets, since each costs a launch on every rank; larger ones over more ranks, since slices are smaller."""
         size = min(max(cls.bucket_mb, total / 3, ranks / 2), cls.most_mb)
         return size, size / 2
 
@@ -228,7 +226,7 @@ class DeviceCollectiveTransport(CollectiveTransport):
         self._ready: list[Tensor] = []
 
     def start(self) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream(self._whole.device))
+        self._stream.wait_stream(torch.cuda.current_stream(self._flat.device))
         with torch.cuda.stream(self._stream):
             for work, part in self._scheme():
                 if work is not None:
@@ -237,25 +235,25 @@ class DeviceCollectiveTransport(CollectiveTransport):
                     self._ready.append(part)
 
     def wait(self) -> None:
-        torch.cuda.current_stream(self._whole.device).wait_stream(self._stream)
+        torch.cuda.current_stream(self._flat.device).wait_stream(self._stream)
 
     def finish(self, factor: float | Tensor) -> None:
-        stream = torch.cuda.current_stream(self._whole.device)
+        stream = torch.cuda.current_stream(self._flat.device)
         stream.wait_stream(self._stream)
         for part in self._ready:
-            part.record_stream(stream)
+            part.record_stream(stream)  # allocated on the side stream, and used on this one from now on
             self._put(part, factor * self._rescale)
         self._ready = []
 
 
-# --- Of one rank: nothing is sent ---
+# --- A single rank: nothing is sent ---
 
 
 class LocalTransport(Transport):
-    """For a group of one rank: multiplies by the factor."""
+    """A group of one rank: multiplies by the factor."""
 
     name = "local"
-    bucket_mb = 100.0  # nothing is won by starting early: few large moves
+    bucket_mb = 100.0  # an early start gains nothing, so few large copies
 
     @classmethod
     def serves(cls, group: RankGroup, device: torch.device) -> bool:
@@ -274,20 +272,21 @@ class LocalTransport(Transport):
             real(self._memory).mul_(factor)
 
 
-# --- In shared memory, on one host ---
+# --- Shared memory, on one host ---
 
 _CACHE_BYTES = 512 << 10
-"""The part of the cache that the pieces of all ranks together may take."""
+"""The part of the cache for the chunks of all ranks together."""
 
 
 class SharedMemoryTransport(Transport):
-    """Every rank's buckets lie in memory that all ranks map. Each rank sums its slice of a bucket over all ranks' buffers, in rank
-    order and in pieces that stay in the cache, and writes the result into every buffer: the same bits on every rank, whatever the
-    size of the buckets. Of a sharded bucket the slice is all a rank wants.
+    """Reduction in CPU memory that all ranks of the group map.
 
-    Nothing is started early: the sum is memory traffic of the same cores that run backward. Before `finish`, the ranks
-    of the group signal each other that their gradients are in place: once for all buckets, or for each bucket where they share
-    staging buffers.
+    Each rank sums its slice of a bucket over the buffers of all ranks, in rank order and in chunks that stay in the cache, and
+    writes the result to every buffer. So all ranks have the same bits, whatever the bucket size. For a sharded bucket it keeps
+    the slice only.
+
+    Buckets are not started early, because the sum would compete with backward for the same cores. Before `finish` the ranks
+    signal each other that their gradients are complete: once for all buckets, or for each bucket if these share staging buffers.
     """
 
     name = "shared memory"
@@ -311,11 +310,15 @@ class SharedMemoryTransport(Transport):
         width = length = bucket.numel // group.size
         if self._shard is not None:
             length = bucket.used
-            # In a wider one it costs nothing: the shard is as wide.
-            self._sum_dtype = max(self._sum_dtype, self._shard.flat.dtype, key=lambda one: one.itemsize)
+            # The dtype of the shard, if wider: it needs no further memory.
+            self._sum_dtype = max(self._sum_dtype, self._shard.flat.dtype, key=lambda dtype: dtype.itemsize)
         self.reduced_in = self._sum_dtype
         self._convert = self._sum_dtype != dtype and not dtype.is_complex
-        self._pieces = _pieces([real(one[group.index * width :][:length]) for one in memory.every])
+
+        # Chunks of this rank's slice: of each the views into the buffers of all ranks, in rank order.
+        slices = [real(buffer[group.index * width :][:length]) for buffer in memory.every]
+        step = max(4096, _CACHE_BYTES // sum(part.element_size() for part in slices))
+        self._pieces = [*zip(*(part.split(step) for part in slices), strict=True)]
 
     def start(self) -> None:
         if self._signals:
@@ -349,13 +352,6 @@ class SharedMemoryTransport(Transport):
         for other in others:
             total.add_(other)
         return total
-
-
-def _pieces(slices: list[Tensor]) -> list[tuple[Tensor, ...]]:
-    """The slices of all ranks, cut alike: per piece its neighbours in rank order."""
-    width = sum(one.element_size() for one in slices)
-    step = max(4096, _CACHE_BYTES // width)
-    return [*zip(*(one.split(step) for one in slices), strict=True)]
 
 
 TRANSPORTS: list[type[Transport]] = [

@@ -1,10 +1,11 @@
-"""Gradients that did not go the usual way: missing on some rank, late, sparse, or without a bucket.
+"""Uneven gradients: missing on some ranks, late, sparse, or of parameters without a bucket.
 
-Every rank writes one note per parameter (`SumState`). Nearly always all notes are alike, and a digest shows it; only where they
-differ are the notes themselves exchanged (`GroupNotes`). Over NCCL, where the host must not wait, a few numbers that are sent with a
-bucket take the place of digests (`PiggybackedFlags`). Whatever happened, the result equals one process on the joined batch
-(`finish_uneven`): a parameter that got a gradient on any rank has the sum, a parameter that got none anywhere has `.grad` None, so
-that the optimizer skips it.
+Each rank has one note per parameter and step (`SumState`). Nearly always the notes of all ranks are equal, and a digest shows it;
+only if they differ, the notes themselves are exchanged (`GroupNotes`). Over NCCL, where the host must not wait, a few numbers that are
+piggybacked on a bucket take the place of digests (`PiggybackedFlags`).
+
+In every case the result equals a single process on the global batch (`finish_uneven`): a parameter with a gradient on any rank gets
+the sum; a parameter without one on all ranks keeps `.grad` None, so that the optimizer skips it.
 """
 
 from __future__ import annotations
@@ -32,17 +33,19 @@ from colonnade.texts import digest_of
 
 
 Places = dict[int, tuple[Bucket, int]]
-"""Position of a parameter in its sum -> its bucket and its index in there."""
+"""Position of a parameter in its sum -> its bucket, and its index in the bucket."""
 
 Kind = tuple[torch.dtype, torch.device]
 
 
 class SumState:
-    """The buckets of one sum, and what is known of its parameters.
+    """The buckets of one sum, and the state of its parameters.
 
-    `buckets` are in the order in which they start, `laid_out` in that of memory. `notes` has one byte per parameter about the step
-    that is being finished. While `recording`, the order in which gradients come is written down; buckets then start in the
-    order in which they were complete on the first rank.
+    - `buckets`: in the order in which they start; `laid_out`: in the order of memory.
+    - `notes`: one byte per parameter about the step that is being finished.
+    - `recording`: in the first step with a bucket layout the order of gradients is recorded; afterwards the buckets start in the
+      order in which they were complete on the first rank.
+    - `active`: the parameters that require a gradient on any rank.
     """
 
     def __init__(self, sum_: Sum, group: RankGroup) -> None:
@@ -53,7 +56,7 @@ class SumState:
         self._blank = bytes(0 if required else FROZEN for required in self._required)
         self._outside: list[int] = []
         self._last_reports = group.gather_bytes(self._blank) if self._blank else []
-        self.active = _anywhere_active(self._last_reports)
+        self.active = _active_on_any_rank(self._last_reports)
         self.notes = bytearray(self._blank)
         self._started: dict[int, int] = {}
         self.recording = True
@@ -69,10 +72,11 @@ class SumState:
 
     @torch.no_grad()
     def lay_out(self) -> None:
-        """Make buckets of everything active, in the reverse of the model's order; gradients that are there move along.
+        """Create buckets for all active parameters, in reverse model order; existing gradients are moved into them.
 
-        Collective where memory must grow.
+        Collective over the ranks of the sum if memory must grow.
         """
+        # Gradients that are views of the old buckets are copied out, since their memory is used again.
         for bucket in self.buckets:
             for parameter, grad in zip(bucket.parameters, bucket.grads, strict=True):
                 if parameter.grad is grad:
@@ -80,10 +84,10 @@ class SumState:
         self.buckets, self.laid_out, self.places = [], [], {}
         for storage in self._storages.values():
             storage.clear()
-        self._kinds = [(one.dtype, one.device) for one in self.sum.parameters]
-        inside = [active and at not in self._sparse for at, active in enumerate(self.active)]
-        members = by_kind(self._kinds, inside)
-        self._outside = [i for i, active in enumerate(self.active) if not active or i in self._sparse]
+        self._kinds = [(parameter.dtype, parameter.device) for parameter in self.sum.parameters]
+        bucketed = [active and at not in self._sparse for at, active in enumerate(self.active)]
+        members = by_kind(self._kinds, bucketed)
+        self._outside = [at for at, has_bucket in enumerate(bucketed) if not has_bucket]
         for kind in sorted(members, key=str):
             if kind not in self._storages:
                 self._storages[kind] = BucketStorage(self.sum, self.group, *kind)
@@ -96,59 +100,68 @@ class SumState:
             self.places.update((position, (bucket, i)) for i, position in enumerate(bucket.positions))
 
     def start(self, bucket: Bucket, *, early: bool) -> None:
-        """Begin the sum of a bucket, and note which gradients are not in it."""
+        """Start the reduction of a bucket, and note the gradients that are not in it."""
         self.collect(bucket, early=early)
         bucket.send()
 
     def collect(self, bucket: Bucket, *, early: bool) -> None:
-        """All that comes before a bucket is sent."""
+        """Complete a bucket, without sending it."""
         if not bucket.keeps_gradients:
             self._storages[bucket.layout.dtype, bucket.layout.device].acquire_staging(bucket)
         notes = bucket.collect(early=early)
         for position in bucket.positions:
             note, before = notes.get(position, 0), self._started.get(position, MISSING)
-            # A gradient is missing from a step if it is from all passes that were summed.
+            # A gradient is missing from the step only if it is missing from every pass that was reduced.
             self._started[position] = ((note | before) & ~MISSING) | (note & before & MISSING)
 
     def finish_staged(self) -> None:
-        """End the sums of buckets that lie in staging memory."""
+        """Finish the reductions of buckets in staging buffers."""
         for storage in self._storages.values():
             storage.finish_staged()
 
-    # -- the order in which gradients come ----------------------------------------------------------------
+    # -- the order in which gradients arrive --------------------------------------------------------------
 
     def begin_pass(self) -> None:
-        """A backward pass is about to run: its order of gradients counts, if it makes any."""
-        self._check_kinds()
+        """Call before each backward pass. Raises GradientError if a parameter has another dtype or device now."""
+        kinds = [(parameter.dtype, parameter.device) for parameter in self.sum.parameters]
+        if kinds != self._kinds:
+            at = next(at for at, (old, new) in enumerate(zip(self._kinds, kinds, strict=True)) if old != new)
+            old, new = (f"{dtype} on {device}" for dtype, device in (self._kinds[at], kinds[at]))
+            raise GradientError(
+                f"{self.sum.names[at]!r} was {old} at initialize() and is {new} now; move or convert the model before "
+                f"initialize()"
+            )
         self._fresh = True
 
     def record(self, position: int) -> None:
-        """A gradient has come."""
+        """Record the arrival of a gradient."""
+        # The order of the last pass counts, so a pass starts a new record; but only once it has a gradient at all.
         if self._fresh:
             self._fired, self._fresh = {}, False
-        # Taken out and put back, so that the dictionary is in the order of the last arrivals.
+        # Removed and added again, so that the dictionary is in the order of the last arrivals.
         self._fired[position] = self._fired.pop(position, 0) + 1
 
     def learn_order(self) -> None:
-        """Note what each bucket waits for, and let buckets start as the first rank's became complete. Collective."""
+        """Set the gradients that each bucket waits for, and the order of buckets. Collective over the ranks of the sum."""
         arrival = {position: at for at, position in enumerate(self._fired)}
         complete = []
         for bucket in self.buckets:
-            came = [i for i, position in enumerate(bucket.positions) if position in arrival]
-            last = max(came, key=lambda i: arrival[bucket.positions[i]], default=0)
-            bucket.expected, bucket.last = came, last
+            arrived = [i for i, position in enumerate(bucket.positions) if position in arrival]
+            last = max(arrived, key=lambda i: arrival[bucket.positions[i]], default=0)
+            bucket.expected, bucket.last = arrived, last
             bucket.firings = self._fired.get(bucket.positions[last], 1)
             complete.append(arrival.get(bucket.positions[last], len(arrival)))
             bucket.recording = False
+        # All ranks must start buckets in the same order, so that of the first rank holds for all.
         order = sorted(range(len(complete)), key=complete.__getitem__)
-        of_first, *_ = self.group.gather_objects(order)
-        self.buckets = [self.buckets[at] for at in of_first]
+        order_of_first, *_ = self.group.gather_objects(order)
+        self.buckets = [self.buckets[at] for at in order_of_first]
         self.recording = False
 
     # -- notes --------------------------------------------------------------------------------------------
 
     def open_notes(self, failed: bool) -> None:
-        """At the end of backward: what is known of gradients that are in no bucket, or came too late for theirs."""
+        """Start the notes of a step, at the end of backward: gradients without a bucket, and late ones."""
         required = [parameter.requires_grad for parameter in self.sum.parameters]
         if required != self._required:
             self._required = required
@@ -168,7 +181,7 @@ class SumState:
                         self.notes[position] |= OUTSIDE
 
     def close_notes(self) -> bytes:
-        """When all buckets have started: the notes about this step."""
+        """The notes of this step; call when all buckets are collected."""
         for position, note in self._started.items():
             self.notes[position] |= note
         self._started.clear()
@@ -178,58 +191,48 @@ class SumState:
         """The ranks on which backward failed."""
         return [rank for rank, notes in zip(self.group.ranks, reports, strict=True) if notes and notes[0] & FAILED]
 
-    def _check_kinds(self) -> None:
-        """Refuse parameters that were given another dtype or device: their gradients have no place in the buckets."""
-        kinds = [(parameter.dtype, parameter.device) for parameter in self.sum.parameters]
-        if kinds != self._kinds:
-            at = next(at for at, (old, new) in enumerate(zip(self._kinds, kinds, strict=True)) if old != new)
-            old, new = (f"{dtype} on {device}" for dtype, device in (self._kinds[at], kinds[at]))
-            raise GradientError(
-                f"{self.sum.names[at]!r} was {old} at initialize() and is {new} now; move or convert the model before "
-                f"initialize()"
-            )
-
     @property
     def remarkable(self) -> bool:
-        """Whether the notes say anything but which parameters are frozen."""
+        """Whether the notes have more than the frozen parameters."""
         return self.notes != self._blank
 
     def adapt(self, reports: list[bytes]) -> bool:
-        """Learn from all ranks' notes which parameters are active or sparse; whether that means other buckets."""
+        """Take over from all ranks' notes which parameters are active or sparse; True if the buckets must change."""
         if self.sum.sharding is not None or reports == self._last_reports:
             return False
         self._last_reports = reports
-        active = _anywhere_active(reports)
+        active = _active_on_any_rank(reports)
         sparse = {i for notes in reports for i, note in enumerate(notes) if note & SPARSE} | self._sparse
         changed = active != self.active or sparse != self._sparse
         self.active, self._sparse = active, sparse
         return changed
 
 
-def _anywhere_active(reports: Sequence[bytes]) -> list[bool]:
+def _active_on_any_rank(reports: Sequence[bytes]) -> list[bool]:
     return [not all(note & FROZEN for note in notes) for notes in zip(*reports, strict=True)]
 
 
-def by_kind(kinds: Sequence[Kind], inside: Sequence[bool]) -> dict[Kind, list[int]]:
-    """The positions of the parameters that go into buckets, by kind, in the reverse of the model's order: as backward goes."""
+def by_kind(kinds: Sequence[Kind], bucketed: Sequence[bool]) -> dict[Kind, list[int]]:
+    """The positions of the `bucketed` parameters by dtype and device, in reverse model order, about that of backward."""
     members: dict[Kind, list[int]] = {}
     for position in reversed(range(len(kinds))):
-        if inside[position]:
+        if bucketed[position]:
             members.setdefault(kinds[position], []).append(position)
     return members
 
 
 USE_ONE_FORM = (
-    "use one form. A mean that cross-entropy has made counts as (sum, count): times 1.0 it is a plain mean, and where "
-    "there is nothing to learn from give (0 * output.sum(), 0)"
+    "use one form. A cross-entropy mean counts as (sum, count); multiplied by 1.0 it is a plain mean. A rank without labels "
+    "gives (0 * output.sum(), 0)"
 )
 _STEP = Struct("<q")
 _NO_STEP = 1 << 48
-"""The number of a step is below, the bits of a count above: ranks that gave means meet counts at the place of steps."""
+"""Numbers of steps are below. A rank that exchanges counts of losses has the bits of a float at the place of the step, which are
+above."""
 
 
 class GroupNotes:
-    """The notes of one group of ranks, for all its sums one after another."""
+    """The exchange of notes within one group of ranks, for all its sums."""
 
     def __init__(self, group: RankGroup, states: Sequence[SumState]) -> None:
         self.group, self.states = group, list(states)
@@ -238,72 +241,92 @@ class GroupNotes:
         self._reports: list[list[bytes]] | None = None
 
     def announce(self, step: int, counts: bool = False) -> None:
-        """Send a digest of this rank's notes; does not wait. `counts`: its loss of the step was given as (sum, count)."""
+        """Send a digest of this rank's notes, without a wait. `counts`: the loss of this step was given as (sum, count)."""
         self._own, self._reports = [state.close_notes() for state in self.states], None
         self._counts = bytes([counts])
         digest = digest_of(b"".join(self._own) + self._counts)
         self.group.signal(_STEP.pack(step) + digest.to_bytes(8, "little"))
 
     def resolve(self) -> list[list[bytes]]:
-        """Wait for the others: per sum, the notes of every rank in group order."""
-        if self._reports is None:
-            digests = self.group.collect()
-            self._check_steps(digests)
-            own = b"".join(self._own) + self._counts
-            whole = [own] * self.group.size if len({*digests}) == 1 else self.group.gather_bytes(own)
-            self._reports, start = [], 0
-            for notes in self._own:
-                self._reports.append([other[start : start + len(notes)] for other in whole])
-                start += len(notes)
-            self._check_forms([other[-1] for other in whole])
-        return self._reports
+        """Wait for the digests of the other ranks.
 
-    def _check_forms(self, counts: list[int]) -> None:
-        """Where some ranks sum counts and others do not, the gradients have no common factor."""
-        failed = any(notes and notes[0] & FAILED for reports in self._reports or () for notes in reports)
-        if failed or len({*counts}) == 1:
-            return
-        of_form = [[rank for rank, one in zip(self.group.ranks, counts, strict=True) if one == form] for form in (0, 1)]
-        raise GradientError(
-            f"the loss is not of one form on all ranks: a mean on rank {listed(of_form[0])}; (sum, count) on rank "
-            f"{listed(of_form[1])}; {USE_ONE_FORM}",
-            code="C045",
-        )
+        Returns:
+            Per sum, the notes of every rank in group order.
 
-    def _check_steps(self, digests: list[bytes]) -> None:
+        Raises:
+            GradientError: The ranks are at different steps, or have different forms of the loss.
+        """
+        if self._reports is not None:
+            return self._reports
+        ranks = self.group.ranks
+
+        # A message of another step, or of another collective: a rank that gave (sum, count) exchanges counts where the others
+        # exchange digests.
+        digests = self.group.collect()
         steps = [step for (step,) in map(_STEP.unpack_from, digests)]
-        counting = [rank for rank, step in zip(self.group.ranks, steps, strict=True) if step > _NO_STEP]
+        counting = [rank for rank, step in zip(ranks, steps, strict=True) if step > _NO_STEP]
         if counting:
             raise GradientError(
-                f"rank {listed(counting)} adds up the counts of its losses, given as (sum, count), and rank "
-                f"{listed(set(self.group.ranks).difference(counting))} gave a mean; {USE_ONE_FORM}",
+                f"rank {listed(counting)} gave its loss as (sum, count), and rank "
+                f"{listed(set(ranks).difference(counting))} gave a mean; {USE_ONE_FORM}",
                 code="C045",
             )
         if len({*steps}) > 1:
-            at = ", ".join(f"rank {rank}: {step}" for rank, step in zip(self.group.ranks, steps, strict=True))
+            at = ", ".join(f"rank {rank}: {step}" for rank, step in zip(ranks, steps, strict=True))
             raise GradientError(
-                f"ranks are not in the same gradient synchronisation ({at}); a rank has skipped or repeated one",
+                f"ranks are not at the same gradient synchronisation ({at}); a rank has skipped or repeated one",
                 code="C043",
             )
 
+        # Equal digests: every rank has the notes of this one, which are nearly always so.
+        own = b"".join(self._own) + self._counts
+        of_ranks = [own] * self.group.size if len({*digests}) == 1 else self.group.gather_bytes(own)
+        self._reports, start = [], 0
+        for notes in self._own:
+            self._reports.append([report[start : start + len(notes)] for report in of_ranks])
+            start += len(notes)
+
+        # If some ranks sum counts and others do not, there is no common factor for the gradients. A rank whose backward failed
+        # may have had no loss; then the step is dropped anyway.
+        counts = [report[-1] for report in of_ranks]
+        failed = any(notes and notes[0] & FAILED for reports in self._reports for notes in reports)
+        if not failed and len({*counts}) > 1:
+            means, pairs = ([r for r, form in zip(ranks, counts, strict=True) if form == kind] for kind in (0, 1))
+            raise GradientError(
+                f"the loss does not have the same form on all ranks: a mean on rank {listed(means)}; (sum, count) on rank "
+                f"{listed(pairs)}; {USE_ONE_FORM}",
+                code="C045",
+            )
+        return self._reports
+
 
 def notes_of_all(groups: Sequence[GroupNotes], step: int, counts: bool = False) -> list[list[bytes]]:
-    """The notes of every rank about each sum, in the order of groups and their sums. Collective, and the host waits."""
-    for notes in groups:
-        notes.announce(step, counts)
-    return [report for notes in groups for report in notes.resolve()]
+    """The notes of every rank about each sum, in the order of groups and their sums.
+
+    Collective over the ranks of each group; the host waits.
+    """
+    for of_group in groups:
+        of_group.announce(step, counts)
+    return [report for of_group in groups for report in of_group.resolve()]
 
 
 def finish_uneven(state: SumState, reports: Sequence[bytes], factor: float | Tensor) -> dict[int, list[int]]:
-    """Finish the parameters that `reports` (all ranks' notes) remark on, after the buckets are summed.
+    """Reduce the gradients that no bucket could reduce. Collective over the ranks of the sum, after its buckets are reduced.
 
-    Returns position -> global ranks that had no gradient while others did. Collective.
+    Args:
+        state: The sum.
+        reports: The notes of all its ranks.
+        factor: The factor of the step, with the divisor of the sum.
+
+    Returns:
+        Position -> global ranks that had no gradient while others did.
     """
     sum_, group, places = state.sum, state.group, state.places
     dense: list[int] = []
     absent: dict[int, set[int]] = {}
     uneven: dict[int, list[int]] = {}
-    # The notes of all ranks decide for each parameter, never those of one: so every rank makes the same collectives here.
+
+    # Every decision follows from the notes of all ranks, never from those of this rank: so all ranks make the same collectives.
     for position, notes in enumerate(zip(*reports, strict=True)):
         if not any(note & (MISSING | OUTSIDE | SPARSE) for note in notes):
             continue
@@ -315,13 +338,26 @@ def finish_uneven(state: SumState, reports: Sequence[bytes], factor: float | Ten
                 f"the gradient of {sum_.names[position]!r} is sparse, and ZeRO shards dense gradients only; build its "
                 f"layer with sparse=False, or turn zero off"
             )
-        # A gradient beside its bucket on some rank is added densely, to the bucket's sum of the others. Sparse everywhere it
-        # stays sparse. In the bucket of some ranks and zero in that of the others the sum is there already: `.grad` is given
-        # back. On no rank at all: `.grad` stays None, as in one process.
+        # Outside its bucket on some rank: reduced densely, and added to the bucket's sum of the other ranks. Sparse on every rank
+        # that has it: stays sparse. In the bucket on some ranks (zero on the others): the sum is there, only `.grad` must be set.
+        # On no rank: `.grad` stays None, as in a single process.
         if outside or (sparse and in_bucket):
             dense.append(position)
         elif sparse:
-            _sum_sparse(sum_, position, group, factor)
+            # All ranks' entries are gathered, and those of equal index added. A rank without a gradient gives no entries.
+            parameter = sum_.parameters[position]
+            grad = parameter.grad
+            if grad is None:
+                indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+                entries = torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device)
+                grad = torch.sparse_coo_tensor(indices, entries, parameter.shape)
+            own = grad.coalesce()
+            counts = [int(count) for count in group.gather_objects(own._nnz())]
+            indices = _gather_padded(own.indices().t().contiguous(), counts, group).t()
+            values = _gather_padded(own.values(), counts, group)
+            total = torch.sparse_coo_tensor(indices, values, parameter.shape).coalesce()
+            total.values().mul_(factor)
+            parameter.grad = total
         elif in_bucket:
             bucket, index = places[position]
             if not bucket.is_sharded:
@@ -333,22 +369,11 @@ def finish_uneven(state: SumState, reports: Sequence[bytes], factor: float | Ten
             uneven[position] = [r for r, note in zip(group.ranks, notes, strict=True) if note & MISSING]
     for bucket in state.buckets:
         bucket.absent = frozenset(absent.get(id(bucket), ()))
-    _sum_dense(sum_, dense, group, places, factor)
-    return {position: ranks for position, ranks in uneven.items() if ranks}
 
-
-def explain(sum_: Sum, position: int, ranks: Sequence[int], step: int) -> str:
-    """The message for the log about a parameter without gradient on some ranks."""
-    return (
-        f"step {step}: no gradient for {sum_.names[position]!r} on ranks {listed(ranks)}, "
-        f"but on others of {listed(sum_.ranks)}: counted as zero (said once)"
-    )
-
-
-def _sum_dense(sum_: Sum, positions: Sequence[int], group: RankGroup, places: Places, factor: float | Tensor) -> None:
-    """Sum what lies beside the buckets, and add it to what is in them."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for position in positions:
+    # The dense gradients outside the buckets are reduced in further buckets, for this step only: in their own dtype (or a wider
+    # one), and unsharded, since the owner of each element is known only in the bucket that they belong to.
+    kinds: dict[Kind, list[int]] = {}
+    for position in dense:
         tensor = local_part(sum_.parameters[position])
         kinds.setdefault((tensor.dtype, tensor.device), []).append(position)
     wide = None if sum_.options.reduce_dtype in HALVES else sum_.options.reduce_dtype
@@ -358,150 +383,146 @@ def _sum_dense(sum_: Sum, positions: Sequence[int], group: RankGroup, places: Pl
         memory = GroupMemory(torch.zeros(extra.numel, dtype=dtype, device=device))
         buffer = Buffer(extra, memory)
         for parameter, view, position in zip(extra.parameters, buffer.views, extra.positions, strict=True):
-            grad = parameter.grad
-            if grad is not None and not _is_in_bucket(grad, places.get(position)):
-                strided = grad if grad.layout is torch.strided else grad.to_dense()
-                view.copy_(local_part(strided, parameter))
+            grad, place = parameter.grad, places.get(position)
+            # A gradient that is in its bucket has been reduced there; this rank adds zeros here.
+            if grad is None or (place is not None and grad is place[0].grads[place[1]]):
+                continue
+            strided = grad if grad.layout is torch.strided else grad.to_dense()
+            view.copy_(local_part(strided, parameter))
         transport = (LocalTransport if group.alone else CollectiveTransport)(extra, memory, group)
         transport.start()
         transport.finish(factor)
-        for i, position in enumerate(extra.positions):
-            _put(extra.parameters[i], buffer, i, places.get(position))
+
+        # Without a bucket, the sum is the gradient. With one, it is added to the bucket's sum; to the slice that this rank owns,
+        # if the bucket is sharded.
+        for parameter, view, grad, position in zip(
+            extra.parameters, buffer.views, buffer.grads, extra.positions, strict=True
+        ):
+            if position not in places:
+                parameter.grad = grad
+                continue
+            bucket, index = places[position]
+            if not bucket.is_sharded:
+                bucket.views[index].add_(view)
+                bucket.attach(index)
+                continue
+            parameter.grad = None
+            flat = flattened(view)
+            for span in bucket.spans:
+                if span.index == index:
+                    into = bucket.gradient[span.at : span.at + span.numel]
+                    into.add_(flat[span.start : span.stop].to(into.device, into.dtype))
+    return {position: ranks for position, ranks in uneven.items() if ranks}
 
 
-def _is_in_bucket(grad: Tensor, place: tuple[Bucket, int] | None) -> bool:
-    if place is None:
-        return False
-    bucket, index = place
-    return grad is bucket.grads[index]
-
-
-def _put(parameter: Tensor, buffer: Buffer, i: int, place: tuple[Bucket, int] | None) -> None:
-    if place is None:
-        parameter.grad = buffer.grads[i]
-        return
-    bucket, index = place
-    if not bucket.is_sharded:
-        bucket.views[index].add_(buffer.views[i])
-        bucket.attach(index)
-        return
-    parameter.grad = None
-    flat = flattened(buffer.views[i])
-    for span in bucket.spans:
-        if span.index == index:
-            into = bucket.gradient[span.at : span.at + span.numel]
-            into.add_(flat[span.start : span.stop].to(into.device, into.dtype))
-
-
-def _sum_sparse(sum_: Sum, position: int, group: RankGroup, factor: float | Tensor) -> None:
-    """Sum sparse gradients as what they are: all ranks' entries, gathered, then those of equal index added."""
-    parameter = sum_.parameters[position]
-    own = _coo(parameter)
-    counts = [int(count) for count in group.gather_objects(own._nnz())]
-    indices = _gather_padded(own.indices().t().contiguous(), counts, group).t()
-    values = _gather_padded(own.values(), counts, group)
-    total = torch.sparse_coo_tensor(indices, values, parameter.shape).coalesce()
-    total.values().mul_(factor)
-    parameter.grad = total
-
-
-def _coo(parameter: Tensor) -> Tensor:
-    """The parameter's sparse gradient, its equal indices added up; without entries where there is none."""
-    grad = parameter.grad
-    if grad is not None:
-        return grad.coalesce()
-    dims = 1
-    indices = torch.empty(dims, 0, dtype=torch.int64, device=parameter.device)
-    values = torch.empty(0, *parameter.shape[dims:], dtype=parameter.dtype, device=parameter.device)
-    return torch.sparse_coo_tensor(indices, values, parameter.shape).coalesce()
+def explain(sum_: Sum, position: int, ranks: Sequence[int], step: int) -> str:
+    """The message for the log about a parameter without gradient on some ranks."""
+    return (
+        f"step {step}: no gradient for {sum_.names[position]!r} on ranks {listed(ranks)}, "
+        f"but on others of {listed(sum_.ranks)}: counted as zero (logged once)"
+    )
 
 
 def _gather_padded(rows: Tensor, counts: Sequence[int], group: RankGroup) -> Tensor:
-    """The rows of all ranks, in group order."""
+    """The rows of all ranks, in group order; `counts` are their numbers of rows."""
     if group.alone:
         return rows
-    most = max(counts)
-    padded = rows.new_zeros(most, *rows.shape[1:])
+    # An all-gather needs equal shapes, so every rank pads to the largest count.
+    longest = max(counts)
+    padded = rows.new_zeros(longest, *rows.shape[1:])
     padded[: rows.shape[0]] = rows
-    gathered = rows.new_empty(group.size * most, *rows.shape[1:])
-    if most:
+    gathered = rows.new_empty(group.size * longest, *rows.shape[1:])
+    if longest:
         all_gather_flat(gathered, padded, group=group.group)
-    blocks = gathered.view(group.size, most, *rows.shape[1:])
+    blocks = gathered.view(group.size, longest, *rows.shape[1:])
     return torch.cat([block[:count] for block, count in zip(blocks, counts, strict=True)])
 
 
 # --- Flags in place of notes, where the host must not wait ---
 
 _LAG = 2
-"""After how many steps the numbers are read: the device always has a whole step of work left then."""
-_STEP_MARKS = 4
+"""The number of steps after which the flags are read: the device then still has a full step of work queued."""
+_STEP_SLOTS = 4
 DEVIATES, UNSTEADY, STEP = 0, 1, 2
-FLAG_COUNT = STEP + _STEP_MARKS
+FLAG_COUNT = STEP + _STEP_SLOTS
 
 
 class PiggybackedFlags:
-    """Flags of a step that are summed over the world by a collective that is made anyway. The same decisions on every rank.
+    """Flags of a step, summed over the world by a collective that is made anyway; all ranks take the same decisions.
 
-    With NCCL the host runs ahead of the device, and an agreement through the host would hold it up at every step. So a rank whose
-    gradients come as they always did says nothing but that, in a few numbers that are summed with a bucket or with the norm. The
-    host reads them two steps later. Until then a step in which a rank's gradients came otherwise (it deviates) is dropped on the
-    device, by all ranks alike: no weight is ever wrong. From then on the ranks agree at every step.
+    With NCCL the host runs ahead of the device, and a comparison of notes through the host would stall it in every step. So a rank
+    whose gradients arrive as in earlier steps sends only a few numbers, summed with a bucket or with the norm, and the host reads
+    the sums two steps later. A step in which a rank's gradients arrive in another way (it deviates) is skipped on the device, by
+    all ranks: no weight is ever wrong. Afterwards the ranks compare notes in every step.
 
-    The numbers: does this rank deviate, is it not steady (it learns an order, or notes something odd), and a one at the place of
-    the step's number modulo 4, so that ranks at different steps are noticed.
+    The numbers: 1 if this rank deviates; 1 if it is not steady (it records an order, or its notes are irregular); and a 1 in the
+    slot of the step's number modulo 4, which shows whether ranks are at different steps.
     """
 
     def __init__(self, device: torch.device) -> None:
-        # [deviates][unsteady][mark], ready on the device: nothing is copied there at any step.
-        self._all = torch.zeros(2, 2, _STEP_MARKS, FLAG_COUNT, dtype=torch.float64, device=device)
+        # [deviates][unsteady][slot]: all combinations are on the device from the start, so that no step copies anything there.
+        self._all = torch.zeros(2, 2, _STEP_SLOTS, FLAG_COUNT, dtype=torch.float64, device=device)
         self._all[1, :, :, DEVIATES] = self._all[:, 1, :, UNSTEADY] = 1.0
-        for mark in range(_STEP_MARKS):
-            self._all[:, :, mark, STEP + mark] = 1.0
+        for slot in range(_STEP_SLOTS):
+            self._all[:, :, slot, STEP + slot] = 1.0
         self._step = 0
         self._pending: deque[HostCopy] = deque()
         self._uneven = False
         self.steady = False
-        """Whether the gradients of all ranks come as they always did, so that they need not agree at this step."""
+        """Whether the gradients of all ranks arrive as in earlier steps, so that this step needs no comparison of notes."""
 
     def begin(self) -> str | None:
-        """Before the sums of a step end: decide whether it is a steady one. Returns a message for the log, if there is one."""
-        self.steady, said = False, None
+        """Decide whether this step is steady, before its reductions finish.
+
+        Returns:
+            A message for the log, or None.
+
+        Raises:
+            GradientError: Ranks were at different steps.
+        """
+        self.steady, message = False, None
         if len(self._pending) < _LAG:
             return None
-        deviates, unsteady, *marks = self._pending.popleft().read()
-        if sum(mark > 0 for mark in marks) > 1:
+        deviates, unsteady, *slots = self._pending.popleft().read()
+        if sum(count > 0 for count in slots) > 1:
             raise GradientError(
                 f"ranks were not at the same step {_LAG} steps ago; a rank has skipped or repeated one. That step was dropped",
                 code="C043",
             )
         if deviates > 0 and not self._uneven:
             self._uneven = True
-            said = (
-                f"step {self._step - _LAG} was dropped: on some rank other parameters had gradients than in the steps before. "
-                f"From now on the ranks agree on that at every step, and none is dropped for it"
+            message = (
+                f"step {self._step - _LAG} was dropped: on some rank, other parameters had gradients than in earlier steps. "
+                f"From now on the ranks compare this in every step, and no step is dropped for it"
             )
         self.steady = not self._uneven and unsteady == 0
-        return said
+        return message
 
     def numbers(self, deviates: bool, unsteady: bool) -> Tensor:
-        """The numbers of this rank's step; to be summed (or their maximum taken) over the world."""
-        return self._all[int(deviates), int(unsteady), self._step % _STEP_MARKS]
+        """The numbers of this rank for this step, to be reduced over the world by sum or maximum."""
+        return self._all[int(deviates), int(unsteady), self._step % _STEP_SLOTS]
 
     def all_deviate(self, summed: Tensor) -> bool:
-        """After `take`, on a rank that deviates: whether all ranks do. Waits for the device.
+        """After `take`, on a rank that deviates: whether all ranks deviate. The host waits for the device.
 
-        Then each rank knows that the others are here, and they can agree: the step is not dropped, it was only not steady.
+        If so, each rank knows that all others ask this, too, and they can compare notes: the step counts as unsteady and is not
+        skipped.
         """
+        # The slot of the step has counted the ranks.
         numbers = summed[:FLAG_COUNT].tolist()
-        if numbers[DEVIATES] != numbers[STEP + (self._step - 1) % _STEP_MARKS]:
+        if numbers[DEVIATES] != numbers[STEP + (self._step - 1) % _STEP_SLOTS]:
             return False
         self._pending[-1] = HostCopy(self.numbers(False, unsteady=True))
         return True
 
     def take(self, summed: Tensor) -> Tensor:
-        """Keep the sums of all ranks' numbers, for two steps later; 1.0, on the device, if the world drops the step."""
+        """Keep the sums over all ranks, to be read two steps later.
+
+        Returns:
+            1.0 on the device if all ranks skip the step, else 0.0.
+        """
         self._pending.append(HostCopy(summed))
-        mark = STEP + self._step % _STEP_MARKS
+        slot = STEP + self._step % _STEP_SLOTS
         self._step += 1
-        others = summed[STEP:].sum() - summed[mark]
-        return ((summed[DEVIATES] + others) > 0).float()
+        at_other_steps = summed[STEP:].sum() - summed[slot]
+        return ((summed[DEVIATES] + at_other_steps) > 0).float()

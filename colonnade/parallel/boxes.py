@@ -1,4 +1,4 @@
-"""Boxes of elements inside a whole tensor: where a part lies, what two share, and whether parts tile the whole.
+"""Boxes of elements inside a full tensor: the position of a shard, intersections, and whether shards tile the tensor.
 
 A box is an offset and a shape. Integers only, without torch: checkpoints are listed and verified with them.
 """
@@ -15,30 +15,30 @@ _MOST_CORNERS = 1 << 23
 
 @dataclass(frozen=True)
 class Box:
-    """The elements of a whole tensor from `offset` on, `shape` of them along each dimension."""
+    """A box of elements in a full tensor: from `offset` on, of size `shape`."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """The number of elements."""
         return prod(self.shape)
 
     @property
     def stop(self) -> tuple[int, ...]:
-        """The first index behind it along each dimension."""
+        """The end (exclusive) along each dimension."""
         return tuple(start + size for start, size in zip(self.offset, self.shape, strict=True))
 
     def shared_with(self, other: Box) -> Box | None:
-        """The elements that are in both, or None."""
+        """The intersection, or None if it is empty."""
         start = tuple(map(max, self.offset, other.offset))
         shape = tuple(min(stops) - first for first, *stops in zip(start, self.stop, other.stop, strict=True))
         return Box(start, shape) if all(size > 0 for size in shape) else None
 
     def slices_in(self, outer: Box) -> tuple[slice, ...]:
-        """The index that takes this box out of a tensor that holds `outer`."""
-        starts = [mine - origin for mine, origin in zip(self.offset, outer.offset, strict=True)]
+        """The index of this box in a tensor that has the elements of `outer`."""
+        starts = [start - origin for start, origin in zip(self.offset, outer.offset, strict=True)]
         return tuple(slice(start, start + size) for start, size in zip(starts, self.shape, strict=True))
 
 
@@ -49,7 +49,7 @@ def whole_box(shape: Iterable[int]) -> Box:
 
 
 def moved(box: Box, source: Box, target: Box) -> Box:
-    """A box inside `source` as it lies where `source` becomes `target`."""
+    """A box inside `source`, translated with it to `target`."""
     offset = tuple(at - old + new for at, old, new in zip(box.offset, source.offset, target.offset, strict=True))
     return Box(offset, box.shape)
 
@@ -57,35 +57,36 @@ def moved(box: Box, source: Box, target: Box) -> Box:
 def tiles(boxes: Iterable[Box], shape: tuple[int, ...]) -> bool:
     """Whether the boxes cover a tensor of this shape exactly once.
 
-    Each box must lie inside. Then they tile it if and only if their elements add up and every corner but those
-    of the whole meets an even number of boxes: the corners determine where an odd number of boxes lies on top
-    of each other, and if that is everywhere, the count of elements leaves no room for a second layer. A box has 2^n
-    corners in the n dimensions that are cut at all; boxes with too many of them are refused by a ValueError.
+    Each box must be inside the tensor. Then the boxes tile it if and only if their elements add up, and every corner except
+    those of the tensor meets an even number of boxes. For the corners determine where an odd number of boxes overlap; if that
+    is everywhere, the count of elements leaves no room for a second layer. A box has 2^n corners in the n sharded dimensions.
+
+    Raises:
+        ValueError: The boxes have too many corners.
     """
     filled = [box for box in boxes if box.numel]
-    if not all(_inside(box, shape) for box in filled) or sum(box.numel for box in filled) != prod(shape):
+    for box in filled:
+        if len(box.offset) != len(shape) or not all(
+            start >= 0 and stop <= size for start, stop, size in zip(box.offset, box.stop, shape, strict=True)
+        ):
+            return False
+    if sum(box.numel for box in filled) != prod(shape):
         return False
-    cut = [dim for dim, size in enumerate(shape) if any(box.shape[dim] != size for box in filled)]
-    if len(filled) << len(cut) > _MOST_CORNERS:
-        raise ValueError(f"{len(filled)} blocks that are cut along {len(cut)} dimensions are too many to be checked")
+    sharded = [dim for dim, size in enumerate(shape) if any(box.shape[dim] != size for box in filled)]
+    if len(filled) << len(sharded) > _MOST_CORNERS:
+        raise ValueError(f"{len(filled)} blocks that are sharded along {len(sharded)} dimensions are too many to check")
+
+    def corners(box: Box) -> set[tuple[int, ...]]:
+        return set(product(*((box.offset[dim], box.offset[dim] + box.shape[dim]) for dim in sharded)))
+
     odd: set[tuple[int, ...]] = set()
     for box in filled:
-        odd ^= _corners(box, cut)
-    return odd == (_corners(whole_box(shape), cut) if prod(shape) else set())
-
-
-def _inside(box: Box, shape: tuple[int, ...]) -> bool:
-    return len(box.offset) == len(shape) and all(
-        start >= 0 and stop <= size for start, stop, size in zip(box.offset, box.stop, shape, strict=True)
-    )
-
-
-def _corners(box: Box, dims: Sequence[int]) -> set[tuple[int, ...]]:
-    return set(product(*((box.offset[dim], box.offset[dim] + box.shape[dim]) for dim in dims)))
+        odd ^= corners(box)
+    return odd == (corners(whole_box(shape)) if prod(shape) else set())
 
 
 def boxes_in_order(start: int, stop: int, outer: Box, order: Sequence[int]) -> list[Box]:
-    """The boxes that elements [start, stop) of `outer` fill, counted with its dimensions in `order`, slowest first."""
+    """The boxes that elements [start, stop) of `outer` fill, counted with the dimensions in `order`, slowest first."""
     back = places_of(order)
     return [
         Box(
@@ -97,7 +98,7 @@ def boxes_in_order(start: int, stop: int, outer: Box, order: Sequence[int]) -> l
 
 
 def range_in_order(box: Box, outer: Box, order: Sequence[int]) -> tuple[int, int]:
-    """The smallest range of elements of `outer`, counted as in `boxes_in_order`, that has all of `box` in it."""
+    """The smallest range of elements of `outer`, counted as in `boxes_in_order`, that contains `box`."""
     first = last = 0
     for dim in order:
         at = box.offset[dim] - outer.offset[dim]
@@ -106,12 +107,12 @@ def range_in_order(box: Box, outer: Box, order: Sequence[int]) -> tuple[int, int
 
 
 def places_of(order: Sequence[int]) -> list[int]:
-    """The place of each dimension in `order`."""
+    """The index of each dimension in `order`."""
     return [order.index(dim) for dim in range(len(order))]
 
 
 def boxes_of_range(start: int, stop: int, shape: Sequence[int]) -> list[Box]:
-    """The boxes that elements [start, stop) of a tensor in row order fill, in that order; at most two per dimension."""
+    """The boxes that elements [start, stop) of a tensor in row-major order fill, in order; at most two per dimension."""
     if start >= stop:
         return []
     if not shape:

@@ -1,18 +1,22 @@
-"""Collectives with gradients: what a rank sends in forward has its transpose in backward.
+"""Differentiable collectives over the group of a mode: backward is the transpose of forward.
 
 | function | forward | backward |
 |---|---|---|
-| `copy` | as it is | sum over the mode |
-| `reduce` | sum over the mode | as it is |
-| `gather` | everybody's parts, joined | this rank's part |
-| `scatter` | this rank's part | everybody's parts, joined |
-| `all_gather` | everybody's parts, joined | sum over the mode, this rank's part of it |
-| `reduce_scatter` | sum over the mode, this rank's part of it | everybody's parts, joined |
-| `all_to_all` | rows to the ranks they are for | rows back to where they came from |
-| `ring` | to the next rank, from the previous one | back |
+| `copy` | identity | all-reduce |
+| `reduce` | all-reduce | identity |
+| `gather` | all-gather | this rank's shard |
+| `scatter` | this rank's shard | all-gather |
+| `all_gather` | all-gather | reduce-scatter |
+| `reduce_scatter` | reduce-scatter | all-gather |
+| `all_to_all` | all-to-all of rows | all-to-all in the opposite direction |
+| `ring` | send to the next rank, receive from the previous one | the opposite direction |
 
-Backward is written with these functions themselves, so it can be differentiated again. Where the mode has
-one rank, or no group here, every one of them gives back what it was given.
+The names are not those of torch.distributed: `reduce` is an all-reduce, and `gather` and `scatter` have no root rank. `gather` and
+`all_gather` (and their transposes) differ in backward only: use `gather` if all ranks use the result alike, `all_gather` if each
+rank uses it in its own way.
+
+Backward consists of these functions themselves, so it can be differentiated again. If the mode has a single rank, or no group
+on this rank, every function returns its input.
 """
 
 from __future__ import annotations
@@ -54,7 +58,7 @@ Map = Callable[[Tensor], Tensor]
 
 
 class _Transposed(Function):
-    """A linear map over a group: `run` in forward, its `transpose` (a function of this file) in backward."""
+    """A linear map over a group: `run` in forward, its `transpose` in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, run: Map, transpose: Map) -> Tensor:
@@ -67,15 +71,31 @@ class _Transposed(Function):
 
 
 def copy(x: Tensor, mode: ParallelMode, *, context: ParallelContext | None = None) -> Tensor:
-    """Forward: x as it is. Backward: the sum of everybody's gradient. For a whole x that each rank uses in part."""
+    """Identity in forward, all-reduce of the gradient in backward.
+
+    For a replicated `x` of which each rank computes a part of the result. Collective over the ranks of `mode`, in backward.
+
+    Args:
+        x: A tensor that is equal on all ranks.
+        mode: The mode.
+        context: The parallel context; None for the global one.
+    """
     members = members_of(mode, context or global_context)
     if members is None:
         return x
-    return linear_map(x, lambda whole: whole.view_as(whole), lambda gradient: reduce(gradient, mode, context=context))
+    return linear_map(x, lambda value: value.view_as(value), lambda gradient: reduce(gradient, mode, context=context))
 
 
 def reduce(x: Tensor, mode: ParallelMode, *, context: ParallelContext | None = None) -> Tensor:
-    """Forward: the sum of everybody's x. Backward: the gradient as it is. For partial results made whole."""
+    """All-reduce (sum) in forward, identity in backward.
+
+    For partial results whose sum all ranks use alike. Collective over the ranks of `mode`, in forward.
+
+    Args:
+        x: A tensor of the same shape on all ranks.
+        mode: The mode.
+        context: The parallel context; None for the global one.
+    """
     members = members_of(mode, context or global_context)
     if members is None:
         return x
@@ -92,11 +112,19 @@ def gather(
     *,
     context: ParallelContext | None = None,
 ) -> Tensor:
-    """Forward: everybody's parts joined along dim. Backward: my part, the gradient being the same everywhere.
+    """All-gather along `dim` in forward; this rank's shard of the gradient in backward.
 
-    `sizes` are the lengths of the parts along dim; left out, the ranks ask each other, which waits for them.
+    The gradient must be equal on all ranks, so all must use the result alike; else use `all_gather`. Collective over the ranks
+    of `mode`, in forward.
+
+    Args:
+        x: This rank's shard.
+        mode: The mode.
+        dim: The dimension to concatenate along.
+        sizes: Lengths of all ranks' shards along `dim`. None: the ranks exchange them, and the host waits.
+        context: The parallel context; None for the global one.
     """
-    return _along(x, mode, dim, sizes, context, _lengths, wire.all_gather, scatter)
+    return _along(x, mode, dim, sizes, context, _lengths_of_shards, wire.all_gather, scatter)
 
 
 def scatter(
@@ -107,11 +135,18 @@ def scatter(
     *,
     context: ParallelContext | None = None,
 ) -> Tensor:
-    """Forward: my part of x along dim, x being the same everywhere. Backward: everybody's gradient, joined.
+    """This rank's shard of `x` along `dim` in forward; all-gather of the gradients in backward.
 
-    `sizes` are the lengths of the parts; left out, they are as even as they can be (`split_sizes`).
+    Collective over the ranks of `mode`, in backward.
+
+    Args:
+        x: A tensor that is equal on all ranks.
+        mode: The mode.
+        dim: The dimension to split.
+        sizes: Lengths of all ranks' shards along `dim`. None: as even as possible (`split_sizes`).
+        context: The parallel context; None for the global one.
     """
-    return _along(x, mode, dim, sizes, context, _shares, wire.own_part, gather)
+    return _along(x, mode, dim, sizes, context, _lengths_of_split, wire.own_part, gather)
 
 
 def all_gather(
@@ -122,11 +157,19 @@ def all_gather(
     *,
     context: ParallelContext | None = None,
 ) -> Tensor:
-    """Forward: everybody's parts joined along dim. Backward: the sum of everybody's gradient, my part of it.
+    """All-gather along `dim` in forward; reduce-scatter of the gradients in backward.
 
-    For parts that each rank then uses in its own way. `sizes` as in `gather`.
+    For shards of which each rank uses the concatenation in its own way. Collective over the ranks of `mode`, in forward and
+    backward.
+
+    Args:
+        x: This rank's shard.
+        mode: The mode.
+        dim: The dimension to concatenate along.
+        sizes: Lengths of all ranks' shards along `dim`. None: the ranks exchange them, and the host waits.
+        context: The parallel context; None for the global one.
     """
-    return _along(x, mode, dim, sizes, context, _lengths, wire.all_gather, reduce_scatter)
+    return _along(x, mode, dim, sizes, context, _lengths_of_shards, wire.all_gather, reduce_scatter)
 
 
 def reduce_scatter(
@@ -137,11 +180,18 @@ def reduce_scatter(
     *,
     context: ParallelContext | None = None,
 ) -> Tensor:
-    """Forward: the sum of everybody's x, my part of it along dim. Backward: everybody's gradient, joined.
+    """Reduce-scatter (sum) along `dim` in forward; all-gather of the gradients in backward.
 
-    `sizes` as in `scatter`.
+    Collective over the ranks of `mode`, in forward and backward.
+
+    Args:
+        x: A tensor of the same shape on all ranks.
+        mode: The mode.
+        dim: The dimension to split.
+        sizes: Lengths of all ranks' shards along `dim`. None: as even as possible (`split_sizes`).
+        context: The parallel context; None for the global one.
     """
-    return _along(x, mode, dim, sizes, context, _shares, wire.reduce_scatter, all_gather)
+    return _along(x, mode, dim, sizes, context, _lengths_of_split, wire.reduce_scatter, all_gather)
 
 
 def all_to_all(
@@ -152,19 +202,35 @@ def all_to_all(
     *,
     context: ParallelContext | None = None,
 ) -> Tensor:
-    """Forward: send_sizes[i] rows of x to local rank i, in order, and theirs in turn. Backward: the way back.
+    """All-to-all of the rows of `x`; backward sends the gradients in the opposite direction.
 
-    Without sizes every rank gets an equal share. Without receive_sizes the ranks ask each other first.
+    Collective over the ranks of `mode`, in forward and backward.
+
+    Args:
+        x: The rows to send, sorted by destination.
+        mode: The mode.
+        send_sizes: Number of rows for each rank. None: equal numbers.
+        receive_sizes: Number of rows from each rank. None: the ranks exchange them, and the host waits, unless `send_sizes` is
+            None, too.
+        context: The parallel context; None for the global one.
+
+    Returns:
+        The received rows, by origin.
     """
     members = members_of(mode, context or global_context)
     if members is None:
         return x
     if send_sizes is None and len(x) % members.size:
         raise PlacementError(
-            f"{len(x)} rows cannot be shared evenly among the {members.size} ranks of {members.mode}; give send_sizes"
+            f"{len(x)} rows cannot be divided evenly among the {members.size} ranks of {members.mode}; give send_sizes"
         )
-    send = _shares(x, 0, send_sizes, members)
-    receive = _arrivals(x, send, send_sizes, receive_sizes, members)
+    send = _lengths_of_split(x, 0, send_sizes, members)
+    if receive_sizes is not None:
+        receive = _counted(receive_sizes, members)
+    elif send_sizes is None:
+        receive = send
+    else:
+        receive = tuple(row[members.at] for row in wire.numbers_of_all(send, members, x.device))
     return linear_map(
         x,
         lambda rows: wire.all_to_all(rows, members, send, receive),
@@ -180,9 +246,16 @@ def ring(
     *,
     context: ParallelContext | None = None,
 ) -> Tensor:
-    """Forward: x to the rank `shift` places ahead, its likes from as far behind. Backward: the same way back.
+    """Send `x` to the rank `shift` positions ahead and receive from the rank as far behind; backward the opposite direction.
 
-    `receive_shape` is given where it differs from x's own.
+    Collective over the ranks of `mode`, in forward and backward.
+
+    Args:
+        x: The tensor to send.
+        mode: The mode.
+        shift: The distance in the group.
+        receive_shape: The shape of the received tensor, if it differs from that of `x`.
+        context: The parallel context; None for the global one.
     """
     members = members_of(mode, context or global_context)
     if members is None or shift % members.size == 0:
@@ -190,7 +263,7 @@ def ring(
     sent, arrives = tuple(x.shape), tuple(receive_shape if receive_shape is not None else x.shape)
     return linear_map(
         x,
-        lambda mine: wire.ring(mine, members, shift, arrives),
+        lambda value: wire.ring(value, members, shift, arrives),
         lambda gradient: ring(gradient, mode, -shift, sent, context=context),
     )
 
@@ -198,20 +271,39 @@ def ring(
 def split_sizes(
     whole: int, mode: ParallelMode, unit: int = 1, *, context: ParallelContext | None = None
 ) -> tuple[int, ...]:
-    """The lengths of `whole` cut over the ranks of a mode in multiples of `unit`, the first ones longer by one."""
+    """Split `whole` elements over the ranks of a mode, as evenly as multiples of `unit` allow; the first ranks get more.
+
+    Args:
+        whole: The number of elements to split.
+        mode: The mode.
+        unit: The number of elements that must stay together, such as the head size.
+        context: The parallel context; None for the global one.
+
+    Returns:
+        The length on each rank of the mode.
+
+    Raises:
+        PlacementError: `whole` is no multiple of `unit`.
+    """
     members = members_of(mode, context or global_context)
-    return _cut(whole, 1 if members is None else members.size, unit)
+    return _even_sizes(whole, 1 if members is None else members.size, unit)
 
 
-def _cut(whole: int, parts: int, unit: int = 1) -> tuple[int, ...]:
-    if whole % unit:
-        raise PlacementError(f"{whole} cannot be cut in multiples of {unit}")
-    each, longer = divmod(whole // unit, parts)
-    return tuple((each + (at < longer)) * unit for at in range(parts))
+def _even_sizes(total: int, count: int, unit: int = 1) -> tuple[int, ...]:
+    if total % unit:
+        raise PlacementError(f"{total} cannot be split in multiples of {unit}")
+    least, longer = divmod(total // unit, count)
+    return tuple((least + (at < longer)) * unit for at in range(count))
 
 
 def linear_map(x: Tensor, run: Map, transpose: Map) -> Tensor:
-    """`run(x)`, a linear map; the gradient is its `transpose`, which is made of functions with gradients itself."""
+    """Apply `run`, a linear map, with `transpose` as its backward.
+
+    Args:
+        x: The input.
+        run: The map; its operations are not recorded by autograd.
+        transpose: Maps the gradient of the output to that of `x`. Of differentiable functions, for double backward.
+    """
     return _Transposed.apply(x, run, transpose)
 
 
@@ -225,11 +317,13 @@ def _along(
     run: Callable[[Tensor, Members, int, Sequence[int]], Tensor],
     transpose: Callable[..., Tensor],
 ) -> Tensor:
-    """`run` on parts along a dimension, whose lengths `lengths_of` finds; `transpose` in backward."""
+    """A linear map on shards along a dimension, whose lengths `lengths_of` determines."""
     members = members_of(mode, context or global_context)
     if members is None:
         return x
-    at = _dimension(x, dim)
+    if not -x.dim() <= dim < x.dim():
+        raise PlacementError(f"dimension {dim} of a tensor of shape {tuple(x.shape)}: it has 0 to {x.dim() - 1}")
+    at = dim % x.dim()
     lengths = lengths_of(x, at, sizes, members)
     return linear_map(
         x,
@@ -238,14 +332,8 @@ def _along(
     )
 
 
-def _dimension(x: Tensor, dim: int) -> int:
-    if not -x.dim() <= dim < x.dim():
-        raise PlacementError(f"dimension {dim} of a tensor of shape {tuple(x.shape)}: it has 0 to {x.dim() - 1}")
-    return dim % x.dim()
-
-
-def _lengths(x: Tensor, dim: int, sizes: Sequence[int] | None, members: Members) -> tuple[int, ...]:
-    """The parts' lengths where each rank knows its own."""
+def _lengths_of_shards(x: Tensor, dim: int, sizes: Sequence[int] | None, members: Members) -> tuple[int, ...]:
+    """The lengths of all ranks' shards, of which x is this rank's."""
     if sizes is None:
         return tuple(row[0] for row in wire.numbers_of_all([x.shape[dim]], members, x.device))
     lengths = _counted(sizes, members)
@@ -257,26 +345,16 @@ def _lengths(x: Tensor, dim: int, sizes: Sequence[int] | None, members: Members)
     return lengths
 
 
-def _shares(x: Tensor, dim: int, sizes: Sequence[int] | None, members: Members) -> tuple[int, ...]:
-    """The parts' lengths where each rank knows the whole."""
-    whole = x.shape[dim]
-    lengths = _cut(whole, members.size) if sizes is None else _counted(sizes, members)
-    if sum(lengths) != whole:
+def _lengths_of_split(x: Tensor, dim: int, sizes: Sequence[int] | None, members: Members) -> tuple[int, ...]:
+    """The lengths of the shards that the full tensor x is split into."""
+    total = x.shape[dim]
+    lengths = _even_sizes(total, members.size) if sizes is None else _counted(sizes, members)
+    if sum(lengths) != total:
         raise PlacementError(
             f"sizes={list(lengths)} over {members.mode} add up to {sum(lengths)}, but dimension {dim} of a tensor of "
-            f"shape {tuple(x.shape)} has {whole}"
+            f"shape {tuple(x.shape)} has {total}"
         )
     return lengths
-
-
-def _arrivals(
-    x: Tensor, send: Sequence[int], given: Sequence[int] | None, receive: Sequence[int] | None, members: Members
-) -> tuple[int, ...]:
-    if receive is not None:
-        return _counted(receive, members)
-    if given is None:
-        return tuple(send)
-    return tuple(row[members.at] for row in wire.numbers_of_all(send, members, x.device))
 
 
 def _counted(sizes: Sequence[int], members: Members) -> tuple[int, ...]:
@@ -289,32 +367,32 @@ def _counted(sizes: Sequence[int], members: Members) -> tuple[int, ...]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Affine maps with a split weight, together with their collectives: one node of the autograd graph each.
+# Linear layers with a sharded weight, together with their collectives: a single node of the autograd graph each.
 #
-# So a collective of the backward pass runs while the gradient of the weight is computed, sums are made in place, and the
-# bias is added inside the product. Of the gradients only those are computed that the pass is for (a backward pass may be
-# in two parts). A backward pass that is differentiated again is made of the plain functions with gradients instead.
+# So a collective of the backward pass overlaps with the gradient of the weight, sums are in place, and the bias is added inside
+# the product. Only the gradients that the pass needs are computed (a pipeline may split backward into two passes, for inputs
+# and for weights). For double backward, the differentiable functions above are used instead.
 # --------------------------------------------------------------------------------------------------
 
 
 class Way(NamedTuple):
-    """How activations come from between blocks into one, and back: over which ranks, and cut along which dimension."""
+    """The collectives between blocks and the inside of a block: their ranks, and the dimension that is sharded in between."""
 
     members: Members
     dim: int | None
-    """None where activations between blocks are whole."""
+    """None if activations between blocks are replicated."""
     enter: Callable[[Tensor], Tensor]
-    """Whole in forward, the sum in backward; with gradients. `leave` is its transpose."""
+    """The full activations in forward, the sum in backward; differentiable. `leave` is its transpose."""
     leave: Callable[[Tensor], Tensor]
 
     def whole(self, x: Tensor) -> Tensor:
-        """`enter` without gradients."""
+        """`enter` without autograd."""
         if self.dim is None:
             return x
         return wire.all_gather(x, self.members, self.dim, (x.shape[self.dim],) * self.members.size)
 
     def begin_sum(self, x: Tensor) -> Callable[[], Tensor]:
-        """`leave` without gradients, begun; call the result for the sum. Uses x up."""
+        """Start `leave` without autograd, overwriting x; call the result to wait for the sum."""
         if self.dim is None:
             return wire.begin_all_reduce(x, self.members)
         length = x.shape[self.dim] // self.members.size
@@ -322,12 +400,12 @@ class Way(NamedTuple):
 
 
 def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, way: Way) -> Tensor:
-    """x A^T + b with this rank's rows of A and b, for an x that enters: linear(way.enter(x), A, b)."""
+    """Column-parallel linear, linear(way.enter(x), A, b), with this rank's rows of A and b."""
     return _Column.apply(x, weight, bias, way)
 
 
 def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, way: Way) -> Tensor:
-    """x A^T with this rank's columns of A, which leaves, and the whole b: way.leave(linear(x, A)) + b."""
+    """Row-parallel linear, way.leave(linear(x, A)) + b, with this rank's columns of A and the full b."""
     return _Row.apply(x, weight, bias, way)
 
 
@@ -336,20 +414,21 @@ class _Column(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, way: Way) -> Tensor:
         ctx.way = way
         dtype = _dtype(x)
-        whole, matrix = way.whole(x.to(dtype)), weight.to(dtype)
-        ctx.save_for_backward(x, weight, whole, matrix)
-        return F.linear(whole, matrix, None if bias is None else bias.to(dtype))
+        full, matrix = way.whole(x.to(dtype)), weight.to(dtype)
+        ctx.save_for_backward(x, weight, full, matrix)
+        return F.linear(full, matrix, None if bias is None else bias.to(dtype))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        x, weight, whole, matrix = ctx.saved_tensors
+        x, weight, full, matrix = ctx.saved_tensors
         begin_sum: Callable[[Tensor], Callable[[], Tensor]] = ctx.way.begin_sum
-        if torch.is_grad_enabled():
-            whole, matrix = ctx.way.enter(x.to(gradient.dtype)), weight.to(gradient.dtype)
+        if torch.is_grad_enabled():  # double backward
+            full, matrix = ctx.way.enter(x.to(gradient.dtype)), weight.to(gradient.dtype)
             begin_sum = lambda value: lambda: ctx.way.leave(value)  # noqa: E731
         wants_x, wants_weight, wants_bias = _wants(ctx)
+        # The sum over ranks overlaps with the gradient of the weight.
         summed = begin_sum(gradient.matmul(matrix)) if wants_x else None
-        by_weight = _by_weight(gradient, whole) if wants_weight else None
+        by_weight = _by_weight(gradient, full) if wants_weight else None
         by_bias = _rows(gradient).sum(0) if wants_bias else None
         return None if summed is None else summed(), by_weight, by_bias, None
 
@@ -361,7 +440,7 @@ class _Row(Function):
         dtype = _dtype(x)
         rows, matrix = x.to(dtype), weight.to(dtype)
         ctx.save_for_backward(x, weight, rows, matrix)
-        # One rank adds the bias, so that the sum has it once.
+        # Only one rank adds the bias, so that it is in the sum once.
         added = bias.to(dtype) if bias is not None and way.members.at == 0 else None
         return way.begin_sum(F.linear(rows, matrix, added))()
 
@@ -369,13 +448,13 @@ class _Row(Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight, rows, matrix = ctx.saved_tensors
         enter = ctx.way.whole
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled():  # double backward
             rows, matrix, enter = x.to(gradient.dtype), weight.to(gradient.dtype), ctx.way.enter
         wants_x, wants_weight, wants_bias = _wants(ctx)
         by_bias = _rows(gradient).sum(0) if wants_bias else None
-        whole = enter(gradient) if wants_x or wants_weight else gradient
-        by_weight = _by_weight(whole, rows) if wants_weight else None
-        return whole.matmul(matrix) if wants_x else None, by_weight, by_bias, None
+        full = enter(gradient) if wants_x or wants_weight else gradient
+        by_weight = _by_weight(full, rows) if wants_weight else None
+        return full.matmul(matrix) if wants_x else None, by_weight, by_bias, None
 
 
 def _by_weight(gradient: Tensor, x: Tensor) -> Tensor:
@@ -387,12 +466,12 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _wants(ctx: Any) -> list[bool]:
-    """For x, weight and bias, whether this pass is for its gradient."""
-    nodes = [node for node, _ in ctx.next_functions]  # none for a bias that is not there
+    """For x, weight and bias, whether this pass needs its gradient."""
+    nodes = [node for node, _ in ctx.next_functions]  # without an entry for a missing bias
     return [needed and is_wanted(nodes[at]) for at, needed in enumerate(ctx.needs_input_grad[:3])]
 
 
 def _dtype(x: Tensor) -> torch.dtype:
-    """The dtype of a product: that of x, or as autocast has it."""
+    """The dtype of a product: that of autocast if it is on, else that of x."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

@@ -1,16 +1,17 @@
-"""The sums that a placement demands: which ranks hold the same elements, and over which of them the raw gradient is summed.
+"""The reductions that a placement requires: the ranks that store the same elements, and the sums over some of them.
 
-Pure arithmetic on a layout. The divisor is the number of ranks that saw distinct data, never the size of
-the group that happens to communicate: that is what makes experts come out right.
+Arithmetic on a layout, without process groups. The divisor is the number of ranks that saw distinct data, never the size of the
+group that communicates; expert gradients are correct because of that.
 
-The three questions are `holding` (who holds the same elements), `owed` (one sum for each mode, with its divisor) and
-`joint_ranks` (the ranks of one sum over several modes at once). All follow from two sets of ranks around a rank:
+Three functions: `holding` (the ranks that store the same elements), `owed` (the required reduction over each mode, with its divisor)
+and `joint_ranks` (the ranks of one sum over several modes at once). All follow from two sets of ranks:
 
-- the holders: the ranks of its stage (or of the tied stages) with the same position on every mode that cuts the parameter;
-- the ranks that its gradient reaches when it is summed over each mode that owes a sum, step after step.
+- the replicas: the ranks of the same pipeline stage (or of the tied stages) with the same position on every mode that shards the
+  parameter;
+- the reach: the ranks over which the local gradient is summed, one required mode after another.
 
-Experts show why both count. With data 4 and experts cut over 2 of these ranks, the data step reaches all 4 ranks, but only 2 of
-them hold the same experts: so the sum is over these 2 (EXPERT_DATA), and the divisor is still 4.
+Experts show why both matter. With 4 data ranks and experts sharded over 2 of them, the reach over data is all 4 ranks, but only 2 of
+these store the same experts. So the sum is over these 2 (EXPERT_DATA), and the divisor is 4.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from colonnade.parallel.placement import Placement, Replicate, Shard, Tied
 
 @dataclass(frozen=True)
 class Owed:
-    """One factor of the reduction a parameter needs: a sum over `ranks` (of `mode`), divided by `divisor`."""
+    """A required reduction of a parameter: an all-reduce over `ranks` (of `mode`), divided by `divisor`."""
 
     mode: ParallelMode
     ranks: tuple[int, ...]
@@ -37,27 +38,33 @@ class Owed:
 
 @dataclass(frozen=True)
 class Holding:
-    """Which world ranks hold the same elements of the final gradient, this rank among them."""
+    """The global ranks that store the same elements of the reduced gradient, this rank among them."""
 
     ranks: tuple[int, ...]
     rank: int
 
     @property
     def count(self) -> int:
-        """|H|: a block counts 1/|H| in a norm over the world."""
+        """|H|, the number of replicas: in a norm over the world the elements of each rank count 1/|H|."""
         return len(self.ranks)
 
     @property
     def index(self) -> int:
-        """This rank's place among the holders."""
+        """This rank's index among the replicas."""
         return self.ranks.index(self.rank)
 
 
 def holding(layout: Layout, placement: Placement, rank: int) -> Holding:
-    """The ranks that hold the same elements as `rank`: same stage (or tied), same position on every shard mode."""
+    """The ranks that store the same elements as `rank`: same stage (or tied), same position on every mode that shards.
 
-    # Where ranks do not stand as in the grid, the question is answered for the places of the grid, where axes are products of
-    # digits, and places are turned back into ranks. So in `owed` and `joint_ranks`.
+    Args:
+        layout: The parallel layout.
+        placement: The placement of the parameter.
+        rank: A global rank.
+    """
+
+    # If the layout permutes ranks, everything is computed for positions on the grid, where axes are products of digits, and
+    # mapped back to ranks. `owed` and `joint_ranks` do the same.
     def find() -> Holding:
         if layout.places is not None:
             found = holding(layout.on_grid, placement, layout.places[rank])
@@ -68,7 +75,13 @@ def holding(layout: Layout, placement: Placement, rank: int) -> Holding:
 
 
 def owed(layout: Layout, placement: Placement, rank: int) -> tuple[Owed, ...]:
-    """The sums that the raw gradient on `rank` owes, as factors by mode; empty if it is final as it is."""
+    """The required reductions of the local gradient on `rank`, by mode; empty if it needs none.
+
+    Args:
+        layout: The parallel layout.
+        placement: The placement of the parameter.
+        rank: A global rank.
+    """
     if layout.places is not None:
 
         def find() -> tuple[Owed, ...]:
@@ -81,85 +94,106 @@ def owed(layout: Layout, placement: Placement, rank: int) -> tuple[Owed, ...]:
 
 
 def check_same_data(layout: Layout, placement: Placement, rank: int, name: str) -> None:
-    """Refuse a parameter on a mode of "same" data whose groups were written down across ranks that see other data.
+    """Raise PlacementError for a parameter on groups of an initializer that contradict its placement.
 
-    Not where the placement says that over these data nothing is owed.
+    Either a sharded parameter whose shards would be numbered in another order than its ranks; or a mode registered with
+    data="same" whose groups contain ranks with distinct data, unless the placement says that its gradient needs no reduction
+    over these data.
     """
+    axis_names = {axis.mode: axis.name for axis in layout.axes}
     for mode, spec in placement.modes.items():
-        if isinstance(spec, Shard) and (apart := _out_of_order(layout, mode)):
-            positions = [layout.local_rank(mode, other) for other in apart]
+        # Torch numbers the ranks of a group in ascending order. If the layout permutes ranks, a group ordered by position on the
+        # axis may not ascend; then shards and ranks do not match. Searched once per layout and mode.
+        key = ("out of order", mode)
+        if isinstance(spec, Shard) and layout.places is not None and mode in axis_names and key not in layout.derived:
+            groups = (
+                sorted(group, key=lambda rank: layout.coordinates(rank)[axis_names[mode]])
+                for group in layout.groups(mode)
+            )
+            layout.derived[key] = next((group for group in groups if group != sorted(group)), [])
+        misordered = layout.derived.get(key) if isinstance(spec, Shard) else None
+        if misordered:
+            positions = [layout.local_rank(mode, other) for other in misordered]
             raise PlacementError(
-                f"{name} is cut over {mode} (as zero stage 3 does), and the ranks {apart} of this mode would hold its parts in the "
-                f"order {positions}: groups of an initializer that are not those of the grid put them there, and torch numbers the ranks "
-                f"of a group in ascending order. Use zero stage 2, or return groups whose ranks ascend along {mode.name} too",
+                f"{name} is sharded over {mode} (as with zero stage 3), and the ranks {list(misordered)} of this mode would store "
+                f"its shards in the order {positions}: the groups of an initializer differ from those of the grid, and torch numbers "
+                f"the ranks of a group in ascending order. Use zero stage 2, or return groups whose ranks ascend along {mode.name}, too",
                 code="C161",
             )
-        by_hand = layout.has(mode, rank) and isinstance(layout.groups(mode), Listed)
-        if mode.data != "same" or isinstance(spec, Tied) or spec.owes == "nothing" or not by_hand:
+
+        is_listed = layout.has(mode, rank) and isinstance(layout.groups(mode), Listed)
+        if mode.data != "same" or isinstance(spec, Tied) or spec.owes == "nothing" or not is_listed:
             continue
         group = layout.group_of(mode, rank)
         for axis in layout.axes:
             at = {layout.coordinates(other)[axis.name] for other in group} if _is_distinct(axis, placement) else set()
             if len(at) > 1:
                 raise PlacementError(
-                    f"{name} is placed on {mode}, whose ranks see the same data, but the group {list(group)} has ranks at places "
-                    f"{listed(sorted(at))} of the axis {axis.name!r}, which see other data: no sum over ranks is the gradient "
-                    f"of one process. Let the initializer group ranks of one replica; give the mode an axis of its own, "
-                    f"parallel=dict({mode.value}=dict(size={len(group)})), and places are read from its groups; or register it "
+                    f"{name} is placed on {mode}, whose ranks see the same data, but the group {list(group)} has ranks at positions "
+                    f"{listed(sorted(at))} of the axis {axis.name!r}, which see distinct data: no sum over ranks gives the gradient "
+                    f"of a single process. Let the initializer group ranks of one replica; or give the mode an axis of its own, "
+                    f"parallel=dict({mode.value}=dict(size={len(group)})), so that positions follow from its groups; or register it "
                     f"with data='distinct'",
                     code="C162",
                 )
 
 
-def _out_of_order(layout: Layout, mode: ParallelMode) -> list[int]:
-    """Ranks of a group of an axis's mode by their places, where these are not their positions; empty if there are none."""
-    names = {axis.mode: axis.name for axis in layout.axes}
-    if layout.places is None or mode not in names:
-        return []
-    key = ("out of order", mode)
-    if key not in layout.derived:
-        groups = (
-            sorted(group, key=lambda rank: layout.coordinates(rank)[names[mode]]) for group in layout.groups(mode)
-        )
-        layout.derived[key] = next((group for group in groups if group != sorted(group)), [])
-    return list(layout.derived[key])
-
-
 def joint_ranks(layout: Layout, placement: Placement, factors: tuple[Owed, ...], rank: int) -> tuple[int, ...]:
-    """The ranks that one sum over all `factors` at once takes in."""
+    """The ranks of a single sum that performs all `factors` at once.
+
+    Args:
+        layout: The parallel layout.
+        placement: The placement of the parameter.
+        factors: Some of its required reductions.
+        rank: A global rank.
+    """
     wanted = frozenset(factor.mode for factor in factors)
-    if layout.places is not None:
-        here = layout.places[rank]
-        return _once(
-            layout,
-            placement,
-            (rank, wanted),
-            lambda: _back(layout, joint_ranks(layout.on_grid, placement, factors, here)),
-        )
-    return _once(layout, placement, (rank, wanted), lambda: _joint(layout, placement, wanted, rank))
+
+    def find() -> tuple[int, ...]:
+        if layout.places is not None:
+            return _back(layout, joint_ranks(layout.on_grid, placement, factors, layout.places[rank]))
+        reach = _reach(layout, placement, rank)
+        factors_here = _factors(layout, placement, rank)
+        if reach.atoms is not None:
+            return _ranks(_union(region for factor, region in factors_here if factor.mode in wanted), rank)
+
+        # Groups that cross each other: a sum over one mode brings in ranks with other groups of another mode, and so on.
+        reached, frontier = {rank}, [rank]
+        while frontier:
+            at = frontier.pop()
+            if placement.tied is not None:
+                # Not symmetric: stages without the parameter reach its replicas, but not the other way round.
+                reach = _find_reach(layout, placement, at)
+            for factor, _ in _find_factors(layout, placement, at, reach):
+                if factor.mode in wanted:
+                    frontier.extend(other for other in factor.ranks if other not in reached)
+                    reached.update(factor.ranks)
+        return tuple(sorted(reached))
+
+    return _once(layout, placement, (rank, wanted), find)
 
 
 def _back(layout: Layout, places: Iterable[int]) -> tuple[int, ...]:
-    """The ranks that stand at these places, ascending."""
+    """The ranks at these positions of the grid, ascending."""
     return tuple(sorted(layout.at_places[place] for place in places))
 
 
 # --------------------------------------------------------------------------------------------------
-# Holders and reach, as products of digits where all modes are such, else rank by rank.
+# Replicas and reach: as products of digits if all modes are such products, else rank by rank.
 # --------------------------------------------------------------------------------------------------
 
 
 Region = dict[Digit, Collection[int]]
-"""A set of ranks around one of them: the values that each digit may have. The other digits are as on that rank.
+"""A set of ranks around one rank: the values that each digit may have. All other digits are those of the rank.
 
-Where every mode is a product of digits, so is every set of ranks here, and nothing is walked. Where groups were
-listed by hand and are no such product, a region has one digit, the rank itself, and the values are listed.
+If every mode is a product of digits, so is every set of ranks here, and no loop over ranks is needed, even in a world of a million.
+If listed groups are no such product, a region has a single digit, the rank itself, and its values are listed.
 """
 
 
 @dataclass(frozen=True)
 class _Step:
-    """A mode over which a sum or a mean is owed: from a rank to its group (`values` of `digits`, if it has any)."""
+    """A mode over which a reduction is required: leads from a rank to its group (`values` of `digits`, if it has digits)."""
 
     mode: ParallelMode
     divisor: int
@@ -167,7 +201,7 @@ class _Step:
     values: Sequence[int] | None = None
 
     def ranks(self, layout: Layout, rank: int) -> Sequence[int]:
-        """The ranks that it reaches from `rank`; none if the rank is in no group of the mode."""
+        """The ranks that it reaches from `rank`; empty if the rank is in no group of the mode."""
         if self.digits is not None:
             return ranks_with(rank, [(digit, self.values or range(digit[1])) for digit in self.digits])
         return layout.group_of(self.mode, rank) if layout.has(self.mode, rank) else ()
@@ -175,15 +209,15 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Reach:
-    """The ranks that hold the same as a rank (`holders`), and those of them that its sums reach, step after step (`whole`)."""
+    """The replicas of the parameter on a rank, and those of them that all its steps together reach (`reached`)."""
 
     steps: list[_Step]
     atoms: tuple[Digit, ...] | None
     holders: Region
-    whole: Region
+    reached: Region
 
-    def parts(self, layout: Layout, rank: int) -> Iterator[tuple[_Step, Region]]:
-        """The holders that each single step from `rank` reaches."""
+    def by_step(self, layout: Layout, rank: int) -> Iterator[tuple[_Step, Region]]:
+        """For each single step, the replicas that it reaches from `rank`."""
         for step in self.steps:
             if self.atoms is not None:
                 yield step, _intersection(_region(self.atoms, step.digits or (), step.values), self.holders)
@@ -192,7 +226,7 @@ class _Reach:
 
 
 def _once(layout: Layout, placement: Placement, question: Any, answer: Callable[[], Any]) -> Any:
-    """The answer, worked out once for a layout; the shape of a tensor does not matter to it."""
+    """The answer, computed once per layout and placement; it does not depend on the shape of the tensor."""
     key = (placement.key[0], question)
     if key not in layout.derived:
         layout.derived[key] = answer()
@@ -204,32 +238,70 @@ def _reach(layout: Layout, placement: Placement, rank: int) -> _Reach:
 
 
 def _find_reach(layout: Layout, placement: Placement, rank: int) -> _Reach:
-    _check_modes(layout, placement)
-    stage, stages = _stages(layout, placement, rank)
-    steps = _steps(layout, placement)
-    atoms = _atoms(layout, placement, steps)
-    if atoms is None:
-        return _walk(layout, placement, rank, steps)
-    # Holders may differ from the rank in every digit but those that cut the parameter, and the stage, which has the values of a tie.
-    split = _region(atoms, [digit for mode in placement.shards for digit in layout.groups(mode).digits or ()])
-    fixed = {*split, *_region(atoms, [stage])}
-    holders: Region = {atom: range(atom[1]) for atom in atoms if atom not in fixed}
-    if stage not in split:
-        holders[stage] = stages
-    # Steps over products of digits do not depend on their order: together they reach every value of all their digits.
-    reached = _union(_region(atoms, step.digits or (), step.values) for step in steps)
-    return _Reach(steps, atoms, holders, _intersection(reached, holders))
+    tied, axis_digits = placement.tied, layout.grid.digits
+    for mode in placement.modes:
+        if not layout.has(mode):
+            raise PlacementError(
+                f"a parameter is placed on {mode}, which has no groups here; the modes are "
+                f"{listed(known.name for known in layout.modes)}. Add it under `parallel`, or place the parameter on one of these.",
+                code="C030",
+            )
+    if tied is not None and max(tied.stages) >= layout.grid.sizes["pipeline"]:
+        raise PlacementError(
+            f"parameter {tied.key!r} is tied at stages {list(tied.stages)}, but the pipeline has stages "
+            f"0 to {layout.grid.sizes['pipeline'] - 1}",
+            code="C030",
+        )
 
+    # The stages that store any shard of the parameter: the own one, or the tied ones.
+    stage = stride, size = axis_digits["pipeline"]
+    own_stage = rank // stride % size
+    stages: Sequence[int] = (own_stage,)
+    if tied is not None:
+        if own_stage not in tied.stages:
+            raise PlacementError(
+                f"parameter {tied.key!r} is tied at stages {list(tied.stages)}, but this rank is at stage {own_stage}; "
+                f"place it on the ranks of those stages only",
+                code="C030",
+            )
+        stages = sorted(set(tied.stages))
 
-def _walk(layout: Layout, placement: Placement, rank: int, steps: list[_Step]) -> _Reach:
-    """The reach of a rank, found rank by rank, for modes whose groups cross the axes or each other."""
-    stage, stages = _stages(layout, placement, rank)
-    axes = [(digit, stages if digit == stage else range(digit[1])) for digit in layout.grid.digits.values()]
-    holders = set(ranks_with(rank, axes[::-1]))
+    # The steps. A mean over each axis whose ranks see distinct data: together their batches are the global batch. A sum without
+    # a divisor over each mode with partial gradients (`owes="sum"`), and over the stages of a tie: there, each rank has a partial
+    # gradient of the same data.
+    steps = [
+        _Step(axis.mode, axis.size, (axis_digits[axis.name],)) for axis in layout.axes if _is_distinct(axis, placement)
+    ]
+    distinct = {axis.mode for axis in layout.axes if axis.data == "distinct"}
+    for mode, spec in placement.modes.items():
+        if isinstance(spec, Replicate) and spec.owes == "sum" and mode not in distinct:
+            steps.append(_Step(mode, 1, layout.groups(mode).digits))
+    if tied is not None:
+        steps.append(_Step(ParallelMode.PIPELINE, 1, (stage,), stages))
+
+    # The atoms: digits of which the axes and all modes of the placement are products; None if there are none. The stages of a
+    # tie are values of the pipeline's digit, which must therefore be an atom.
+    products = [step.digits for step in steps] + [layout.groups(mode).digits for mode in placement.shards]
+    known = [product for product in products if product is not None]
+    atoms = refine([axis_digits.values(), *known], layout.world_size) if len(known) == len(products) else None
+    if atoms is not None and (not atoms or tied is None or stage in atoms):
+        # Replicas may differ from the rank in every digit except those that shard the parameter, and in the stage only for ties.
+        sharding = _region(atoms, [digit for mode in placement.shards for digit in layout.groups(mode).digits or ()])
+        fixed = {*sharding, *_region(atoms, [stage])}
+        holders: Region = {atom: range(atom[1]) for atom in atoms if atom not in fixed}
+        if stage not in sharding:
+            holders[stage] = stages
+        # The order of steps over products of digits does not matter: together they reach every value of all their digits.
+        everything = _union(_region(atoms, step.digits or (), step.values) for step in steps)
+        return _Reach(steps, atoms, holders, _intersection(everything, holders))
+
+    # Rank by rank, for modes whose groups cross the axes or each other.
+    axes = [(digit, stages if digit == stage else range(digit[1])) for digit in axis_digits.values()]
+    replicas = set(ranks_with(rank, axes[::-1]))
     for mode in placement.shards:
         at = layout.local_rank(mode, rank)
-        holders &= {group[at] for group in layout.groups(mode) if at < len(group)}
-    # A sum over one mode brings in ranks whose groups of another mode are not those of this rank: so until nothing new is reached.
+        replicas &= {group[at] for group in layout.groups(mode) if at < len(group)}
+    # A sum over one mode brings in ranks with other groups of another mode; repeated until no new rank is reached.
     reached, frontier = {rank}, [rank]
     done: list[set[int]] = [set() for _ in steps]
     while frontier:
@@ -241,7 +313,7 @@ def _walk(layout: Layout, placement: Placement, rank: int, steps: list[_Step]) -
                 frontier.extend(other for other in ranks if other not in reached)
                 reached.update(ranks)
     world = (1, layout.world_size)
-    return _Reach(steps, None, {world: holders}, {world: sorted(reached & holders)})
+    return _Reach(steps, None, {world: replicas}, {world: sorted(reached & replicas)})
 
 
 def _factors(layout: Layout, placement: Placement, rank: int) -> tuple[tuple[Owed, Region], ...]:
@@ -255,15 +327,15 @@ def _factors(layout: Layout, placement: Placement, rank: int) -> tuple[tuple[Owe
 
 def _find_factors(layout: Layout, placement: Placement, rank: int, reach: _Reach) -> tuple[tuple[Owed, Region], ...]:
     found = []
-    for step, region in reach.parts(layout, rank):
+    for step, region in reach.by_step(layout, rank):
         mode = _name(layout, placement, step.mode, region, rank)
         found.append((mode, region, step.divisor))
-    if prod(_count(region) for _, region, _ in found) != _count(reach.whole):
-        # The modes do not vary independently among the holders (an expert group across uneven cuts of data
-        # and tensor, say): then it is one sum over all of them.
+    if prod(_count(region) for _, region, _ in found) != _count(reach.reached):
+        # The modes are not independent among the replicas (for example, an expert group that crosses data and tensor ranks
+        # unevenly), so there is no sum for each of them, only one over all.
         (first, *_), *_ = found
-        mode = _name(layout, placement, first, reach.whole, rank)
-        found = [(mode, reach.whole, prod(divisor for _, _, divisor in found))]
+        mode = _name(layout, placement, first, reach.reached, rank)
+        found = [(mode, reach.reached, prod(divisor for _, _, divisor in found))]
     return tuple(
         (Owed(mode, _ranks(region, rank), divisor), region)
         for mode, region, divisor in found
@@ -271,66 +343,23 @@ def _find_factors(layout: Layout, placement: Placement, rank: int, reach: _Reach
     )
 
 
-def _joint(layout: Layout, placement: Placement, wanted: frozenset[ParallelMode], rank: int) -> tuple[int, ...]:
-    reach = _reach(layout, placement, rank)
-    factors = _factors(layout, placement, rank)
-    if reach.atoms is not None:
-        return _ranks(_union(region for factor, region in factors if factor.mode in wanted), rank)
-    reached, frontier = {rank}, [rank]
-    while frontier:
-        at = frontier.pop()
-        if placement.tied is not None:
-            # Stages without the parameter reach its holders, but not the other way round.
-            reach = _find_reach(layout, placement, at)
-        for factor, _ in _find_factors(layout, placement, at, reach):
-            if factor.mode in wanted:
-                frontier.extend(other for other in factor.ranks if other not in reached)
-                reached.update(factor.ranks)
-    return tuple(sorted(reached))
-
-
-def _steps(layout: Layout, placement: Placement) -> list[_Step]:
-    """Every mode over which a sum or a mean is owed."""
-    # A mean over the axes whose ranks see distinct data: the joined batch is one batch. Sums without a divisor over modes where
-    # the placement says so, and over the stages of a tie: each has a part of the gradient of the same data.
-    digits = layout.grid.digits
-    found = [_Step(axis.mode, axis.size, (digits[axis.name],)) for axis in layout.axes if _is_distinct(axis, placement)]
-    distinct = {axis.mode for axis in layout.axes if axis.data == "distinct"}
-    for mode, spec in placement.modes.items():
-        if isinstance(spec, Replicate) and spec.owes == "sum" and mode not in distinct:
-            found.append(_Step(mode, 1, layout.groups(mode).digits))
-    tied = placement.tied
-    if tied is not None:
-        found.append(_Step(ParallelMode.PIPELINE, 1, (digits["pipeline"],), sorted(set(tied.stages))))
-    return found
-
-
-def _atoms(layout: Layout, placement: Placement, steps: list[_Step]) -> tuple[Digit, ...] | None:
-    """The digits of which the axes and all modes of the placement are products; None if there are none such."""
-    axes = layout.grid.digits
-    products = [step.digits for step in steps] + [layout.groups(mode).digits for mode in placement.shards]
-    known = [product for product in products if product is not None]
-    atoms = refine([axes.values(), *known], layout.world_size) if len(known) == len(products) else None
-    # The stages of a tie are values of one digit, which must not be cut.
-    return None if atoms and placement.tied is not None and axes["pipeline"] not in atoms else atoms
-
-
 def _region(atoms: tuple[Digit, ...], digits: Sequence[Digit], values: Sequence[int] | None = None) -> Region:
-    """Every value of these digits, or the given ones."""
+    """All values of these digits, or the given ones."""
     inside = (atom for atom in atoms if any(stride <= atom[0] < stride * size for stride, size in digits))
     return {atom: values or range(atom[1]) for atom in inside}
 
 
-def _intersection(one: Region, other: Region) -> Region:
-    return {digit: _both(one[digit], other[digit]) for digit in one if digit in other}
-
-
-def _both(one: Collection[int], other: Collection[int]) -> Collection[int]:
-    return one if one == other else [value for value in one if value in other]
+def _intersection(a: Region, b: Region) -> Region:
+    return {
+        digit: a[digit] if a[digit] == b[digit] else [value for value in a[digit] if value in b[digit]]
+        for digit in a
+        if digit in b
+    }
 
 
 def _union(regions: Iterable[Region]) -> Region:
-    """All that these reach. Of stages the last one counts: a tie is the last step, and only its stages hold the parameter."""
+    """The union of regions around one rank. For the stage digit the last region wins: a tie is the last step, and only its
+    stages store the parameter."""
     return {digit: values for region in regions for digit, values in region.items()}
 
 
@@ -349,7 +378,7 @@ def _is_distinct(axis: Axis, placement: Placement) -> bool:
 
 
 def _name(layout: Layout, placement: Placement, mode: ParallelMode, region: Region, rank: int) -> ParallelMode:
-    """The mode whose group these ranks are: EXPERT_DATA where experts cut DATA."""
+    """The mode of which these ranks are a group: EXPERT_DATA in place of DATA for experts that are sharded over DATA ranks."""
     axes = {axis.mode for axis in layout.axes}
     if mode not in axes or mode is ParallelMode.PIPELINE or _is_group(layout, mode, region, rank):
         return mode
@@ -368,35 +397,3 @@ def _is_group(layout: Layout, mode: ParallelMode, region: Region, rank: int) -> 
         return joined(digits) == joined(sorted(region, reverse=True))
     group = layout.group_of(mode, rank) if layout.has(mode, rank) else ()
     return len(group) == _count(region) and tuple(group) == _ranks(region, rank)
-
-
-def _stages(layout: Layout, placement: Placement, rank: int) -> tuple[Digit, Sequence[int]]:
-    """The pipeline's digit of a rank, and the stages that hold any part of the parameter: this one, or the tied ones."""
-    digit = stride, size = layout.grid.digits["pipeline"]
-    own, tied = rank // stride % size, placement.tied
-    if tied is None:
-        return digit, (own,)
-    if own not in tied.stages:
-        raise PlacementError(
-            f"parameter {tied.key!r} is tied at stages {list(tied.stages)}, but this rank is at stage {own}; "
-            f"place it on the ranks of those stages only",
-            code="C030",
-        )
-    return digit, sorted(set(tied.stages))
-
-
-def _check_modes(layout: Layout, placement: Placement) -> None:
-    for mode in placement.modes:
-        if not layout.has(mode):
-            raise PlacementError(
-                f"a parameter is placed on {mode}, which has no groups here; the modes are "
-                f"{listed(known.name for known in layout.modes)}. Add it under `parallel`, or place it on one of these.",
-                code="C030",
-            )
-    tied = placement.tied
-    if tied is not None and max(tied.stages) >= layout.grid.sizes["pipeline"]:
-        raise PlacementError(
-            f"parameter {tied.key!r} is tied at stages {list(tied.stages)}, but the pipeline has stages "
-            f"0 to {layout.grid.sizes['pipeline'] - 1}",
-            code="C030",
-        )

@@ -1,4 +1,4 @@
-"""DTensors: their placements, read into ours, so that everything derived from placements knows them."""
+"""DTensors: their placements, converted to Colonnade's, so that everything derived from placements supports them."""
 
 from __future__ import annotations
 
@@ -15,24 +15,60 @@ from colonnade.parallel.placement import Placement, Replicate, Shard, Spec, is_d
 
 
 def effective_placement(parameter: Tensor, layout: Layout, rank: int) -> Placement:
-    """The placement of any parameter: of a DTensor from its mesh, of a plain one as it was placed."""
-    return _read(parameter, layout, rank) if is_dtensor(parameter) else placement_of(parameter)
+    """The placement of any parameter: read from the mesh of a DTensor, or set by `place`.
+
+    A mesh dimension becomes the mode whose group on this rank has the same ranks. DTensor and FSDP reduce gradients over their
+    own mesh, so no further reduction is required there.
+    """
+    by_hand = placement_of(parameter)
+    if not is_dtensor(parameter):
+        return by_hand
+    tensor: Any = parameter
+    mesh = tensor.device_mesh
+    key = (mesh, tensor.placements, rank)
+    if key not in layout.derived:
+        modes: dict[ParallelMode, Spec] = {}
+        grid, here = mesh.mesh, mesh.get_coordinate()
+        for dim, spec in enumerate(tensor.placements):
+            index = [slice(None) if at == dim else here[at] for at in range(grid.dim())]
+            ranks = [int(other) for other in grid[tuple(index)].flatten().tolist()]
+            if len(ranks) == 1:
+                continue
+            candidates = [*(axis.mode for axis in layout.axes), *layout.modes]
+            fitting = (
+                mode
+                for mode in candidates
+                if mode not in modes and layout.has(mode, rank) and layout.group_of(mode, rank) == sorted(ranks)
+            )
+            mode = next(fitting, None)
+            if mode is None:
+                raise PlacementError(
+                    f"a DTensor is on a mesh dimension of ranks {ranks}, which is not a group of any mode of this world "
+                    f"({listed(mode.name for mode in layout.modes)}). Build the mesh with context.device_mesh(modes...), or add a "
+                    f"mode with these groups under `parallel`.",
+                    code="C030",
+                )
+            modes[mode] = _spec(spec)
+        layout.derived[key] = modes
+    # The placement from before FSDP is the outer one: FSDP shards each shard of it over the mesh.
+    sizes = {mode: len(layout.group_of(mode, rank)) for mode in by_hand.shards}
+    return Placement({**by_hand.modes, **layout.derived[key]}, logical_shape(tensor, by_hand, sizes))
 
 
 def local_part(tensor: Tensor, like: Any = None) -> Tensor:
-    """The elements that this rank holds: a DTensor's local tensor (placed as `like` is), or the tensor itself."""
+    """The elements that this rank stores: the local tensor of a DTensor (redistributed as `like`), or the tensor itself."""
     placed: Any = tensor
     if not is_dtensor(placed):
         return tensor
-    with torch.no_grad():  # with autograd, it would cost a node for each
+    with torch.no_grad():  # autograd would add a node for each
         if like is not None and placed.placements != like.placements:
             placed = placed.redistribute(placements=like.placements)
         return placed.to_local().detach()
 
 
 def as_dtensor(local: Tensor, like: Any) -> Tensor:
-    """A DTensor that lies as `like` does, with this rank's part of it."""
-    # Imported here: it costs those who have no DTensors two seconds.
+    """A DTensor with the placements of `like`, of which `local` is this rank's shard."""
+    # Imported here, because it takes two seconds, which models without DTensors should not pay.
     from torch.distributed.tensor import DTensor
 
     with torch.no_grad():
@@ -41,62 +77,20 @@ def as_dtensor(local: Tensor, like: Any) -> Tensor:
         )
 
 
-def _read(parameter: Any, layout: Layout, rank: int) -> Placement:
-    """A mesh dimension is the mode whose group on this rank is that dimension's ranks.
-
-    What DTensor and FSDP hold over their own mesh is final: they reduce it themselves.
-    """
-    by_hand = placement_of(parameter)
-    key = (parameter.device_mesh, parameter.placements, rank)
-    if key not in layout.derived:
-        modes: dict[ParallelMode, Spec] = {}
-        for dim, spec in enumerate(parameter.placements):
-            ranks = _ranks_along(parameter.device_mesh, dim)
-            if len(ranks) > 1:
-                modes[_mode_of(ranks, layout, rank, modes)] = _spec(spec)
-        layout.derived[key] = modes
-    # What was placed by hand before FSDP took it lies outside: a shard of it is what the mesh shares.
-    return Placement({**by_hand.modes, **layout.derived[key]}, _whole_shape(parameter, by_hand, layout, rank))
-
-
-def _whole_shape(parameter: Any, by_hand: Placement, layout: Layout, rank: int) -> tuple[int, ...]:
-    sizes = {mode: len(layout.group_of(mode, rank)) for mode in by_hand.shards}
-    return logical_shape(parameter, by_hand, sizes)
-
-
-def _ranks_along(mesh: Any, dim: int) -> list[int]:
-    grid, here = mesh.mesh, mesh.get_coordinate()
-    index = [slice(None) if at == dim else here[at] for at in range(grid.dim())]
-    return [int(rank) for rank in grid[tuple(index)].flatten().tolist()]
-
-
-def _mode_of(ranks: list[int], layout: Layout, rank: int, taken: dict[ParallelMode, Spec]) -> ParallelMode:
-    axes = [axis.mode for axis in layout.axes]
-    for mode in [*axes, *layout.modes]:
-        if mode not in taken and layout.has(mode, rank) and layout.group_of(mode, rank) == sorted(ranks):
-            return mode
-    raise PlacementError(
-        f"a DTensor lies on a mesh dimension of ranks {ranks}, which is no group of any mode of this world "
-        f"({listed(mode.name for mode in layout.modes)}). Build the mesh with context.device_mesh(modes...), or add a "
-        f"mode with these groups under `parallel`.",
-        code="C030",
-    )
-
-
 def _spec(spec: Any) -> Spec:
     if spec.is_replicate():
         return Replicate(owes="nothing")
-    if not spec.is_partial():  # FSDP2 over a tensor plan has strided shards, which deny being shards
+    if not spec.is_partial():  # not is_shard(): FSDP2 over a TP plan has strided shards, for which that is False
         return Shard(spec.dim, owes="nothing")
     raise PlacementError(
-        f"a DTensor parameter is placed {spec}: a sum is still pending on it, so neither its norm nor its update is "
+        f"a DTensor parameter has the placement {spec}: its sum is pending, so neither its norm nor its update is "
         f"defined. Redistribute it to Shard or Replicate first.",
         code="C030",
     )
 
 
 # --------------------------------------------------------------------------------------------------
-# Which whole parameter a rank's part was taken from, so that a weight that two layers shared does not become two.
+# The full parameter that a shard was taken from: detects a weight shared by two layers that became two shards.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -104,16 +98,16 @@ _SOURCE_ATTRIBUTE = "_colonnade_source"
 
 
 def note_source(part: Tensor, whole: Tensor) -> None:
-    """Remember that `part` was copied out of `whole`. Neither keeps the other alive; copies of them forget it."""
+    """Record that `part` was copied out of `whole`. Neither keeps the other alive; copies do not have the record."""
     source = getattr(whole, _SOURCE_ATTRIBUTE, None) or object()
     setattr(whole, _SOURCE_ATTRIBUTE, source)
     setattr(part, _SOURCE_ATTRIBUTE, source)
 
 
 def check_ties(modules: Iterable[nn.Module]) -> None:
-    """Refuse two trained parameters that came from one: they were tied, and would now be trained apart.
+    """Raise PlacementError for two trained parameters that come from one: they were tied, and would be trained separately.
 
-    Also two in the same memory, which would get memory of its own each. (Stages of a model share memory where it is tied.)
+    Also for two parameters of one module in the same memory, each of which would get memory of its own.
     """
     seen: dict[object, tuple[str, nn.Parameter]] = {}
     for module in modules:
@@ -122,15 +116,15 @@ def check_ties(modules: Iterable[nn.Module]) -> None:
             address = local_part(parameter).data_ptr() if parameter.requires_grad and not parameter.is_meta else 0
             if address and in_memory.setdefault(address, name) != name:
                 raise PlacementError(
-                    f"{in_memory[address]!r} and {name!r} lie in the same memory, but are two parameters, with a gradient and "
-                    f"optimizer state each. To tie them make them one, as in head.weight = embedding.weight (not .data); if "
-                    f"they are to be two, give one a copy: parameter.data = parameter.data.clone()"
+                    f"{in_memory[address]!r} and {name!r} share memory, but are two parameters, with a gradient and "
+                    f"optimizer state each. To tie them, use one parameter: head.weight = embedding.weight (not .data). To keep "
+                    f"two, give one a copy: parameter.data = parameter.data.clone()"
                 )
             source = getattr(parameter, _SOURCE_ATTRIBUTE, parameter)
             first, other = seen.setdefault(source, (name, parameter))
             if other is not parameter and other.requires_grad and parameter.requires_grad:
                 raise PlacementError(
-                    f"{first!r} and {name!r} come from one whole parameter: they were tied before from_module(), and would "
-                    f"now be trained apart. Give the second layer the weight of the first, as in Classifier.from_module("
-                    f"head, weight=embedding.weight); if they are to be two, take one from copy.deepcopy(module)"
+                    f"{first!r} and {name!r} come from one full parameter: they were tied before from_module(), and would "
+                    f"now be trained separately. Give the second layer the weight of the first, as in Classifier.from_module("
+                    f"head, weight=embedding.weight). To keep two, take one from copy.deepcopy(module)"
                 )

@@ -1,7 +1,7 @@
-"""Flat buffers: many tensors of one dtype and device, lying one after another in a single allocation.
+"""Flat buffers: many tensors of one dtype and device, one after another in a single allocation.
 
-Gradient buckets, flat optimizer steps and sharded optimizers all use this one description, so that a
-bucket of gradients, its parameters and their moments have the same offsets.
+Gradient buckets, flat optimizer steps and sharded optimizers all use `FlatLayout`, so that a bucket of gradients, its parameters and
+their moments have the same offsets. `FlatShard` and `ShardedOptimizer` are the interface of sharded optimizers to checkpoints.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ALIGN_BYTES = 64
 
 @dataclass(frozen=True)
 class Span:
-    """Where one tensor lies: elements [start, start + numel) of the flat buffer."""
+    """The position of one tensor: elements [start, start + numel) of the flat buffer."""
 
     start: int
     numel: int
@@ -35,14 +35,18 @@ class Span:
 
 
 class FlatLayout:
-    """The spans of a list of tensors in one flat buffer; pure arithmetic, owns no memory.
+    """The spans of a list of tensors in one flat buffer; arithmetic only, without memory.
 
-    Padding between spans is never written by `views`, so a buffer that starts as zeros keeps it zero.
+    `views` do not cover the padding between spans, so it stays zero in a buffer that starts as zeros.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.dtype, self.device = _common(tensors)
-        # Shapes and strides only: the tensors themselves would keep memory that they are about to leave.
+        kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
+        if len(kinds) != 1:
+            found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds)) or "no tensor at all"
+            raise GradientError(f"a flat buffer takes tensors of one dtype on one device, not: {found}")
+        self.dtype, self.device = kinds.pop()
+        # Shapes and strides only: references to the tensors would keep alive the memory that they are moved out of.
         self._shapes = [(tensor.shape, _dense_stride(tensor)) for tensor in tensors]
         *starts, self.numel = accumulate((padded(tensor.numel(), self.dtype) for tensor in tensors), initial=0)
         self.spans = [Span(start, tensor.numel()) for start, tensor in zip(starts, tensors, strict=True)]
@@ -70,13 +74,13 @@ class FlatLayout:
 
 
 def padded(stop: int, dtype: torch.dtype) -> int:
-    """Where the padding after a span of elements ends."""
+    """The end of the padding after a span that ends at `stop`."""
     step = ALIGN_BYTES // dtype.itemsize
     return -(-stop // step) * step
 
 
 def flattened(tensor: Tensor) -> Tensor:
-    """The elements as one row: a view when they fill one piece of memory in whatever order, else a copy."""
+    """The elements as a 1-d tensor: in memory order as a view if they are dense, else a copy."""
     if tensor.is_contiguous():
         return tensor if tensor.dim() == 1 else tensor.view(-1)
     strides = tensor.stride()
@@ -84,12 +88,12 @@ def flattened(tensor: Tensor) -> Tensor:
 
 
 def view_like(flat: Tensor, like: Tensor) -> Tensor:
-    """View a 1-d piece with the shape of `like`; dense tensors (channels-last too) keep their strides."""
+    """A view of a 1-d tensor with the shape of `like`, and with its strides if it is dense (channels-last, too)."""
     return flat.as_strided(like.shape, _dense_stride(like), flat.storage_offset())
 
 
 def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """Its strides if the elements fill one block of memory, in any order of dimensions; else those of a contiguous one."""
+    """Its strides if the tensor is dense, in any order of dimensions; else those of a contiguous tensor."""
     strides = tensor.stride()
     if not tensor.is_contiguous():
         expected = 1
@@ -100,19 +104,11 @@ def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
     return strides
 
 
-def _common(tensors: Sequence[Tensor]) -> tuple[torch.dtype, torch.device]:
-    kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
-    if len(kinds) != 1:
-        found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds)) or "no tensor at all"
-        raise GradientError(f"a flat buffer takes tensors of one dtype on one device, not: {found}")
-    return kinds.pop()
-
-
 # --------------------------------------------------------------------------------------------------
-# What one rank has of a whole: its part of a placed tensor, and its elements of a parameter in a sharded optimizer.
+# Shards: of a placed tensor, and of a parameter in a sharded optimizer.
 #
-# `ShardedOptimizer` is all that a checkpoint must know of an optimizer that shares its state among ranks, so that each
-# writes and reads just its own elements. `ZeroOptimizer` has it, and an optimizer of yours may.
+# `ShardedOptimizer` is the interface of an optimizer with sharded state to checkpoints, in which each rank writes and reads
+# only its own elements. `ZeroOptimizer` implements it, and a custom optimizer may.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -122,11 +118,15 @@ MASTER = "master"
 
 @dataclass(frozen=True, eq=False)
 class FlatShard:
-    """Elements [start, stop) of a parameter's local part, in the order they have in memory, and what is kept of them.
+    """Elements [start, stop) of a parameter's local tensor, in memory order, and their optimizer state.
 
-    `ranks` share the parameter among themselves. `state` has 1-d tensors of `stop - start` elements, and values that
-    are the same for the whole parameter: not tensors, or tensors of another shape. (In a checkpoint the elements of a
-    0-d parameter look like such a tensor; all but `step` are loaded as elements.)
+    Args:
+        start: The first element.
+        stop: The end.
+        ranks: The ranks over which the parameter is sharded.
+        state: 1-d tensors of `stop - start` elements, and values of the parameter as a whole: no tensors, or tensors of
+            another shape. (In a checkpoint the elements of a 0-d parameter look like such a tensor; all but `step` are
+            loaded as elements.)
     """
 
     start: int
@@ -137,38 +137,38 @@ class FlatShard:
 
 @runtime_checkable
 class ShardedOptimizer(Protocol):
-    """An optimizer each of whose ranks keeps the state of some elements of a parameter.
+    """An optimizer of which each rank has the state of some elements of a parameter. No method is collective.
 
-    `param_groups` hold the model's parameters on every rank, as in torch. No method is collective. If it shards another
-    optimizer, `optimizer_class` may say which, so that its checkpoints load into that one too. For `engine.memory()` and
-    `engine.precision_table()`, `stepped` may be the torch optimizer of this rank's elements, and `masters` its master copies.
+    `param_groups` have the model's parameters on every rank, as in torch. Optional attributes: `optimizer_class`, the class of
+    the sharded optimizer, into which its checkpoints then load, too; and for `engine.memory()` and `engine.precision_table()`,
+    `stepped`, the torch optimizer of this rank's elements, and `masters`, its master copies.
     """
 
     param_groups: list[dict[str, Any]]
 
     def flat_shard(self, parameter: Tensor) -> FlatShard | None:
-        """This rank's elements and all that is kept of them; None for none. Its range is known before the first step.
+        """This rank's elements of a parameter and their state; None for no elements. The range is known before the first step.
 
-        The shards of `ranks` must cover the parameter exactly once. Where several teams of ranks share out the same
-        parameter, the state of one of them is saved.
+        The shards of `ranks` must cover the parameter exactly once. If several groups of ranks shard the same parameter, the
+        state of one group is saved.
         """
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take options and state in torch's format, the state as `flat_shard` gave it: 1-d, of this rank's elements.
+        """Load options and state in torch's format; the state is 1-d, of this rank's elements, as in `flat_shard`.
 
         A parameter without a shard here, or without saved state, has no entry.
         """
 
 
 def section_runs(sections: Sequence[int], at: int, count: int) -> list[tuple[int, int]]:
-    """Where part `at` of `count` of several sections lies in the whole of them: (start, length) of each section's share."""
+    """For shard `at` of `count` of concatenated sections: (start, length) of its piece of each section, in the full tensor."""
     runs, start = [], 0
     for length in sections:
         share = length // count
         if length % count:
             raise PlacementError(
-                f"sections of {listed(sections)} elements cannot each be cut evenly into {count} parts; choose sizes that "
-                f"{count} divides, or another number of ranks",
+                f"sections of {listed(sections)} elements cannot be sharded evenly over {count} ranks; choose sizes divisible "
+                f"by {count}, or another number of ranks",
                 code="C032",
             )
         runs.append((start + at * share, share))
@@ -177,7 +177,7 @@ def section_runs(sections: Sequence[int], at: int, count: int) -> list[tuple[int
 
 
 def packed_runs(layout: Layout, placement: Placement, rank: int) -> dict[int, list[tuple[int, int]]]:
-    """For each dimension with sections: where the rank's part lies in the whole, as `section_runs` says."""
+    """For each dimension with sections, the runs of the rank's shard in the full tensor, as in `section_runs`."""
     return {
         shard.dim: section_runs(shard.sections, layout.local_rank(mode, rank), len(layout.group_of(mode, rank)))
         for mode, shard in placement.shards.items()
@@ -186,7 +186,7 @@ def packed_runs(layout: Layout, placement: Placement, rank: int) -> dict[int, li
 
 
 def part_indices(layout: Layout, placement: Placement, rank: int) -> dict[int, tuple[int, int]]:
-    """For each dimension that is split: (index of the rank's part, number of parts). The first mode cuts first."""
+    """For each sharded dimension: (index of the rank's shard, number of shards). The first mode is the outermost."""
     found: dict[int, tuple[int, int]] = {}
     for mode, shard in placement.shards.items():
         index, count = found.get(shard.dim, (0, 1))

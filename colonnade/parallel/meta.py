@@ -1,16 +1,17 @@
-"""Start on the meta device: a model is built without memory, and each rank makes its own part of every parameter.
+"""Meta-device initialization: a model is built without memory, and each rank materializes its own shard of every parameter.
 
     with colonnade.meta_init():
         model = Llama(config)
 
 1. `meta_init` builds the model on the meta device and records every operation that gives values to a tensor there
-   (`InitRecording`). A parameter remembers which tensor of the recording it starts as (`InitialValue`).
-2. `initialize` asks `parameter_inits` how each parameter starts, once the model is split and cut. Two ways:
-   - element by element (`ElementwiseInit`), where each element follows from its place in the whole parameter alone, as with
-     `torch.nn.init.normal_`. Then a rank makes any part of it without the rest. Random numbers are a function of a key and the
-     place (`uniform`, `normal`), so they are the same under every layout;
-   - by replay of everything that was recorded of it, whole, of which a rank keeps its part.
-   A parameter may have its values in a file instead (`set_value_source`, `ParameterLoad`).
+   (`InitRecording`). Each parameter keeps the tensor of the recording that has its initial value (`InitialValue`).
+2. When the model is split into stages and sharded, `initialize` calls `parameter_inits`. A parameter is materialized in one of
+   two ways:
+   - element by element (`ElementwiseInit`), if each element depends only on its position in the full parameter, as with
+     `torch.nn.init.normal_`. Then a rank computes its shard without the rest. Random numbers are a function of a key and the
+     position (`uniform`, `normal`), so they are equal under every layout;
+   - by a replay of all recorded operations for the full tensor, of which the rank keeps its shard.
+   Or its values are read from a file (`set_value_source`, `ParameterLoad`).
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ from colonnade.errors import PlacementError
 
 @contextmanager
 def meta_init() -> Iterator[None]:
-    """Build a model on the meta device: parameters take no memory until `initialize` draws this rank's part of each.
+    """Build a model on the meta device: parameters take no memory until `initialize` materializes this rank's shards.
 
-    What the model's code does to them (torch.nn.init, in-place methods, cutting, copying) is recorded and done in `initialize`.
-    Buffers are made for real, on the CPU. Every random number follows from the seed of `launch`, the
-    parameter's name and the place in the whole parameter, so weights are the same under every layout.
+    Operations of the model's code on parameters (torch.nn.init, in-place methods, slicing, copying) are recorded, and performed
+    in `initialize`. Buffers are created at once, on the CPU. Every random number follows from the seed of `launch`, the
+    parameter's name and the position in the full parameter, so weights are equal under every layout.
     """
     recording = InitRecording()
     parameters: list[nn.Parameter] = []
@@ -54,8 +55,8 @@ def meta_init() -> Iterator[None]:
             return
         if is_lazy(parameter):
             raise PlacementError(
-                f"{name} of {type(module).__name__} gets its shape in the first forward pass, but inside meta_init() it must "
-                f"be known: use the layer that is given its sizes",
+                f"{name} of {type(module).__name__} gets its shape in the first forward pass, but meta_init() must know it: "
+                f"use a layer with explicit sizes",
                 code="C034",
             )
         if is_expanded(parameter):
@@ -70,16 +71,16 @@ def meta_init() -> Iterator[None]:
 
     def deepcopy_and_note(parameter: Tensor, memo: Any) -> Any:
         copy = deep_copy(parameter, memo)
-        note_parameter(nn.Module(), "", copy)  # nothing registers the parameters of a module that is copied
+        note_parameter(nn.Module(), "", copy)  # the registration hook does not run for parameters of a copied module
         return copy
 
     def make_buffer(module: nn.Module, name: str, buffer: Any) -> Tensor | None:
         return recording.read(buffer) if buffer is not None and buffer.device.type == "meta" else None
 
-    on_buffer: Any = register_module_buffer_registration_hook  # the tensor that the hook returns is registered instead
+    on_buffer: Any = register_module_buffer_registration_hook  # torch registers the tensor that the hook returns
     hooks = [register_module_parameter_registration_hook(note_parameter), on_buffer(make_buffer)]
     init: Any = nn.init
-    truncated = init._no_grad_trunc_normal_
+    original_truncated_normal = init._no_grad_trunc_normal_
     init._no_grad_trunc_normal_ = _truncated_normal
     deep_copy: Any = nn.Parameter.__deepcopy__
     nn.Parameter.__deepcopy__ = deepcopy_and_note  # type: ignore[method-assign]
@@ -87,27 +88,27 @@ def meta_init() -> Iterator[None]:
         with torch.device("meta"), recording, _ReadableMeta(recording):
             yield
     finally:
-        init._no_grad_trunc_normal_ = truncated
+        init._no_grad_trunc_normal_ = original_truncated_normal
         nn.Parameter.__deepcopy__ = deep_copy  # type: ignore[method-assign]
         for hook in hooks:
             hook.remove()
-        # Only now, since initialisation goes on after a parameter is registered. A part that was cut inside the block, and not
-        # changed after that, starts as its whole does: the numbers follow from places in the whole parameter.
+        # At the end, because initialization continues after a parameter is registered. A shard that was taken inside the block,
+        # and not changed afterwards, has the initial value of its full parameter, as numbers follow from positions in that.
         for parameter in parameters:
-            whole, version = vars(parameter).pop(_WHOLE, (parameter, parameter._version))
-            tensor = whole if version == parameter._version else parameter
+            full, version = vars(parameter).pop(_TAKEN_FROM, (parameter, parameter._version))
+            tensor = full if version == parameter._version else parameter
             setattr(parameter, _ATTRIBUTE, InitialValue(recording, tensor.detach(), parameter._version))
 
 
 @contextmanager
 def shapes_only() -> Iterator[None]:
-    """Build a model on the meta device without a recording: many times faster, for plans. No values can be read."""
+    """Build a model on the meta device without a recording: many times faster, for job estimates. No values can be read."""
     with torch.device("meta"), _GivenValuesOnCPU():
         yield
 
 
 class _GivenValuesOnCPU(TorchFunctionMode):
-    """Tensors that are made of given values (torch.tensor([1, 2])) lie on the CPU, with their values."""
+    """Puts tensors with given values (torch.tensor([1, 2])) on the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -125,7 +126,7 @@ _READS = {
 
 
 class _ReadableMeta(_GivenValuesOnCPU):
-    """A meta device whose tensors can be read (`item()`, `bool()`): by a replay of the recording."""
+    """Makes tensors on the meta device readable (`item()`, `bool()`), by a replay of the recording."""
 
     def __init__(self, recording: InitRecording) -> None:
         super().__init__()
@@ -133,7 +134,7 @@ class _ReadableMeta(_GivenValuesOnCPU):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _IS_META and sys._getframe(1).f_globals.get("__name__") == nn.init.__name__:
-            return False  # some of torch.nn.init does nothing to tensors of the meta device, where nothing could be recorded
+            return False  # some functions of torch.nn.init skip meta tensors, and nothing would be recorded
         if func in _READS:
             (tensor,) = args
             args = (self._recording.read(tensor) if tensor.device.type == "meta" else tensor,)
@@ -144,30 +145,30 @@ class _ReadableMeta(_GivenValuesOnCPU):
 def _truncated_normal(
     tensor: Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
 ) -> Tensor:
-    """By the inverse of the distribution function; torch draws again and again what is outside, which cannot be replayed."""
+    """By the inverse of the distribution function; torch repeats draws until all are inside, which cannot be recorded."""
     low, high = (math.erf((bound - mean) / (std * math.sqrt(2))) for bound in (a, b))
     return tensor.uniform_(low, high).erfinv_().mul_(std * math.sqrt(2)).add_(mean).clamp_(a, b)
 
 
 # --------------------------------------------------------------------------------------------------
-# What a parameter remembers of its initial value.
+# The initial value, as an attribute of each parameter.
 # --------------------------------------------------------------------------------------------------
 
 
 _ATTRIBUTE = "_colonnade_start"
 _SOURCE = "_colonnade_values"
-_WHOLE = "_colonnade_cut_from"
+_TAKEN_FROM = "_colonnade_cut_from"
 
 
 class ParameterSource(Protocol):
-    """Where the values of a whole parameter are kept, such as a file; its text says where."""
+    """The storage of a full parameter's values, such as a file; `str()` names it."""
 
     def read_into(self, target: Tensor, offset: Sequence[int]) -> None:
-        """Give `target` the elements of the whole from `offset` on."""
+        """Fill `target` with the elements of the full parameter from `offset` on."""
 
 
 class InitialValue(NamedTuple):
-    """How a parameter starts: as `tensor` of the recording, and its version counter then, which tells of later changes."""
+    """The initial value of a parameter: a tensor of the recording, and the version counter, which shows later changes."""
 
     recording: InitRecording
     tensor: Tensor
@@ -175,38 +176,38 @@ class InitialValue(NamedTuple):
 
 
 def initial_value_of(parameter: Tensor) -> InitialValue | None:
-    """How a parameter starts by `meta_init`; None for any other."""
+    """The initial value that `meta_init` recorded; None for a parameter from outside."""
     return getattr(parameter, _ATTRIBUTE, None)
 
 
 def keep_initial_value(part: Tensor, whole: Tensor) -> None:
-    """A part of a parameter of the meta device starts as its elements of the whole do, unless it is changed later."""
+    """Give a shard of a meta parameter the initial value of the full one; it holds unless the shard is changed later."""
     start = initial_value_of(whole)
     if start is not None:
         version = part._version if start.version == whole._version else -1
         setattr(part, _ATTRIBUTE, InitialValue(start.recording, start.tensor, version))
-    elif whole.is_meta:  # meta_init() is still on, and sets initial values at its end
-        setattr(part, _WHOLE, (whole.detach(), part._version))
+    elif whole.is_meta:  # inside meta_init(), which sets initial values at its end
+        setattr(part, _TAKEN_FROM, (whole.detach(), part._version))
 
 
 def set_value_source(parameter: Tensor, source: ParameterSource) -> None:
-    """A parameter on the meta device gets its values from there in `initialize`: on each rank those that it holds."""
+    """Let `initialize` read the values of a meta parameter from `source`; each rank reads its own shard."""
     setattr(parameter, _SOURCE, source)
 
 
 def value_source_of(parameter: Tensor) -> ParameterSource | None:
-    """The source that `set_value_source` gave; None without one."""
+    """The source set by `set_value_source`, or None."""
     return getattr(parameter, _SOURCE, None)
 
 
 def forget_initial_value(parameter: Tensor) -> None:
-    """The parameter has its values now."""
+    """Remove the initial value and the source, when the parameter has been materialized."""
     vars(parameter).pop(_ATTRIBUTE, None)
     vars(parameter).pop(_SOURCE, None)
 
 
 # --------------------------------------------------------------------------------------------------
-# The recording: what was done to tensors of the meta device, so that it can be done again for real.
+# The recording: operations on meta tensors, to be performed later with memory.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -215,19 +216,19 @@ _READ_VALUES = {
     torch.ops.aten.equal.default,
     torch.ops.aten.allclose.default,
 }
-"""Operations by which torch's own code reads the values of tensors."""
+"""Operations with which torch's own code reads the values of tensors."""
 
 
 @dataclass(frozen=True, eq=False)
 class RecordedOp:
-    """An operation that gave values to tensors of the meta device: those of `outputs`."""
+    """An operation that gave values to meta tensors, its `outputs`."""
 
     func: Any
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     outputs: tuple[Tensor, ...]
     draws: int
-    """How many operations drew random numbers before it, those for parts that other ranks hold too."""
+    """The number of random operations before it, including those for shards of other ranks."""
 
     @property
     def name(self) -> str:
@@ -244,40 +245,42 @@ class RecordedOp:
 
 
 Run = Callable[[RecordedOp, tuple[Any, ...], dict[str, Any]], Any]
-"""Does an operation again: (the recorded operation, its arguments for real)."""
+"""Performs a recorded operation: (operation, arguments with memory, keyword arguments)."""
 
 
 class InitRecording(TorchDispatchMode):
-    """Records every operation on the meta device while it is entered. Views are not recorded: tensors carry their strides.
+    """Records every operation on meta tensors while it is entered. Views are not recorded: tensors have their strides.
 
-    Tensors are told apart by their memory (`memory_of`), since an in-place operation on a view changes the whole.
+    Tensors are identified by their storage (`memory_of`), because an in-place operation on a view changes its base.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.ops: list[RecordedOp] = []
         self.owned: set[int] = set()
-        """The memory of tensors that became parameters."""
+        """The storages of tensors that became parameters."""
         self._writers: dict[int, list[int]] = {}
-        """The numbers of the operations that changed a memory."""
+        """Storage -> the indices of the operations that wrote to it."""
         self._draws = 0
         self.read_from: dict[RecordedOp, Tensor] = {}
-        """Operations whose random numbers were read while the model was built, with the state of torch's generator before."""
+        """Random operations whose values were read while the model was built, with the RNG state before the first read."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = [leaf for leaf in tree_leaves([args, kwargs]) if isinstance(leaf, Tensor)]
-        # Values that leave the meta device, to Python or into a tensor that has memory, are made now.
+        # Values that leave the meta device, to Python or into a tensor with memory, are computed now.
         if func in _READ_VALUES or (func._schema.is_mutable and given and not given[0].is_meta):
             args, kwargs = tree_map_only(Tensor, lambda t: self.read(t) if t.is_meta else t, (args, kwargs))
             return func(*args, **kwargs)
-        output = func(*tree_map_only(Tensor, _on_meta, args), **kwargs) if any(t.is_meta for t in given) else None
-        output = func(*args, **kwargs) if output is None else output
+        on_meta = args
+        if any(t.is_meta for t in given):  # a meta tensor and one with memory: the result is on the meta device
+            on_meta = tree_map_only(Tensor, lambda t: t if t.is_meta else t.to("meta"), args)
+        output = func(*on_meta, **kwargs)
 
         made = tuple(leaf.detach() for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_meta)
         is_view = not func._schema.is_mutable and {memory_of(t) for t in made} <= {memory_of(t) for t in given}
         if made and not is_view:
-            # A copy of arguments that have values: they may be changed before the replay.
+            # Arguments with memory are copied: the model's code may change them before the replay.
             args, kwargs = tree_map_only(Tensor, lambda t: t.detach() if t.is_meta else t.clone(), (args, kwargs))
             for memory in {memory_of(tensor) for tensor in made}:
                 self._writers.setdefault(memory, []).append(len(self.ops))
@@ -286,19 +289,19 @@ class InitRecording(TorchDispatchMode):
         return output
 
     def needed_for(self, tensor: Tensor) -> list[int]:
-        """The numbers of the operations that decide its values, in order."""
+        """The indices of the operations that determine its values, in order."""
         found: set[int] = set()
-        left = [(memory_of(tensor), len(self.ops))]
-        while left:
-            memory, before = left.pop()
+        pending = [(memory_of(tensor), len(self.ops))]
+        while pending:
+            memory, before = pending.pop()
             for at in self._writers.get(memory, ()):
                 if at < before and at not in found:
                     found.add(at)
-                    left += [(memory_of(each), at) for each in self.ops[at].inputs if each.is_meta]
+                    pending += [(memory_of(source), at) for source in self.ops[at].inputs if source.is_meta]
         return sorted(found)
 
     def replay(self, tensor: Tensor, run: Run | None = None) -> Tensor:
-        """The tensor for real, on the CPU: everything that decides its values is done again."""
+        """The tensor with memory, on the CPU: performs the operations that determine its values, each with `run`, if given."""
         real: dict[int, Tensor] = {}
 
         def as_real(value: Any) -> Any:
@@ -315,70 +318,66 @@ class InitRecording(TorchDispatchMode):
                 output = op.func(*args, **kwargs) if run is None else run(op, args, kwargs)
                 results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
                 for result, made in zip(results, op.outputs, strict=True):
+                    # A flat tensor for all of the storage, since later operations may use other views of it.
                     if memory_of(made) not in real:
-                        real[memory_of(made)] = _memory_for(result, made)
+                        real[memory_of(made)] = flat = result.new_empty(elements_in_memory(made))
+                        flat.as_strided(made.size(), made.stride(), made.storage_offset()).copy_(result)
             return as_real(tensor)
 
     def read(self, tensor: Tensor) -> Tensor:
-        """The tensor for real, while the model is still being built: its values must not depend on those of parameters, which are drawn later."""
+        """The tensor with memory, while the model is being built.
+
+        Raises:
+            PlacementError: Its values depend on random values of a parameter, which are drawn only in `initialize`.
+        """
         ops = [self.ops[at] for at in self.needed_for(tensor)]
-        touched = {memory_of(each) for op in ops for each in (*op.inputs, *op.outputs) if each.is_meta}
+        touched = {memory_of(value) for op in ops for value in (*op.inputs, *op.outputs) if value.is_meta}
         if touched & self.owned and any(op.is_random for op in ops):
             raise PlacementError(
                 "inside meta_init() a buffer, or code of the model, needs the values of a parameter, which is drawn only in "
                 "initialize(). Build this module outside meta_init(), or `with torch.device('cpu')` inside it.",
                 code="C034",
             )
-        return self.replay(tensor, self._draw_once).clone()
 
-    def _draw_once(self, op: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Does an operation again. A second read of its random numbers finds the same ones."""
-        if not op.is_random:
-            return op.func(*args, **kwargs)
-        if op not in self.read_from:
-            self.read_from[op] = torch.get_rng_state()
-            return op.func(*args, **kwargs)
-        with torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(self.read_from[op])
-            return op.func(*args, **kwargs)
+        def run(op: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            # Each read of the same random tensor must give the same numbers.
+            if not op.is_random:
+                return op.func(*args, **kwargs)
+            if op not in self.read_from:
+                self.read_from[op] = torch.get_rng_state()
+                return op.func(*args, **kwargs)
+            with torch.random.fork_rng(devices=[]):
+                torch.set_rng_state(self.read_from[op])
+                return op.func(*args, **kwargs)
+
+        return self.replay(tensor, run).clone()
 
 
 def memory_of(tensor: Tensor) -> int:
-    """A number that tensors which share memory have in common."""
+    """The identity of a tensor's storage."""
     return tensor.untyped_storage()._cdata
 
 
 def elements_in_memory(tensor: Tensor) -> int:
-    """How many elements of its dtype the memory of a tensor has room for."""
+    """The size of a tensor's storage, in elements of its dtype."""
     return tensor.untyped_storage().nbytes() // tensor.element_size()
 
 
 def covers_memory(tensor: Tensor) -> bool:
-    """Whether it is all of its memory."""
+    """Whether the tensor has as many elements as its storage."""
     return tensor.numel() == elements_in_memory(tensor)
 
 
 def is_expanded(tensor: Tensor) -> bool:
-    """Whether several of its elements lie at one place in memory."""
+    """Whether several elements share a place in memory."""
     return any(size > 1 and stride == 0 for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
 
 
-def _on_meta(tensor: Tensor) -> Tensor:
-    return tensor if tensor.is_meta else tensor.to("meta")
-
-
-def _memory_for(result: Tensor, made: Tensor) -> Tensor:
-    """A flat tensor for all the memory of `made`, with the values of `result` in their places."""
-    flat = result.new_empty(elements_in_memory(made))
-    flat.as_strided(made.size(), made.stride(), made.storage_offset()).copy_(result)
-    return flat
-
-
 # --------------------------------------------------------------------------------------------------
-# Random numbers by position: the number at a place is a function of a key and of that place, so any part is drawn alone.
+# Counter-based random numbers: a function of a key and a position, so that any shard can be drawn without the rest.
 #
-# Whole numbers are the same on every device and machine. A normal number is computed from one in float64, whose last bit
-# may differ between kinds of devices.
+# The integers are equal on every device and machine. Uniform and normal numbers are computed from them in float64; the last
+# bit of a normal number may differ between kinds of devices.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -398,7 +397,7 @@ def normal(key: int, positions: Tensor, mean: float = 0.0, std: float = 1.0) -> 
 
 
 def positions_in(index: Tensor, shape: Sequence[int], offset: int, strides: Sequence[int]) -> Tensor:
-    """Where elements number `index` of a tensor of `shape`, counted row by row, lie by these strides."""
+    """The positions of elements `index` (in row-major order) of a tensor of `shape`, by an offset and strides."""
     shape, strides = _merged(shape, strides)
     position = torch.full_like(index, offset)
     for size, stride in zip(reversed(shape[1:]), reversed(strides[1:]), strict=True):
@@ -413,7 +412,7 @@ def row_strides(shape: Sequence[int]) -> list[int]:
 
 
 def _merged(shape: Sequence[int], strides: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The same with as few dimensions as will do: those that lie one inside the other without a gap are one."""
+    """The same with as few dimensions as possible: contiguous neighbours are merged."""
     sizes: list[int] = []
     steps: list[int] = []
     for size, stride in zip(shape, strides, strict=True):
@@ -426,7 +425,7 @@ def _merged(shape: Sequence[int], strides: Sequence[int]) -> tuple[list[int], li
 
 
 def _fractions(key: int, positions: Tensor) -> Tensor:
-    """52 random bits each, as numbers between 0 and 1, both left out."""
+    """52 random bits each (splitmix64 of position and key), as numbers between 0 and 1, both exclusive."""
     bits = positions.mul(_signed(_GAMMA)).add_(_signed(key))
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
         bits.bitwise_xor_(_shifted(bits, shift)).mul_(_signed(factor))
@@ -435,7 +434,7 @@ def _fractions(key: int, positions: Tensor) -> Tensor:
 
 
 def _shifted(bits: Tensor, by: int) -> Tensor:
-    """To the right, with zeros from the left: torch's own shift repeats the sign."""
+    """A logical shift to the right: torch's own shift extends the sign."""
     return (bits >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 
@@ -445,10 +444,10 @@ def _signed(number: int) -> int:
 
 
 # --------------------------------------------------------------------------------------------------
-# Element by element: how a tensor starts, as steps that each element takes by itself, so that any part can be made alone.
+# Element-wise initialization: the operations of a tensor as steps on single elements, so that any shard can be computed.
 #
-# Each recorded operation is read as such a step: a fill, a draw, a function of each element, a copy. A tensor with any other
-# operation in its past has no such steps, and is replayed whole.
+# A recorded operation is such a step if it is a fill, a draw, a function of each element, or a copy. A tensor with any other
+# operation in its history has no such steps, and is replayed in full.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -485,7 +484,7 @@ _COPIES = {"clone", "_to_copy", "copy_", "cat", "stack"}
 
 
 class Strided(NamedTuple):
-    """How the elements of a tensor lie in memory."""
+    """Size, offset and strides of a tensor in its storage."""
 
     size: tuple[int, ...]
     offset: int
@@ -496,7 +495,7 @@ class Strided(NamedTuple):
         return cls(tuple(tensor.size()), int(tensor.storage_offset()), tuple(tensor.stride()))
 
     def holds(self, positions: Tensor) -> Tensor:
-        """Whether each position in memory is an element of it."""
+        """For each position in the storage, whether it is an element of the tensor."""
         left, inside = positions - self.offset, torch.ones_like(positions, dtype=torch.bool)
         for size, stride in sorted(zip(self.size, self.stride, strict=True), key=lambda pair: -pair[1]):
             if size > 1:
@@ -508,9 +507,9 @@ class Strided(NamedTuple):
 
 @dataclass(frozen=True)
 class ElementStep:
-    """ "uniform" (low, high), "normal" (mean, std), "fill" (value), or "call": a function of each element alone.
+    """One step of an element: "uniform" (low, high), "normal" (mean, std), "fill" (value), or "call", an element-wise function.
 
-    `region`: the places in memory that it is for; None for all. `source`: the memory that was drawn.
+    `region`: the part of the storage that it applies to; None for all. `source`: the storage that a random step drew into.
     """
 
     kind: str
@@ -523,7 +522,7 @@ class ElementStep:
         return f"{self.kind}{self.values}{'' if self.region is None else ' in a part'}"
 
     def apply(self, values: Tensor, positions: Tensor, key: int) -> Tensor:
-        """The values after this step, whatever its region."""
+        """The values after this step, regardless of its region."""
         if self.call is not None:
             return self.call(values.clone())
         if self.kind == "fill":
@@ -533,9 +532,11 @@ class ElementStep:
 
 @dataclass(frozen=True)
 class ElementwiseInit:
-    """How a tensor starts element by element: the steps that each element takes.
+    """The element-wise initialization of a tensor.
 
-    `cut`: how the tensor's elements lie in the memory that the regions of steps speak of; None: as in its own. `moved`: elements do not lie where they lay in the memory that was drawn.
+    - `steps`: the steps of each element.
+    - `cut`: the position of the tensor in the storage that the regions of `steps` refer to; None if that is its own storage.
+    - `moved`: elements have other positions than in the storage that was drawn.
     """
 
     steps: tuple[ElementStep, ...] = ()
@@ -550,13 +551,13 @@ class ElementwiseInit:
         return any(step.region is not None for step in self.steps)
 
     def then(self, step: ElementStep, tensor: Tensor) -> ElementwiseInit | None:
-        """With one more step, on a tensor that may be a part of the memory."""
+        """With one more step, on a tensor that may be only a part of the storage; None if that is not element-wise any more."""
         if covers_memory(tensor):
             return ElementwiseInit((step,)) if step.kind != "call" else replace(self, steps=(*self.steps, step))
         return None if self.cut else replace(self, steps=(*self.steps, replace(step, region=Strided.of(tensor))))
 
     def copied(self, source: Tensor) -> ElementwiseInit | None:
-        """That of a copy of `source`, all or some of the tensor's memory."""
+        """The initialization of a copy of `source`, a tensor in the storage that this one describes; None if not element-wise."""
         if is_expanded(source):
             return None
         if source.is_contiguous() and covers_memory(source):
@@ -566,7 +567,7 @@ class ElementwiseInit:
         return ElementwiseInit(self.steps, Strided.of(source) if self.has_regions else None, moved=True)
 
     def values(self, positions: Tensor, places: Tensor, key: Callable[[int | None], int]) -> Tensor:
-        """In float64, for elements at `positions` of the whole parameter, that regions know as `places`."""
+        """In float64, the values of elements at `positions` of the full parameter and at `places` in the storage of the regions."""
         values = torch.zeros_like(positions, dtype=torch.float64)
         for step in self.steps:
             changed = step.apply(values, positions, key(step.source))
@@ -575,18 +576,18 @@ class ElementwiseInit:
 
 
 def elementwise_init_of(recording: InitRecording, tensor: Tensor) -> ElementwiseInit | None:
-    """The steps of a tensor of the meta device; None where its elements do not start each by itself."""
+    """The element-wise initialization of a meta tensor; None if elements depend on each other."""
     known: dict[int, ElementwiseInit | None] = {}
     for at in recording.needed_for(tensor):
         op = recording.ops[at]
-        after = _result_of(op, known) if len(op.outputs) == 1 else None
+        after = _after(op, known) if len(op.outputs) == 1 else None
         known |= {memory_of(made): after for made in op.outputs}
     init = known.get(memory_of(tensor), ElementwiseInit())
     return init.copied(tensor) if init is not None and not covers_memory(tensor) else init
 
 
 def random_step_of(op: RecordedOp) -> ElementStep | None:
-    """The step of an operation that draws uniform or normal numbers."""
+    """The step of an operation that draws uniform or normal numbers; None for any other operation."""
     if op.name not in _DRAWS:
         return None
     (made,) = op.outputs
@@ -597,20 +598,40 @@ def random_step_of(op: RecordedOp) -> ElementStep | None:
     return ElementStep(_DRAWS[op.name], values, source=memory_of(made))
 
 
-def _result_of(op: RecordedOp, known: dict[int, ElementwiseInit | None]) -> ElementwiseInit | None:
-    """The steps of the tensor that an operation gives, by those of the tensors that it takes."""
+def _after(op: RecordedOp, known: dict[int, ElementwiseInit | None]) -> ElementwiseInit | None:
+    """The initialization of the output of an operation, by those of its inputs; None if it is not element-wise."""
     name, (made,) = op.name, op.outputs
     before = known.get(memory_of(made), ElementwiseInit())
     if name in _EMPTY:
         return ElementwiseInit()
+
     if name in _COPIES:
-        return _copy_of(op, known)
+        sources: Sequence[Tensor] = op.inputs[1:] if name == "copy_" else op.inputs
+        inits = [known.get(memory_of(source)) for source in sources]
+        (source, *others), (init, *_) = sources, inits
+        copied = None if init is None else init.copied(source)
+        if not made.dtype.is_floating_point:  # the copy rounds, and steps do not
+            return None
+        if copied is None or not covers_memory(made) or made.numel() != sum(source.numel() for source in sources):
+            return None
+        if not others:
+            return copied
+        # Equal initializations that are concatenated, such as those of experts, are one; unless a tensor occurs twice, whose
+        # numbers would have to be repeated.
+        is_distinct = len({memory_of(source) for source in sources}) == len(sources)
+        if not is_distinct or copied.has_regions or any(init != copied for init in inits):
+            return None
+        return ElementwiseInit(tuple(replace(step, source=None) for step in copied.steps), moved=True)
+
     if name.rstrip("_") in _POINTWISE and isinstance(op.args[0], Tensor):
         source, *others = op.inputs
-        taken = None if others else known.get(memory_of(source))
-        if taken is not None and not name.endswith("_"):
-            taken = taken.copied(source)
-        return taken.then(_call(op), made) if taken is not None else None
+        init = None if others else known.get(memory_of(source))
+        if init is not None and not name.endswith("_"):
+            init = init.copied(source)
+        rest, kwargs = op.args[1:], dict(op.kwargs)
+        call = ElementStep("call", (name, *rest, *kwargs.items()), call=lambda values: op.func(values, *rest, **kwargs))
+        return init.then(call, made) if init is not None else None
+
     step = random_step_of(op)
     if name in _FILLS:
         step = ElementStep("fill", (_FILLS[name],))
@@ -619,53 +640,29 @@ def _result_of(op: RecordedOp, known: dict[int, ElementwiseInit | None]) -> Elem
     return before.then(step, made) if step is not None and before is not None else None
 
 
-def _call(op: RecordedOp) -> ElementStep:
-    rest, kwargs = op.args[1:], dict(op.kwargs)
-    return ElementStep("call", (op.name, *rest, *kwargs.items()), call=lambda values: op.func(values, *rest, **kwargs))
-
-
-def _copy_of(op: RecordedOp, known: dict[int, ElementwiseInit | None]) -> ElementwiseInit | None:
-    (made,) = op.outputs
-    sources: Sequence[Tensor] = op.inputs[1:] if op.name == "copy_" else op.inputs
-    inits = [known.get(memory_of(source)) for source in sources]
-    (source, *others), (init, *_) = sources, inits
-    first = None if init is None else init.copied(source)
-    if not made.dtype.is_floating_point:  # values are rounded here, and steps do not round
-        return None
-    if first is None or not covers_memory(made) or made.numel() != sum(source.numel() for source in sources):
-        return None
-    if not others:
-        return first
-    # Parts that start alike, such as experts, are one: as long as none of them is there twice.
-    apart = len({memory_of(source) for source in sources}) == len(sources)
-    if not apart or first.has_regions or any(init != first for init in inits):
-        return None
-    return ElementwiseInit(tuple(replace(step, source=None) for step in first.steps), moved=True)
-
-
 # --------------------------------------------------------------------------------------------------
-# How each parameter of a model starts, under the name that it has in the whole model.
+# The initialization of each parameter of a model, by its name in the full model.
 # --------------------------------------------------------------------------------------------------
 
 
 _ON_CPU, _ELSEWHERE = 1 << 16, 1 << 20
-"""How many elements are made at once: so few that they take little memory, and on the CPU stay in its cache."""
+"""The number of elements that are computed at once: few enough to take little memory, and on the CPU to stay in its cache."""
 
 
 @dataclass(frozen=True, eq=False)
 class ParameterInit:
-    """How a parameter gets its values: element by element, or without that by a replay of everything that was recorded."""
+    """The initialization of a parameter: element by element, or else by a replay of its recorded operations."""
 
     name: str
     recording: InitRecording
     tensor: Tensor
     elementwise: ElementwiseInit | None
     owners: Mapping[int, str]
-    """By the memory that random numbers were drawn into: the parameter whose name they follow from."""
+    """Storage that random numbers were drawn into -> the parameter whose name is their key."""
     is_elementwise: Mapping[int, bool]
-    """By the memory of each parameter: whether it is made element by element."""
+    """Storage of each parameter -> whether it is initialized element by element."""
     sizes: Mapping[str, int]
-    """How many elements each parameter has here."""
+    """Parameter -> its number of elements on this rank."""
 
     def __str__(self) -> str:
         if self.elementwise is not None:
@@ -674,15 +671,23 @@ class ParameterInit:
 
     @torch.no_grad()
     def fill(self, local: Tensor, start: Sequence[int], shape: Sequence[int], offset: Sequence[int], seed: int) -> None:
-        """Give `local` its values: the part of the tensor from `start` on, at `offset` of the whole parameter of `shape`."""
-        # Numbers of parts that other ranks hold must be drawn too, for theirs to be the same: so the whole, of which a part stays.
+        """Fill `local` with its initial values.
+
+        Args:
+            local: The tensor to fill.
+            start: Its offset in the recorded tensor.
+            shape: The shape of the full parameter.
+            offset: Its offset in the full parameter.
+            seed: The seed of `launch`.
+        """
+        # Without element-wise steps the full tensor is computed, also the shards of other ranks, and a slice of it kept.
         if self.elementwise is None:
-            whole = self.recording.replay(self.tensor, self._run_with_keys(seed, math.prod(shape)))
-            parts = (slice(at, at + size) for at, size in zip(start, local.shape, strict=True))
-            local.copy_(whole[tuple(parts)])
+            full = self.recording.replay(self.tensor, self._run_with_keys(seed, math.prod(shape)))
+            local.copy_(full[tuple(slice(at, at + size) for at, size in zip(start, local.shape, strict=True))])
             return
-        # An element has two places: in the whole parameter, which its random number follows from, and in the memory that the
-        # steps were recorded for, which tells whether a step for a region of it applies. A chunk of elements at a time.
+
+        # An element has two positions: in the full parameter, which determines its random number, and in the storage that the
+        # steps were recorded for, which determines the steps that apply. One chunk of elements at a time.
         strided = self.elementwise.cut or Strided.of(self.tensor)
         first = strided.offset + sum(at * stride for at, stride in zip(start, strided.stride, strict=True))
         strides = row_strides(shape)
@@ -703,7 +708,7 @@ class ParameterInit:
         return derive_seed(seed, self.name if source is None else self.owners[source], *more)
 
     def _run_with_keys(self, seed: int, numel: int) -> Any:
-        """Does operations again, with random numbers that do not depend on the layout."""
+        """The function that performs recorded operations, with random numbers that do not depend on the layout."""
         seen: set[int] = set()
 
         def run(op: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -712,11 +717,11 @@ class ParameterInit:
             (made, *_), step = op.outputs, random_step_of(op)
             memory = memory_of(made)
             key, owner = self._key(seed, memory), self.owners[memory]
-            if not self.is_elementwise.get(memory):  # element by element a parameter is drawn once
-                whole = numel if owner == self.name else self.sizes[owner]
-                if (
-                    key in seen or elements_in_memory(made) != whole
-                ):  # not the whole parameter: told apart by its number
+            # Several draws for one parameter (of its parts, or one after another) need different keys: their number is added.
+            # Not for an element-wise parameter, which is drawn once; a replay must find its numbers.
+            if not self.is_elementwise.get(memory):
+                full = numel if owner == self.name else self.sizes[owner]
+                if key in seen or elements_in_memory(made) != full:
                     key = self._key(seed, memory, op.draws)
                 seen.add(key)
             if step is None:
@@ -732,7 +737,7 @@ class ParameterInit:
 
 @dataclass(frozen=True, eq=False)
 class ParameterLoad:
-    """A parameter whose values are kept somewhere, such as in a file."""
+    """The initialization of a parameter from a source of values, such as a file."""
 
     source: ParameterSource
     tensor: Tensor
@@ -746,119 +751,111 @@ class ParameterLoad:
 
 
 def parameter_inits(stages: Iterable[nn.Module], prefix: str = "") -> dict[int, ParameterInit | ParameterLoad]:
-    """For each parameter (by id) that is on the meta device, how it starts.
+    """The initialization of each parameter (by id) that is on the meta device.
 
-    `stages` are those of a split model, or one model. `prefix` tells apart models whose parameters have the same names.
+    Args:
+        stages: The stages of a split model, or a single model.
+        prefix: Distinguishes models whose parameters have the same names.
+
+    Raises:
+        PlacementError: A parameter has no initial value, or one that cannot be reproduced.
     """
     stages = list(stages)
-    found = list(_parameters_on_meta(stages, prefix))
-    if found:
-        _refuse_bare(stages)
-    # Random numbers follow from the name of a parameter: of that whose memory they were drawn into, else of the first that
-    # is made of them.
-    owners: dict[int, str] = {}
-    for name, _, start in found:
-        owners.setdefault(memory_of(start.tensor), name)
-    users = Counter[int]()
-    for name, _, start in found:
-        sources = _random_memory(start, name)
-        users.update(sources)
-        for source in sources:
-            owners.setdefault(source, name)
-    elementwise_by_name = {
-        name: _elementwise_if_allowed(name, parameter, start, users) for name, parameter, start in found
-    }
-    is_elementwise: dict[int, bool] = {}
-    for name, _, start in found:
-        is_elementwise.setdefault(memory_of(start.tensor), elementwise_by_name[name] is not None)
-    sizes = {name: start.tensor.numel() for name, _, start in found}
-    kept = [(parameter, value_source_of(parameter)) for stage in stages for parameter in stage.parameters()]
-    read = {id(parameter): ParameterLoad(source, parameter) for parameter, source in kept if source is not None}
-    return read | {
-        id(parameter): ParameterInit(
-            name, start.recording, start.tensor, elementwise_by_name[name], owners, is_elementwise, sizes
-        )
-        for name, parameter, start in found
-    }
-
-
-def _random_memory(start: InitialValue, name: str) -> set[int]:
-    """The memory that was drawn for a parameter."""
-    ops = [start.recording.ops[at] for at in start.recording.needed_for(start.tensor)]
-    if any(op in start.recording.read_from for op in ops):
-        raise PlacementError(
-            f"{name} starts with random numbers that a buffer, or code of the model, has read inside meta_init(); those of "
-            f"parameters are drawn only in initialize(). Build its module outside, or `with torch.device('cpu'):` inside.",
-            code="C034",
-        )
-    return {memory_of(made) for op in ops if op.is_random for made in op.outputs}
-
-
-def _elementwise_if_allowed(
-    name: str, parameter: nn.Parameter, start: InitialValue, users: Counter[int]
-) -> ElementwiseInit | None:
-    """How a parameter starts element by element; None where it must be made whole."""
-    init = elementwise_init_of(start.recording, start.tensor)
-    if init is None:
-        return None
-    if not init.steps:
-        raise PlacementError(
-            f"{name} was never given values inside meta_init(). Initialise it there (torch.nn.init.normal_(parameter), "
-            f"say), or build its module `with torch.device('cpu'):`.",
-            code="C034",
-        )
-    moved = init.moved or not start.tensor.is_contiguous()
-    if moved and any(users[source] > 1 for source in _random_memory(start, name)):
-        return None  # another parameter has the same numbers, and elsewhere
-    return None if init.cut is not None and init.cut.size != start.tensor.shape else init
-
-
-def _parameters_on_meta(stages: Sequence[nn.Module], prefix: str) -> Iterator[tuple[str, nn.Parameter, InitialValue]]:
-    names: set[str] = set()
-    met: set[int] = set()
+    found: dict[str, tuple[nn.Parameter, InitialValue]] = {}
+    seen: set[int] = set()
     for at, stage in enumerate(stages):
         for name, parameter in stage.named_parameters():
-            if parameter.is_meta and id(parameter) not in met and value_source_of(parameter) is None:
-                named = prefix + (name if name not in names else f"{name} of stage {at}")
-                yield named, parameter, _checked_initial_value(parameter, name)
-                names.add(name)
-                met.add(id(parameter))
+            if not parameter.is_meta or id(parameter) in seen or value_source_of(parameter) is not None:
+                continue
+            start = initial_value_of(parameter)
+            if start is None:
+                raise PlacementError(
+                    f"{name} is on the meta device and has no initial value: build the model inside "
+                    f"`with colonnade.meta_init():`, or on a device that has memory",
+                    code="C034",
+                )
+            if start.version != parameter._version:
+                raise PlacementError(
+                    f"{name} was changed after meta_init(), on the meta device, where that has no effect: initialise it inside "
+                    f"the block, or after initialize()",
+                    code="C034",
+                )
+            # Stages that were built one by one may have equal names.
+            unique = f"{prefix}{name}" if f"{prefix}{name}" not in found else f"{prefix}{name} of stage {at}"
+            found[unique] = parameter, start
+            seen.add(id(parameter))
+    if found:
+        _refuse_tensors_without_values(stages)
 
+    # The key of random numbers is the name of a parameter: the one whose storage they were drawn into, else the first one that
+    # is computed from them.
+    owners: dict[int, str] = {}
+    for name, (_, start) in found.items():
+        owners.setdefault(memory_of(start.tensor), name)
+    drawn: dict[str, set[int]] = {}
+    for name, (_, start) in found.items():
+        ops = [start.recording.ops[at] for at in start.recording.needed_for(start.tensor)]
+        if any(op in start.recording.read_from for op in ops):
+            raise PlacementError(
+                f"{name} starts with random numbers that a buffer, or code of the model, has read inside meta_init(); those of "
+                f"parameters are drawn only in initialize(). Build its module outside, or `with torch.device('cpu'):` inside.",
+                code="C034",
+            )
+        drawn[name] = {memory_of(made) for op in ops if op.is_random for made in op.outputs}
+        for memory in drawn[name]:
+            owners.setdefault(memory, name)
+    users = Counter(memory for memories in drawn.values() for memory in memories)
 
-def _refuse_bare(stages: Iterable[nn.Module]) -> None:
-    """Tensors that are no parameters and no buffers stay on the meta device, where forward passes cannot use them."""
-    for stage in stages:
-        for name, module in stage.named_modules():
-            for attribute, value in vars(module).items():
-                if attribute in ("_parameters", "_buffers", "_modules"):
-                    continue
-                for leaf in tree_leaves(value):
-                    # One with a graph is computed from parameters, and by old weight_norm again in each forward pass.
-                    if (
-                        isinstance(leaf, Tensor)
-                        and leaf.is_meta
-                        and not leaf.requires_grad
-                        and initial_value_of(leaf) is None
-                    ):
-                        raise PlacementError(
-                            f"{f'{name}.{attribute}'.lstrip('.')} holds a tensor without values, as it was built inside "
-                            f"meta_init(). Make it a buffer (register_buffer), or build it `with torch.device('cpu'):`.",
-                            code="C034",
-                        )
+    # Element-wise where possible. Not for numbers that another parameter has at other positions, and not for a slice of a
+    # tensor of another shape: there, the position in the parameter does not determine the number.
+    elementwise: dict[str, ElementwiseInit | None] = {}
+    is_elementwise: dict[int, bool] = {}
+    for name, (_, start) in found.items():
+        init = elementwise_init_of(start.recording, start.tensor)
+        if init is not None:
+            if not init.steps:
+                raise PlacementError(
+                    f"{name} was never given values inside meta_init(). Initialise it there (torch.nn.init.normal_(parameter), "
+                    f"say), or build its module `with torch.device('cpu'):`.",
+                    code="C034",
+                )
+            is_moved = init.moved or not start.tensor.is_contiguous()
+            is_shared = any(users[memory] > 1 for memory in drawn[name])
+            if (is_moved and is_shared) or (init.cut is not None and init.cut.size != start.tensor.shape):
+                init = None
+        elementwise[name] = init
+        is_elementwise.setdefault(memory_of(start.tensor), init is not None)
 
-
-def _checked_initial_value(parameter: nn.Parameter, name: str) -> InitialValue:
-    start = initial_value_of(parameter)
-    if start is None:
-        raise PlacementError(
-            f"{name} is on the meta device, and nothing says which values it starts with: build the model inside "
-            f"`with colonnade.meta_init():`, or on a device that has memory",
-            code="C034",
+    sizes = {name: start.tensor.numel() for name, (_, start) in found.items()}
+    inits: dict[int, ParameterInit | ParameterLoad] = {}
+    for parameter in (parameter for stage in stages for parameter in stage.parameters()):
+        source = value_source_of(parameter)
+        if source is not None:
+            inits[id(parameter)] = ParameterLoad(source, parameter)
+    for name, (parameter, start) in found.items():
+        inits[id(parameter)] = ParameterInit(
+            name, start.recording, start.tensor, elementwise[name], owners, is_elementwise, sizes
         )
-    if start.version != parameter._version:
-        raise PlacementError(
-            f"{name} was changed after meta_init(), on the meta device, where that has no effect: initialise it inside the "
-            f"block, or after initialize()",
-            code="C034",
-        )
-    return start
+    return inits
+
+
+def _refuse_tensors_without_values(stages: Iterable[nn.Module]) -> None:
+    """Raise PlacementError for meta tensors that are neither parameters nor buffers: nothing would give them values."""
+    attributes = (
+        (f"{name}.{attribute}".lstrip("."), value)
+        for stage in stages
+        for name, module in stage.named_modules()
+        for attribute, value in vars(module).items()
+        if attribute not in ("_parameters", "_buffers", "_modules")
+    )
+    for name, value in attributes:
+        for leaf in tree_leaves(value):
+            if not isinstance(leaf, Tensor) or not leaf.is_meta or initial_value_of(leaf) is not None:
+                continue
+            # A tensor with a graph is computed from parameters; the old weight_norm does so again in each forward pass.
+            if not leaf.requires_grad:
+                raise PlacementError(
+                    f"{name} holds a tensor without values, as it was built inside "
+                    f"meta_init(). Make it a buffer (register_buffer), or build it `with torch.device('cpu'):`.",
+                    code="C034",
+                )

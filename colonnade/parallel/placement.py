@@ -1,7 +1,7 @@
-"""Placement: the one record of how a parameter lies on the modes. Every later stage reads it and nothing else.
+"""Placement: how a parameter is sharded or replicated over the modes (the dimensions of the device mesh).
 
-Gradient sync, the ledger, clipping, checkpoints and verification are all derived from it. A parameter
-without one is replicated on every mode; a DTensor's is read from the DTensor.
+Gradient reductions, the ledger, clipping, checkpoints and verification are all derived from it. A parameter without a placement is
+replicated on every mode; the placement of a DTensor is read from the DTensor.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import PlacementError, did_you_mean, listed
 
 Owes = Literal["auto", "sum", "nothing"]
-"""The sum that the raw gradient still owes over a mode. "auto" is: a sum where ranks see distinct data, else nothing."""
+"""The reduction that the local gradient needs over a mode. "auto": a sum if the ranks see distinct data, else nothing."""
 
 _ATTRIBUTE = "_colonnade_placement"
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Each rank of the mode holds its own part of dimension `dim`. Parts may be uneven or empty.
+    """Each rank of the mode has a shard of dimension `dim`. Shards may be uneven or empty.
 
-    `owes="nothing"` says that the gradient is already final over this mode, its mean included (FSDP). `sections` are the
-    lengths of several weights that lie one after another along `dim` (gate and up; query, key and value): each is cut
-    evenly, and a rank holds its parts of them, joined.
+    Args:
+        dim: The sharded dimension.
+        owes: "nothing" if the gradient is already reduced over this mode, including the mean (FSDP).
+        sections: Lengths of several weights that are concatenated along `dim` (gate and up; query, key and value). Each is
+            sharded evenly, and a rank has its shards of them, concatenated.
     """
 
     dim: int
@@ -40,14 +42,24 @@ class Shard:
 
 @dataclass(frozen=True)
 class Replicate:
-    """Every rank of the mode holds the same elements; `owes` says what its raw gradient still needs."""
+    """Every rank of the mode has the same elements.
+
+    Args:
+        owes: The reduction that the local gradient needs over the mode. "sum": it is partial (DTensor: `Partial`). "nothing":
+            it is already reduced. "auto": a mean if the ranks see distinct data, else nothing.
+    """
 
     owes: Owes = "auto"
 
 
 @dataclass(frozen=True)
 class Tied:
-    """A logical parameter that lives at several pipeline stages, under the name `key` on all of them."""
+    """A logical parameter at several pipeline stages (shared weights).
+
+    Args:
+        stages: The pipeline stages that have it.
+        key: A name that is equal at all of them.
+    """
 
     stages: tuple[int, ...]
     key: str
@@ -59,9 +71,11 @@ Rule = str | Callable[[str, nn.Parameter], bool]
 
 @dataclass(frozen=True)
 class Placement:
-    """How a parameter lies on each mode; modes that are not listed are `Replicate()`.
+    """The spec of a parameter on each mode; modes that are not listed are `Replicate()`.
 
-    `shape` is the whole tensor's, needed only where shards are uneven; else it follows from the local one.
+    Args:
+        modes: The spec on each mode. Several modes may shard one dimension; the first is the outermost.
+        shape: The shape of the full tensor, needed only for uneven shards; else it follows from the local shape.
     """
 
     modes: Mapping[ParallelMode, Spec] = field(default_factory=lambda: MappingProxyType({}))
@@ -72,8 +86,8 @@ class Placement:
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
-        """Equal for equal placements. Its first part says all but the shape of the tensor."""
-        # In order: two shards of one dimension lie inside one another in the order they were given.
+        """A hashable key, equal for equal placements; its first part has everything but the shape of the tensor."""
+        # In the given order, which matters if two modes shard one dimension.
         return tuple(self.modes.items()), self.shape
 
     @cached_property
@@ -90,23 +104,23 @@ class Placement:
         return Placement, (dict(self.modes), self.shape)
 
     def on(self, mode: ParallelMode) -> Spec:
-        """How the parameter lies on `mode`."""
+        """The spec of the parameter on `mode`."""
         return self.modes.get(mode, Replicate())
 
     @cached_property
     def shards(self) -> dict[ParallelMode, Shard]:
-        """The modes that it is split over, in the order they were given (outermost first)."""
+        """The modes that shard it, in the given order (outermost first)."""
         return {mode: spec for mode, spec in self.modes.items() if isinstance(spec, Shard)}
 
     @cached_property
     def tied(self) -> Tied | None:
-        """Where else in the pipeline it lives."""
+        """The spec of a parameter that is tied over pipeline stages; else None."""
         spec = self.modes.get(ParallelMode.PIPELINE)
         return spec if isinstance(spec, Tied) else None
 
     @property
     def tie_key(self) -> str:
-        """The name of a tied parameter on all its stages; empty for others, so that sorting by it leaves those in the model's order."""
+        """The key of a tied parameter; empty for others, so that sorting by it keeps those in model order."""
         return self.tied.key if self.tied is not None else ""
 
     def __str__(self) -> str:
@@ -124,11 +138,22 @@ def place(
     modes: Mapping[ParallelMode, Spec],
     shape: tuple[int, ...] | None = None,
 ) -> Tensor:
-    """Give a parameter its placement and return the parameter. Replaces an earlier one."""
+    """Set the placement of a parameter, in place of an earlier one.
+
+    Args:
+        parameter: A plain parameter (the local shard), not a DTensor.
+        modes: The spec on each mode; modes that are not listed are `Replicate()`.
+        shape: The shape of the full tensor, needed only for uneven shards.
+
+    Returns:
+        The parameter.
+
+    Raises:
+        PlacementError: The specs contradict each other or the shape of the parameter.
+    """
     if is_dtensor(parameter):
         raise PlacementError(
-            "this parameter is a DTensor, which carries its own placements; they are read from it. "
-            "Place plain parameters only.",
+            "this parameter is a DTensor, whose own placements are used; call place() on plain parameters only",
             code="C030",
         )
     checked = {ParallelMode(mode): _checked(spec, ParallelMode(mode), parameter) for mode, spec in modes.items()}
@@ -139,10 +164,18 @@ def place(
 
 
 def place_module(module: nn.Module, rules: Mapping[Rule, Mapping[ParallelMode, Spec]]) -> nn.Module:
-    """Place every parameter that a rule names; the first rule that fits a parameter is its rule.
+    """Set the placements of the parameters of a module by rules.
 
-    A rule is a pattern of the parameter's name ("*.weight") or a function of name and parameter. A rule that
-    fits nothing is an error: a slip in a pattern would leave parameters replicated without a word.
+    Args:
+        module: The module.
+        rules: A rule is a pattern of the parameter's name ("*.weight"), or a function of name and parameter. The first rule
+            that matches a parameter applies.
+
+    Returns:
+        The module.
+
+    Raises:
+        PlacementError: A rule matches no parameter: with a typo in a pattern, parameters would silently stay replicated.
     """
     named = dict(module.named_parameters())
     for name, parameter in named.items():
@@ -152,7 +185,7 @@ def place_module(module: nn.Module, rules: Mapping[Rule, Mapping[ParallelMode, S
     for rule in rules:
         if not any(_fits(rule, name, parameter) for name, parameter in named.items()):
             raise PlacementError(
-                f"the rule {rule!r} fits no parameter; the names are {listed(list(named)[:20])}"
+                f"the rule {rule!r} matches no parameter; the names are {listed(list(named)[:20])}"
                 f"{' ...' if len(named) > 20 else ''}.{did_you_mean(str(rule), named)}",
                 code="C030",
             )
@@ -160,7 +193,7 @@ def place_module(module: nn.Module, rules: Mapping[Rule, Mapping[ParallelMode, S
 
 
 def placement_of(parameter: Tensor) -> Placement:
-    """The placement of a plain parameter; one that was never placed is replicated on every mode."""
+    """The placement of a plain parameter; replicated on every mode if `place` was never called."""
     return getattr(parameter, _ATTRIBUTE, None) or _REPLICATED
 
 
@@ -170,18 +203,18 @@ def is_placed(parameter: Tensor) -> bool:
 
 
 def copy_placement(source: Tensor, target: Tensor) -> None:
-    """Carry the placement over to another tensor of the same meaning, such as a master weight."""
+    """Copy the placement to another tensor with the same elements, such as a master weight."""
     if is_placed(source):
         _attach(target, placement_of(source))
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Whether it is a DTensor, without importing that module for those who never use it."""
+    """Whether it is a DTensor; without an import of that module, which takes long."""
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
 
 
 def logical_shape(parameter: Tensor, placement: Placement, sizes: Mapping[ParallelMode, int]) -> tuple[int, ...]:
-    """The shape of the whole tensor: as declared, else the local shape times the size of each sharded mode."""
+    """The shape of the full tensor: as declared, or the local shape times the size of each mode that shards it."""
     if placement.shape is not None:
         return placement.shape
     shape = list(parameter.shape)
@@ -197,8 +230,8 @@ def _fits(rule: Rule, name: str, parameter: nn.Parameter) -> bool:
 def _attach(parameter: Tensor, record: Placement) -> None:
     setattr(parameter, _ATTRIBUTE, record)
     if isinstance(parameter, nn.Parameter):
-        # torch's own Parameter.__deepcopy__ drops attributes; with None here, copy.deepcopy takes the
-        # __reduce_ex__ way, which keeps them. So a deep copy of a model has the placements of the model.
+        # torch's own Parameter.__deepcopy__ drops attributes. With None here, copy.deepcopy uses __reduce_ex__, which keeps
+        # them: a deep copy of a model has the placements of the model.
         parameter.__deepcopy__ = None  # type: ignore[method-assign, assignment]
 
 
@@ -206,15 +239,23 @@ def _checked(spec: object, mode: ParallelMode, parameter: Tensor) -> Spec:
     if isinstance(spec, Shard):
         dims = parameter.dim()
         if not -dims <= spec.dim < dims:
-            has = f"dimensions 0 to {dims - 1}" if dims else "no dimension to cut: give it one, as torch.ones(1) has"
+            has = f"dimensions 0 to {dims - 1}" if dims else "no dimension to shard: give it one, as torch.ones(1) has"
             raise PlacementError(
                 f"Shard({spec.dim}) on {mode}: a parameter of shape {tuple(parameter.shape)} has {has}", code="C030"
             )
-        return Shard(spec.dim % dims, spec.owes, _sections(spec, mode, parameter))
+        sections = tuple(int(length) for length in spec.sections)
+        here = parameter.shape[spec.dim]
+        if sections and (min(sections) < 1 or here == 0 or sum(sections) % here):
+            raise PlacementError(
+                f"{_spec_text(spec)} on {mode}: a shard of {here} elements along dimension {spec.dim} is not an even share of "
+                f"sections of {listed(sections)}; give the full length of each section, divisible by the ranks of the mode",
+                code="C030",
+            )
+        return Shard(spec.dim % dims, spec.owes, sections if len(sections) > 1 else ())
     if isinstance(spec, Tied):
         if mode is not ParallelMode.PIPELINE:
             raise PlacementError(
-                f"Tied is for {ParallelMode.PIPELINE} (the stages that share a weight), not {mode}", code="C030"
+                f"Tied is only for {ParallelMode.PIPELINE} (the stages that share a weight), not {mode}", code="C030"
             )
         if len(set(spec.stages)) < 2 or not spec.key:
             raise PlacementError(
@@ -226,45 +267,33 @@ def _checked(spec: object, mode: ParallelMode, parameter: Tensor) -> Spec:
             raise PlacementError(f"Replicate(owes={spec.owes!r}): allowed are 'auto', 'sum' and 'nothing'", code="C030")
         return spec
     raise PlacementError(
-        f"{spec!r} on {mode} is no placement; use Shard(dim), Replicate() or Tied(stages, key)", code="C030"
+        f"{spec!r} on {mode} is not a placement; use Shard(dim), Replicate() or Tied(stages, key)", code="C030"
     )
-
-
-def _sections(spec: Shard, mode: ParallelMode, parameter: Tensor) -> tuple[int, ...]:
-    sections = tuple(int(length) for length in spec.sections)
-    here = parameter.shape[spec.dim]
-    if sections and (min(sections) < 1 or here == 0 or sum(sections) % here):
-        raise PlacementError(
-            f"{_spec_text(spec)} on {mode}: a part of {here} elements along dimension {spec.dim} is no even share of sections "
-            f"of {listed(sections)}; give the whole length of each section, which the ranks of the mode divide",
-            code="C030",
-        )
-    return sections if len(sections) > 1 else ()
 
 
 def _check_shape(record: Placement, parameter: Tensor) -> None:
     for packed in (shard for shard in record.shards.values() if shard.sections):
         if sum(shard.dim == packed.dim for shard in record.shards.values()) > 1:
             raise PlacementError(
-                f"{record}: dimension {packed.dim} has sections, so only one mode can cut it", code="C030"
+                f"{record}: dimension {packed.dim} has sections, so only one mode can shard it", code="C030"
             )
         if record.shape is not None and record.shape[packed.dim] != sum(packed.sections):
             raise PlacementError(
-                f"{record}: the sections are {sum(packed.sections)} elements along dimension {packed.dim}, and the whole of "
-                f"shape {record.shape} has {record.shape[packed.dim]}",
+                f"{record}: the sections have {sum(packed.sections)} elements along dimension {packed.dim}, but the full tensor "
+                f"of shape {record.shape} has {record.shape[packed.dim]}",
                 code="C030",
             )
     if record.shape is None:
         return
-    split = {shard.dim for shard in record.shards.values()}
+    sharded = {shard.dim for shard in record.shards.values()}
     fits = len(record.shape) == parameter.dim() and all(
-        here <= whole if dim in split else here == whole
-        for dim, (here, whole) in enumerate(zip(parameter.shape, record.shape, strict=True))
+        local <= full if dim in sharded else local == full
+        for dim, (local, full) in enumerate(zip(parameter.shape, record.shape, strict=True))
     )
     if not fits:
         raise PlacementError(
-            f"a local part of shape {tuple(parameter.shape)} cannot come from a whole of shape {record.shape} "
-            f"split on dimension {sorted(split) or 'none'}",
+            f"a local shape of {tuple(parameter.shape)} is not a shard of a full tensor of shape {record.shape} "
+            f"sharded on dimension {sorted(sharded) or 'none'}",
             code="C030",
         )
 

@@ -1,7 +1,7 @@
-"""The wire under the collectives: plain tensors in and out over one group, without gradients, on gloo and NCCL.
+"""Collectives on plain tensors over one group, without autograd, for gloo and NCCL.
 
-Every call goes through a function of this file, which takes care of what the backends do not: non-contiguous
-tensors (gloo corrupts them in silence), uneven parts, old and new names. Each call can be recorded.
+These functions handle the cases that backends do not: non-contiguous tensors (gloo silently corrupts them), uneven shards, and
+functions that were renamed between torch versions. Every call can be recorded (`recorded`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from colonnade.context.parallel_mode import ParallelMode, mode_of
 
 @dataclass(frozen=True)
 class Members:
-    """The ranks that take part in a call: this rank's group of a mode."""
+    """This rank's group of a mode; `at` is this rank's index in it."""
 
     mode: ParallelMode
     group: Any
@@ -36,7 +36,7 @@ class Members:
 
 @dataclass(frozen=True)
 class Call:
-    """A call that was made: its operation, its mode, and the bytes that each rank received from the others."""
+    """A recorded call: the operation, the mode, and the bytes that each rank received from the others."""
 
     op: str
     mode: ParallelMode
@@ -48,22 +48,23 @@ _recorders: list[list[Call]] = []
 
 @contextmanager
 def recorded() -> Iterator[list[Call]]:
-    """The list of the calls that this process makes inside the block, backward passes included.
+    """A block that records the calls of this process, including those of backward passes, in the list that it yields.
 
-    `received` is what a bandwidth-optimal algorithm brings to one rank: for an all-reduce of n bytes over p
-    ranks 2n(p-1)/p, for the others (p-1) parts, for a broadcast or a reduction to one rank n(p-1)/p on average.
+    `received` is that of a bandwidth-optimal algorithm: for an all-reduce of n bytes over p ranks 2n(p-1)/p; for an
+    all-gather, reduce-scatter or all-to-all the shards of the other p-1 ranks; for a broadcast, or a reduce to one rank,
+    n(p-1)/p on average.
     """
     calls: list[Call] = []
     _recorders.append(calls)
     try:
         yield calls
     finally:
-        # By identity: two lists of equal calls are equal.
+        # By identity: lists of nested blocks may be equal.
         _recorders[:] = [known for known in _recorders if known is not calls]
 
 
 def members_of(mode: ParallelMode, context: ParallelContext) -> Members | None:
-    """This rank's group of `mode`, or None where there is nobody to talk to."""
+    """This rank's group of `mode`; None if it has no group or is the only rank in it."""
     mode = mode_of(mode)
     if not context.is_initialized(mode):
         return None
@@ -74,7 +75,7 @@ def members_of(mode: ParallelMode, context: ParallelContext) -> Members | None:
 
 
 def all_reduce(x: Tensor, members: Members, op: Any = dist.ReduceOp.SUM) -> Tensor:
-    """The sum of everybody's tensor, or what `op` makes of them instead."""
+    """All-reduce into a new tensor, by sum or by another `op`."""
     total = x.clone(memory_format=torch.contiguous_format)
     _note("all_reduce", members, 2 * _bytes(x) * (members.size - 1) // members.size)
     dist.all_reduce(total, op, group=members.group)
@@ -82,7 +83,7 @@ def all_reduce(x: Tensor, members: Members, op: Any = dist.ReduceOp.SUM) -> Tens
 
 
 def begin_all_reduce(x: Tensor, members: Members) -> Callable[[], Tensor]:
-    """`all_reduce` in the memory of x, where that is contiguous, begun; the result waits for it."""
+    """Start an all-reduce, in place if x is contiguous; call the result to wait for the sum."""
     total = x.contiguous()
     _note("all_reduce", members, 2 * _bytes(x) * (members.size - 1) // members.size)
     work = dist.all_reduce(total, group=members.group, async_op=True)
@@ -95,28 +96,29 @@ def begin_all_reduce(x: Tensor, members: Members) -> Callable[[], Tensor]:
 
 
 def all_gather(x: Tensor, members: Members, dim: int, sizes: Sequence[int]) -> Tensor:
-    """Everybody's part, one after another along `dim`; `sizes` are the parts' lengths."""
+    """The shards of all ranks, concatenated along `dim`; `sizes` are their lengths."""
     longest = max(sizes)
-    mine = _padded(x, dim, longest).contiguous()
+    own = _padded(x, dim, longest).contiguous()
     _note("all_gather", members, (sum(sizes) - sizes[members.at]) * _bytes_per_slice(x, dim))
-    gathered = mine.new_empty((members.size, *mine.shape))
-    all_gather_flat(gathered.view(-1), mine.view(-1), group=members.group)
+    gathered = own.new_empty((members.size, *own.shape))
+    all_gather_flat(gathered.view(-1), own.view(-1), group=members.group)
+    # Even shards along the outermost dimension are in place already.
     if min(sizes) == longest and x.shape[:dim].numel() == 1:
         return gathered.view(*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :])
     return torch.cat([part.narrow(dim, 0, size) for part, size in zip(gathered, sizes, strict=True)], dim)
 
 
 def reduce_scatter(x: Tensor, members: Members, dim: int, sizes: Sequence[int]) -> Tensor:
-    """This rank's part along `dim` of the sum of everybody's tensor."""
+    """This rank's shard along `dim` of the sum over all ranks."""
     return begin_reduce_scatter(x, members, dim, sizes, async_op=False)()
 
 
 def begin_reduce_scatter(
     x: Tensor, members: Members, dim: int, sizes: Sequence[int], async_op: bool = True
 ) -> Callable[[], Tensor]:
-    """`reduce_scatter`, begun; the result waits for it. Compiled code knows no works: there it is no `async_op`."""
-    longest, mine = max(sizes), sizes[members.at]
-    _note("reduce_scatter", members, (members.size - 1) * mine * _bytes_per_slice(x, dim))
+    """Start a reduce-scatter; call the result to wait for it. In compiled code, which has no works, without `async_op`."""
+    longest, length = max(sizes), sizes[members.at]
+    _note("reduce_scatter", members, (members.size - 1) * length * _bytes_per_slice(x, dim))
     parts = [_padded(part, dim, longest) for part in x.split(list(sizes), dim)]
     in_order = min(sizes) == longest and x.shape[:dim].numel() == 1
     first, *_ = parts
@@ -127,18 +129,18 @@ def begin_reduce_scatter(
     def wait() -> Tensor:
         if work is not None:
             work.wait()
-        return total if mine == longest else total.narrow(dim, 0, mine).contiguous()
+        return total if length == longest else total.narrow(dim, 0, length).contiguous()
 
     return wait
 
 
 def own_part(x: Tensor, members: Members, dim: int, sizes: Sequence[int]) -> Tensor:
-    """This rank's part of x along `dim`; nothing is sent."""
+    """This rank's shard of x along `dim`; nothing is sent."""
     return x.narrow(dim, sum(sizes[: members.at]), sizes[members.at]).contiguous()
 
 
 def all_to_all(x: Tensor, members: Members, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-    """Rows by destination out, rows by origin in."""
+    """All-to-all: send the rows sorted by destination, return the received rows by origin."""
     arrived = x.new_empty((sum(receive), *x.shape[1:]))
     _note("all_to_all", members, (sum(receive) - receive[members.at]) * _bytes_per_slice(x, 0))
     dist.all_to_all_single(arrived, x.contiguous(), list(receive), list(send), group=members.group)
@@ -146,7 +148,7 @@ def all_to_all(x: Tensor, members: Members, send: Sequence[int], receive: Sequen
 
 
 def ring(x: Tensor, members: Members, shift: int, shape: Sequence[int]) -> Tensor:
-    """The tensor, of `shape`, of the rank `shift` places before this one; mine goes as far ahead."""
+    """Send x to the rank `shift` positions ahead; return the tensor, of `shape`, of the rank as far behind."""
     arrived = x.new_empty(tuple(shape))
     _note("ring", members, _bytes(arrived))
     onward = members.ranks[(members.at + shift) % members.size]
@@ -155,15 +157,15 @@ def ring(x: Tensor, members: Members, shift: int, shape: Sequence[int]) -> Tenso
 
 
 class Swap:
-    """A tensor on its way to one rank while another comes from one; `wait` gives the one that came."""
+    """A send to one rank and a receive from another, both started; `wait` returns the received tensor."""
 
     def __init__(
         self, sent: Tensor, arriving: Tensor, onward: int, origin: int, group: dist.ProcessGroup | None
     ) -> None:
         self._arriving = arriving
-        # Gloo sends from the memory of the host alone.
+        # Gloo sends host memory only.
         by_host = arriving.is_cuda and backends_of(group).get("cuda") == "gloo"
-        # Kept until it has gone.
+        # The attribute keeps the tensor alive until it is sent.
         self._sent, self._landing = (
             (sent.cpu(), torch.empty_like(arriving, device="cpu")) if by_host else (sent, arriving)
         )
@@ -171,19 +173,19 @@ class Swap:
         self._works = dist.batch_isend_irecv([dist.P2POp(move, tensor, peer, group) for move, tensor, peer in moves])
 
     def wait(self) -> Tensor:
-        """The tensor that came."""
+        """Wait for both, and return the received tensor."""
         for work in self._works:
             work.wait()
         return self._arriving if self._landing is self._arriving else self._arriving.copy_(self._landing)
 
 
 def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
-    """Which backend of the group moves which kind of memory: {"cpu": "gloo", "cuda": "nccl"}."""
+    """The backend of the group for each kind of device: {"cpu": "gloo", "cuda": "nccl"}."""
     return dict(part.split(":") for part in dist.get_backend_config(group).split(","))
 
 
 def broadcast(x: Tensor, members: Members, source: int, shape: Sequence[int]) -> Tensor:
-    """The tensor of the member at `source`, on all of them; it has this shape."""
+    """Broadcast the tensor, of `shape`, of the member at `source`."""
     _note("broadcast", members, _bytes(x) * (members.size - 1) // members.size)
     sent = x.contiguous() if members.at == source else x.new_empty(tuple(shape))
     dist.broadcast(sent, members.ranks[source], group=members.group)
@@ -191,7 +193,7 @@ def broadcast(x: Tensor, members: Members, source: int, shape: Sequence[int]) ->
 
 
 def reduce_to(x: Tensor, members: Members, target: int) -> Tensor:
-    """The sum of everybody's tensor, on the member at `target`; elsewhere nothing of use. Uses x up."""
+    """Reduce (sum) to the member at `target`; the result is undefined on the other ranks. Overwrites a contiguous x."""
     _note("reduce", members, _bytes(x) * (members.size - 1) // members.size)
     total = x.contiguous()
     dist.reduce(total, members.ranks[target], group=members.group)
@@ -199,12 +201,12 @@ def reduce_to(x: Tensor, members: Members, target: int) -> Tensor:
 
 
 def numbers_of_all(numbers: Sequence[int], members: Members, device: torch.device) -> list[list[int]]:
-    """The integers of every member; the host waits for them."""
-    everyone = gather_rows(torch.tensor(list(numbers), dtype=torch.int64, device=device), members.group)
-    # A plan, on tensors without values: the others are taken to say the same.
+    """The integers of every member, all-gathered; the host waits for them."""
+    rows = gather_rows(torch.tensor(list(numbers), dtype=torch.int64, device=device), members.group)
+    # In a job estimate tensors have no values: all ranks are assumed to have the same numbers.
     if dist.get_backend(members.group) == "fake":
         return [list(numbers)] * members.size
-    return everyone.tolist()
+    return rows.tolist()
 
 
 def _padded(x: Tensor, dim: int, length: int) -> Tensor:

@@ -239,7 +239,7 @@ def _shared_memory() -> None:
         with launch(config, context=ParallelContext(), verbose=False) as gpc:
             model = Net()
             model.third.weight.data = model.first.weight.data
-            with pytest.raises(PlacementError, match=r"'first.weight' and 'third.weight' lie in the same memory"):
+            with pytest.raises(PlacementError, match=r"'first.weight' and 'third.weight' share memory"):
                 initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), context=gpc)
             model.third.weight = model.first.weight
             initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), context=gpc)[0].close()

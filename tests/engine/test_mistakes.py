@@ -145,7 +145,7 @@ class ThirdByHand(BaseGradientHandler):
 
 @GRADIENT_HANDLER.register_module
 class OthersByPlan(PlannedGradientHandler):
-    def plan(self):
+    def reductions(self):
         return self.over(ParallelMode.DATA, ["first.*", "second.*"])
 
 
@@ -409,7 +409,7 @@ def test_a_tie_that_from_module_would_lose_is_refused():
             with pytest.raises(PlacementError, match=r"'0.weight' and '1.weight' come from one.*weight=embedding"):
                 parameters(nn.Sequential(first, head))
             stages = colonnade.split([nn.Sequential(first), nn.Sequential(head)])
-            with pytest.raises(PlacementError, match="come from one whole parameter"):
+            with pytest.raises(PlacementError, match="come from one full parameter"):
                 parameters(stages)
         assert parameters(nn.Sequential(first, Classifier.from_module(whole.head, weight=first.weight))) == 1
         assert parameters(nn.Sequential(first, Classifier.from_module(copy.deepcopy(whole.head)))) == 2

@@ -165,7 +165,9 @@ def left_undone() -> str:
 
 def test_a_sum_over_the_mode_that_nobody_does_is_an_error_before_step_1():
     for text in run_world(4, left_undone).values:
-        assert re.search(r"inner\.out\.bias: a sum over HEAD_DATA \[\d, \d\] is owed and no handler does it", text)
+        assert re.search(
+            r"inner\.out\.bias: needs an all-reduce over HEAD_DATA \[\d, \d\], but no handler performs it", text
+        )
 
 
 def test_the_layout_is_planned_without_processes():

@@ -11,7 +11,7 @@ from torch import nn
 from colonnade.context.layout import Layout
 from colonnade.context.layout_builder import build_layout
 from colonnade.context.parallel_mode import ParallelMode as M
-from colonnade.engine.gradient_handler import PlannedGradientHandler
+from colonnade.engine.gradient_handler import DataParallelGradientHandler, PlannedGradientHandler
 from colonnade.gradients.handler import attach_automatic
 from colonnade.gradients.ledger import match
 from colonnade.gradients.sums import Reduction, read_demands
@@ -65,14 +65,14 @@ def test_every_row_is_taken_by_one_handler(parallel, ranks, expected):
     built = model(layout)
     demands = read_demands(built, layout, 0)
     attached, ledger = attach_automatic(match(demands, [], layout, 0), built, None)
-    assert {type(one).__name__: rows(one.plan_for(demands)) for one in attached} == expected
+    assert {type(one).__name__: rows(one.reductions_among(demands)) for one in attached} == expected
     assert ledger.open_rows() == []
     done = {(row.parameter.partition(".")[0], row.mode): row.done_by for row in ledger.rows}
     assert done == {row: name for name, taken in expected.items() for row in taken}
 
 
 class Mine(PlannedGradientHandler):
-    def plan(self) -> list[Reduction]:
+    def reductions(self) -> list[Reduction]:
         return self.over(M.DATA)
 
 
@@ -82,7 +82,7 @@ def context_of(layout: Layout) -> Any:
     )
 
 
-def test_a_line_of_a_plan_divides_by_what_is_owed_unless_another_divisor_is_given():
+def test_over_divides_by_what_is_owed_unless_another_divisor_is_given():
     layout = build_layout({"parallel": {"tensor": 2}}, 4)
     handler = Mine(model(layout))
     handler.attach(context_of(layout))
@@ -95,15 +95,26 @@ def test_a_line_of_a_plan_divides_by_what_is_owed_unless_another_divisor_is_give
     assert said(handler.over(M.DATA, "plain.*", divisor=5)) == [(["plain"], (0, 2), 5)]
 
 
-def test_a_handler_of_an_engine_leaves_the_sums_to_it_and_one_by_hand_makes_them():
-    told: list[Any] = []
-    shared: Any = SimpleNamespace(prepare=lambda last: told.append(last), wait=lambda: told.append("wait"))
-    handler = Mine(nn.Linear(1, 1))
-    assert handler._by_hand is False
-    handler.use(shared)
-    handler.handle_gradient()
-    assert told == []
-    handler._by_hand = True
-    handler.handle_gradient()
-    assert told == [True, "wait"]
-    assert handler.set_scale(2.0) is False
+def test_the_former_name_of_reductions_works_with_a_warning():
+    with pytest.warns(DeprecationWarning, match=r"Old defines plan\(\).*rename it to reductions\(\)"):
+
+        class Old(DataParallelGradientHandler):
+            def plan(self) -> list[Reduction]:
+                return super().plan()[:1]
+
+    with pytest.warns(DeprecationWarning, match="Alone"):
+
+        class Alone(PlannedGradientHandler):
+            def plan(self) -> list[Reduction]:
+                return self.over(M.DATA, "plain.*")
+
+    class New(Old):
+        def reductions(self) -> list[Reduction]:
+            return [*super().reductions(), *super().reductions()]
+
+    layout = build_layout({"parallel": {"tensor": 2}}, 4)
+    for kind, count in ((Old, 1), (Alone, 1), (New, 2)):
+        handler = kind(model(layout))
+        handler.attach(context_of(layout))
+        assert [one.ranks for one in handler.covers()] == [(0, 2)] * count
+        assert [one.ranks for one in handler.plan()] == [(0, 2)] * count

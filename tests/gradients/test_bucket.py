@@ -213,7 +213,7 @@ def _different(kind: str) -> None:
     [
         ("shape", "'1.weight' is (4, 4) torch.float32 cpu, '1.weight' is (5, 4) torch.float32 cpu"),
         ("dtype", "'1.weight' is (4, 4) torch.float32 cpu, '1.weight' is (4, 4) torch.bfloat16 cpu"),
-        ("count", "the first that only one has is '2.weight'"),
+        ("count", "the first that only one of them has is '2.weight'"),
         ("options", "bucket_mb=1.0"),
     ],
 )

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from colonnade._launch import launch
-from colonnade.comm.rank_group import GroupMemory
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
-from colonnade.gradients import gather as gather_module
-from colonnade.gradients.bucket import GradientShard
-from colonnade.gradients.gather import Gather, GatherAhead, give_back, send_slice
+from colonnade.gradients.bucket import BucketValues
+from colonnade.gradients.gather import Gather, GatherAhead
+from colonnade.gradients.sums import Sharding, Sum, SyncOptions
+from colonnade.gradients.synchroniser import Synchroniser
 from colonnade.testing import run_world
 from tests.gradients.test_values import group, values
 
@@ -91,86 +93,44 @@ def test_a_bucket_is_held_back_as_long_as_one_of_its_parameters_is_not_announced
     assert waits == []
 
 
-class Pair:
-    """Rank 1 of two, whose peer's memory lies beside its own."""
-
-    size, index, alone, ranks, group = 2, 1, False, (0, 1), None
-
-    def __init__(self) -> None:
-        self.said: list[object] = []
-        self.sockets = None
-
-    def signal(self, payload: bytes) -> None:
-        self.said.append(payload)
-
-    def collect(self) -> None:
-        self.said.append("collected")
-
-    def exchange(self, payload: bytes) -> None:
-        self.said.append((payload,))
-
-
-def test_shared_slices_are_written_into_the_memory_of_all_and_that_is_told_once():
-    some = [values([(40,)], torch.float32, 2, 1) for _ in range(2)]
-    pair, others = Pair(), [torch.zeros_like(one.memory.own) for one in some]
-    for one, other in zip(some, others, strict=True):
-        one.memory = GroupMemory(one.memory.own, [other, one.memory.own])
-    gather = Gather(pair, some)  # type: ignore[arg-type]
-    gather.wait()
-    assert pair.said == []
-    for one in some:
-        one.owned.fill_(7)
-    gather.begin()
-    assert pair.said == [b"p"]
-    own = some[0].bucket.own
-    assert others[0][own][: some[0].bucket.used].unique().tolist() == [7.0]
-    assert not others[0][: own.start].any()
-    gather.wait(some[:1])
-    gather.wait()
-    gather.wait()
-    assert pair.said == [b"p", "collected"]
-
-
-def test_whole_gradients_come_back_from_the_slices_of_all_ranks(monkeypatch):
-    sent: list[float] = []
-
-    def send(group: Pair, memory: GroupMemory, own: slice) -> object:
-        sent.append(float(memory.own[own][0]))
-        return SimpleNamespace(wait=lambda: memory.own.fill_(3)) if group.said == [] else None
-
-    monkeypatch.setattr(gather_module, "send_slice", send)
+def _slices(shared: bool) -> None:
+    """Gradients that all ranks get back, and parameters of which each rank owns a slice."""
+    rank, options = dist.get_rank(), SyncOptions(shared_memory=shared, bucket_mb=64 / 2**20)
     for wide in (False, True):
-        pair, bucket = Pair(), values([(20,), (20,)], torch.bfloat16, 2, 1, wide=wide).bucket
-        if not wide:
-            bucket.shard = GradientShard(bucket.buffer.flat[bucket.own][: bucket.used])
-        bucket.gradient.fill_(5)
-        bucket.absent = frozenset({1})
-        give_back(pair, [bucket])  # type: ignore[arg-type]
-        assert sent.pop() == 5.0  # what this rank owns was in its place when it was sent
-        first, second = bucket.parameters
-        assert first.grad is bucket.grads[0]
-        assert first.grad.unique().tolist() == [3.0]
-        assert second.grad is None
-        assert pair.said == []
-        bucket.transport.shares_memory = True  # type: ignore[misc]
-        give_back(pair, [bucket])  # type: ignore[arg-type]
-        assert pair.said == [(b"g",)]
+        weights = [nn.Parameter(torch.zeros(20, dtype=torch.bfloat16)) for _ in range(3)]
+        sharding = Sharding(wide=wide, give_back=True)
+        sum_ = Sum(("a", "b", "c"), tuple(weights), (0, 1), dist.group.WORLD, 2.0, options, sharding)
+        reducer = Synchroniser([sum_])
+        for _ in range(2):
+            reducer.prepare(last=True)
+            torch.stack([weight.sum() * (rank + 1) for weight in weights[:2]]).sum().backward()
+            reducer.wait()
+            found = [None if weight.grad is None else weight.grad.unique().tolist() for weight in weights]
+            assert found == [[1.5], [1.5], None]
+            for weight in weights:
+                weight.grad = None
+        (group,) = reducer.groups.values()
+        every = [BucketValues(bucket, group) for bucket in reducer.layout]
+        dist.barrier()  # as the first backward pass: a rank may write here only when the parameters are in place
+        gather = Gather(group, every)
+        for at in range(2):
+            for one in every:
+                one.owned.fill_(rank + 1 + at)
+            gather.begin()
+            gather.wait(every[:1])
+            gather.wait()
+            gather.wait()
+            for one in every:
+                numel, half = one.bucket.layout.numel, one.bucket.numel // 2
+                expected = [1.0 + at] * min(half, numel) + [2.0 + at] * (numel - half)
+                assert one.memory.own[:numel].tolist() == expected
+            dist.barrier()  # as the next backward pass: from then on another rank may write here again
+        reducer.close()
 
 
-def test_a_slice_goes_nowhere_alone_and_by_a_collective_where_memory_is_not_shared(monkeypatch):
-    calls: list[object] = []
-
-    def gathered(*args: object, **named: object) -> str:
-        calls.append((*args, *sorted(named.items())))
-        return "work"
-
-    monkeypatch.setattr(gather_module, "all_gather_flat", gathered)
-    memory = GroupMemory(torch.zeros(4))
-    assert send_slice(group(1, 0), memory, slice(0, 4)) is None
-    assert calls == []
-    assert send_slice(Pair(), memory, slice(2, 4)) == "work"  # type: ignore[arg-type]
-    assert calls[0][0] is memory.own
-    assert calls[0][2:] == (("async_op", True), ("group", None))
+@pytest.mark.parametrize("shared", [False, True])
+def test_slices_reach_all_ranks_through_shared_memory_and_by_collectives(shared):
+    run_world(2, _slices, shared)
 
 
 def test_a_gather_is_under_way_until_it_is_waited_for_and_then_the_parameters_are_the_new_ones():

@@ -77,25 +77,25 @@ class LedgerTouch(BaseGradientHandler):
 class LedgerWeights(PlannedGradientHandler):
     """Takes the weights over DATA; the biases are left to the built-ins."""
 
-    def plan(self):
+    def reductions(self):
         return self.over(ParallelMode.DATA, "*.weight")
 
 
 @GRADIENT_HANDLER.register_module
 class LedgerHalf(PlannedGradientHandler):
-    def plan(self):
+    def reductions(self):
         return self.over(ParallelMode.DATA, divisor=4)
 
 
 @GRADIENT_HANDLER.register_module
 class LedgerTensor(PlannedGradientHandler):
-    def plan(self):
+    def reductions(self):
         return self.over(ParallelMode.TENSOR, ["2.weight"])
 
 
 @GRADIENT_HANDLER.register_module
 class LedgerTypo(PlannedGradientHandler):
-    def plan(self):
+    def reductions(self):
         return self.over(ParallelMode.DATA, "0.weigth")
 
 
@@ -134,9 +134,9 @@ def test_a_handler_written_by_hand_is_looked_at_and_takes_its_rows():
 BOTH = [{"type": "LedgerWeights"}, {"type": "DataParallelGradientHandler"}]
 BAD = [
     ({"gradient_handler": ["LedgerHalf"]}, ["LedgerHalf", "divides by 4, but 2 ranks saw distinct data", "0.weight"]),
-    ({"gradient_handler": BOTH}, ["0.weight", "DataParallelGradientHandler", "which LedgerWeights does already"]),
-    ({"gradient_handler": ["LedgerTensor"]}, ["2.weight", "sums over TENSOR", "owes DATA [0, 2] / 2"]),
-    ({"sync": {"automatic": False}}, ["0.weight", "a sum over DATA", "no handler does it", "waive"]),
+    ({"gradient_handler": BOTH}, ["0.weight", "DataParallelGradientHandler", "but LedgerWeights does so, too"]),
+    ({"gradient_handler": ["LedgerTensor"]}, ["2.weight", "sums over TENSOR", "requires DATA [0, 2] / 2"]),
+    ({"sync": {"automatic": False}}, ["0.weight", "needs an all-reduce over DATA", "no handler performs it", "waive"]),
     ({"gradient_handler": ["LedgerTypo"]}, ["'0.weigth' matches none", "Did you mean '0.weight'"]),
     ({"gradient_handler": ["LedgerOneRank"]}, ["no sum over a group of any mode", "covers()"]),
     ({"gradient_handler": ["LedgerNone"]}, ["set the gradient of 0.weight to None"]),

@@ -72,7 +72,9 @@ def test_what_is_done_is_entered_and_the_rest_is_open(known):
     ledger = matched(known, reduction(known, "0.weight", "DATA"), reduction(known, "1.weight", "TENSOR"))
     assert who(ledger) == ["H0", None, None, None, "H1"]
     assert len(ledger.open_rows()) == 3
-    with pytest.raises(LedgerError, match=r"0.weight: a sum over SEQUENCE .* is owed and no handler does it"):
+    with pytest.raises(
+        LedgerError, match=r"0.weight: needs an all-reduce over SEQUENCE .*, but no handler performs it"
+    ):
         require_complete(ledger)
     filled = ledger.filled({("0.weight", "SEQUENCE"): "X", ("0.weight", "DATA"): "never: it is done"})
     assert who(filled) == ["H0", "X", None, None, "H1"]
@@ -93,19 +95,19 @@ def test_one_sum_may_do_several_factors_at_once_if_its_divisor_is_theirs(known):
 
 def test_what_is_wrong_is_refused_by_name(known):
     good = reduction(known, "0.weight", "DATA")
-    with pytest.raises(LedgerError, match=r"H1 .*, which H0 does already"):
+    with pytest.raises(LedgerError, match=r"H1 .*, but H0 does so, too"):
         matched(known, good, good)
     with pytest.raises(LedgerError, match="H sums twice over DATA"):
         match(known.demands, [("H", good), ("H", good)], LAYOUT, 0)
-    with pytest.raises(LedgerError, match=r"sums over DATA \[0, 1\], but its placement .* owes DATA"):
+    with pytest.raises(LedgerError, match=r"sums over DATA \[0, 1\], but its placement .* requires DATA"):
         matched(known, reduction(known, "0.weight", "DATA", ranks=(0, 1)))
     with pytest.raises(LedgerError, match="divides by 3, but 2 ranks") as one:
         matched(known, reduction(known, "0.weight", "DATA", divisor=3.0))
     assert "alike" not in str(one.value)
-    with pytest.raises(LedgerError, match=r"sums over DATA \[0\], but its placement .* owes DATA"):
+    with pytest.raises(LedgerError, match=r"sums over DATA \[0\], but its placement .* requires DATA"):
         matched(known, reduction(known, "0.weight", "DATA", ranks=(0,)))
     both = reduction(known, "0.weight", "DATA", ranks=(0, 2, 4, 6), divisor=4)
-    with pytest.raises(LedgerError, match=r"H sums over DATA and SEQUENCE \[0, 2, 4, 6\], which H does already"):
+    with pytest.raises(LedgerError, match=r"H sums over DATA and SEQUENCE \[0, 2, 4, 6\], but H does so, too"):
         match(known.demands, [("H", good), ("H", both)], LAYOUT, 0)
 
 

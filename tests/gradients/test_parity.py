@@ -244,7 +244,7 @@ def test_the_same_handler_without_a_bug_is_found_to_do_what_is_owed():
 class MineHandler(PlannedGradientHandler):
     """One line says what; buckets and overlap come by themselves."""
 
-    def plan(self) -> list[Reduction]:
+    def reductions(self) -> list[Reduction]:
         return self.over(MINE)
 
 

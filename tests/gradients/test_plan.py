@@ -47,7 +47,7 @@ def reduction(mode: ParallelMode, ranks: tuple[int, ...], divisor: float, **para
 
 
 class Data(PlannedGradientHandler):
-    def plan(self) -> list[Reduction]:
+    def reductions(self) -> list[Reduction]:
         raise NotImplementedError
 
 
@@ -111,7 +111,7 @@ def test_two_handlers_of_one_sum_agree_on_its_options(context):
     with pytest.raises(ConfigError) as error:
         sums_of([claim(parts[0], overlap=True), claim(parts[1], kind=Other, overlap=False)], context, {})
     assert str(error.value).startswith(
-        "gradient_handler: Data has overlap=True and Other overlap=False, and both sum 'a', which is one sum; give both the same overlap"
+        "gradient_handler: Data has overlap=True and Other overlap=False, but both reduce 'a', in one sum; give both the same overlap"
     )
 
 

@@ -189,7 +189,7 @@ WRONG = {
     "undivided": "Wrong sums over DATA [0, 2] and divides by 1, but 2 ranks saw distinct data",
     "by 3": "Wrong sums over DATA [0, 2] and divides by 3, but 2 ranks saw distinct data",
     "bf16 by 3": "Wrong sums over DATA [0, 2] and divides by 3, but 2 ranks saw distinct data",
-    "over TENSOR": "[0, 1], but its placement (replicated) owes DATA [0, 2] / 2",
+    "over TENSOR": "[0, 1], but its placement (replicated) requires DATA [0, 2] / 2",
 }
 SAME = "; a handler must do the same on every rank"
 FIRST = "calls all_reduce of 1 element (float32) over ranks [0, 2]"
@@ -251,7 +251,7 @@ def test_a_level_that_was_forgotten_is_named():
     forgot_sequence, forgot_data, wrong_divisor = run_world(
         4, _in_levels, ["DATA", "SEQUENCE", "DATA SEQUENCE"]
     ).values[0]
-    divided = "and divides by 4, the divisor of all that is owed, but does not sum over"
+    divided = "and divides by 4, the divisor of all required reductions, but does not sum over"
     assert f"bias: InLevels sums over DATA [0, 2] {divided} SEQUENCE [0, 1]" in forgot_sequence
     assert f"bias: InLevels sums over SEQUENCE [0, 1] {divided} DATA [0, 2]" in forgot_data
     assert "bias: InLevels sums over DATA and SEQUENCE [0, 1, 2, 3] and divides by 8, but 4 ranks saw" in wrong_divisor
@@ -298,14 +298,14 @@ class Idle(BaseGradientHandler):
 
 def _answers(stage: nn.Module, rank: int) -> list[list[int]]:
     """Of each run, how many sums explain each gradient that was let alone."""
-    layout, marks, found = build_layout({"parallel": {"pipeline": 2}}, 2), probe._Marks(2), []
+    layout, values, found = build_layout({"parallel": {"pipeline": 2}}, 2), probe._ProbeValues(2), []
     demands = read_demands(stage, layout, rank)
-    marked = [probe._Marked(one, probe._columns(one), probe._possible_sums(one, layout, rank)) for one in demands]
+    probed = [probe._Probed.of(demand, layout, rank) for demand in demands]
     for _ in range(2):
-        marks.next_run()
-        for one in marked:
-            one.values.append(marks.of(rank, one.columns).double())
-        found.append([len(probe._explain(Idle(stage), one, marks, rank)) for one in marked])
+        values.next_run()
+        for one in probed:
+            one.values.append(values.of(rank, one.columns).double())
+        found.append([len(probe._explain(Idle(stage), one, values, rank)) for one in probed])
     return found
 
 
@@ -432,12 +432,12 @@ def _rounded(rows: torch.Tensor, how: str) -> torch.Tensor:
 @pytest.mark.parametrize("how", ["bf16", "int8"])
 @pytest.mark.parametrize("ranks", [2, 3, 8, 64, 1000, 4096])
 def test_marks_survive_little_precision_over_thousands_of_ranks(ranks, how):
-    marks = probe._Marks(ranks + 1)
+    marks = probe._ProbeValues(ranks + 1)
     marks.next_run()
     columns = torch.arange(32)
     everyone, fewer = tuple(range(ranks)), tuple(range(1, ranks + 1))
     values = _rounded(marks._runs[0][:ranks, columns].double(), how)
-    step = probe._INT8 * marks.largest(ranks)
+    step = probe._INT8 * marks.largest_sum(ranks)
     assert probe._divisor(values, marks.total(everyone, columns), ranks, step, exact=False) == ranks
     assert probe._divisor(values, marks.total(fewer, columns), ranks, step, exact=False) is None or ranks > 64
 

@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from colonnade.gradients.bucket import MISSING, OUTSIDE, SPARSE
 from colonnade.gradients.sums import Sum, SyncOptions
 from colonnade.gradients.synchroniser import Synchroniser
+from colonnade.gradients.uneven import finish_uneven
 from colonnade.testing import run_world
 from tests.gradients.summing import (
     OVERLAPPED,
@@ -270,3 +272,47 @@ def _unlike_options() -> None:
 
 def test_sums_of_one_group_that_start_at_unlike_times_keep_one_order():
     run_world(2, _unlike_options)
+
+
+PAIRS_OF_NOTES = [
+    ((0, 0), True, {}),
+    ((0, OUTSIDE), True, {}),
+    ((OUTSIDE, MISSING), True, {0: [1]}),
+    ((MISSING, OUTSIDE), False, {0: [0]}),
+    ((SPARSE, 0), True, {}),
+    ((SPARSE, SPARSE), True, {}),
+    ((SPARSE, MISSING), True, {0: [1]}),
+    ((SPARSE, MISSING), False, {0: [1]}),
+    ((SPARSE, OUTSIDE), False, {}),
+    ((MISSING, 0), True, {0: [0]}),
+    ((MISSING, MISSING), True, {}),
+    ((MISSING, MISSING), False, {}),
+]
+"""The notes of two ranks, whether the parameter has a bucket, and the ranks without a gradient where the other has one."""
+
+
+def _pairs_of_notes() -> None:
+    rank = dist.get_rank()
+    for notes, has_bucket, missing in PAIRS_OF_NOTES:
+        weight = nn.Parameter(torch.ones(4, 2))
+        reducer = Synchroniser([Sum(("weight",), (weight,), (0, 1), dist.group.WORLD, 1.0)])
+        (state,), (bucket,) = reducer._states, reducer.buckets
+        bucket.views[0].fill_(float(sum(other + 1 for other, note in enumerate(notes) if note == 0)))
+        gradient = torch.full((4, 2), rank + 1.0)
+        values = {0: bucket.grads[0], OUTSIDE: gradient, SPARSE: gradient.to_sparse(1), MISSING: None}
+        weight.grad, bucket.absent = values[notes[rank]], frozenset({99})
+        if not has_bucket:
+            state.places = {}
+        assert finish_uneven(state, [bytes([note]) for note in notes], 1.0) == missing
+        expected = float(sum(other + 1 for other, note in enumerate(notes) if note != MISSING))
+        assert bucket.absent == ({0} if has_bucket and not expected else set())
+        if not expected:
+            assert weight.grad is None
+            continue
+        assert weight.grad.is_sparse == all(note in (SPARSE, MISSING) for note in notes)
+        assert weight.grad.is_sparse or not has_bucket or weight.grad is bucket.grads[0]
+        close(weight.grad.to_dense(), torch.full((4, 2), expected))
+
+
+def test_a_gradient_that_no_bucket_could_reduce_has_the_sum_whatever_the_ranks_have():
+    run_world(2, _pairs_of_notes)

@@ -11,52 +11,10 @@ from torch import nn
 
 from colonnade.comm.rank_group import RankGroup
 from colonnade.errors import GradientError
-from colonnade.gradients import uneven as uneven_module
 from colonnade.gradients.bucket import MISSING, OUTSIDE, SPARSE
 from colonnade.gradients.sums import Sharding, Sum, SyncOptions
 from colonnade.gradients.synchroniser import Synchroniser
 from colonnade.gradients.uneven import GroupNotes, finish_uneven
-
-
-class Kept:
-    """A bucket of which it is only looked at what it is told."""
-
-    def __init__(self, is_sharded: bool = False) -> None:
-        self.is_sharded, self.attached, self.absent = is_sharded, [], frozenset({99})
-
-    def attach(self, index: int) -> None:
-        self.attached.append(index)
-
-
-def state(count: int, bucket: Kept, sharding: Sharding | None = None, homeless: int = -1) -> Any:
-    parameters = tuple(nn.Parameter(torch.zeros(2)) for _ in range(count))
-    sum_ = Sum(tuple(f"p{at}" for at in range(count)), parameters, (4, 6), None, 2.0, sharding=sharding)
-    places = {at: (bucket, at + 10) for at in range(count) if at != homeless}
-    return SimpleNamespace(sum=sum_, group=SimpleNamespace(ranks=(4, 6)), places=places, buckets=[bucket])
-
-
-def test_what_is_missing_on_some_ranks_is_whole_and_what_is_missing_on_all_is_absent():
-    bucket = Kept()
-    reports = [bytes([0, MISSING, MISSING, 0, MISSING]), bytes([0, 0, MISSING, MISSING, MISSING])]
-    uneven = finish_uneven(state(5, bucket, homeless=4), reports, 1.0)
-    assert uneven == {1: [4], 3: [6]}
-    assert bucket.attached == [11, 13]
-    assert bucket.absent == {12}
-
-
-def test_nothing_remarkable_leaves_every_gradient_where_it_is():
-    bucket = Kept()
-    assert finish_uneven(state(2, bucket), [bytes(2), bytes(2)], 1.0) == {}
-    assert bucket.attached == []
-    assert bucket.absent == frozenset()
-
-
-def test_a_sharded_bucket_attaches_nothing_and_refuses_sparse_gradients():
-    bucket = Kept(is_sharded=True)
-    assert finish_uneven(state(1, bucket, Sharding()), [bytes([MISSING]), bytes([0])], 1.0) == {0: [4]}
-    assert bucket.attached == []
-    with pytest.raises(GradientError, match="'p0' is sparse, and ZeRO"):
-        finish_uneven(state(1, bucket, Sharding()), [bytes([SPARSE]), bytes([0])], 1.0)
 
 
 def alone(parameters: list[nn.Parameter], divisor: float = 1.0) -> Synchroniser:
@@ -80,34 +38,6 @@ def test_one_process_divides_sparse_gradients_and_adds_what_is_given_late():
         assert unused.grad is None
 
 
-@pytest.mark.parametrize(
-    ("notes", "placed", "dense", "sparse", "attached", "absent", "uneven"),
-    [
-        ((0, OUTSIDE), True, [0], [], [], [], {}),
-        ((OUTSIDE, MISSING), True, [0], [], [], [], {0: [6]}),
-        ((MISSING, OUTSIDE), False, [0], [], [], [], {0: [4]}),
-        ((SPARSE, 0), True, [0], [], [], [], {}),
-        ((SPARSE, SPARSE), True, [], [0], [], [], {}),
-        ((SPARSE, MISSING), True, [], [0], [], [], {0: [6]}),
-        ((SPARSE, MISSING), False, [], [0], [], [], {0: [6]}),
-        ((SPARSE, OUTSIDE), False, [0], [], [], [], {}),
-        ((MISSING, 0), True, [], [], [10], [], {0: [4]}),
-        ((MISSING, MISSING), True, [], [], [], [10], {}),
-        ((MISSING, MISSING), False, [], [], [], [], {}),
-    ],
-)
-def test_what_becomes_of_a_gradient_that_went_another_way(
-    monkeypatch, notes, placed, dense, sparse, attached, absent, uneven
-):
-    found: dict[str, list[int]] = {"dense": [], "sparse": []}
-    monkeypatch.setattr(uneven_module, "_sum_dense", lambda sum_, positions, *_: found["dense"].extend(positions))
-    monkeypatch.setattr(uneven_module, "_sum_sparse", lambda sum_, position, *_: found["sparse"].append(position))
-    bucket = Kept()
-    one = state(1, bucket, homeless=-1 if placed else 0)
-    assert finish_uneven(one, [bytes([note]) for note in notes], 1.0) == uneven
-    assert (found, bucket.attached, bucket.absent) == ({"dense": dense, "sparse": sparse}, attached, frozenset(absent))
-
-
 def test_what_lies_beside_a_sharded_bucket_goes_into_the_owned_slice_alone():
     weights = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(20))]
     reducer = Synchroniser([Sum(("p0", "p1"), tuple(weights), (0,), None, 2.0, sharding=Sharding())])
@@ -122,6 +52,11 @@ def test_what_lies_beside_a_sharded_bucket_goes_into_the_owned_slice_alone():
     parts = {bucket.names[span.index]: bucket.gradient[span.at : span.at + span.numel] for span in bucket.spans}
     assert {name: part.unique().tolist() for name, part in parts.items()} == {"p0": [4.0], "p1": [1.0]}
     assert weights[0].grad is None
+    # Missing on this rank: nothing is attached. Sparse gradients are refused.
+    assert finish_uneven(one, [bytes([0, MISSING])], 0.5) == {}
+    assert weights[1].grad.tolist() == [8.0] * 20
+    with pytest.raises(GradientError, match="'p0' is sparse, and ZeRO"):
+        finish_uneven(one, [bytes([SPARSE, 0])], 0.5)
 
 
 def test_gradients_without_a_bucket_of_several_types_are_summed_and_kept_apart():

@@ -88,7 +88,7 @@ def test_only_the_dimensions_that_are_cut_count():
     assert tiles(halves, (2,) * 60)
     assert not tiles([halves[0], halves[0]], (2,) * 60)
     steps = [Box((0,) * at + (1,) + (0,) * (59 - at), (1,) * (at + 1) + (2,) * (59 - at)) for at in range(60)]
-    with pytest.raises(ValueError, match="61 blocks that are cut along 60 dimensions are too many"):
+    with pytest.raises(ValueError, match="61 blocks that are sharded along 60 dimensions are too many"):
         tiles([*steps, Box((0,) * 60, (1,) * 60)], (2,) * 60)
 
 

@@ -340,7 +340,7 @@ def test_lengths_are_cut_in_multiples_of_a_unit_the_first_ones_longer():
     with plan(0) as (context, _):
         assert collectives.split_sizes(10, MODE, context=context) == (3, 3, 2, 2)
         assert collectives.split_sizes(18, MODE, 3, context=context) == (6, 6, 3, 3)
-        with pytest.raises(PlacementError, match="10 cannot be cut in multiples of 4"):
+        with pytest.raises(PlacementError, match="10 cannot be split in multiples of 4"):
             collectives.split_sizes(10, MODE, 4, context=context)
 
 
@@ -350,19 +350,25 @@ def test_lengths_that_are_given_must_fit():
     for sizes in ([1, 2], [1, 2, 3, 4], [4, 2, -1]):
         with pytest.raises(PlacementError, match="has 3 ranks, so give that many lengths"):
             collectives._counted(sizes, members)
-    assert collectives._lengths(x, 1, [7, 3, 1], members) == (7, 3, 1)
+    assert collectives._lengths_of_shards(x, 1, [7, 3, 1], members) == (7, 3, 1)
     with pytest.raises(PlacementError, match="give this rank 7 along dimension 1"):
-        collectives._lengths(x, 1, [3, 7, 1], members)
-    assert collectives._shares(x, 0, None, members) == (2, 2, 1)
-    assert collectives._shares(x, 0, [0, 5, 0], members) == (0, 5, 0)
+        collectives._lengths_of_shards(x, 1, [3, 7, 1], members)
+    assert collectives._lengths_of_split(x, 0, None, members) == (2, 2, 1)
+    assert collectives._lengths_of_split(x, 0, [0, 5, 0], members) == (0, 5, 0)
     with pytest.raises(PlacementError, match="add up to 6"):
-        collectives._shares(x, 0, [0, 5, 1], members)
-    assert collectives._arrivals(x, (2, 2, 1), None, None, members) == (2, 2, 1)
-    assert collectives._arrivals(x, (2, 2, 1), (2, 2, 1), [9, 0, 1], members) == (9, 0, 1)
-    assert [collectives._dimension(x, dim) for dim in (-2, -1, 0, 1)] == [0, 1, 0, 1]
-    for dim in (-3, 2):
-        with pytest.raises(PlacementError, match="it has 0 to 1"):
-            collectives._dimension(x, dim)
+        collectives._lengths_of_split(x, 0, [0, 5, 1], members)
+
+
+def test_dimensions_may_count_from_the_end_and_received_rows_may_be_given():
+    x = torch.zeros(8, 12)
+    with plan(1) as (context, _):
+        shapes = [tuple(collectives.scatter(x, MODE, dim, context=context).shape) for dim in (-2, -1, 0, 1)]
+        assert shapes == [(2, 12), (8, 3), (2, 12), (8, 3)]
+        for dim in (-3, 2):
+            with pytest.raises(PlacementError, match="it has 0 to 1"):
+                collectives.scatter(x, MODE, dim, context=context)
+        assert len(collectives.all_to_all(x, MODE, context=context)) == 8
+        assert len(collectives.all_to_all(x, MODE, [1, 2, 5, 0], [9, 0, 1, 0], context=context)) == 10
 
 
 def test_in_a_plan_the_others_say_the_same():

@@ -55,14 +55,14 @@ def test_a_placement_is_frozen_hashable_and_prints():
         ({M.TENSOR: Shard(2)}, None, "has dimensions 0 to 1"),
         ({M.TENSOR: "row"}, None, "use Shard(dim), Replicate() or Tied"),
         ({M.TENSOR: Replicate(owes="maybe")}, None, "'auto', 'sum' and 'nothing'"),
-        ({M.TENSOR: Tied((0, 1), "x")}, None, "Tied is for ParallelMode.PIPELINE"),
+        ({M.TENSOR: Tied((0, 1), "x")}, None, "Tied is only for ParallelMode.PIPELINE"),
         ({M.PIPELINE: Tied((1, 1), "x")}, None, "at least two different stages"),
         ({M.PIPELINE: Tied((0, 1), "")}, None, "at least two different stages and a key"),
         ({M.TENSOR: Shard(-3)}, None, "has dimensions 0 to 1"),
-        ({M.TENSOR: Shard(0)}, (5, 4), "cannot come from a whole of shape (5, 4)"),
-        ({M.TENSOR: Shard(0)}, (4,), "cannot come from a whole of shape (4,)"),
-        ({M.TENSOR: Shard(0)}, (4, 3, 1), "cannot come from a whole of shape (4, 3, 1)"),
-        ({M.TENSOR: Shard(0)}, (1, 3), "cannot come from a whole of shape (1, 3)"),
+        ({M.TENSOR: Shard(0)}, (5, 4), "is not a shard of a full tensor of shape (5, 4)"),
+        ({M.TENSOR: Shard(0)}, (4,), "is not a shard of a full tensor of shape (4,)"),
+        ({M.TENSOR: Shard(0)}, (4, 3, 1), "is not a shard of a full tensor of shape (4, 3, 1)"),
+        ({M.TENSOR: Shard(0)}, (1, 3), "is not a shard of a full tensor of shape (1, 3)"),
         ({"tensr": Shard(0)}, None, "Did you mean 'tensor'"),
     ],
 )
@@ -89,7 +89,7 @@ def test_a_single_number_has_nothing_to_cut(dim):
     with pytest.raises(PlacementError) as error:
         place(nn.Parameter(torch.tensor(1.0)), {M.TENSOR: Shard(dim)})
     assert str(error.value).startswith(
-        f"Shard({dim}) on ParallelMode.TENSOR: a parameter of shape () has no dimension to cut: "
+        f"Shard({dim}) on ParallelMode.TENSOR: a parameter of shape () has no dimension to shard: "
         "give it one, as torch.ones(1) has"
     )
 
@@ -145,5 +145,5 @@ def test_a_module_is_placed_by_pattern_or_predicate():
     assert place_module(model, rules) is model
     assert placement_of(model[0].weight).shards == {M.TENSOR: Shard(0)}
     assert placement_of(model[0].bias).on(M.TENSOR) == Replicate("sum")
-    with pytest.raises(PlacementError, match=r"'0\.weigth' fits no parameter.*Did you mean '0\.weight'"):
+    with pytest.raises(PlacementError, match=r"'0\.weigth' matches no parameter.*Did you mean '0\.weight'"):
         place_module(model, {"0.weigth": {}})

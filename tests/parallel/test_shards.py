@@ -33,7 +33,7 @@ def test_of_sections_each_is_cut_and_the_parts_make_the_whole():
     assert packed_runs(layout, packed, 2) == {1: [(0, 2), (4, 1), (6, 1)]}
     assert packed_runs(layout, packed, 3) == {1: [(2, 2), (5, 1), (7, 1)]}
     assert packed_runs(layout, Placement({M.TENSOR: Shard(1)}), 3) == {}
-    with pytest.raises(PlacementError, match=r"sections of 4, 3 elements cannot each be cut evenly into 2 parts"):
+    with pytest.raises(PlacementError, match=r"sections of 4, 3 elements cannot be sharded evenly over 2 ranks"):
         section_runs((4, 3), 0, 2)
 
 
@@ -45,14 +45,16 @@ def test_sections_that_cannot_be_are_refused():
     place(part, {M.TENSOR: Shard(0, sections=(8,))})
     assert placement_of(part).shards[M.TENSOR] == Shard(0)  # one section is none
     for shape, sections in (((4, 3), (6, 3)), ((4, 3), (8, 0)), ((0, 3), (6, 2))):
-        with pytest.raises(PlacementError, match="is no even share"):
+        with pytest.raises(PlacementError, match="is not an even share"):
             place(torch.zeros(shape), {M.TENSOR: Shard(0, sections=sections)})
     for shape, sections in (((4, 3), (3, 1)), ((1, 3), (2, 1))):
         placed = placement_of(place(torch.zeros(shape), {M.TENSOR: Shard(0, sections=sections)}, (sum(sections), 3)))
         assert placed.shards[M.TENSOR].sections == sections
-    with pytest.raises(PlacementError, match="the sections are 8 elements along dimension 0, and the whole of shape"):
+    with pytest.raises(
+        PlacementError, match="the sections have 8 elements along dimension 0, but the full tensor of shape"
+    ):
         place(part, {M.TENSOR: Shard(0, sections=(6, 2))}, shape=(16, 3))
-    with pytest.raises(PlacementError, match="dimension 0 has sections, so only one mode can cut it"):
+    with pytest.raises(PlacementError, match="dimension 0 has sections, so only one mode can shard it"):
         place(part, {M.TENSOR: Shard(0, sections=(6, 2)), M.DATA: Shard(0)})
 
 

@@ -22,7 +22,7 @@ def layers(trained: bool = True) -> tuple[nn.Linear, nn.Linear]:
 def test_two_parts_of_one_whole_are_refused_if_both_are_trained() -> None:
     first, second = layers()
     for modules in ([nn.ModuleList([first, second])], [first, second]):
-        with pytest.raises(PlacementError, match=r"weight' and '.*weight' come from one whole parameter"):
+        with pytest.raises(PlacementError, match=r"weight' and '.*weight' come from one full parameter"):
             check_ties(modules)
     for order in (layers(trained=False), reversed(layers(trained=False))):
         check_ties(order)
@@ -39,7 +39,7 @@ def test_two_parameters_in_one_memory_are_refused_in_one_module() -> None:
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     second.weight = nn.Parameter(first.weight.data)
     both = nn.ModuleList([first, second])
-    with pytest.raises(PlacementError, match=r"'0.weight' and '1.weight' lie in the same memory"):
+    with pytest.raises(PlacementError, match=r"'0.weight' and '1.weight' share memory"):
         check_ties([both])
     check_ties([first, second])  # stages of one model
     second.weight.requires_grad_(False)

@@ -79,7 +79,7 @@ class Mixed(BaseGradientHandler):
 
 
 class Planned(PlannedGradientHandler):
-    def plan(self) -> list[Any]:
+    def reductions(self) -> list[Any]:
         return []
 
 

@@ -52,7 +52,7 @@ def test_a_layer_of_torch_is_taken_as_it_is(parts, bias):
     assert taken.weight.requires_grad
     assert not colonnade.nn.Linear.from_module(plain.requires_grad_(False)).weight.requires_grad
     assert colonnade.nn.HiddenParameter(torch.ones(3)).weight.requires_grad
-    with pytest.raises(PlacementError, match=r"'0.weight' and '1.weight' come from one whole parameter"):
+    with pytest.raises(PlacementError, match=r"'0.weight' and '1.weight' come from one full parameter"):
         check_ties([nn.Sequential(*(colonnade.nn.Linear.from_module(plain.requires_grad_()) for _ in range(2)))])
     with pytest.raises(ConfigError, match="cannot be 4 equal parts"):
         colonnade.nn.Linear.from_module(plain, parts=4)

@@ -51,7 +51,7 @@ def test_the_handler_of_an_optimizer_that_sums_gradients_itself_is_explained() -
     (sums,) = [each for one in told.classes for each in one.sums]
     assert (sums.handler, sums.why_handled) == (
         "ZeROGradientHandler",
-        "attached automatically: the optimizer sums gradients itself and has sync_grad()",
+        "attached automatically: the optimizer reduces gradients itself, in sync_grad()",
     )
     named = explain(
         load_config({"gradient_handler": ["ZeROGradientHandler"]}),
@@ -143,7 +143,7 @@ def test_tensor_pipeline_and_experts_at_once():
     assert "4 ranks saw distinct data; the gradients of these 2" in only.why_divided
     assert (
         only.why_handled
-        == "attached automatically: expert parallelism: experts are reduced over their expert-data twin"
+        == "attached automatically: expert parallelism: experts are reduced over their expert-data group"
     )
     assert expert.share == 2
     assert len(expert.writers) == 8

@@ -206,7 +206,7 @@ def test_what_initialize_would_refuse_is_a_problem() -> None:
 
     config = load_config(dict(sync=dict(automatic=False)))
     found = plan(config, 2, load_hardware("h100"), Job(unplaced, lambda: torch.zeros(2, 4)))
-    assert "the gradients would not be those of one process" in found.problems[0]
+    assert "gradient reductions are inconsistent" in found.problems[0]
 
 
 def test_temporary_memory_of_an_optimizers_step_on_many_tensors_is_planned() -> None:
