@@ -141,17 +141,17 @@ class OnGpu(Tensor):
 
 def test_products_one_after_another_are_told_of_on_a_gpu_alone(monkeypatch):
     told: list[str] = []
-    monkeypatch.setattr(experts, "_tell", told.append)
+    monkeypatch.setattr(experts, "_warn_slow", told.append)
     ends = torch.tensor([1, 3])
     for dtype in (torch.float64, torch.float32):
         x, weight = torch.randn(3, 4, dtype=dtype), torch.randn(2, 4, 8, dtype=dtype)
-        experts._group_by_group(x, weight, ends)
+        experts._grouped_mm_loop(x, weight, ends)
         assert told == []
-        found = experts._group_by_group(x.as_subclass(OnGpu), weight, ends)
+        found = experts._grouped_mm_loop(x.as_subclass(OnGpu), weight, ends)
         assert torch.equal(found, torch.cat([x[:1] @ weight[0], x[1:] @ weight[1]]))
         assert told == ["of torch.float64" if dtype is torch.float64 else "of torch.float32 in compiled code"]
         told.clear()
-        experts._group_by_group(x.T.as_subclass(OnGpu), x, ends)  # of the gradient, which is no news
+        experts._grouped_mm_loop(x.T.as_subclass(OnGpu), x, ends)  # of the gradient, which is no news
         assert told == []
 
 
