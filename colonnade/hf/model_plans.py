@@ -40,55 +40,6 @@ def _local(where: str, *attributes: str) -> Plan:
     return {where: {"divide": attributes}}
 
 
-_QKV = ("q_proj", "k_proj", "v_proj")
-_LLAMA_MLP = _split("layers.*.mlp", ("gate_proj", "up_proj"), "down_proj")
-_BERT_LAYER = "encoder.layer.*"
-
-
-def _gpt2(config: Any) -> Plan:
-    return {
-        "h.*.attn.c_attn": {"style": "packed_colwise", "sections": 3},  # queries, keys and values, concatenated
-        "h.*.attn.c_proj": "rowwise",
-        **_local("h.*.attn", "split_size", "num_heads"),
-        **_split("h.*.mlp", ("c_fc",), "c_proj"),
-    }
-
-
-def _gptj(config: Any) -> Plan:
-    attention = {**_split("h.*.attn", _QKV, "out_proj"), **_local("h.*.attn", "num_attention_heads")}
-    return {**attention, **_split("h.*.mlp", ("fc_in",), "fc_out")}
-
-
-def _codegen(config: Any) -> Plan:
-    # Queries, values and keys are in four blocks, a number hard-coded in the forward pass, so it needs full features.
-    return {**_gathered("h.*.attn", ("qkv_proj",), "out_proj"), **_split("h.*.mlp", ("fc_in",), "fc_out")}
-
-
-def _gpt_neo(config: Any) -> Plan:
-    attention = "h.*.attn.attention"
-    return {
-        **_split(attention, _QKV, "out_proj"),
-        **_local(attention, "num_heads"),
-        **_split("h.*.mlp", ("c_fc",), "c_proj"),
-    }
-
-
-def _opt(config: Any) -> Plan:
-    attention = {
-        **_split("decoder.layers.*.self_attn", _QKV, "out_proj"),
-        **_local("decoder.layers.*.self_attn", "num_heads"),
-    }
-    return {**attention, **_split("decoder.layers.*", ("fc1",), "fc2")}
-
-
-def _bloom(config: Any) -> Plan:
-    # The model passes the ALiBi slopes of all heads to every layer, so attention needs all heads.
-    return {
-        **_gathered("h.*.self_attention", ("query_key_value",), "dense"),
-        **_split("h.*.mlp", ("dense_h_to_4h",), "dense_4h_to_h"),
-    }
-
-
 def _falcon(config: Any) -> Plan:
     attention = "h.*.self_attention"
     if config.alibi or (config.multi_query and not config.new_decoder_architecture):
@@ -107,90 +58,89 @@ def _stablelm(config: Any) -> Plan:
     return {**_split(attention, _QKV, "o_proj"), **_local(attention, "num_heads", "num_key_value_heads"), **_LLAMA_MLP}
 
 
-def _llama(config: Any) -> Plan:
-    return {**_split("layers.*.self_attn", _QKV, "o_proj"), **_LLAMA_MLP}
+def _encoder_decoder(plan_of_side: Callable[[str], Plan]) -> Plan:
+    return {**plan_of_side("encoder"), **plan_of_side("decoder")}
 
 
-def _doge(config: Any) -> Plan:
-    # The upstream plan shards heads, but every rank gets a mask that dt_proj computes from them for all heads.
-    return {**_gathered("layers.*.self_attn", _QKV, "o_proj"), **_LLAMA_MLP}
-
-
-def _nemotron(config: Any) -> Plan:
-    return {**_split("layers.*.self_attn", _QKV, "o_proj"), **_split("layers.*.mlp", ("up_proj",), "down_proj")}
-
-
-def _gpt_oss(config: Any) -> Plan:
-    return _split("layers.*.self_attn", _QKV, "o_proj")
-
-
-def _bert(config: Any) -> Plan:
-    plan = {
-        f"{_BERT_LAYER}.intermediate.dense": "colwise",
-        f"{_BERT_LAYER}.output.dense": "rowwise",
-    }
-    for attention in ("attention", "crossattention"):
-        plan |= {f"{_BERT_LAYER}.{attention}.self.{name}": "colwise" for name in ("query", "key", "value")}
-        plan[f"{_BERT_LAYER}.{attention}.output.dense"] = "rowwise"
-    return plan
-
-
-def _distilbert(config: Any) -> Plan:
-    layer = "transformer.layer.*"
-    return {
-        **_split(f"{layer}.attention", ("q_lin", "k_lin", "v_lin"), "out_lin"),
-        **_split(f"{layer}.ffn", ("lin1",), "lin2"),
-    }
-
-
-def _vit(config: Any) -> Plan:
-    return {**_split("layers.*.attention", _QKV, "o_proj"), **_split("layers.*.mlp", ("fc1",), "fc2")}
-
-
-def _t5(config: Any) -> Plan:
+def _t5_side(side: str) -> Plan:
+    layer = f"{side}.block.*.layer.*"
     plan: Plan = {}
-    for side in ("encoder", "decoder"):
-        layer = f"{side}.block.*.layer.*"
-        for attention in ("SelfAttention", "EncDecAttention"):
-            where = f"{layer}.{attention}"
-            plan |= {**_split(where, ("q", "k", "v"), "o"), **_local(where, "n_heads", "inner_dim")}
-        plan[f"{layer}.SelfAttention.relative_attention_bias.weight"] = "rowwise"  # a column for each head
-        plan |= _split(f"{layer}.DenseReluDense", ("wi", "wi_0", "wi_1"), "wo")
-    return plan
+    for attention in (f"{layer}.SelfAttention", f"{layer}.EncDecAttention"):
+        plan |= {**_split(attention, ("q", "k", "v"), "o"), **_local(attention, "n_heads", "inner_dim")}
+    plan[f"{layer}.SelfAttention.relative_attention_bias.weight"] = "rowwise"  # a column for each head
+    return {**plan, **_split(f"{layer}.DenseReluDense", ("wi", "wi_0", "wi_1"), "wo")}
 
 
-def _bart(config: Any) -> Plan:
-    plan: Plan = {}
-    for side in ("encoder", "decoder"):
-        for attention in ("self_attn", "encoder_attn"):
-            plan |= _split(f"{side}.layers.*.{attention}", _QKV, "out_proj")
-        plan |= _split(f"{side}.layers.*", ("fc1",), "fc2")
-    return plan
-
-
-OWN_PLANS: dict[str, Callable[[Any], Plan]] = {
-    "bart": _bart,
-    "bert": _bert,
-    "bloom": _bloom,
-    "codegen": _codegen,
-    "distilbert": _distilbert,
-    "doge": _doge,
-    "electra": _bert,
-    "falcon": _falcon,
-    "gpt2": _gpt2,
-    "gpt_neo": _gpt_neo,
-    "gpt_oss": _gpt_oss,
-    "gptj": _gptj,
-    "hunyuan_v1_dense": _llama,
-    "nemotron": _nemotron,  # transformers after 5.17 ships a plan
-    "opt": _opt,
-    "roberta": _bert,
-    "stablelm": _stablelm,
-    "t5": _t5,
-    "vit": _vit,
-    "xlm-roberta": _bert,
+_QKV = ("q_proj", "k_proj", "v_proj")
+_LLAMA_MLP = _split("layers.*.mlp", ("gate_proj", "up_proj"), "down_proj")
+_LLAMA = {**_split("layers.*.self_attn", _QKV, "o_proj"), **_LLAMA_MLP}
+_BERT_QKV = ("self.query", "self.key", "self.value")
+_BERT = {
+    "encoder.layer.*.intermediate.dense": "colwise",
+    "encoder.layer.*.output.dense": "rowwise",
+    **_split("encoder.layer.*.attention", _BERT_QKV, "output.dense"),
+    **_split("encoder.layer.*.crossattention", _BERT_QKV, "output.dense"),
 }
-"""model_type -> function of the config that gives the plan of the base model. Embedding and LM head are added later."""
+
+OWN_PLANS: dict[str, Plan | Callable[[Any], Plan]] = {
+    "bart": _encoder_decoder(
+        lambda side: {
+            **_split(f"{side}.layers.*.self_attn", _QKV, "out_proj"),
+            **_split(f"{side}.layers.*.encoder_attn", _QKV, "out_proj"),
+            **_split(f"{side}.layers.*", ("fc1",), "fc2"),
+        }
+    ),
+    "bert": _BERT,
+    # The model passes the ALiBi slopes of all heads to every layer, so attention needs all heads.
+    "bloom": {
+        **_gathered("h.*.self_attention", ("query_key_value",), "dense"),
+        **_split("h.*.mlp", ("dense_h_to_4h",), "dense_4h_to_h"),
+    },
+    # Queries, values and keys are in four blocks, a number hard-coded in the forward pass, so it needs full features.
+    "codegen": {**_gathered("h.*.attn", ("qkv_proj",), "out_proj"), **_split("h.*.mlp", ("fc_in",), "fc_out")},
+    "distilbert": {
+        **_split("transformer.layer.*.attention", ("q_lin", "k_lin", "v_lin"), "out_lin"),
+        **_split("transformer.layer.*.ffn", ("lin1",), "lin2"),
+    },
+    # The upstream plan shards heads, but every rank gets a mask that dt_proj computes from them for all heads.
+    "doge": {**_gathered("layers.*.self_attn", _QKV, "o_proj"), **_LLAMA_MLP},
+    "electra": _BERT,
+    "falcon": _falcon,
+    "gpt2": {
+        "h.*.attn.c_attn": {"style": "packed_colwise", "sections": 3},  # queries, keys and values, concatenated
+        "h.*.attn.c_proj": "rowwise",
+        **_local("h.*.attn", "split_size", "num_heads"),
+        **_split("h.*.mlp", ("c_fc",), "c_proj"),
+    },
+    "gpt_neo": {
+        **_split("h.*.attn.attention", _QKV, "out_proj"),
+        **_local("h.*.attn.attention", "num_heads"),
+        **_split("h.*.mlp", ("c_fc",), "c_proj"),
+    },
+    "gpt_oss": _split("layers.*.self_attn", _QKV, "o_proj"),
+    "gptj": {
+        **_split("h.*.attn", _QKV, "out_proj"),
+        **_local("h.*.attn", "num_attention_heads"),
+        **_split("h.*.mlp", ("fc_in",), "fc_out"),
+    },
+    "hunyuan_v1_dense": _LLAMA,
+    # transformers after 5.17 ships a plan
+    "nemotron": {
+        **_split("layers.*.self_attn", _QKV, "o_proj"),
+        **_split("layers.*.mlp", ("up_proj",), "down_proj"),
+    },
+    "opt": {
+        **_split("decoder.layers.*.self_attn", _QKV, "out_proj"),
+        **_local("decoder.layers.*.self_attn", "num_heads"),
+        **_split("decoder.layers.*", ("fc1",), "fc2"),
+    },
+    "roberta": _BERT,
+    "stablelm": _stablelm,
+    "t5": _encoder_decoder(_t5_side),
+    "vit": {**_split("layers.*.attention", _QKV, "o_proj"), **_split("layers.*.mlp", ("fc1",), "fc2")},
+    "xlm-roberta": _BERT,
+}
+"""model_type -> plan of the base model, or function of the config. Embedding and LM head are added later."""
 
 OVERRIDES = frozenset({"doge"})
 """Model types whose built-in plan replaces the upstream one, which is wrong."""
@@ -238,17 +188,23 @@ def expert_plan(model: nn.Module) -> dict[str, Any]:
     return _existing(found, model)
 
 
+def own_plan(config: Any) -> Plan | None:
+    """The built-in plan for a config; None if there is none."""
+    plan = OWN_PLANS.get(getattr(config, "model_type", ""))
+    return plan(config) if callable(plan) else plan
+
+
 def tensor_plan(model: nn.Module) -> dict[str, Any]:
     """The plan for tensor parallelism; empty if there is none."""
     config = getattr(model, "config", None)
     model_type = getattr(config, "model_type", "")
-    built_in = OWN_PLANS.get(model_type)
+    built_in = own_plan(config)
     plan = dict(getattr(model, "tp_plan", None) or {})
     upstream = getattr(config, "base_model_tp_plan", None) or {}
     if built_in is not None and (model_type in OVERRIDES or not upstream):
         # Entries beyond the base model, such as the LM head, are kept from upstream.
         beyond_base = {name: style for name, style in plan.items() if name not in _for_model(model, upstream)}
-        plan = {**_for_model(model, built_in(config)), **_vocabulary(model), **beyond_base}
+        plan = {**_for_model(model, built_in), **_vocabulary(model), **beyond_base}
     plan = _existing(plan, model)
     return {**plan, **_inside_attention(model, plan), **_inside_experts(model)}
 

@@ -311,16 +311,20 @@ def _forward(
             if of_rows is not None:
                 torch.mm(slope, matrix, out=of_rows[chunk])
             if of_weight is not None:
-                # Accumulated in fp32; on CUDA the half-precision product goes there without being rounded in between.
-                if slope.dtype is exact:
-                    of_weight.addmm_(slope.t(), x)
-                elif slope.is_cuda:
-                    torch.ops.aten.addmm.dtype_out(of_weight, slope.t(), x, exact, out=of_weight)
-                else:
-                    of_weight += slope.t() @ x
+                _add_product(of_weight, slope.t(), x)
             if of_bias is not None:
                 of_bias += slope.sum(0, dtype=exact)
     return total, lift, (of_rows, of_weight, of_bias)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, in the dtype of the total; on CUDA without rounding the product to half precision first."""
+    if left.dtype is total.dtype:
+        total.addmm_(left, right)
+    elif left.is_cuda:
+        torch.ops.aten.addmm.dtype_out(total, left, right, total.dtype, out=total)
+    else:
+        total += left @ right
 
 
 def _kernels(device: torch.device, dtype: torch.dtype) -> Any:

@@ -190,7 +190,7 @@ def _refused_by_lines() -> list[str]:
 def test_what_cannot_be_split_is_said_when_it_is_built():
     messages = run_world(2, _refused_by_lines).values[0]
     wanted = (
-        "heads=1: some ranks of ParallelMode.PARALLEL_1D would have none; take fewer ranks",
+        "heads=1: some ranks of ParallelMode.PARALLEL_1D would have no heads; use fewer ranks",
         "kv_heads=1: some ranks",
         "sequence of size 3",
         "sequence of size 3",

@@ -97,7 +97,7 @@ def test_a_whole_layer_compiles_without_a_graph_break(capacity):
     ("dtype", "inner", "message"),
     [
         (torch.float64, 24, "of torch.float64"),
-        (torch.bfloat16, 20, "with torch.bfloat16 weights of 16 x 20, rows of which are not multiples of 16 bytes"),
+        (torch.bfloat16, 20, "with torch.bfloat16 weights of 16 x 20, whose rows are not multiples of 16 bytes"),
         (torch.float32, 20, None),
         (torch.bfloat16, 24, None),
     ],
@@ -124,7 +124,7 @@ def test_what_grouped_mm_does_not_take_is_named_and_computed_all_the_same(dtype,
 )
 def test_why_a_product_is_not_one_of_grouped_mm(x, weight, compiled, message):
     found = why_not(x, torch.empty(weight, dtype=x.dtype), compiled=compiled)
-    assert found == message or (found or "").startswith(f"{message}, rows")
+    assert found == message or (found or "").startswith(f"{message}, whose rows")
 
 
 def test_the_ones_that_a_bias_is_multiplied_by_fit_in_every_dtype_and_are_the_fewest():
