@@ -243,7 +243,7 @@ def _wrong() -> None:
         once = parallelize(model, PLAN, context=gpc)
         with pytest.raises(PlacementError, match=r"Model was already passed to parallelize.*once"):
             parallelize(once, PLAN, context=gpc)
-        with pytest.raises(PlacementError, match="already placed"):
+        with pytest.raises(PlacementError, match="already sharded"):
             parallelize(
                 nn.ModuleDict({"inside": once}), {f"inside.{name}": each for name, each in PLAN.items()}, context=gpc
             )
