@@ -180,7 +180,8 @@ def expert_plan(model: nn.Module) -> dict[str, Any]:
     base = getattr(getattr(model, "config", None), "base_model_ep_plan", None) or {}
     # transformers 5.17 has the expert plan in the config only.
     plan = getattr(model, "ep_plan", None) or _for_model(model, base)
-    # Parameters that are replicated over expert ranks need no style: these ranks are data ranks, which are reduced anyway.
+    # Parameters replicated over the expert ranks need no style: each rank has the gradient of its own tokens, as for any
+    # other replicated parameter.
     found = {name: style for name, style in plan.items() if style != "replicated_with_grad_allreduce"}
     for pattern, experts in _stacked_experts(model):
         found |= {f"{pattern}.{name}": "grouped_gemm" for name, _ in experts.named_parameters(recurse=False)}

@@ -159,8 +159,8 @@ def _build(model_class: Any, config: Any, dtype: torch.dtype | None, options: di
         )
     model = make(config, **({"dtype": dtype} if dtype is not None else {}), **options)
 
-    # Transformers keeps some parameters and buffers in float32 whatever the model's dtype; its own loader sees to that, and
-    # this function does not go through it.
+    # Transformers keeps some parameters and buffers in float32 whatever the model's dtype. Its loader does that, which is not
+    # used here.
     wide_dtypes = model._get_dtype_plan(config.dtype) if config.dtype is not None else {}
     for pattern, wide in wide_dtypes.items():
         matcher = re.compile(rf"(^|\.){re.escape(pattern)}($|\.)".replace(r"\*", ".*"))

@@ -204,6 +204,7 @@ class FirstPass:
         self._handles: list[Any] = []
         modules = dict(model.named_modules())
         arrangements: list[Any] = [getattr(module, "arrangement", None) for module in modules.values()]
+        # Compiled code sets no marks (see `_watch`), so an activation behind a compiled module could not be judged.
         if not any(
             hasattr(a, "is_split") and (a.is_split("outer") or a.is_split("inner")) for a in arrangements
         ) or any(getattr(module, "_compiled_call_impl", None) for module in modules.values()):
