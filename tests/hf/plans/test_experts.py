@@ -82,7 +82,7 @@ def _refused_expert(gpc: ParallelContext) -> None:
     plan = both(Gated)
     for change, message in (
         ({f"{AT}.down_proj": "replicate"}, "but not down_proj"),
-        ({AT: "megamoe_experts"}, "no backward pass"),
+        ({AT: "megamoe_experts"}, "without a backward pass"),
     ):
         with pytest.raises(PlacementError, match=message):
             parallelize(build(lambda: model_of(Gated)), {**plan, **change}, context=gpc)
