@@ -53,7 +53,7 @@ nn.layer.cross_entropy.CrossEntropyLoss: ignore_index=-100 label_smoothing=0.0
 nn.layer.layer_norm.LayerNorm: eps=1e-05 bias=True
 nn.layer.attention.Rotary: theta=10000.0 length=0
 nn.layer.spread.Width: unit=1 uneven=False
-nn.layer.spread.cut: unit=1 even=True
+nn.layer.spread.shard_sizes: unit=1 even=True
 nn.lr_scheduler.CosineAnnealingLR: eta_min=0.0 warmup_steps=0 last_epoch=-1
 nn.lr_scheduler.CosineAnnealingWarmupLR: warmup_steps=0 eta_min=0.0 last_epoch=-1
 nn.lr_scheduler.LinearWarmupLR: warmup_steps=0 last_epoch=-1

@@ -1,8 +1,8 @@
 """Run scripts written for Colossal-AI: `install()` makes `import colossalai` resolve to colonnade.
 
-The alias is the same module object, not a copy: `colossalai.constants.INITIALIZER_MAPPING` *is* ours. What only such
-scripts need is here too, and nowhere else: their spelling of keys, hooks and signatures (`names` says from where each
-name comes), initializers that create their groups themselves, and a gloo twin of every group.
+The alias is the same module object, not a copy: `colossalai.constants.INITIALIZER_MAPPING` *is* Colonnade's. Code that only
+such scripts need is in this folder: their config keys, hooks and signatures (`names` maps each name to its source),
+initializers that create their groups themselves, and a gloo group for the ranks of every group.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["get_cpu_group", "install", "uninstall"]
 _ALIAS = "colossalai"
 _HOME = "colonnade"
 _MOVED = {f"{_HOME}.context.process_group_initializer": f"{_HOME}.context.dist_group_initializer"}
-"""Modules of Colossal-AI that have another name here."""
+"""Modules with another name than in Colossal-AI."""
 _KEYS = {"NUM_MICRO_BATCHES": "num_microbatches"}
 _hook = AncestralGroups()
 
@@ -42,7 +42,7 @@ class _AliasLoader(importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # The import system has just put the alias's spec on the module; it stays what it is.
+        # The import system has just set the alias's spec on the module; restore its own.
         module.__spec__ = self._spec
 
 
@@ -65,18 +65,21 @@ class _AliasFinder(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """Make `colossalai` and every submodule path an alias of `colonnade`. Refuses if a real one is installed.
+    """Make `colossalai` and every submodule path an alias of `colonnade`.
 
-    From then on a config may also use the names that its keys had there. Launches that follow take initializers of the
-    kind that creates groups itself, and make the groups of `get_cpu_group`.
+    Afterwards configs may also use Colossal-AI's names of keys, and launches accept initializers that create their groups
+    themselves, and create the groups of `get_cpu_group`.
+
+    Raises:
+        ColonnadeError: The real colossalai is installed.
     """
     if any(isinstance(finder, _AliasFinder) for finder in sys.meta_path):
         return
     real = importlib.util.find_spec(_ALIAS) if _ALIAS not in sys.modules else sys.modules[_ALIAS].__spec__
     if real is not None:
         raise ColonnadeError(
-            f"a real {_ALIAS} is installed at {real.origin}; the alias would hide it. "
-            f"Uninstall it, or import {_HOME} by its own name."
+            f"the real {_ALIAS} is installed at {real.origin}, and the alias would hide it; "
+            f"uninstall it, or import {_HOME} by its own name"
         )
     sys.meta_path.insert(0, _AliasFinder())
     ALIASES.update(_KEYS)
@@ -86,7 +89,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Take the alias away again, and what came with it."""
+    """Undo `install`."""
     if not any(isinstance(finder, _AliasFinder) for finder in sys.meta_path):
         return
     remove_names()

@@ -1,6 +1,6 @@
-"""Colossal-AI's names that have another place or another signature here, as data: module by module, from where each comes.
+"""Colossal-AI's names with another place or signature in Colonnade, as data: by module, with the source of each name.
 
-Modules that Colonnade has too get further names while the alias is installed; the others exist under the alias alone.
+Module paths that exist in both packages get these names while the alias is installed; others exist under the alias only.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ NAMES: dict[str, dict[str, str]] = {
     "utils.memory": {"colonnade.compat.old_utils": "report_memory_usage"},
     "utils.timer": {"colonnade.compat.old_utils": "MultiTimer Timer"},
 }
-"""Module of the alias -> {the module here: its names}."""
+"""Module of the alias -> {module of Colonnade: names taken from it}."""
 
 _EXPERTS = "Write colonnade.nn.moe.MoE(hidden, experts) in a model, and parallel = dict(expert=...) in the config"
 _ROUTER = "Write colonnade.nn.moe.MoE(hidden, experts, router=colonnade.nn.moe.{}) "
@@ -87,7 +87,7 @@ MISSING: dict[str, dict[str, str]] = {
         **dict.fromkeys(("MoeLayer", "MoeModule"), _EXPERTS),
         **dict.fromkeys(
             ("Experts", "FFNExperts", "TPExperts", "build_ffn_experts"),
-            "Write colonnade.nn.moe.Experts(hidden, inner, experts), which is split over the expert and tensor modes",
+            "Write colonnade.nn.moe.Experts(hidden, inner, experts), which is sharded over the expert and tensor modes",
         ),
         "Top1Router": _ROUTER.format("SwitchRouter(hidden, experts)"),
         "Top2Router": _ROUTER.format("TopKRouter(hidden, experts, k=2)"),
@@ -97,27 +97,27 @@ MISSING: dict[str, dict[str, str]] = {
         ),
         **dict.fromkeys(
             ("load_moe_model", "save_moe_model"),
-            "Use colonnade.checkpoint.CheckpointManager: it knows where every expert lies",
+            "Use colonnade.checkpoint.CheckpointManager, which saves and loads sharded experts",
         ),
     },
 }
-"""Module of the alias -> {a name without a counterpart: what to write instead}."""
+"""Module of the alias -> {name without a counterpart: the replacement}."""
 
 
 class Missing:
-    """Stands for a name of Colossal-AI that has no counterpart: it can be imported, and any use of it is an error."""
+    """Placeholder for a name of Colossal-AI without a counterpart: importing it works, using it raises."""
 
     def __init__(self, name: str, instead: str) -> None:
-        self._told = f"{name} of Colossal-AI has no counterpart here. {instead}."
+        self._message = f"{name} of Colossal-AI has no counterpart in Colonnade. {instead}."
 
     def _refuse(self, *args: object, **options: object) -> NoReturn:
-        raise ColonnadeError(self._told)
+        raise ColonnadeError(self._message)
 
     __call__ = __mro_entries__ = __enter__ = __getitem__ = _refuse
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
-            raise AttributeError(name)  # what Python asks of any object
+            raise AttributeError(name)  # protocols that Python looks up on any object
         self._refuse()
 
 
@@ -126,7 +126,7 @@ _changed: list[tuple[Any, str, Any]] = []
 
 
 def add_names(alias: str, home: str) -> None:
-    """Give the modules of the package `home` Colossal-AI's names, and make those that only `alias` has."""
+    """Add Colossal-AI's names to the modules of the package `home`, and create the modules that only `alias` has."""
     for path in sorted({*NAMES, *MISSING}):
         module = _module(alias, home, path)
         for source, names in NAMES.get(path, {}).items():
@@ -152,14 +152,14 @@ def remove_names() -> None:
 
 
 def _module(alias: str, home: str, path: str) -> ModuleType:
-    """The module here of that name, or a new one that only the alias knows."""
+    """The module of Colonnade at this path, or a new module under the alias only."""
     try:
         found = importlib.util.find_spec(f"{home}.{path}")
     except ModuleNotFoundError:
         found = None
     if found is not None:
         return importlib.import_module(f"{home}.{path}")
-    # In sys.modules at once, so that no import of it takes the place of a function of that name: `initialize` is both.
+    # In sys.modules at once: a later import of the path would otherwise replace a function of that name (`initialize` is both).
     module = sys.modules[f"{alias}.{path}"] = ModuleType(f"{alias}.{path}", f"Colossal-AI's {path}, by Colonnade.")
     above, _, name = path.rpartition(".")
     parent = sys.modules.get(f"{alias}.{above}") or importlib.import_module(f"{home}.{above}".rstrip("."))
@@ -174,7 +174,7 @@ def _set(module: ModuleType, name: str, value: Any) -> None:
 
 
 def _swap_hooks() -> None:
-    """Let the registry of hooks follow what their names mean now."""
+    """Register the hooks that these names refer to now."""
     hooks = importlib.import_module("colonnade.trainer.hooks")
     for name in NAMES["trainer.hooks"]["colonnade.compat.old_utils"].split():
         if name in HOOKS:

@@ -1,8 +1,8 @@
-"""Colossal-AI's `nn` with its names and signatures: layers, optimizers, learning rate schedulers.
+"""Colossal-AI's `nn` with its names and signatures: layers, optimizers, learning-rate schedulers.
 
 `nn`, `nn.layer`, `nn.layer.parallel_1d`, `nn.layer.utils`, `nn.layer.wrapper`: `Linear1D_Col`, `Linear1D_Row`, `CheckpointModule`,
-`PipelineSharedModuleWrapper`. `nn.optimizer`: `Lamb`, `Lars`, and the fused Adams as torch's. `nn.lr_scheduler`: torch's
-schedulers with `total_steps` as their second argument.
+`PipelineSharedModuleWrapper`. `nn.optimizer`: `Lamb`, `Lars`, and torch's fused Adam under their names. `nn.lr_scheduler`:
+torch's schedulers with `total_steps` as second argument.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.optim.optimizer import ParamsT
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.core import global_context as gpc
 from colonnade.errors import ConfigError, PlacementError
-from colonnade.nn import lr_scheduler as ours
+from colonnade.nn import lr_scheduler as schedulers
 from colonnade.nn.layer import Linear
 from colonnade.parallel.placement import Tied, is_dtensor, place, placement_of
 from colonnade.utils import checkpoint
@@ -66,16 +66,18 @@ class Linear1D_Row(Linear):
 
 def _refuse(skip_bias_add: bool, initializers: dict[str, Any]) -> None:
     if skip_bias_add:
-        raise ConfigError("skip_bias_add=True: the layer adds its bias itself. Leave it out, and add none afterwards.")
+        raise ConfigError(
+            "skip_bias_add=True is not supported: the layer adds its bias. Leave it out, and add no bias later."
+        )
     if initializers:
         raise ConfigError(
-            f"{', '.join(initializers)}: initialise a whole torch.nn.Linear, the same on every rank, and give it to "
-            f"colonnade.nn.Linear.from_module(linear, split=...)."
+            f"{', '.join(initializers)}: not supported; initialize a full torch.nn.Linear, the same on every rank, and pass it "
+            f"to colonnade.nn.Linear.from_module(linear, split=...)."
         )
 
 
 class CheckpointModule(nn.Module):
-    """Override `_forward`; while training, its activations are computed again in the backward pass."""
+    """A module with activation checkpointing of its `_forward`, which subclasses define."""
 
     def __init__(self, checkpoint: bool = True, offload: bool = False) -> None:
         super().__init__()
@@ -91,16 +93,16 @@ class CheckpointModule(nn.Module):
 
 
 class PipelineSharedModuleWrapper:
-    """Ties parameters of several pipeline stages. Make it on every rank; register on the ranks of `pipeline_ranks`.
+    """Ties parameters of several pipeline stages. Construct it on every rank; register on the stages of `pipeline_ranks`.
 
-    Parameters are tied in the order in which they are registered, which must be the same on each of the stages.
+    Parameters are tied in the order of registration, which must be the same on all of these stages.
     """
 
-    _made = count()
+    _instances = count()
 
     def __init__(self, pipeline_ranks: Sequence[int]) -> None:
         self.pipeline_ranks = tuple(pipeline_ranks)
-        self._name = f"shared{next(self._made)}"
+        self._name = f"shared{next(self._instances)}"
         self._registered = count()
 
     def register_module(self, module: nn.Module) -> None:
@@ -111,23 +113,23 @@ class PipelineSharedModuleWrapper:
         stage = gpc.get_local_rank(ParallelMode.PIPELINE)
         if stage not in self.pipeline_ranks:
             raise PlacementError(
-                f"stage {stage} is none of pipeline_ranks={self.pipeline_ranks}, which share the module"
+                f"stage {stage} is not one of pipeline_ranks={self.pipeline_ranks}, which share the module"
             )
         tied = Tied(self.pipeline_ranks, f"{self._name}.{next(self._registered)}")
-        known = placement_of(param)
-        place(param, {**known.modes, ParallelMode.PIPELINE: tied}, known.shape)
+        placement = placement_of(param)
+        place(param, {**placement.modes, ParallelMode.PIPELINE: tied}, placement.shape)
 
 
 # --- Optimizers ---
 
 
 class _LayerWise(Optimizer, ABC):
-    """Scales the update of each parameter by norms of the whole parameter, so it must be whole on this rank."""
+    """Scales the update of each parameter by norms over the full parameter, which must therefore be unsharded."""
 
     def __init__(self, params: ParamsT, **defaults: Any) -> None:
         for name, value in defaults.items():
             if name != "betas" and value < 0:
-                raise ConfigError(f"{type(self).__name__}: {name} is a number from 0 on, not {value!r}")
+                raise ConfigError(f"{type(self).__name__}: {name}={value!r} must be 0 or more")
         super().__init__(params, defaults)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -138,17 +140,16 @@ class _LayerWise(Optimizer, ABC):
         with torch.no_grad():
             for group in self.param_groups:
                 for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        self._require_whole(parameter)
-                        self._update(parameter, parameter.grad, self.state[parameter], group)
+                    if parameter.grad is None:
+                        continue
+                    if is_dtensor(parameter) or placement_of(parameter).shards:
+                        raise PlacementError(
+                            f"{type(self).__name__} needs the norm of each full parameter, but one of shape "
+                            f"{tuple(parameter.shape)} is sharded ({placement_of(parameter)}). Use AdamW, or replicate the "
+                            f"parameters."
+                        )
+                    self._update(parameter, parameter.grad, self.state[parameter], group)
         return loss
-
-    def _require_whole(self, parameter: Tensor) -> None:
-        if is_dtensor(parameter) or placement_of(parameter).shards:
-            raise PlacementError(
-                f"{type(self).__name__} needs the norm of each whole parameter, and one of shape {tuple(parameter.shape)} is "
-                f"split ({placement_of(parameter)}). Use AdamW, or replicate the parameters."
-            )
 
     @abstractmethod
     def _update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
@@ -168,7 +169,7 @@ class Lamb(_LayerWise):
         adam: bool = False,
     ) -> None:
         if not all(0 <= beta < 1 for beta in betas):
-            raise ConfigError(f"Lamb: betas are numbers from 0 to below 1, not {betas!r}")
+            raise ConfigError(f"Lamb: betas={betas!r} must be from 0 to below 1")
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         self._scales = not adam
 
@@ -210,9 +211,9 @@ class Lars(_LayerWise):
         parameter.sub_(group["lr"] * update)
 
 
-def _ratio(wanted: Tensor, found: Tensor) -> Tensor:
-    """Their quotient; 1 where one of them is zero."""
-    return torch.where((wanted > 0) & (found > 0), wanted / found, 1.0)
+def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """The quotient; 1 if one of the numbers is zero."""
+    return torch.where((numerator > 0) & (denominator > 0), numerator / denominator, 1.0)
 
 
 def FusedAdam(
@@ -240,7 +241,7 @@ def HybridAdam(
     adamw_mode: bool = True,
     simd_log: bool = False,
 ) -> Adam:
-    """torch's fused AdamW, on whichever device the parameters are."""
+    """torch's fused AdamW, on the device of the parameters."""
     return _adam(model_params, lr, bias_correction, betas, eps, weight_decay, adamw_mode, False)
 
 
@@ -258,12 +259,14 @@ def _adam(
     amsgrad: bool,
 ) -> Adam:
     if not bias_correction:
-        raise ConfigError("bias_correction=False: torch's Adam always corrects its averages. Leave it out.")
+        raise ConfigError(
+            "bias_correction=False is not supported: torch's Adam always corrects its averages. Leave it out."
+        )
     kind = AdamW if adamw_mode else Adam
     return kind(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, fused=True)
 
 
-# --- Learning rate schedulers ---
+# --- Learning-rate schedulers ---
 
 
 class MultiStepLR(torch_schedulers.MultiStepLR):
@@ -291,7 +294,7 @@ class ExponentialLR(torch_schedulers.ExponentialLR):
 
 
 class OneCycleLR(torch_schedulers.OneCycleLR):
-    """The cycle's highest rates are those of the optimizer's groups."""
+    """The maximum rates of the cycle are those of the optimizer's groups."""
 
     def __init__(
         self,
@@ -321,8 +324,8 @@ class OneCycleLR(torch_schedulers.OneCycleLR):
         )
 
 
-class PolynomialLR(ours.PolynomialWarmupLR):
-    """Down to the rate `end_lr` at `total_steps`, by (1 - progress) ** power."""
+class PolynomialLR(schedulers.PolynomialWarmupLR):
+    """Decay by (1 - progress) ** power to the rate `end_lr` at `total_steps`."""
 
     def __init__(
         self, optimizer: Optimizer, total_steps: int, end_lr: float = 0.0001, power: float = 1.0, last_epoch: int = -1
@@ -330,15 +333,15 @@ class PolynomialLR(ours.PolynomialWarmupLR):
         super().__init__(optimizer, total_steps, 0, _factor(optimizer, "end_lr", end_lr), power, last_epoch)
 
 
-class CosineAnnealingLR(ours.CosineAnnealingLR):
-    """`eta_min` is a rate, not a share of the first one."""
+class CosineAnnealingLR(schedulers.CosineAnnealingLR):
+    """`eta_min` is a rate, not a factor of the initial rate."""
 
     def __init__(self, optimizer: Optimizer, total_steps: int, eta_min: float = 0, last_epoch: int = -1) -> None:
         super().__init__(optimizer, total_steps, _factor(optimizer, "eta_min", eta_min), last_epoch=last_epoch)
 
 
-class CosineAnnealingWarmupLR(ours.CosineAnnealingWarmupLR):
-    """`eta_min` is a rate, not a share of the first one."""
+class CosineAnnealingWarmupLR(schedulers.CosineAnnealingWarmupLR):
+    """`eta_min` is a rate, not a factor of the initial rate."""
 
     def __init__(
         self, optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, eta_min: float = 0.0, last_epoch: int = -1
@@ -347,10 +350,10 @@ class CosineAnnealingWarmupLR(ours.CosineAnnealingWarmupLR):
 
 
 def _factor(optimizer: Optimizer, name: str, rate: float) -> float:
-    """A last learning rate as a share of the first."""
-    first = {group.get("initial_lr", group["lr"]) for group in optimizer.param_groups}
-    if rate and len(first) > 1:
+    """A final learning rate as a factor of the initial one."""
+    initial = {group.get("initial_lr", group["lr"]) for group in optimizer.param_groups}
+    if rate and len(initial) > 1:
         raise ConfigError(
-            f"{name}={rate} is one rate for groups that begin with {sorted(first)}; use 0, or equal rates"
+            f"{name}={rate} needs groups with equal initial rates, not {sorted(initial)}; use 0, or equal rates"
         )
-    return rate / first.pop() if rate else 0.0
+    return rate / initial.pop() if rate else 0.0

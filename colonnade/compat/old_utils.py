@@ -1,8 +1,8 @@
-"""Colossal-AI's names outside `nn` and `communication`, over the global context.
+"""Colossal-AI's names outside `nn` and `communication`, for the global context.
 
-`utils` and its modules: small questions, `clip_grad_norm_fp32`, memory, samplers, timers, `save_checkpoint`, `load_checkpoint`.
-`trainer`: a Trainer that takes a timer, and hooks with its arguments. `engine`, `engine.schedule`: schedules with its order of
-arguments. `context`, `context.random`: the random streams as functions. `testing`: assertions and decorators of its tests
+`utils` and its modules: predicates, `clip_grad_norm_fp32`, memory, samplers, timers, `save_checkpoint`, `load_checkpoint`.
+`trainer`: a Trainer with a timer, and hooks with Colossal-AI's arguments. `engine`, `engine.schedule`: schedules with its order
+of arguments. `context`, `context.random`: RNG streams as functions. `testing`: assertions and decorators of its tests
 (`colonnade.testing.run_world` starts the ranks).
 """
 
@@ -70,7 +70,7 @@ def _is_using(mode: ParallelMode) -> bool:
 
 
 def sync_model_param(model: nn.Module, parallel_mode: ParallelMode) -> None:
-    """Give every parameter the values of the first rank of the mode."""
+    """Broadcast every parameter from the first rank of the mode."""
     if _is_using(parallel_mode):
         source, group = gpc.get_ranks_in_group(parallel_mode)[0], gpc.get_group(parallel_mode)
         for parameter in model.parameters():
@@ -78,7 +78,7 @@ def sync_model_param(model: nn.Module, parallel_mode: ParallelMode) -> None:
 
 
 def clip_grad_norm_fp32(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> float:
-    """Clip by the norm of the whole model, whatever its placements; returns the norm before it."""
+    """Clip by the gradient norm of the full model, for any placements; returns the norm before clipping."""
     return float(clip_grad_norm_(parameters, max_norm, norm_type, context=gpc if gpc.is_launched else None))
 
 
@@ -87,7 +87,7 @@ def conditional_context(context_manager: AbstractContextManager[Any], enable: bo
 
 
 def synchronize() -> None:
-    """Wait for the device, where it has anything to wait for."""
+    """Synchronize the device, if it is a GPU."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -97,36 +97,36 @@ def empty_cache() -> None:
 
 
 def set_to_cuda(models: Any) -> Any:
-    """Modules, alone or in a list, on the device of this rank."""
+    """Move a module, or a list of modules, to the device of this rank."""
     return [model.to(gpc.device) for model in models] if isinstance(models, list) else models.to(gpc.device)
 
 
 def report_memory_usage(message: str, logger: DistributedLogger | None = None, report_cpu: bool = False) -> None:
-    """Log what tensors take on the device and, with `report_cpu`, what this process takes of the host's memory."""
-    told = [message]
+    """Log the device memory of tensors and, with `report_cpu` or without a GPU, the peak host memory of this process."""
+    figures = []
     if torch.cuda.is_available():
         used, most = torch.cuda.memory_allocated(gpc.device), torch.cuda.max_memory_allocated(gpc.device)
-        told.append(f"device {used >> 20} MiB now, {most >> 20} MiB at most")
+        figures.append(f"device {used >> 20} MiB now, {most >> 20} MiB at most")
         torch.cuda.reset_peak_memory_stats(gpc.device)
-    if report_cpu or len(told) == 1:
-        import resource  # where there is none, this is not called
+    if report_cpu or not figures:
+        import resource  # does not exist on Windows
 
-        told.append(f"host {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10} MiB at most")
-    (logger or get_dist_logger()).info(": ".join(told[:1]) + ": " + ", ".join(told[1:]))
+        figures.append(f"host {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10} MiB at most")
+    (logger or get_dist_logger()).info(f"{message}: {', '.join(figures)}")
 
 
 class DataParallelSampler(DistinctDataSampler):
-    """Each data rank its own samples, as `get_dataloader` deals them."""
+    """Gives each data rank its own samples, like `get_dataloader`."""
 
     def __init__(self, dataset: Any, shuffle: bool = False, seed: int = 0, drop_last: bool = False) -> None:
         super().__init__(dataset, gpc.layout, gpc.get_global_rank(), shuffle, seed, drop_last)
 
 
-# --- `utils`, `utils.timer`: stopwatches on the host's clock ---
+# --- `utils`, `utils.timer`: timers on the host's clock ---
 
 
 class Timer:
-    """A stopwatch that remembers the laps it is told to keep, in seconds."""
+    """A stopwatch in seconds with an optional history of laps."""
 
     def __init__(self) -> None:
         self.history: list[float] = []
@@ -137,7 +137,7 @@ class Timer:
         self._since = time.perf_counter()
 
     def stop(self, keep_in_history: bool = False) -> float:
-        """End the lap, when the device has come so far, and return its seconds; 0 if none was begun."""
+        """Synchronize the device, end the lap and return its seconds; 0 if none was started."""
         synchronize()
         if self._since is None:
             return 0.0
@@ -162,7 +162,7 @@ class Timer:
 
 
 class MultiTimer:
-    """Timers by name, made when they are first asked for, which can be switched off."""
+    """Timers by name, created on first use, which can be switched off together."""
 
     def __init__(self, on: bool = True) -> None:
         self._on = on
@@ -179,7 +179,7 @@ class MultiTimer:
         return self._timers.setdefault(name, Timer())
 
     def reset(self, name: str | None = None) -> None:
-        """Forget the laps of one timer, or of all."""
+        """Reset one timer, or all."""
         for timer in [self.get_timer(name)] if name is not None else self._timers.values():
             timer.reset()
 
@@ -199,13 +199,13 @@ class MultiTimer:
 def save_checkpoint(
     file: str | Path, epoch: int, model: nn.Module, optimizer: Any = None, lr_scheduler: Any = None, **options: Any
 ) -> None:
-    """Save everything under `file`, which becomes a folder with one checkpoint of Colonnade. Collective.
+    """Save model, optimizer and scheduler to the folder `file`, as a checkpoint that any layout can load.
 
-    The optimizer and the scheduler are saved too, and any layout can load it.
+    Collective over the world.
     """
     if options:
         raise ConfigError(
-            f"save_checkpoint takes no {', '.join(options)}: the file is none of torch.save's. Leave it out."
+            f"save_checkpoint does not accept {', '.join(options)}, because checkpoints are not torch.save files; remove it"
         )
     with CheckpointManager(_folder(file), gpc, keep=1) as manager:
         manager.save(epoch, model, optimizer, _extra(lr_scheduler))
@@ -214,9 +214,11 @@ def save_checkpoint(
 def load_checkpoint(
     file: str | Path, model: nn.Module, optimizer: Any = None, lr_scheduler: Any = None, strict: bool = True
 ) -> int:
-    """Load what `save_checkpoint` wrote to `file`, on any layout, and return its epoch. Collective."""
+    """Load a checkpoint of `save_checkpoint`, on any layout, and return its epoch. Collective over the world."""
     if not strict:
-        raise ConfigError("strict=False: a checkpoint is loaded whole or not at all. Leave it out.")
+        raise ConfigError(
+            "strict=False is not supported: a checkpoint is loaded completely or not at all. Leave it out."
+        )
     with CheckpointManager(_folder(file), gpc, read_only=True) as manager:
         return manager.load(model, optimizer, _extra(lr_scheduler)).step
 
@@ -225,8 +227,8 @@ def _folder(file: str | Path) -> Path:
     folder = local_path(file, "the file of a checkpoint", CheckpointError)
     if folder.is_file():
         raise CheckpointError(
-            f"{file} is a file. Checkpoints are folders here, written by save_checkpoint; weights in a file of torch.save's "
-            f"are loaded by model.load_state_dict before initialize."
+            f"{file} is a file, but checkpoints are folders written by save_checkpoint; load a torch.save file with "
+            f"model.load_state_dict before initialize"
         )
     return folder
 
@@ -239,7 +241,7 @@ def _extra(lr_scheduler: Any) -> dict[str, Any]:
 
 
 class Trainer(trainer.Trainer):
-    """Our Trainer, which takes a timer too and measures epochs and steps of training and testing with it."""
+    """Colonnade's Trainer with a timer, which measures epochs and steps of training and testing."""
 
     def __init__(
         self,
@@ -276,29 +278,24 @@ class Trainer(trainer.Trainer):
 
 
 class _TimerHook(hooks.BaseHook):
-    """Measures what a Colossal-AI trainer measures: "Train-epoch", "Train-step", "Test-epoch", "Test-step"."""
+    """Runs the timers of a Colossal-AI trainer: "Train-epoch", "Train-step", "Test-epoch", "Test-step"."""
 
     def __init__(self, timer: MultiTimer) -> None:
-        super().__init__(priority=-1000)  # first, so that its laps are there when another hook logs them
+        super().__init__(priority=-1000)  # before other hooks, which may log the laps
         for kind, point in (("Train", "train"), ("Test", "test")):
             for lap, part in (("epoch", "epoch"), ("step", "iter")):
-                start, stop = self._starts(timer, f"{kind}-{lap}"), self._stops(timer, f"{kind}-{lap}")
+
+                def start(*_: Any, name: str = f"{kind}-{lap}") -> None:
+                    timer.start(name)
+
+                def stop(*_: Any, name: str = f"{kind}-{lap}") -> None:
+                    timer.stop(name)
+
                 vars(self).update({f"before_{point}_{part}": start, f"after_{point}_{part}": stop})
-
-    @staticmethod
-    def _starts(timer: MultiTimer, name: str) -> Callable[..., None]:
-        return lambda *_: timer.start(name)
-
-    @staticmethod
-    def _stops(timer: MultiTimer, name: str) -> Callable[..., None]:
-        def stop(*_: Any) -> None:
-            timer.stop(name)
-
-        return stop
 
 
 class LogTimingByEpochHook(LogByEpochHook):
-    """Logs what the trainer's timer has measured on rank 0: the epoch, and the mean of its steps."""
+    """Logs the laps of the trainer's timer on rank 0: the epoch, and the mean of its steps."""
 
     def __init__(
         self,
@@ -363,7 +360,7 @@ _Process = Callable[..., tuple[Any, Any]] | None
 
 
 class PipelineSchedule(_Pipeline):
-    """1F1B. Whole tensors go between stages, whatever `scatter_gather_tensors` says."""
+    """1F1B. `scatter_gather_tensors` is ignored: full tensors are sent between stages."""
 
     def __init__(
         self,
@@ -389,36 +386,36 @@ class InterleavedPipelineSchedule(_Pipeline):
         super().__init__(num_microbatches, "interleaved_1f1b", num_model_chunks, data_process_func, tensor_shape)
 
 
-# --- `context`, `context.random`: the streams of the global context as functions ---
+# --- `context`, `context.random`: the RNG streams of the global context as functions ---
 
 
 _chosen = ExitStack()
 
 
 def seed(parallel_mode: ParallelMode) -> AbstractContextManager[None]:
-    """Draw from the stream of the mode inside the block."""
+    """Use the RNG stream of the mode inside the block."""
     return gpc.streams.use(parallel_mode)
 
 
 def set_mode(parallel_mode: ParallelMode) -> None:
-    """Draw from the stream of the mode from now on, until `set_mode` or `reset_seeds`."""
+    """Use the RNG stream of the mode until the next `set_mode` or `reset_seeds`."""
     _chosen.close()
     _chosen.enter_context(seed(parallel_mode))
 
 
 def add_seed(parallel_mode: ParallelMode, seed: int, overwrite: bool = False) -> None:
-    """Start a stream for the mode; one that is there is an error unless it may be overwritten."""
+    """Start an RNG stream for the mode; raises if there is one, unless `overwrite` is set."""
     gpc.streams.add(parallel_mode, seed, overwrite)
 
 
 def reset_seeds() -> None:
-    """Forget every stream."""
+    """Remove all RNG streams."""
     _chosen.close()
     gpc.streams.clear()
 
 
 def with_seed(function: Callable[..., Any], parallel_mode: ParallelMode) -> Callable[..., Any]:
-    """The function, with its random numbers drawn from the stream of the mode."""
+    """The function, using the RNG stream of the mode."""
 
     @wraps(function)
     def run(*args: Any, **options: Any) -> Any:
@@ -451,7 +448,7 @@ def assert_close_loose(a: Tensor, b: Tensor, rtol: float = 1e-3, atol: float = 1
 
 
 def assert_equal_in_group(tensor: Tensor, process_group: dist.ProcessGroup | None = None) -> None:
-    """That every rank of the group has the same tensor. Collective over it."""
+    """Assert that every rank of the group has the same tensor. Collective over the group."""
     others = [torch.empty_like(tensor) for _ in range(dist.get_world_size(process_group))]
     dist.all_gather(others, tensor.contiguous(), group=process_group)
     for other in others:
@@ -459,7 +456,7 @@ def assert_equal_in_group(tensor: Tensor, process_group: dist.ProcessGroup | Non
 
 
 def parameterize(argument: str, values: Iterable[Any]) -> Callable[[Function], Function]:
-    """Call the function once for each value of the argument; its other arguments are keywords."""
+    """Call the function once for each value of the argument; other arguments must be keywords."""
     chosen = list(values)
 
     def around(function: Function) -> Function:
@@ -468,7 +465,7 @@ def parameterize(argument: str, values: Iterable[Any]) -> Callable[[Function], F
             for value in chosen:
                 function(**{argument: value, **options})
 
-        # It has no such argument any more: pytest must not look for a fixture of that name.
+        # pytest would follow __wrapped__ and look for a fixture with the name of the argument.
         del run.__wrapped__
         return run
 
@@ -478,7 +475,7 @@ def parameterize(argument: str, values: Iterable[Any]) -> Callable[[Function], F
 def rerun_on_exception(
     exception_type: type[BaseException] = Exception, pattern: str | None = None, max_try: int | None = 5
 ) -> Callable[[Function], Function]:
-    """Call the function again, up to `max_try` times in all, when it raises such an error; the last one is raised."""
+    """Call the function up to `max_try` times while it raises such an error; the last error is raised."""
 
     def around(function: Function) -> Function:
         @wraps(function)
@@ -502,7 +499,7 @@ def rerun_if_address_is_in_use() -> Callable[[Function], Function]:
 
 
 def skip_if_not_enough_gpus(min_gpus: int) -> Callable[[Function], Function]:
-    """Call the function only where there are so many CUDA devices."""
+    """Call the function only if there are at least `min_gpus` CUDA devices."""
 
     def around(function: Function) -> Function:
         @wraps(function)

@@ -1,7 +1,7 @@
-"""Styles for experts that a model keeps in stacked parameters, dimension 0 the expert, and calls with a router's choices.
+"""Styles for experts in stacked parameters (dimension 0 is the expert) that are called with the choices of a router.
 
-Their module's own forward pass computes them, whatever it makes of gates and activations: on this rank's part of each
-expert, on the rows that came for this rank's experts, or both.
+The module's own forward pass still computes the experts, with whatever gates and activations it has: on this rank's shard
+of each expert (tensor parallelism), on the tokens routed to this rank's experts (expert parallelism), or both.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import LayoutError, PlacementError, listed
 from colonnade.hf.match import Target
-from colonnade.hf.styles import cut, set_forward, style, style_of
+from colonnade.hf.styles import set_forward, shard_parameter, style, style_of
 from colonnade.nn.moe.dispatch import Scope, Traffic, counted, exchange, order
 from colonnade.parallel.collectives import all_to_all, copy, gather, reduce, scatter, split_sizes
 from colonnade.parallel.placement import Replicate, place, placement_of
@@ -26,13 +26,13 @@ _TENSOR, _EXPERT = ParallelMode.TENSOR, ParallelMode.EXPERT
 
 @style("moe_tp_experts")
 def moe_tp_experts(target: Target) -> None:
-    """Experts whose inside other entries of the plan cut: what the ranks make of the tokens is summed over them."""
-    _mix(target)
+    """Experts whose inner features other entries of the TP plan shard: their output is all-reduced over the tensor group."""
+    _parallelize_experts(target)
 
 
 @style("grouped_gemm", mode=_EXPERT, options=("tensor", "sections"))
 def grouped_gemm(target: Target) -> None:
-    """This rank's experts of a stacked parameter. The tokens of all ranks of the expert group come to them."""
+    """Shard a stacked parameter by expert. Tokens of all ranks of the expert group are sent to the rank of their experts."""
     if target.parameter is None:
         raise PlacementError(
             f"{target.name!r}: the style 'grouped_gemm' is for a stacked parameter, not for a module", code="C060"
@@ -41,36 +41,41 @@ def grouped_gemm(target: Target) -> None:
     experts = len(getattr(target.module, target.parameter))
     if experts % scope.expert:
         raise LayoutError(
-            f"{target.name!r}: {experts} experts cannot lie evenly on the {scope.expert} ranks of parallel.expert; use an "
-            f"expert size among {listed(size for size in range(1, experts + 1) if experts % size == 0)}",
+            f"{target.name!r}: {experts} experts cannot be sharded evenly over the {scope.expert} ranks of parallel.expert; use "
+            f"an expert size among {listed(size for size in range(1, experts + 1) if experts % size == 0)}",
             code="C032",
         )
-    inside = target.options.get("tensor")
-    if inside is not None and scope.tensor > 1 and not scope.shares_tokens:
-        style_of(inside, target.name)[0](target)
-    part = cut(target, target.parameter, 0, mode=_EXPERT)
+    tensor_style = target.options.get("tensor")
+    if tensor_style is not None and scope.tensor > 1 and not scope.shares_tokens:
+        style_of(tensor_style, target.name)[0](target)
+    shard = shard_parameter(target, target.parameter, 0, mode=_EXPERT)
     if scope.shares_tokens:
-        _check_routed(target)
-        place(part, {**placement_of(part).modes, _TENSOR: Replicate(owes="sum")}, placement_of(part).shape)
+        # Expert groups that span tensor ranks split the tokens between these ranks, which needs routed tokens.
+        if len(inspect.signature(type(target.module).forward).parameters) < 4:
+            raise LayoutError(
+                f"{target.name!r}: a {type(target.module).__name__} gets every token for every expert, and expert groups that "
+                f"span tensor ranks cannot split those; let parallel.expert span data ranks only"
+            )
+        place(shard, {**placement_of(shard).modes, _TENSOR: Replicate(owes="sum")}, placement_of(shard).shape)
     if hasattr(target.module, "num_experts"):
-        target.module.num_experts = len(part)  # type: ignore[assignment]
-    _mix(target)
+        target.module.num_experts = len(shard)  # type: ignore[assignment]
+    _parallelize_experts(target)
 
 
 @style("ep_dispatch_experts", mode=_EXPERT, options=("tensor",))
 def ep_dispatch_experts(target: Target) -> None:
-    """Experts whose parameters other entries of the plan cut by `grouped_gemm`: tokens go to the ranks that have them."""
-    _mix(target)
+    """Experts whose parameters other entries shard by `grouped_gemm`: tokens are sent to the ranks of their experts."""
+    _parallelize_experts(target)
 
 
 @style("ep_router", mode=_EXPERT, options=("tensor",))
 def ep_router(target: Target) -> None:
-    """A router stays whole: tokens go to the experts that it chose, and not its choices to the ranks."""
+    """A router needs no change: the experts send the tokens by its full choices."""
 
 
 @style("moe_identity_expert")
 def moe_identity_expert(target: Target) -> None:
-    """An expert that gives back what it is given, beside others of which the ranks give parts that are summed."""
+    """An identity expert among experts with all-reduced outputs: it returns 1/ranks of its input on each rank."""
     ranks = target.context.get_world_size(_TENSOR)
 
     def forward(self: Any, before: Any, x: Tensor) -> Tensor:
@@ -81,169 +86,159 @@ def moe_identity_expert(target: Target) -> None:
 
 @style("megamoe_router", "megamoe_experts", mode=_EXPERT, options=("tensor",))
 def megamoe(target: Target) -> None:
-    """Refused: a kernel for inference on one kind of GPU."""
+    """Raises: a kernel for inference only."""
     raise PlacementError(
-        f"{target.name!r}: the styles 'megamoe_router' and 'megamoe_experts' are for a kernel that has no backward pass, so "
-        f"nothing can be trained with it; use 'ep_router' and 'ep_dispatch_experts'",
+        f"{target.name!r}: the styles 'megamoe_router' and 'megamoe_experts' are for a kernel without a backward pass, which "
+        f"cannot be trained; use 'ep_router' and 'ep_dispatch_experts'",
         code="C060",
     )
 
 
 @dataclass(frozen=True)
 class _Mixture:
-    """How the experts of one module lie on the ranks."""
+    """How the experts of one module are sharded."""
 
     scope: Scope
     experts: int
-    """Of all ranks."""
+    """The number of experts on all ranks."""
     splits_experts: bool
     splits_inner: bool
     biases: tuple[str, ...]
-    """Parameters that every tensor rank adds whole to its part of what the experts give."""
+    """Replicated output biases, which every tensor rank adds in full to its partial output."""
 
     def __deepcopy__(self, memo: Any) -> _Mixture:
         return self
 
 
-def _mix(target: Target) -> None:
-    """Give the module of the target a forward pass for its parameters as they lie now."""
+def _parallelize_experts(target: Target) -> None:
+    """Check how the experts' parameters are sharded so far, and give their module the forward pass for it.
+
+    Called once for each stacked parameter and once for the module, so the last call sees all parameters.
+    """
     module, scope = target.module, Scope.of(target.context)
     if scope.tensor > 1 and target.arrangement.sequence_split:
         raise LayoutError(
-            f"{target.name!r}: sequence_split=True gives each tensor rank tokens of its own between blocks, which experts under a "
-            f"plan cannot take; leave sequence_split out of parallel.tensor"
+            f"{target.name!r}: with sequence_split=True each tensor rank has its own tokens between blocks, which experts under "
+            f"a TP plan do not support; leave sequence_split out of parallel.tensor"
         )
     name = target.name if target.parameter is None else target.name.rpartition(".")[0]
-    placed = {each: placement_of(parameter) for each, parameter in module.named_parameters(recurse=False)}
-    by_expert = [each for each, placement in placed.items() if _EXPERT in placement.shards]
-    by_inner = [each for each, placement in placed.items() if _TENSOR in placement.shards]
-    biases = [each for each in placed if by_inner and each not in by_inner and _is_output_bias(each, module)]
-    for each in biases:
-        place(getattr(module, each), {**placed[each].modes, _TENSOR: Replicate(owes="sum")}, placed[each].shape)
+    placed = {key: placement_of(parameter) for key, parameter in module.named_parameters(recurse=False)}
+    by_expert = [key for key, placement in placed.items() if _EXPERT in placement.shards]
+    by_inner = [key for key, placement in placed.items() if _TENSOR in placement.shards]
+
+    # A bias of the last projection, (experts, hidden), has no sharded dimension. Its gradient is partial, because the forward
+    # pass below takes back all but 1/ranks of it.
+    biases = [
+        key
+        for key in placed
+        if by_inner
+        and key not in by_inner
+        and key.startswith("down")
+        and key.endswith("_bias")
+        and getattr(module, key.removesuffix("_bias"), None) is not None
+        and getattr(module, key).dim() == 2
+    ]
+    for key in biases:
+        place(getattr(module, key), {**placed[key].modes, _TENSOR: Replicate(owes="sum")}, placed[key].shape)
+
     if target.parameter is None:
-        _check(name, module, placed, [by_expert, [*by_inner, *biases]])
-        if by_inner:
-            _check_gate(name, module)
+        for mode, sharded in ((_EXPERT, by_expert), (_TENSOR, [*by_inner, *biases])):
+            full = [key for key in placed if key not in sharded]
+            if sharded and full:
+                raise PlacementError(
+                    f"{name!r}: the TP plan shards {listed(sharded)} over {mode}, but not {listed(full)}; name all of the "
+                    f"experts' parameters",
+                    code="C060",
+                )
+        if by_inner and getattr(module, "has_post_expert_norm", False):
+            raise PlacementError(
+                f"{name!r} has a norm behind each expert, which needs the full output of the expert; leave the inner features of "
+                f"its experts out of the TP plan, and use parallel.expert",
+                code="C060",
+            )
+        weight = getattr(module, "gate_up_proj", None)
+        if by_inner and weight is not None and getattr(module, "is_concatenated", False):
+            shard = placement_of(weight).shards[_TENSOR]
+            if not getattr(shard, "sections", (1, 1)):
+                raise PlacementError(
+                    f"{name + '.gate_up_proj'!r} is the gate and the up projection concatenated, but the TP plan shards it as "
+                    f"one: a rank would hold the gate of some features and the up projection of others. Use 'packed_colwise' "
+                    f"(or 'packed_rowwise', if the last dimension is the packed one)",
+                    code="C060",
+                )
+
     stacked = next(iter(module.parameters(recurse=False)))
-    whole = placement_of(stacked).shape or stacked.shape
+    experts = (placement_of(stacked).shape or stacked.shape)[0]
     is_new = not hasattr(module, "mixture")
-    module.mixture = _Mixture(scope, whole[0], bool(by_expert), bool(by_inner), tuple(biases))  # type: ignore[assignment]
+    module.mixture = _Mixture(scope, experts, bool(by_expert), bool(by_inner), tuple(biases))  # type: ignore[assignment]
     if is_new:
         set_forward(target, _forward)
 
 
 def _forward(self: Any, before: Any, hidden: Tensor, *routing: Any) -> Tensor:
-    """`routing`: the chosen experts and their weights, (tokens, choices), where the module takes them."""
+    """`routing`: the chosen experts and their weights, (tokens, choices), if the module takes them."""
     mixture: _Mixture = self.mixture
     if not mixture.splits_experts:
-        return _summed(self, before, hidden, *routing)
+        return _reduced(self, before, hidden, *routing)
     scope, tokens = mixture.scope, hidden.reshape(-1, hidden.size(-1))
     if not scope.shares_tokens:
-        return _summed(self, before, tokens, *routing).view_as(hidden)
+        return _reduced(self, before, tokens, *routing).view_as(hidden)
+    # Tensor ranks in one expert group have the same tokens: each sends its slice of them, and the outputs are gathered.
     index, weights = routing
-    shares = split_sizes(len(tokens), _TENSOR, context=scope.context)
-    tokens, weights = (scatter(x, _TENSOR, 0, shares, context=scope.context) for x in (tokens, weights))
-    index = index.split(shares)[scope.context.get_local_rank(_TENSOR)]
+    sizes = split_sizes(len(tokens), _TENSOR, context=scope.context)
+    tokens, weights = (scatter(x, _TENSOR, 0, sizes, context=scope.context) for x in (tokens, weights))
+    index = index.split(sizes)[scope.context.get_local_rank(_TENSOR)]
     out = _exchanged(self, before, tokens, index, weights)
-    return gather(out, _TENSOR, 0, shares, context=scope.context).view_as(hidden)
+    return gather(out, _TENSOR, 0, sizes, context=scope.context).view_as(hidden)
 
 
-def _summed(self: Any, before: Any, hidden: Tensor, *routing: Any) -> Tensor:
-    """What all tensor ranks' parts of the experts make of the tokens."""
-    mixture, run = self.mixture, _exchanged if self.mixture.splits_experts else _here
+def _reduced(self: Any, before: Any, hidden: Tensor, *routing: Any) -> Tensor:
+    """The output of the experts, all-reduced over the tensor group if their inner features are sharded."""
+    mixture, run = self.mixture, _exchanged if self.mixture.splits_experts else _local
     if not mixture.splits_inner:
         return run(self, before, hidden, *routing)
     context = mixture.scope.context
-    # The weights too: what is multiplied by them is a part of the sum, so their gradient is one.
-    hidden, *routing = (_copied(x, context) for x in (hidden, *routing))  # type: ignore[assignment]
+
+    def entering(x: Any) -> Any:
+        return copy(x, _TENSOR, context=context) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    # The routing weights too: each rank multiplies them with its partial output, so their gradient is partial.
+    hidden, *routing = map(entering, (hidden, *routing))  # type: ignore[assignment]
     return reduce(run(self, before, hidden, *routing), _TENSOR, context=context)
 
 
 def _exchanged(self: Any, before: Any, tokens: Tensor, *routing: Any) -> Tensor:
-    """What the experts of all ranks of the expert group make of the tokens here."""
+    """The output for this rank's tokens, computed by the experts of all ranks of the expert group."""
+    scope, experts = self.mixture.scope, self.mixture.experts
     if not routing:
-        return _all_exchanged(self, before, tokens)
+        # Every expert gets every token: rows are sorted by expert already, equally many for each.
+        counts = torch.full((experts,), len(tokens) // experts, device=tokens.device)
+        traffic = Traffic(counts, scope.expert, scope.context)
+        send, receive = traffic.sizes(len(tokens))
+        received = all_to_all(tokens, _EXPERT, send, receive, context=scope.context)
+        computed = traffic.by_expert(received, lambda rows, counts: _local(self, before, rows))
+        return all_to_all(computed, _EXPERT, receive, send, context=scope.context)
     index, weights = routing
-    scope, choices = self.mixture.scope, index.T
-    chosen = counted(choices.reshape(1, -1), self.mixture.experts)[0]
+    choices = index.T
+    chosen = counted(choices.reshape(1, -1), experts)[0]
     traffic = Traffic(chosen, scope.expert, scope.context)
 
-    def experts(rows: Tensor) -> Tensor:
-        return _here(self, before, rows, traffic.experts_of(len(rows)).unsqueeze(1), rows.new_ones(len(rows), 1))
+    def run(rows: Tensor) -> Tensor:
+        return _local(self, before, rows, traffic.experts_of(len(rows)).unsqueeze(1), rows.new_ones(len(rows), 1))
 
-    return exchange(tokens, weights, order(choices, chosen), traffic, experts, scope.context).to(tokens.dtype)
-
-
-def _all_exchanged(self: Any, before: Any, rows: Tensor) -> Tensor:
-    """The same where every expert is given every token: rows by expert, as many for each."""
-    scope, experts = self.mixture.scope, self.mixture.experts
-    traffic = Traffic(torch.full((experts,), len(rows) // experts, device=rows.device), scope.expert, scope.context)
-    send, receive = traffic.sizes(len(rows))
-    there = all_to_all(rows, _EXPERT, send, receive, context=scope.context)
-    made = traffic.by_expert(there, lambda by_expert, counts: _here(self, before, by_expert))
-    return all_to_all(made, _EXPERT, receive, send, context=scope.context)
+    return exchange(tokens, weights, order(choices, chosen), traffic, run, scope.context).to(tokens.dtype)
 
 
-def _here(self: Any, before: Any, hidden: Tensor, *routing: Any) -> Tensor:
-    """What this rank's experts make of rows, by the module's own forward pass."""
-    if not hidden.numel():  # in the graph all the same: other ranks wait for this one in backward too
+def _local(self: Any, before: Any, hidden: Tensor, *routing: Any) -> Tensor:
+    """The output of this rank's experts for these rows, by the module's own forward pass."""
+    if not hidden.numel():
+        # A rank without rows stays in the graph: the other ranks wait for its collectives in backward.
         return hidden + sum(parameter.flatten()[:0].sum() for parameter in self.parameters())
     out: Tensor = before(self, hidden, *routing)
     for name in self.mixture.biases:
+        # Each tensor rank has added the full bias, and the all-reduce adds all of them: 1/ranks of it is left here.
         index, weights = routing
         bias, ranks = getattr(self, name), self.mixture.scope.tensor
-        shares = weights.new_zeros(len(hidden), len(bias)).scatter_add(1, index, weights)
-        out = out - (shares.to(out.dtype) @ bias) * (1 - 1 / ranks)  # each has added all of it
+        weight_of_expert = weights.new_zeros(len(hidden), len(bias)).scatter_add(1, index, weights)
+        out = out - (weight_of_expert.to(out.dtype) @ bias) * (1 - 1 / ranks)
     return out
-
-
-def _copied(x: Any, context: Any) -> Any:
-    return copy(x, _TENSOR, context=context) if isinstance(x, Tensor) and x.is_floating_point() else x
-
-
-def _is_output_bias(name: str, module: nn.Module) -> bool:
-    """Whether it is added to what the experts give: (experts, hidden), beside a last weight of the same name."""
-    weight, bias = getattr(module, name.removesuffix("_bias"), None), getattr(module, name)
-    return name.endswith("_bias") and weight is not None and bias.dim() == 2 and name.startswith("down")
-
-
-def _check(name: str, module: nn.Module, placed: dict[str, Any], cuts: list[list[str]]) -> None:
-    """Refuse experts of which some parameters are cut and others are not."""
-    for mode, parts in zip((_EXPERT, _TENSOR), cuts, strict=True):
-        whole = [each for each in placed if each not in parts]
-        if parts and whole:
-            raise PlacementError(
-                f"{name!r}: the plan cuts {listed(parts)} over {mode}, and leaves {listed(whole)} whole; name all of the "
-                f"experts' parameters",
-                code="C060",
-            )
-    if cuts[1] and getattr(module, "has_post_expert_norm", False):
-        raise PlacementError(
-            f"{name!r} has a norm behind each expert, which parts of experts cannot be given; leave the inside of its "
-            f"experts out of the tensor plan, and use parallel.expert",
-            code="C060",
-        )
-
-
-def _check_routed(target: Target) -> None:
-    """Refuse, where tensor ranks share the tokens, experts that are not told which tokens they are for."""
-    if len(inspect.signature(type(target.module).forward).parameters) < 4:
-        raise LayoutError(
-            f"{target.name!r}: a {type(target.module).__name__} is given every token for every expert, and expert groups that "
-            f"reach over tensor ranks cannot share those; let parallel.expert lie over data alone"
-        )
-
-
-def _check_gate(name: str, module: nn.Module) -> None:
-    """Refuse a packed gate and up projection that is cut so that a rank's part is not half of each."""
-    weight = getattr(module, "gate_up_proj", None)
-    if weight is None or not getattr(module, "is_concatenated", False):
-        return
-    shard = placement_of(weight).shards[_TENSOR]
-    if not getattr(shard, "sections", (1, 1)):
-        raise PlacementError(
-            f"{name + '.gate_up_proj'!r} has the gate and the up projection one after the other, and the plan cuts it as if "
-            f"it were one: a rank would hold the gate of some and the up projection of others. Use 'packed_colwise' (or "
-            f"'packed_rowwise', where the last dimension is the packed one)",
-            code="C060",
-        )

@@ -1,4 +1,4 @@
-"""The family of transformers' and peft's models, as an engine meets it: losses, adapters, their folder."""
+"""The hooks of the engine for transformers and peft models: loss, adapters, export format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from colonnade.hf.model_loss import criterion_of
 
 
 class HuggingFaceFamily(ModelFamily):
-    """Models that have a `loss_function`, as transformers' have, or adapters of peft."""
+    """Models with a `loss_function` (transformers) or with LoRA adapters (peft)."""
 
     def refuse(self, model: nn.Module) -> None:
         check_adapters(model)

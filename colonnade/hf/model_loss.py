@@ -1,7 +1,7 @@
-"""The loss that a model of transformers makes of the labels in its batch, as (sum, count).
+"""The loss that a transformers model computes from the labels in its batch, as (sum, count).
 
-A mean over the labels of one rank cannot be averaged over ranks that have unequally many. What the mean is over is known
-from the labels and from the kind of loss (`loss_type`, `loss_function`). Reading these needs no import of transformers.
+Means over the labels of each rank cannot be averaged over ranks with different numbers of labels. The number of terms of a
+mean follows from the labels and from the type of the loss (`loss_type`, `loss_function`); transformers is not imported.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from colonnade.nn.moe.dispatch import Scope
 from colonnade.parallel.forward import override_forward
 
 IGNORED = -100
-"""The label of what is not learnt from, in all of transformers."""
+"""The label that losses ignore, in all of transformers."""
 
 _BY_FUNCTION = {
     "ForCausalLMLoss": "next",
@@ -30,38 +30,39 @@ _BY_FUNCTION = {
     "ForSequenceClassificationLoss": "problem",
     "ForQuestionAnsweringLoss": "positions",
 }
-"""What the functions of transformers are a mean over: labels of the next token, labels as they stand, by the config's
+"""The terms of the mean for each loss function of transformers: labels of the next token, labels as given, by the config's
 `problem_type`, or start and end positions."""
 
 
 class ModelLoss:
-    """The loss of one model. `run` is its forward pass with a loss that knows its count; as a criterion, (output, labels)
-    -> (sum, count), it is the same loss at the end of a pipeline."""
+    """The loss of one model.
+
+    `run` is the model's forward pass, whose loss then has an attribute `sum_and_count`. As a criterion, (output, labels)
+    -> (sum, count), the object is the same loss at the end of a pipeline.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._inner = _inner(model)
         self._config: Any = self._inner.config
         forward = inspect.unwrap(type(self._inner).forward)
-        names = inspect.signature(forward).parameters
-        open_ended = any(one.kind is one.VAR_KEYWORD for one in names.values())
-        self._may_cache = bool(getattr(self._config, "use_cache", False)) and (open_ended or "use_cache" in names)
+        parameters = inspect.signature(forward).parameters
+        has_kwargs = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        self._may_cache = bool(getattr(self._config, "use_cache", False)) and (has_kwargs or "use_cache" in parameters)
         self._by_function = "loss_function" in forward.__code__.co_names
-        self.over = self._what_it_is_over(forward.__code__.co_varnames)
-        """"next", "each", "problem" or "positions"; None where it is not known."""
-
-    def _what_it_is_over(self, variables: tuple[str, ...]) -> str | None:
-        kind = getattr(self._inner, "loss_type", None)
-        if kind is None and not self._by_function:
-            return None
-        over = _BY_FUNCTION.get(getattr(self._inner.loss_function, "__name__", ""))
-        # A model that calls no loss function has the loss in its own forward pass; some shift there, most do not.
-        return "each" if over == "next" and not self._by_function and "shift_labels" not in variables else over
+        self.over: str | None = None
+        """"next", "each", "problem" or "positions"; None if unknown."""
+        if getattr(self._inner, "loss_type", None) is not None or self._by_function:
+            self.over = _BY_FUNCTION.get(getattr(self._inner.loss_function, "__name__", ""))
+            # A forward pass that calls no loss function computes the loss itself; few of these shift the labels.
+            shifts = self._by_function or "shift_labels" in forward.__code__.co_varnames
+            if self.over == "next" and not shifts:
+                self.over = "each"
 
     # -- without a pipeline -------------------------------------------------------------------------------
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward pass; takes a batch as one argument too. The loss of its output says its sum and count."""
+        """The model's forward pass, with `sum_and_count` on the loss; the batch may be passed as one mapping too."""
         if len(args) == 1 and isinstance(args[0], Mapping):
             return self.run(**args[0], **kwargs)
         if not any(kwargs.get(name) is not None for name in ("labels", "start_positions")):
@@ -70,13 +71,13 @@ class ModelLoss:
         output: Any = self._model(*args, **kwargs)
         loss = output[0] if isinstance(output, tuple) else _entry(output, "loss")
         count = self.count(kwargs)
-        # Where a sequence lies on several ranks, the forward pass knows how many of its labels are here.
+        # Under context parallelism the forward pass has set this already, from the labels of this rank.
         if isinstance(loss, Tensor) and count is not None and not hasattr(loss, "sum_and_count"):
             loss.sum_and_count = _times(loss, count), count  # type: ignore[attr-defined]
         return output
 
     def count(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """How many labels of a batch the loss is a mean over, where that is known."""
+        """The number of terms in the mean of a batch; None if unknown."""
         if self.over == "positions":
             length = next(
                 batch[name].shape[1] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None
@@ -98,12 +99,12 @@ class ModelLoss:
     # -- at the end of a pipeline -------------------------------------------------------------------------
 
     def prepare(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """A batch as training wants it: no cache of keys and values, and the count is ours."""
+        """The batch for training: without a cache of keys and values, and without transformers' own count of labels."""
         batch = {name: value for name, value in batch.items() if name != "num_items_in_batch"}
         return {"use_cache": False, **batch} if self._may_cache else batch
 
     def take_apart(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-        """(what goes into the first stage, labels for the last one)."""
+        """(inputs of the first stage, labels for the last one)."""
         data = self.prepare(batch)
         labels, shifted = data.pop("labels", None), data.pop("shift_labels", None)
         has_decoder = labels is not None and getattr(self._config, "is_encoder_decoder", False)
@@ -114,7 +115,7 @@ class ModelLoss:
         return data, labels if shifted is None else F.pad(shifted, (1, 0), value=IGNORED)
 
     def __call__(self, output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """(sum, count) of the loss of these logits, or of an output that has them."""
+        """(sum, count) of the loss of logits, or of an output with logits."""
         logits = self.logits(output)
         if self.over == "problem":
             mean = self._inner.loss_function(labels=labels, pooled_logits=logits, config=self._config)
@@ -128,7 +129,7 @@ class ModelLoss:
                 labels=labels,
                 vocab_size=logits.shape[-1],
                 config=self._config,
-                num_items_in_batch=1,  # the sum
+                num_items_in_batch=1,  # divides the sum by 1
                 **also,
             )
         else:
@@ -137,32 +138,32 @@ class ModelLoss:
         return total, (labels != IGNORED).sum()
 
     def require_pipeline(self) -> None:
-        """Raise where the loss cannot be made of the last stage's logits alone."""
+        """Raise if the loss cannot be computed from the last stage's logits and labels."""
         name = type(self._inner).__name__
         if self.over is None or self.over == "positions":
             raise ConfigError(
-                f"the loss of {name} (loss_type {getattr(self._inner, 'loss_type', None)!r}) is not known at the end of a "
-                f"pipeline, where only logits and labels are; pass criterion= to initialize, a function (output, labels) -> "
-                f"(sum, count), or use no pipeline",
+                f"the loss of {name} (loss_type {getattr(self._inner, 'loss_type', None)!r}) cannot be computed at the end of a "
+                f"pipeline from logits and labels; pass criterion= to initialize, a function (output, labels) -> (sum, count), "
+                f"or use no pipeline",
                 code="C061",
             )
         if getattr(self._config, "output_router_logits", False):
             raise ConfigError(
-                f"{name} has output_router_logits=True: its auxiliary loss needs the router logits of all stages, and the "
-                f"last one has only its own. Set model.config.output_router_logits = False, or use no pipeline",
+                f"{name} has output_router_logits=True: its auxiliary loss needs the router logits of all stages, but the "
+                f"last stage has only its own. Set model.config.output_router_logits = False, or use no pipeline",
                 code="C061",
             )
 
-    # -- what it was asked to predict ---------------------------------------------------------------------
+    # -- predictions --------------------------------------------------------------------------------------
 
     @staticmethod
     def logits(output: Any) -> Tensor:
-        """The logits of an output; a tensor, or the first of a tuple, is taken for them."""
+        """The logits of an output; a tensor, or the first of a tuple, counts as logits."""
         found = _entry(output, "logits")
         return found if found is not None else output[0] if isinstance(output, (tuple, list)) else output
 
     def predictions(self, output: Any) -> Any:
-        """What an output predicts: all its tensors but the loss and those that the config ignores at inference."""
+        """The predictions in an output: all tensors except the loss and those that the config ignores at inference."""
         if not isinstance(output, Mapping):
             return output
         ignored = {"loss", "past_key_values", *getattr(self._config, "keys_to_ignore_at_inference", ())}
@@ -170,14 +171,14 @@ class ModelLoss:
         return next(iter(kept.values())) if len(kept) == 1 else kept
 
     def compared(self, output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """(logits, label) of each prediction that has a label, one a row."""
+        """(logits, labels) of the predictions with a label, one per row."""
         logits = self.logits(output)
         labels = self._aligned(logits, labels)
         kept = labels != IGNORED
         return logits[kept], labels[kept]
 
     def _aligned(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The label that each of the logits is compared with."""
+        """The label that each position of the logits predicts."""
         if self.over != "next":
             return labels
         following = labels[..., 1:]
@@ -185,9 +186,9 @@ class ModelLoss:
 
 
 def criterion_of(model: nn.Module) -> ModelLoss | None:
-    """The loss that a model makes of its labels; None for a model that is not of transformers, or makes none.
+    """The loss that a transformers model computes from its labels; None for other models, and for those without a loss.
 
-    A stage of a pipeline keeps the config and the loss function of its model, so it is asked just as well.
+    A pipeline stage keeps the config and the loss function of its model, so `model` may be a stage.
     """
     inner = _inner(model)
     if not hasattr(type(inner), "loss_function") or not hasattr(inner, "config"):
@@ -197,19 +198,19 @@ def criterion_of(model: nn.Module) -> ModelLoss | None:
 
 
 def _inner(model: nn.Module) -> Any:
-    """The model inside what a wrapper of peft, or a list of pipeline stages, has around it."""
+    """The model inside a peft wrapper, or the last of a list of pipeline stages."""
     return base_model(model[-1] if isinstance(model, nn.ModuleList) and len(model) else model)
 
 
 def base_model(model: Any) -> nn.Module:
-    """The model inside a wrapper of peft; any other as it is."""
-    inside = getattr(model, "get_base_model", None)
-    found: nn.Module = inside() if callable(inside) else model
+    """The model inside a peft wrapper; any other model unchanged."""
+    get_base = getattr(model, "get_base_model", None)
+    found: nn.Module = get_base() if callable(get_base) else model
     return found
 
 
 def _times(mean: Tensor, count: Tensor) -> Tensor:
-    """The sum; the mean over nothing is NaN, but no gradient comes from it."""
+    """The sum. A mean over no terms is NaN, and counts as a sum of 0 without a gradient."""
     return torch.where(count > 0, mean * count, 0.0)
 
 
@@ -217,14 +218,14 @@ def _entry(output: Any, name: str) -> Any:
     return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
 
 
-# --- The auxiliary loss of routers, of the joined batch: transformers makes it of each rank's tokens, and it is not linear in them ---
+# --- The router's auxiliary loss over the global batch: not linear in the tokens, so not the mean of the ranks' own losses ---
 
 
 def join_router_loss(model: nn.Module, context: ParallelContext) -> None:
-    """Let the auxiliary loss that a model of transformers adds to its loss be that of all ranks' tokens; in place.
+    """Compute the auxiliary loss that a transformers model adds to its loss from the tokens of all ranks; in place.
 
-    Each rank has the same then, and adds it to its mean loss. Does nothing where no rank has tokens of its own, and to a
-    model that has no such loss. One that is made in another way than most is refused.
+    Every rank then adds the same value to its mean loss. Does nothing if all ranks have the same tokens, or if the model has
+    no such loss; raises for a model with an auxiliary loss of another form than usual.
     """
     config, scope = getattr(model, "config", None), Scope.of(context)
     if not hasattr(config, "output_router_logits") or not scope.distinct:
@@ -233,34 +234,32 @@ def join_router_loss(model: nn.Module, context: ParallelContext) -> None:
     if not hasattr(source, "load_balancing_loss_func") or not hasattr(model, "router_aux_loss_coef"):
         if config is not None and config.output_router_logits:
             raise ConfigError(
-                f"{type(model).__name__} has output_router_logits=True, and its auxiliary loss is not known to be that of the joined "
-                f"batch; set model.config.output_router_logits = False, or leave no ranks for data parallelism",
+                f"{type(model).__name__} has output_router_logits=True with an auxiliary loss that cannot be computed for the global "
+                f"batch; set model.config.output_router_logits = False, or use no data parallelism",
                 code="C061",
             )
         return
 
     def forward(self: Any, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         output = before(self, *args, **kwargs)
-        own, loss = getattr(output, "aux_loss", None), getattr(output, "loss", None)
-        if isinstance(own, Tensor) and loss is not None:
+        local, loss = getattr(output, "aux_loss", None), getattr(output, "loss", None)
+        if isinstance(local, Tensor) and loss is not None:
             choices = getattr(self, "num_experts_per_tok", None) or self.config.num_experts_per_tok
-            output.aux_loss = _loss_of(scope.summed(_sums(output.router_logits, kwargs.get("attention_mask"), choices)))
-            output.loss = loss + self.router_aux_loss_coef * (output.aux_loss - own)
+            sums = _router_sums(output.router_logits, kwargs.get("attention_mask"), choices)
+            chosen, scores, tokens = scope.summed(sums)
+            output.aux_loss = len(chosen) * (chosen * scores / tokens.clamp(min=1).square()).sum()
+            # The output's loss has the local auxiliary loss in it; the difference exchanges it for the global one.
+            output.loss = loss + self.router_aux_loss_coef * (output.aux_loss - local)
         return output
 
     override_forward(model, forward)
 
 
-def _sums(logits: tuple[Tensor, ...], mask: Tensor | None, choices: int) -> Tensor:
-    """(3, experts): how many assignments chose each, its probabilities, and how many tokens; over all layers."""
-    every = torch.cat([layer.to(logits[0].device) for layer in logits])
-    scores = every.softmax(-1, dtype=torch.promote_types(every.dtype, torch.float32))
+def _router_sums(logits: tuple[Tensor, ...], mask: Tensor | None, choices: int) -> Tensor:
+    """(3, experts): assignments, summed probabilities, and the number of tokens (the same for all), over all layers."""
+    joined = torch.cat([layer.to(logits[0].device) for layer in logits])
+    scores = joined.softmax(-1, dtype=torch.promote_types(joined.dtype, torch.float32))
     weights = scores.new_ones(len(scores)) if mask is None else mask.reshape(-1).to(scores).repeat(len(logits))
     chosen = F.one_hot(scores.topk(choices).indices, scores.size(-1)).sum(1).to(scores)
     tokens = weights.sum().expand(scores.size(-1))
     return torch.stack([weights @ chosen, weights @ scores, tokens])
-
-
-def _loss_of(sums: Tensor) -> Tensor:
-    chosen, scores, tokens = sums
-    return len(chosen) * (chosen * scores / tokens.clamp(min=1).square()).sum()

@@ -1,8 +1,8 @@
-"""The plan of a Hugging Face model: its own, mended where it is wrong, or one of ours where it has none.
+"""The TP plan of a Hugging Face model: the one that transformers ships, corrected, or a built-in one.
 
-`plan_of` is what `parallelize` asks for. The first half is a table: plans of ours for architectures that bring none along, by
-`config.model_type`; names are those of the base model. Nothing of transformers is imported: what is read are attributes of the
-model and of its config.
+`plan_of` is the entry point. The first half is a table of built-in plans for architectures without one, by
+`config.model_type`, with the names of the base model. transformers is not imported: only attributes of the model and of its
+config are read.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Plan = dict[str, Any]
 
 
 def _split(where: str, columns: Iterable[str], row: str) -> Plan:
-    """Features are split from the first layers to the last."""
+    """Column-parallel layers and their row-parallel partner: features are sharded in between."""
     return {**{f"{where}.{name}": "colwise" for name in columns}, f"{where}.{row}": "rowwise"}
 
 
 def _gathered(where: str, columns: Iterable[str], row: str) -> Plan:
-    """Weights are split, and what is between them is computed whole by every rank."""
+    """Sharded weights with full features in between, which every rank computes redundantly."""
     return {
         **{f"{where}.{name}": "colwise_gather_output" for name in columns},
         f"{where}.{row}": "rowwise_split_input",
@@ -36,63 +36,14 @@ def _gathered(where: str, columns: Iterable[str], row: str) -> Plan:
 
 
 def _local(where: str, *attributes: str) -> Plan:
-    """Sizes that the module's forward pass reads, divided by the number of ranks."""
+    """Attributes that the module's forward pass reads as sizes, divided by the number of ranks."""
     return {where: {"divide": attributes}}
-
-
-_QKV = ("q_proj", "k_proj", "v_proj")
-_LLAMA_MLP = _split("layers.*.mlp", ("gate_proj", "up_proj"), "down_proj")
-_BERT_LAYER = "encoder.layer.*"
-
-
-def _gpt2(config: Any) -> Plan:
-    return {
-        "h.*.attn.c_attn": {"style": "packed_colwise", "sections": 3},  # queries, keys and values, one after another
-        "h.*.attn.c_proj": "rowwise",
-        **_local("h.*.attn", "split_size", "num_heads"),
-        **_split("h.*.mlp", ("c_fc",), "c_proj"),
-    }
-
-
-def _gptj(config: Any) -> Plan:
-    attention = {**_split("h.*.attn", _QKV, "out_proj"), **_local("h.*.attn", "num_attention_heads")}
-    return {**attention, **_split("h.*.mlp", ("fc_in",), "fc_out")}
-
-
-def _codegen(config: Any) -> Plan:
-    # Queries, values and keys lie in four blocks, a number that its forward pass has written in: it gets them whole.
-    return {**_gathered("h.*.attn", ("qkv_proj",), "out_proj"), **_split("h.*.mlp", ("fc_in",), "fc_out")}
-
-
-def _gpt_neo(config: Any) -> Plan:
-    attention = "h.*.attn.attention"
-    return {
-        **_split(attention, _QKV, "out_proj"),
-        **_local(attention, "num_heads"),
-        **_split("h.*.mlp", ("c_fc",), "c_proj"),
-    }
-
-
-def _opt(config: Any) -> Plan:
-    attention = {
-        **_split("decoder.layers.*.self_attn", _QKV, "out_proj"),
-        **_local("decoder.layers.*.self_attn", "num_heads"),
-    }
-    return {**attention, **_split("decoder.layers.*", ("fc1",), "fc2")}
-
-
-def _bloom(config: Any) -> Plan:
-    # The model gives every layer the slopes of all heads: attention gets all of them.
-    return {
-        **_gathered("h.*.self_attention", ("query_key_value",), "dense"),
-        **_split("h.*.mlp", ("dense_h_to_4h",), "dense_4h_to_h"),
-    }
 
 
 def _falcon(config: Any) -> Plan:
     attention = "h.*.self_attention"
     if config.alibi or (config.multi_query and not config.new_decoder_architecture):
-        # Slopes of all heads, or one head of keys and values for all queries, which cannot be cut.
+        # ALiBi slopes of all heads, or a single head of keys and values, which cannot be sharded.
         heads = _gathered(attention, ("query_key_value",), "dense")
     else:
         heads = {**_split(attention, ("query_key_value",), "dense"), **_local(attention, "num_heads", "num_kv_heads")}
@@ -102,180 +53,190 @@ def _falcon(config: Any) -> Plan:
 def _stablelm(config: Any) -> Plan:
     attention = "layers.*.self_attn"
     if config.qk_layernorm:
-        # A list of norms, one for each head, all of which the forward pass of attention goes through.
+        # The forward pass of attention iterates over a list of norms, one for each of all heads.
         return {**_gathered(attention, _QKV, "o_proj"), **_LLAMA_MLP}
     return {**_split(attention, _QKV, "o_proj"), **_local(attention, "num_heads", "num_key_value_heads"), **_LLAMA_MLP}
 
 
-def _llama(config: Any) -> Plan:
-    return {**_split("layers.*.self_attn", _QKV, "o_proj"), **_LLAMA_MLP}
+def _encoder_decoder(plan_of_side: Callable[[str], Plan]) -> Plan:
+    return {**plan_of_side("encoder"), **plan_of_side("decoder")}
 
 
-def _doge(config: Any) -> Plan:
-    # Upstream splits heads, and gives every rank a mask that dt_proj makes of them for all heads.
-    return {**_gathered("layers.*.self_attn", _QKV, "o_proj"), **_LLAMA_MLP}
-
-
-def _nemotron(config: Any) -> Plan:
-    return {**_split("layers.*.self_attn", _QKV, "o_proj"), **_split("layers.*.mlp", ("up_proj",), "down_proj")}
-
-
-def _gpt_oss(config: Any) -> Plan:
-    return _split("layers.*.self_attn", _QKV, "o_proj")
-
-
-def _bert(config: Any) -> Plan:
-    plan = {
-        f"{_BERT_LAYER}.intermediate.dense": "colwise",
-        f"{_BERT_LAYER}.output.dense": "rowwise",
-    }
-    for attention in ("attention", "crossattention"):
-        plan |= {f"{_BERT_LAYER}.{attention}.self.{name}": "colwise" for name in ("query", "key", "value")}
-        plan[f"{_BERT_LAYER}.{attention}.output.dense"] = "rowwise"
-    return plan
-
-
-def _distilbert(config: Any) -> Plan:
-    layer = "transformer.layer.*"
-    return {
-        **_split(f"{layer}.attention", ("q_lin", "k_lin", "v_lin"), "out_lin"),
-        **_split(f"{layer}.ffn", ("lin1",), "lin2"),
-    }
-
-
-def _vit(config: Any) -> Plan:
-    return {**_split("layers.*.attention", _QKV, "o_proj"), **_split("layers.*.mlp", ("fc1",), "fc2")}
-
-
-def _t5(config: Any) -> Plan:
+def _t5_side(side: str) -> Plan:
+    layer = f"{side}.block.*.layer.*"
     plan: Plan = {}
-    for side in ("encoder", "decoder"):
-        layer = f"{side}.block.*.layer.*"
-        for attention in ("SelfAttention", "EncDecAttention"):
-            where = f"{layer}.{attention}"
-            plan |= {**_split(where, ("q", "k", "v"), "o"), **_local(where, "n_heads", "inner_dim")}
-        plan[f"{layer}.SelfAttention.relative_attention_bias.weight"] = "rowwise"  # a column for each head
-        plan |= _split(f"{layer}.DenseReluDense", ("wi", "wi_0", "wi_1"), "wo")
-    return plan
+    for attention in (f"{layer}.SelfAttention", f"{layer}.EncDecAttention"):
+        plan |= {**_split(attention, ("q", "k", "v"), "o"), **_local(attention, "n_heads", "inner_dim")}
+    plan[f"{layer}.SelfAttention.relative_attention_bias.weight"] = "rowwise"  # a column for each head
+    return {**plan, **_split(f"{layer}.DenseReluDense", ("wi", "wi_0", "wi_1"), "wo")}
 
 
-def _bart(config: Any) -> Plan:
-    plan: Plan = {}
-    for side in ("encoder", "decoder"):
-        for attention in ("self_attn", "encoder_attn"):
-            plan |= _split(f"{side}.layers.*.{attention}", _QKV, "out_proj")
-        plan |= _split(f"{side}.layers.*", ("fc1",), "fc2")
-    return plan
-
-
-OWN_PLANS: dict[str, Callable[[Any], Plan]] = {
-    "bart": _bart,
-    "bert": _bert,
-    "bloom": _bloom,
-    "codegen": _codegen,
-    "distilbert": _distilbert,
-    "doge": _doge,
-    "electra": _bert,
-    "falcon": _falcon,
-    "gpt2": _gpt2,
-    "gpt_neo": _gpt_neo,
-    "gpt_oss": _gpt_oss,
-    "gptj": _gptj,
-    "hunyuan_v1_dense": _llama,
-    "nemotron": _nemotron,  # has one of its own in later versions than 5.17
-    "opt": _opt,
-    "roberta": _bert,
-    "stablelm": _stablelm,
-    "t5": _t5,
-    "vit": _vit,
-    "xlm-roberta": _bert,
+_QKV = ("q_proj", "k_proj", "v_proj")
+_LLAMA_MLP = _split("layers.*.mlp", ("gate_proj", "up_proj"), "down_proj")
+_LLAMA = {**_split("layers.*.self_attn", _QKV, "o_proj"), **_LLAMA_MLP}
+_BERT_QKV = ("self.query", "self.key", "self.value")
+_BERT = {
+    "encoder.layer.*.intermediate.dense": "colwise",
+    "encoder.layer.*.output.dense": "rowwise",
+    **_split("encoder.layer.*.attention", _BERT_QKV, "output.dense"),
+    **_split("encoder.layer.*.crossattention", _BERT_QKV, "output.dense"),
 }
-"""model_type -> the plan of the base model, for a config. Embedding and head are added to it."""
 
-INSTEAD = frozenset({"doge"})
-"""Of these, ours stands in the place of upstream's, which is wrong."""
+OWN_PLANS: dict[str, Plan | Callable[[Any], Plan]] = {
+    "bart": _encoder_decoder(
+        lambda side: {
+            **_split(f"{side}.layers.*.self_attn", _QKV, "out_proj"),
+            **_split(f"{side}.layers.*.encoder_attn", _QKV, "out_proj"),
+            **_split(f"{side}.layers.*", ("fc1",), "fc2"),
+        }
+    ),
+    "bert": _BERT,
+    # The model passes the ALiBi slopes of all heads to every layer, so attention needs all heads.
+    "bloom": {
+        **_gathered("h.*.self_attention", ("query_key_value",), "dense"),
+        **_split("h.*.mlp", ("dense_h_to_4h",), "dense_4h_to_h"),
+    },
+    # Queries, values and keys are in four blocks, a number hard-coded in the forward pass, so it needs full features.
+    "codegen": {**_gathered("h.*.attn", ("qkv_proj",), "out_proj"), **_split("h.*.mlp", ("fc_in",), "fc_out")},
+    "distilbert": {
+        **_split("transformer.layer.*.attention", ("q_lin", "k_lin", "v_lin"), "out_lin"),
+        **_split("transformer.layer.*.ffn", ("lin1",), "lin2"),
+    },
+    # The upstream plan shards heads, but every rank gets a mask that dt_proj computes from them for all heads.
+    "doge": {**_gathered("layers.*.self_attn", _QKV, "o_proj"), **_LLAMA_MLP},
+    "electra": _BERT,
+    "falcon": _falcon,
+    "gpt2": {
+        "h.*.attn.c_attn": {"style": "packed_colwise", "sections": 3},  # queries, keys and values, concatenated
+        "h.*.attn.c_proj": "rowwise",
+        **_local("h.*.attn", "split_size", "num_heads"),
+        **_split("h.*.mlp", ("c_fc",), "c_proj"),
+    },
+    "gpt_neo": {
+        **_split("h.*.attn.attention", _QKV, "out_proj"),
+        **_local("h.*.attn.attention", "num_heads"),
+        **_split("h.*.mlp", ("c_fc",), "c_proj"),
+    },
+    "gpt_oss": _split("layers.*.self_attn", _QKV, "o_proj"),
+    "gptj": {
+        **_split("h.*.attn", _QKV, "out_proj"),
+        **_local("h.*.attn", "num_attention_heads"),
+        **_split("h.*.mlp", ("fc_in",), "fc_out"),
+    },
+    "hunyuan_v1_dense": _LLAMA,
+    # transformers after 5.17 ships a plan
+    "nemotron": {
+        **_split("layers.*.self_attn", _QKV, "o_proj"),
+        **_split("layers.*.mlp", ("up_proj",), "down_proj"),
+    },
+    "opt": {
+        **_split("decoder.layers.*.self_attn", _QKV, "out_proj"),
+        **_local("decoder.layers.*.self_attn", "num_heads"),
+        **_split("decoder.layers.*", ("fc1",), "fc2"),
+    },
+    "roberta": _BERT,
+    "stablelm": _stablelm,
+    "t5": _encoder_decoder(_t5_side),
+    "vit": {**_split("layers.*.attention", _QKV, "o_proj"), **_split("layers.*.mlp", ("fc1",), "fc2")},
+    "xlm-roberta": _BERT,
+}
+"""model_type -> plan of the base model, or function of the config. Embedding and LM head are added later."""
+
+OVERRIDES = frozenset({"doge"})
+"""Model types whose built-in plan replaces the upstream one, which is wrong."""
 
 
 _HEADS = re.compile(r"(q|k|v|query|key|value)(_proj|_lin)?$|query_key_value$|qkv_proj$|c_attn$")
-"""Layers whose outputs are heads, one after another."""
+"""Layers whose output features are attention heads."""
 _NORMS = re.compile(r"(q|k|query|key)_(layer)?norm$")
-"""Norms of queries and keys, head by head."""
-_SPLIT = ("colwise", "packed_colwise")
+"""Norms of queries and keys, per head."""
+_SHARDED_OUTPUT = ("colwise", "packed_colwise")
 
 
 def plan_of(model: nn.Module, context: ParallelContext) -> dict[str, Any]:
-    """What `parallelize` does to the model where no plan is given; empty if there is none.
+    """The default TP plan of a model; empty if there is none.
 
-    Where there is expert parallelism, what the expert plan names is the expert plan's first.
+    With expert parallelism, entries of the expert plan take precedence, and keep the tensor-parallel style as an option.
     """
     plan = tensor_plan(model)
-    experts = context.get_world_size(ParallelMode.EXPERT) if context.is_initialized(ParallelMode.EXPERT) else 1
-    if experts == 1:
+    ranks = context.get_world_size(ParallelMode.EXPERT) if context.is_initialized(ParallelMode.EXPERT) else 1
+    if ranks == 1:
         return plan
-    own = expert_plan(model)
-    if not own:
+    experts = expert_plan(model)
+    if not experts:
         raise PlacementError(
-            f"expert={experts}: {type(model).__name__} has no plan for experts (no ep_plan that names a layer of it); leave "
-            f"`expert` out of `parallel`, or give parallelize() a plan",
+            f"expert={ranks}: {type(model).__name__} has no expert plan (no ep_plan that names a layer of it); leave `expert` "
+            f"out of `parallel`, or pass parallelize() a TP plan",
             code="C061",
         )
-    return {**plan, **{name: _both(style, plan.get(name)) for name, style in own.items()}}
-
-
-def _both(expert: str, tensor: Any) -> Any:
-    """What the expert plan says of a name, and beside it what the tensor plan says, where both have parts to cut."""
-    return expert if tensor in (None, expert) else {"style": expert, "tensor": tensor}
+    for name, style in experts.items():
+        tensor_style = plan.get(name)
+        plan[name] = style if tensor_style in (None, style) else {"style": style, "tensor": tensor_style}
+    return plan
 
 
 def expert_plan(model: nn.Module) -> dict[str, Any]:
-    """The plan for expert parallelism: upstream's, and all parameters of experts that lie stacked. Empty if there is none."""
+    """The plan for expert parallelism: the upstream one, plus all stacked parameters of experts. Empty if there is none."""
     base = getattr(getattr(model, "config", None), "base_model_ep_plan", None) or {}
-    plan = getattr(model, "ep_plan", None) or _of_base(model, base)  # transformers 5.17 has it in the config alone
-    # A parameter of the experts that is whole on every expert rank has its share of the gradient there, as any other has.
+    # transformers 5.17 has the expert plan in the config only.
+    plan = getattr(model, "ep_plan", None) or _for_model(model, base)
+    # Parameters replicated over the expert ranks need no style: each rank has the gradient of its own tokens, as for any
+    # other replicated parameter.
     found = {name: style for name, style in plan.items() if style != "replicated_with_grad_allreduce"}
     for pattern, experts in _stacked_experts(model):
         found |= {f"{pattern}.{name}": "grouped_gemm" for name, _ in experts.named_parameters(recurse=False)}
         found[pattern] = "ep_dispatch_experts"
-    return _present(found, model)
+    return _existing(found, model)
+
+
+def own_plan(config: Any) -> Plan | None:
+    """The built-in plan for a config; None if there is none."""
+    plan = OWN_PLANS.get(getattr(config, "model_type", ""))
+    return plan(config) if callable(plan) else plan
 
 
 def tensor_plan(model: nn.Module) -> dict[str, Any]:
     """The plan for tensor parallelism; empty if there is none."""
     config = getattr(model, "config", None)
-    kind = getattr(config, "model_type", "")
-    ours = OWN_PLANS.get(kind)
+    model_type = getattr(config, "model_type", "")
+    built_in = own_plan(config)
     plan = dict(getattr(model, "tp_plan", None) or {})
     upstream = getattr(config, "base_model_tp_plan", None) or {}
-    if ours is not None and (kind in INSTEAD or not upstream):
-        heads = {name: style for name, style in plan.items() if name not in _of_base(model, upstream)}
-        plan = {**_of_base(model, ours(config)), **_vocabulary(model), **heads}
-    plan = _present(plan, model)
+    if built_in is not None and (model_type in OVERRIDES or not upstream):
+        # Entries beyond the base model, such as the LM head, are kept from upstream.
+        beyond_base = {name: style for name, style in plan.items() if name not in _for_model(model, upstream)}
+        plan = {**_for_model(model, built_in), **_vocabulary(model), **beyond_base}
+    plan = _existing(plan, model)
     return {**plan, **_inside_attention(model, plan), **_inside_experts(model)}
 
 
-def _of_base(model: nn.Module, plan: dict[str, Any]) -> dict[str, Any]:
-    """A plan for the base model, by the names that the model has for its layers."""
+def _for_model(model: nn.Module, plan: dict[str, Any]) -> dict[str, Any]:
+    """A plan for the base model, with the names that its layers have in the model."""
     base = getattr(model, "base_model", model)
     prefix = next((f"{name}." for name, module in model.named_modules() if name and module is base), "")
     return {prefix + name: style for name, style in plan.items()}
 
 
-def _present(plan: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """A plan is written for all configs of an architecture: what it says of layers that this model lacks is left out."""
+def _existing(plan: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """The entries that match a layer of this model: a plan covers all configs of an architecture."""
     modules, parameters = model.named_modules(remove_duplicate=False), model.named_parameters(remove_duplicate=False)
     names = {pattern_of(name) for name, _ in (*modules, *parameters)}
     return {pattern: style for pattern, style in plan.items() if any(fits(pattern, name) for name in names)}
 
 
 def _inside_attention(model: nn.Module, plan: dict[str, Any]) -> dict[str, Any]:
-    """What upstream's plans forget: parameters between queries, keys and scores, of which a rank sees its own heads.
+    """Entries that upstream plans lack: parameters inside attention that a rank applies to its own heads only.
 
-    Norms of queries and keys (phi with qk_layernorm, glm4_moe with use_qk_norm) have a part of the gradient on each
-    rank; where they have weights for each head (cohere with use_qk_norm), and where there is a number for each head (sinks
-    of gpt_oss), these are cut as the heads are.
+    Norms of queries and keys (phi with qk_layernorm, glm4_moe with use_qk_norm) have a partial gradient on each rank. Norms
+    with weights per head (cohere with use_qk_norm) and numbers per head (sinks of gpt_oss) are sharded like the heads.
     """
+
+    def has_heads(name: str, style: Any) -> bool:
+        style = style.get("style") if isinstance(style, dict) else style
+        return style in _SHARDED_OUTPUT and _HEADS.search(name.rpartition(".")[2]) is not None
+
     found: dict[str, Any] = {}
-    for owner in dict.fromkeys(name.rpartition(".")[0] for name, style in plan.items() if _is_heads(name, style)):
+    for owner in dict.fromkeys(name.rpartition(".")[0] for name, style in plan.items() if has_heads(name, style)):
         for name, module in model.named_modules():
             if not fits(owner, name):
                 continue
@@ -284,13 +245,16 @@ def _inside_attention(model: nn.Module, plan: dict[str, Any]) -> dict[str, Any]:
                 pattern = f"{owner}.{path}"
                 if pattern in plan or f"{owner}.{child}" in plan or not (_NORMS.match(child) or path == "sinks"):
                     continue
-                each = parameter.dim() == 1 and path != "sinks"
-                found[pattern] = "replicated_with_grad_allreduce" if each else "colwise"
+                shared_by_heads = parameter.dim() == 1 and path != "sinks"
+                found[pattern] = "replicated_with_grad_allreduce" if shared_by_heads else "colwise"
     return found
 
 
 def _inside_experts(model: nn.Module) -> dict[str, Any]:
-    """How stacked experts are cut, read from how they lie: upstream leaves some whole (gpt_oss) and cuts some wrong (inkling)."""
+    """Styles of stacked experts, derived from their memory layout.
+
+    Upstream plans leave some replicated (gpt_oss) and shard some wrongly (inkling).
+    """
     found: dict[str, Any] = {}
     for pattern, experts in _stacked_experts(model):
         if getattr(experts, "has_post_expert_norm", False) or not hasattr(experts, "is_concatenated"):
@@ -305,19 +269,14 @@ def _inside_experts(model: nn.Module) -> dict[str, Any]:
 
 
 def _stacked_experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(pattern, module) of experts that say how their parameters lie, as those behind transformers' experts interface do."""
+    """(pattern, module) of experts whose attributes describe their memory layout, as transformers' experts interface does."""
     for name, module in model.named_modules():
         if hasattr(module, "is_transposed") and hasattr(module, "num_experts"):
             yield pattern_of(name), module
 
 
-def _is_heads(name: str, style: Any) -> bool:
-    kind = style.get("style") if isinstance(style, dict) else style
-    return kind in _SPLIT and _HEADS.search(name.rpartition(".")[2]) is not None
-
-
 def _vocabulary(model: nn.Module) -> dict[str, Any]:
-    """Embedding and head are cut along the vocabulary; a bias of the head that has another name, under that too."""
+    """Entries that shard the embedding and the LM head by vocabulary, and the head's bias under any other name it has."""
     ends: list[Any] = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
     biases = [end.bias for end in ends if isinstance(end, nn.Linear) and end.bias is not None]
     plan: dict[str, Any] = {}

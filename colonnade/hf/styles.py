@@ -1,7 +1,8 @@
-"""Styles: what a plan can say of a layer. Each cuts the layer's parameters and gives it a forward pass for the parts.
+"""The styles of a TP plan: Megatron-style column and row parallelism (Shoeybi et al. 2019), applied to existing layers.
 
-Between blocks activations are whole on every rank of the tensor group (or split along the sequence, where the config
-has `sequence_split`); from a `colwise` layer to a `rowwise` one they are split along their features.
+A style shards the parameters of a layer and replaces its forward pass. Between blocks, activations are replicated over the
+tensor group (or, with `sequence_split`, Megatron's sequence parallelism, sharded along the sequence); from a `colwise` layer
+to its `rowwise` partner they are sharded along the features. Names and meanings are those of transformers' TP plans.
 """
 
 from __future__ import annotations
@@ -12,14 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import PlacementError, did_you_mean, listed
 from colonnade.hf.match import Target
 from colonnade.nn.layer.arrangement import Arrangement, Split, arrange
 from colonnade.nn.layer.linear import own
-from colonnade.nn.layer.spread import Spread, Width, gather, gives, respread, takes
-from colonnade.nn.layer.spread import cut as cut_sizes
+from colonnade.nn.layer.spread import Spread, Width, check_input, gather, mark_output, respread, shard_sizes
 from colonnade.parallel import collectives
 from colonnade.parallel.collectives import split_sizes
 from colonnade.parallel.flat import section_runs
@@ -27,10 +26,10 @@ from colonnade.parallel.forward import override_forward
 from colonnade.parallel.meta import keep_initial_value
 from colonnade.parallel.placement import Replicate, Shard, Spec, place, placement_of
 
-# --- What styles do to a module: a parameter becomes this rank's part of it, and a forward pass another one ---
+# --- The two effects of a style on a module: parameters become shards, and the forward pass is replaced ---
 
 
-def cut(
+def shard_parameter(
     target: Target,
     name: str,
     dim: int,
@@ -39,85 +38,90 @@ def cut(
     sections: Sequence[int] = (),
     uneven: bool = False,
 ) -> nn.Parameter:
-    """Replace the parameter `name` of the target's module by this rank's part of it along `dim`, placed so.
+    """Replace the parameter `name` of the target's module by this rank's shard along `dim`, with its placement.
 
-    `sections` are the lengths of several weights that lie one after another along `dim`; each is cut. One that lies on
-    another mode already, along another dimension, is cut further. Two layers that share a parameter share its part, and
-    must cut it alike.
+    Args:
+        target: The module, its context, and the shards that exist already.
+        name: The parameter's name in the module.
+        dim: The dimension to shard.
+        mode: The mode to shard over. A parameter sharded over another mode along another dimension is sharded further.
+        sections: Lengths of weights packed along `dim`; the shard has its slice of each.
+        uneven: Whether shards may differ in length.
+
+    Two layers that share a parameter get the same shard, and raise if their styles shard it differently.
     """
-    whole: Any = getattr(target.module, name)
-    part = target.parts.get(whole)
-    spec = Shard(dim % whole.dim(), sections=tuple(sections) if len(sections) > 1 else ())
-    if part is None:
-        before = placement_of(whole)
-        if mode in before.modes or any(shard.dim == spec.dim for shard in before.shards.values()):
+    full: Any = getattr(target.module, name)
+    shard = target.shards.get(full)
+    spec = Shard(dim % full.dim(), sections=tuple(sections) if len(sections) > 1 else ())
+    if shard is not None:
+        if placement_of(shard).shards != {mode: spec}:
             raise PlacementError(
-                f"the plan cuts {target.name!r}, whose {name!r} is placed already ({before}); let one pattern "
-                f"name it, and parallelize a model once",
+                f"{target.name!r} shares {name!r} with another layer, but the TP plan shards them differently: "
+                f"{placement_of(shard)} there, {spec} on {mode} here. Give both the same sharding, or untie them before",
                 code="C060",
             )
-        block = _block(whole, spec, target, name, mode, uneven)
-        part = own(block, {mode: spec, **before.modes}, before.shape or tuple(whole.shape), whole)
-        keep_initial_value(part, whole)
-        target.parts[whole] = part
-    elif placement_of(part).shards != {mode: spec}:
+        setattr(target.module, name, shard)
+        return shard
+    before = placement_of(full)
+    if mode in before.modes or any(existing.dim == spec.dim for existing in before.shards.values()):
         raise PlacementError(
-            f"{target.name!r} shares {name!r} with another layer, where the plan cuts it otherwise: {placement_of(part)} "
-            f"there, {spec} on {mode} here. Give both styles that cut it alike, or untie them before",
+            f"the TP plan shards {target.name!r}, whose {name!r} is already placed ({before}); let one pattern "
+            f"match it, and parallelize a model once",
             code="C060",
         )
-    setattr(target.module, name, part)
-    return part
+    ranks, at = target.context.get_world_size(mode), target.context.get_local_rank(mode)
+    length = full.shape[spec.dim]
+    if uneven and length >= ranks:
+        sizes = split_sizes(length, mode, context=target.context)
+        values = full.detach().narrow(spec.dim, sum(sizes[:at]), sizes[at])
+    else:
+        lengths = spec.sections or (length,)
+        if any(section % ranks for section in lengths):
+            raise PlacementError(
+                f"{target.name!r}: {listed(lengths)} features (dimension {spec.dim} of {name!r}, of shape "
+                f"{tuple(full.shape)}) cannot be sharded evenly over the {ranks} ranks of {mode}; choose a size that {ranks} "
+                f"divides, another tensor size, or leave the layer out of the TP plan",
+                code="C032",
+            )
+        blocks = [full.detach().narrow(spec.dim, *run) for run in section_runs(lengths, at, ranks)]
+        values = blocks[0] if len(blocks) == 1 else torch.cat(blocks, spec.dim)
+    shard = own(values, {mode: spec, **before.modes}, before.shape or tuple(full.shape), full)
+    keep_initial_value(shard, full)
+    target.shards[full] = shard
+    setattr(target.module, name, shard)
+    return shard
 
 
-def replicate(target: Target, name: str, owes: bool) -> None:
-    """Say that every rank holds the whole parameter; `owes`: each sees a share of the work, so gradients are summed."""
-    spec: Spec = Replicate(owes="sum") if owes else Replicate()
+def replicate(target: Target, name: str, partial_gradient: bool) -> None:
+    """Place a parameter as replicated over the tensor group; a partial gradient needs an all-reduce."""
+    spec: Spec = Replicate(owes="sum") if partial_gradient else Replicate()
     parameter: Any = getattr(target.module, name)
     before = placement_of(parameter)
     if before.shards:
         raise PlacementError(
-            f"the plan keeps {target.name!r} whole, but cuts its {name!r} elsewhere: {before}", code="C060"
+            f"the TP plan replicates {target.name!r}, but shards its {name!r} elsewhere: {before}", code="C060"
         )
     place(parameter, {**before.modes, ParallelMode.TENSOR: spec}, before.shape)
 
 
 def set_forward(target: Target, forward: Callable[..., Any], here: Arrangement | None = None) -> None:
-    """Give the target's module another forward pass: a function of the module, its forward pass so far, and the arguments."""
+    """Replace the forward pass of the target's module by `forward(module, previous_forward, *args, **kwargs)`."""
     if here is not None:
         target.module.arrangement = here  # type: ignore[assignment]
     override_forward(target.module, forward)
 
 
 def sections_of(target: Target, length: int, default: int = 1) -> tuple[int, ...]:
-    """The lengths of the weights that are packed along a dimension: as the plan has them, else `default` equal ones."""
+    """The lengths of the weights packed along a dimension: the entry's `sections`, else `default` equal ones."""
     wanted = target.options.get("sections", default)
     found = (length // wanted,) * wanted if isinstance(wanted, int) and length % wanted == 0 else wanted
     if isinstance(found, int) or sum(found) != length:
         raise PlacementError(
-            f"{target.name!r}: {length} features cannot be the sections {wanted} of the plan; give 'sections' as a number of "
-            f"equal ones, or as their lengths, which add up to {length}",
+            f"{target.name!r}: sections={wanted} of the TP plan do not add up to the layer's {length} features; give "
+            f"'sections' as a number that divides {length}, or as lengths that add up to it",
             code="C060",
         )
     return tuple(found)
-
-
-def _block(whole: Tensor, spec: Shard, target: Target, name: str, mode: ParallelMode, uneven: bool) -> Tensor:
-    ranks, at = target.context.get_world_size(mode), target.context.get_local_rank(mode)
-    length = whole.shape[spec.dim]
-    if uneven and length >= ranks:
-        sizes = split_sizes(length, mode, context=target.context)
-        return whole.detach().narrow(spec.dim, sum(sizes[:at]), sizes[at])
-    sections = spec.sections or (length,)
-    if any(section % ranks for section in sections):
-        raise PlacementError(
-            f"{target.name!r}: {listed(sections)} features (dimension {spec.dim} of {name!r}, of shape "
-            f"{tuple(whole.shape)}) cannot be cut evenly over the {ranks} ranks of {mode}; choose a size that {ranks} "
-            f"divides, another tensor size, or leave the layer out of the plan",
-            code="C032",
-        )
-    blocks = [whole.detach().narrow(spec.dim, *run) for run in section_runs(sections, at, ranks)]
-    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, spec.dim)
 
 
 Style = Callable[[Target], None]
@@ -125,10 +129,10 @@ Style = Callable[[Target], None]
 _TENSOR = ParallelMode.TENSOR
 
 STYLES: dict[str, tuple[Style, ParallelMode]] = {}
-"""Styles by name, each with the mode that it is for: where that has one rank, nothing is cut."""
+"""Styles by name, each with the mode that it shards over; with one rank there, the style is not applied."""
 
 OPTIONS: dict[str, tuple[str, ...]] = {}
-"""What a plan may say beside each style, and beside "divide", which it may say of any module."""
+"""The options of each style, in addition to "divide", which any entry may have."""
 
 _PACKED = ("sections", "sequence")
 
@@ -145,10 +149,10 @@ def style(*names: str, mode: ParallelMode = _TENSOR, options: tuple[str, ...] = 
 
 
 def style_of(name: Any, where: str) -> tuple[Style, ParallelMode]:
-    """The style of this name and its mode; refuses others."""
+    """The style of this name, and its mode; raises for an unknown name."""
     if not isinstance(name, str) or name not in STYLES:
         raise PlacementError(
-            f"the plan gives {where!r} the style {name!r}, which is not known; styles are {listed(sorted(STYLES))}."
+            f"the TP plan gives {where!r} the unknown style {name!r}; styles are {listed(sorted(STYLES))}."
             f"{did_you_mean(str(name), STYLES)}",
             code="C060",
         )
@@ -160,38 +164,38 @@ def style_of(name: Any, where: str) -> tuple[Style, ParallelMode]:
 
 @style("colwise", options=_PACKED)
 def colwise(target: Target) -> None:
-    """This rank's output features of a linear layer, for a whole input: they stay split, until a `rowwise` layer."""
+    """Shard the output features of a linear layer. The input is replicated, the output is sharded for a `rowwise` layer."""
     if target.parameter is not None:
-        _cut_features(target, -2)
+        _shard_features(target, -2)
     elif isinstance(target.module, nn.Embedding):
-        _embed_part(target, join=False)
+        _shard_vectors(target, gather_output=False)
     else:
         _linear(target, "column")
 
 
 @style("colwise_gather_output", "colwise_rep", options=_PACKED)
 def colwise_gather_output(target: Target) -> None:
-    """As `colwise`, and the output is made whole on every rank. Its features may be cut unevenly (a vocabulary)."""
+    """`colwise` with an all-gather of the output, whose features may be sharded unevenly (a vocabulary)."""
     if target.parameter is not None:
         colwise(target)
     else:
-        _linear(target, "column", whole=True)
+        _linear(target, "column", replicated=True)
 
 
 @style("packed_colwise", options=_PACKED)
 def packed_colwise(target: Target) -> None:
-    """As `colwise`, of several weights in one, each cut: 2 equal ones, or as `sections` of the plan says."""
+    """`colwise` for weights packed along the output features, each sharded: 2 equal ones, or those of `sections`."""
     if target.parameter is not None:
-        _cut_features(target, -2, packed=2)
+        _shard_features(target, -2, packed=2)
     else:
         _linear(target, "column", packed=2)
 
 
 @style("rowwise", options=_PACKED)
 def rowwise(target: Target) -> None:
-    """This rank's input features of a linear layer, which takes what a `colwise` one gives; results are summed."""
+    """Shard the input features of a linear layer. The input is that of a `colwise` layer; the output is all-reduced."""
     if target.parameter is not None:
-        _cut_features(target, -1)
+        _shard_features(target, -1)
     elif isinstance(target.module, nn.Embedding):
         embedding_rowwise(target)
     else:
@@ -200,67 +204,69 @@ def rowwise(target: Target) -> None:
 
 @style("rowwise_split_input", "rowwise_rep", options=_PACKED)
 def rowwise_split_input(target: Target) -> None:
-    """As `rowwise`, for an input that is whole on every rank: each takes its features of it."""
+    """`rowwise` for a replicated input, of which each rank takes its features."""
     if target.parameter is not None:
         rowwise(target)
     else:
-        _linear(target, "row", whole=True)
+        _linear(target, "row", replicated=True)
 
 
 @style("packed_rowwise", options=_PACKED)
 def packed_rowwise(target: Target) -> None:
-    """As `rowwise`, where several weights lie side by side along the input: 2 equal ones, or `sections` of the plan."""
+    """`rowwise` for weights packed along the input features, each sharded: 2 equal ones, or those of `sections`."""
     if target.parameter is not None:
-        _cut_features(target, -1, packed=2)
+        _shard_features(target, -1, packed=2)
     else:
         _linear(target, "row", packed=2)
 
 
-def _linear(target: Target, split: Split, whole: bool = False, packed: int = 1) -> None:
-    """Cut a linear layer. `whole`: the side of it that is inside a block, features that are split, is whole instead."""
+def _linear(target: Target, split: Split, replicated: bool = False, packed: int = 1) -> None:
+    """Shard a linear layer. `replicated`: its sharded features (output of a column, input of a row) are full outside it."""
     module: Any = target.module
     here = target.arrangement
     transposed = type(module).__name__ == "Conv1D"
     if not transposed and not isinstance(module, nn.Linear):
         raise PlacementError(
-            f"{target.name!r} is a {type(module).__name__}, and the plan's style is for nn.Linear; name a layer inside it, or "
-            f"one of its parameters",
+            f"{target.name!r} is a {type(module).__name__}, but the TP plan's style is for nn.Linear; name a layer inside "
+            f"it, or one of its parameters",
             code="C060",
         )
     inputs, outputs = module.weight.shape if transposed else reversed(module.weight.shape)
-    inside = outputs if split == "column" else inputs
-    sections, uneven = sections_of(target, inside, packed), whole and split == "column"
+    features = outputs if split == "column" else inputs
+    # A vocabulary need not be a multiple of the tensor size; it is gathered at once, so no other layer sees uneven shards.
+    uneven = replicated and split == "column"
+    sections = sections_of(target, features, packed)
     dim = 1 if transposed == (split == "column") else 0
-    cut(target, "weight", dim, sections=sections, uneven=uneven)
+    shard_parameter(target, "weight", dim, sections=sections, uneven=uneven)
     if split == "column" and module.bias is not None:
-        cut(target, "bias", 0, sections=sections, uneven=uneven)
+        shard_parameter(target, "bias", 0, sections=sections, uneven=uneven)
     elif module.bias is not None and here.sequence_split:
-        replicate(target, "bias", owes=True)  # each rank adds it to its part of the sequence
-    width = Width(inside, uneven=uneven)
+        # Each rank adds the bias to its own tokens only, so its gradient there is partial.
+        replicate(target, "bias", partial_gradient=True)
+    width = Width(features, uneven=uneven)
     if isinstance(target.parent, nn.TransformerEncoderLayer):
-        target.parent.activation_relu_or_gelu = 0  # else it evaluates by a kernel that takes the weights for whole ones
+        # In eval mode torch's fused kernel would bypass this forward pass and take the shards for full weights.
+        target.parent.activation_relu_or_gelu = 0
 
     def forward(self: Any, before: Any, x: Tensor) -> Tensor:
         weight = self.weight.t() if transposed else self.weight
         if split == "row":
-            takes(self, here, x, "outer" if whole else "inner", inputs)
-            x = respread(x, here.outer, here.inner, here.context, width) if whole else x
-            return gives(self, here, here.linear(x, weight, self.bias, split), here.outer)
-        takes(self, here, x, "outer", inputs)
+            check_input(self, here, x, "outer" if replicated else "inner", inputs)
+            x = respread(x, here.outer, here.inner, here.context, width) if replicated else x
+            return mark_output(self, here, here.linear(x, weight, self.bias, split), here.outer)
+        check_input(self, here, x, "outer", inputs)
         y = here.linear(x, weight, self.bias, split)
-        return (
-            gives(self, here, gather(y, here.inner, here.context, width=width), Spread())
-            if whole
-            else gives(self, here, y, here.inner)
-        )
+        if replicated:
+            return mark_output(self, here, gather(y, here.inner, here.context, width=width), Spread())
+        return mark_output(self, here, y, here.inner)
 
     set_forward(target, forward, here)
 
 
-def _cut_features(target: Target, dim: int, packed: int = 1) -> None:
-    """Cut a parameter along its output features (-2) or its input features (-1), as those of a linear layer lie.
+def _shard_features(target: Target, dim: int, packed: int = 1) -> None:
+    """Shard a single parameter along its output (-2) or input (-1) features, stored as in a linear layer.
 
-    A parameter with one dimension has output features only.
+    A one-dimensional parameter has output features only.
     """
     assert target.parameter is not None
     weight: Tensor = getattr(target.module, target.parameter)
@@ -268,7 +274,7 @@ def _cut_features(target: Target, dim: int, packed: int = 1) -> None:
         if dim == -1:
             return
         dim = 0
-    cut(target, target.parameter, dim, sections=sections_of(target, weight.shape[dim], packed))
+    shard_parameter(target, target.parameter, dim, sections=sections_of(target, weight.shape[dim], packed))
 
 
 # -- embeddings -------------------------------------------------------------------------------------------
@@ -276,40 +282,44 @@ def _cut_features(target: Target, dim: int, packed: int = 1) -> None:
 
 @style("embedding_rowwise", options=("sequence",))
 def embedding_rowwise(target: Target) -> None:
-    """This rank's part of the vocabulary; words of the other parts count as zero, and the vectors are summed."""
+    """Shard the vocabulary; words of other ranks give zero vectors, and the vectors are all-reduced."""
     module, here = _embedding(target), target.arrangement
     rows = module.weight.shape[0]
     sizes = collectives.split_sizes(rows, _TENSOR, context=target.context)
     start = sum(sizes[: target.context.get_local_rank(_TENSOR)])
-    length = len(cut(target, "weight", 0, uneven=True))
+    length = len(shard_parameter(target, "weight", 0, uneven=True))
     padding = module.padding_idx
     module.padding_idx = padding - start if padding is not None and 0 <= padding - start < length else None
 
     def forward(self: Any, before: Any, tokens: Tensor) -> Tensor:
         local = tokens - start
         outside = (local < 0) | (local >= length)
-        found = before(self, local.masked_fill(outside, 0)).masked_fill(outside.unsqueeze(-1), 0.0)
-        return gives(self, here, _summed(found, here), here.outer)
+        partial = before(self, local.masked_fill(outside, 0)).masked_fill(outside.unsqueeze(-1), 0.0)
+        if not here.sequence_split:
+            return mark_output(self, here, collectives.reduce(partial, _TENSOR, context=here.context), here.outer)
+        sizes = shard_sizes(partial.shape[-2], _TENSOR, here.context, "sequence")
+        y = collectives.reduce_scatter(partial, _TENSOR, -2, sizes, context=here.context)
+        return mark_output(self, here, y, here.outer)
 
     set_forward(target, forward, here)
 
 
 @style("embedding_colwise", options=("sequence",))
 def embedding_colwise(target: Target) -> None:
-    """This rank's part of every vector; the vectors are joined."""
-    _embed_part(target, join=True)
+    """Shard the features of every vector; the output is all-gathered."""
+    _shard_vectors(target, gather_output=True)
 
 
-def _embed_part(target: Target, join: bool) -> None:
+def _shard_vectors(target: Target, gather_output: bool) -> None:
     module, here = _embedding(target), arrange(target.context, sequence_split=False)
-    features = module.weight.shape[1]
-    cut(target, "weight", 1, uneven=join)
+    width = Width(module.weight.shape[1], uneven=True)
+    shard_parameter(target, "weight", 1, uneven=gather_output)
 
     def forward(self: Any, before: Any, tokens: Tensor) -> Tensor:
-        part = before(self, tokens)
-        if not join:
-            return gives(self, here, part, here.inner)
-        return gives(self, here, gather(part, here.inner, here.context, width=Width(features, uneven=True)), Spread())
+        local = before(self, tokens)
+        if not gather_output:
+            return mark_output(self, here, local, here.inner)
+        return mark_output(self, here, gather(local, here.inner, here.context, width=width), Spread())
 
     set_forward(target, forward, here)
 
@@ -318,42 +328,37 @@ def _embedding(target: Target) -> nn.Embedding:
     module = target.module
     if not isinstance(module, nn.Embedding) or target.parameter is not None:
         raise PlacementError(
-            f"{target.name!r} is a {type(module).__name__}, and the plan's style is for a module nn.Embedding",
+            f"{target.name!r} is a {type(module).__name__}, but the TP plan's style is for an nn.Embedding",
             code="C060",
         )
     if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
         raise PlacementError(
-            f"{target.name!r}: an embedding with max_norm, scale_grad_by_freq or sparse gradients cannot be cut",
+            f"{target.name!r}: an embedding with max_norm, scale_grad_by_freq or sparse gradients cannot be sharded",
             code="C060",
         )
     return module
 
 
-def _summed(x: Tensor, here: Arrangement) -> Tensor:
-    """The sum of every rank's partial result, in the spread between blocks."""
-    if not here.sequence_split:
-        return collectives.reduce(x, _TENSOR, context=here.context)
-    sizes = cut_sizes(x.shape[-2], _TENSOR, here.context, "sequence")
-    return collectives.reduce_scatter(x, _TENSOR, -2, sizes, context=here.context)
-
-
-# -- layers that stay whole -------------------------------------------------------------------------------
+# -- replicated parameters --------------------------------------------------------------------------------
 
 
 @style("replicated_with_grad_allreduce")
 def replicated_with_grad_allreduce(target: Target) -> None:
-    """Whole parameters that each rank uses for its features (a norm of each head): gradients are summed, once a step."""
+    """Replicated parameters that each rank applies to its own features (a norm per head): gradients are partial.
+
+    The all-reduce runs with those of all other gradients, once per step.
+    """
     for name in _own_parameters(target):
-        replicate(target, name, owes=True)
+        replicate(target, name, partial_gradient=True)
 
 
 @style("sequence_parallel", options=("sequence",))
 def sequence_parallel(target: Target) -> None:
-    """Whole parameters, of a norm say, that each rank uses for its part of the sequence; gradients are summed."""
+    """Replicated parameters, of a norm for example, that each rank applies to its own tokens: gradients are partial."""
     if not target.arrangement.sequence_split:
         raise PlacementError(
-            f"the plan gives {target.name!r} the style 'sequence_parallel', but activations between blocks are whole here; set "
-            f"sequence_split=True beside tensor.mode in the config, or leave the layer out of the plan",
+            f"the TP plan gives {target.name!r} the style 'sequence_parallel', but activations between blocks are replicated "
+            f"here; set sequence_split=True next to tensor.mode in the config, or leave the layer out of the TP plan",
             code="C060",
         )
     replicated_with_grad_allreduce(target)
@@ -361,53 +366,56 @@ def sequence_parallel(target: Target) -> None:
 
 @style("gather_sequence", options=("inputs",))
 def gather_sequence(target: Target) -> None:
-    """A module whose `inputs` (places and names of arguments) come split along the sequence, and are made whole for it.
+    """All-gather the `inputs` of a module (positions and names of arguments) along the sequence.
 
-    What it computes with them must be the same on every rank, as `colwise` layers see to.
+    The module must compute the same on every rank, which holds if the layers inside are `colwise`.
     """
-    context, wanted = target.context, tuple(target.options.get("inputs", (0,)))
+    context, inputs = target.context, tuple(target.options.get("inputs", (0,)))
     ranks = context.get_world_size(_TENSOR)
 
-    def whole(key: Any, value: Any) -> Any:
-        return (
-            collectives.gather(value, _TENSOR, -2, (value.shape[-2],) * ranks, context=context)
-            if key in wanted
-            else value
-        )
+    def gathered(key: Any, value: Any) -> Any:
+        if key not in inputs:
+            return value
+        return collectives.gather(value, _TENSOR, -2, (value.shape[-2],) * ranks, context=context)
 
     def forward(self: Any, before: Any, *args: Any, **kwargs: Any) -> Any:
-        given = [whole(at, value) for at, value in enumerate(args)]
-        return before(self, *given, **{name: whole(name, value) for name, value in kwargs.items()})
+        positional = [gathered(at, value) for at, value in enumerate(args)]
+        return before(self, *positional, **{name: gathered(name, value) for name, value in kwargs.items()})
 
     set_forward(target, forward)
 
 
 @style("replicate")
-def keep_whole(target: Target) -> None:
-    """Whole parameters that every rank uses alike; nothing is done."""
+def keep_replicated(target: Target) -> None:
+    """Replicated parameters with the same full gradient on every rank."""
     for name in _own_parameters(target):
-        replicate(target, name, owes=False)
+        replicate(target, name, partial_gradient=False)
 
 
 @style("all_reduce")
 def all_reduce(target: Target) -> None:
-    """A module that computes with cut parameters of its own: what the ranks give is summed, and so are input gradients."""
+    """A module that computes with its own sharded parameters: its output and its input gradients are all-reduced."""
 
     context = target.context
 
+    def entering(value: Any) -> Any:
+        differentiable = isinstance(value, Tensor) and value.is_floating_point()
+        return collectives.copy(value, _TENSOR, context=context) if differentiable else value
+
     def forward(self: Any, before: Any, *args: Any, **kwargs: Any) -> Any:
-        given = [_entering(value, context) for value in args]
-        output = before(self, *given, **{name: _entering(value, context) for name, value in kwargs.items()})
-        return collectives.reduce(output, _TENSOR, context=context)
+        positional = [entering(value) for value in args]
+        partial = before(self, *positional, **{name: entering(value) for name, value in kwargs.items()})
+        return collectives.reduce(partial, _TENSOR, context=context)
 
     set_forward(target, forward)
 
 
 @style("mla_kv_a_proj")
 def mla_kv_a_proj(target: Target) -> None:
-    """A whole layer whose last features, those of the rotary embedding, go to every rank's heads past all `colwise` layers.
+    """A replicated layer whose last `qk_rope_head_dim` outputs, the rotary key, bypass all `colwise` layers.
 
-    So their gradient is summed here. How many they are is `qk_rope_head_dim` of the module around it, or of the model's config.
+    Their gradient on a rank comes from this rank's heads only, so it is all-reduced here. The number is read from the parent
+    module or from the model's config.
     """
     rope = getattr(target.parent, "qk_rope_head_dim", None)
     rope = rope or getattr(getattr(target.model, "config", None), "qk_rope_head_dim", None)
@@ -417,20 +425,14 @@ def mla_kv_a_proj(target: Target) -> None:
         )
     context = target.context
 
-    def summed_last(gradient: Tensor) -> Tensor:
+    def reduce_rotary(gradient: Tensor) -> Tensor:
         rest, rotary = gradient.split([gradient.shape[-1] - rope, rope], dim=-1)
         return torch.cat([rest, collectives.reduce(rotary, _TENSOR, context=context)], dim=-1)
 
     def forward(self: Any, before: Any, x: Tensor) -> Tensor:
-        return collectives.linear_map(before(self, x), lambda y: y.view_as(y), summed_last)
+        return collectives.linear_map(before(self, x), lambda y: y.view_as(y), reduce_rotary)
 
     set_forward(target, forward)
-
-
-def _entering(value: Any, context: ParallelContext) -> Any:
-    """Whole in forward; in backward the sum of what every rank's part says."""
-    differentiable = isinstance(value, Tensor) and value.is_floating_point()
-    return collectives.copy(value, _TENSOR, context=context) if differentiable else value
 
 
 def _own_parameters(target: Target) -> list[str]:

@@ -1,4 +1,4 @@
-"""Models to learn from and to test with, each written once: the config alone says how they are split."""
+"""Example models for every parallel layout; the config decides how they are sharded."""
 
 from __future__ import annotations
 

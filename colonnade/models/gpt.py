@@ -1,4 +1,4 @@
-"""Causal language models and GPT, written once; how they are split is the config's affair."""
+"""Causal language models, and GPT; the config decides how they are sharded."""
 
 from __future__ import annotations
 
@@ -28,16 +28,27 @@ from colonnade.nn.sequence.parts import sequence_place
 
 
 class LanguageModel(nn.Sequential):
-    """An embedding of tokens, causal blocks, a norm and a classifier, whose weight may be the embedding's.
+    """Token embedding, causal blocks, a norm and a classifier; subclasses choose the layers by overriding methods.
 
-    Takes whole tokens (batch, length), the same on all ranks of a tensor and of a sequence group, and gives the logits
-    that `criterion()` takes. Layers come one after another, so `colonnade.split` can cut it for a pipeline. With
-    `fused_loss` it gives activations and the classifier's weight instead, of which `criterion()` makes the loss in chunks,
-    without the logits of all tokens. A subclass says in its methods what the layers are.
+    Takes full tokens (batch, length), the same on all ranks of a tensor and of a sequence group, and returns the logits that
+    `criterion()` takes. It is an nn.Sequential, so `colonnade.split` can split it into pipeline stages.
+
+    Args:
+        vocabulary: The number of token ids.
+        length: The longest sequence with learned positions.
+        hidden: The width of activations.
+        heads: The number of attention heads.
+        layers: The number of blocks.
+        tied: Whether embedding and classifier share their weight.
+        dropout: The dropout of embeddings and residual branches.
+        over: The attention under context parallelism, "ring" or "ulysses".
+        fused_loss: Return activations and the classifier's weight instead of logits; `criterion()` then computes the loss in
+            chunks, without the logits of all tokens.
+        context: Defaults to the global one.
     """
 
     positions = True
-    """Whether a learned vector of its position is added to each token's."""
+    """Whether positions are learned vectors, added to those of the tokens."""
 
     def __init__(
         self,
@@ -57,10 +68,10 @@ class LanguageModel(nn.Sequential):
         make_embedding, make_block, make_head, _ = self.parts()
         embedding = make_embedding(vocabulary, length if self.positions else 0, hidden, dropout, over, context)
         blocks = nn.Sequential()
-        reach: dict[str, Any] = {"causal": True, "over": over, "balanced": over == "ring", "arrangement": here}
-        reach["shared_lengths"] = SharedLengths()
+        options: dict[str, Any] = {"causal": True, "over": over, "balanced": over == "ring", "arrangement": here}
+        options["shared_lengths"] = SharedLengths()
         for at in range(layers):
-            layer = self.attention(hidden, heads, reach), self.feed_forward(at, hidden, here)
+            layer = self.attention(hidden, heads, options), self.feed_forward(at, hidden, here)
             blocks.append(make_block(*layer, hidden, dropout, here, self.norm))
         head = make_head(vocabulary, hidden, embedding.tokens.weight if tied else None, context, self.norm)
         head.keeps_gathered = fused_loss
@@ -68,7 +79,7 @@ class LanguageModel(nn.Sequential):
         self._over, self._here, self._fused_loss = over, here, fused_loss
 
     def parts(self) -> tuple[type[TokenEmbedding], type[TransformerBlock], type[Head], type[LanguageModelLoss]]:
-        """The classes that the model is made of."""
+        """The classes of embedding, blocks, head and loss."""
         return TokenEmbedding, TransformerBlock, Head, LanguageModelLoss
 
     def attention(self, hidden: int, heads: int, options: dict[str, Any]) -> SelfAttention:
@@ -84,17 +95,17 @@ class LanguageModel(nn.Sequential):
         return LayerNorm(hidden, arrangement=arrangement)
 
     def criterion(self, ignore_index: int = -100) -> LanguageModelLoss:
-        """The loss of what this model gives."""
+        """The loss for the output of this model."""
         loss = self.parts()[-1]
         return (loss.fused if self._fused_loss else loss)(ignore_index, over=self._over, context=self._here.context)
 
 
 class GPT(LanguageModel):
-    """Learned positions for sequences of up to `length`, LayerNorm, attention and a feed-forward layer with biases."""
+    """GPT-2 architecture: learned positions, LayerNorm before each layer, GELU feed-forward layers, biases."""
 
 
 class TransformerBlock(nn.Module):
-    """Attention and a feed-forward layer, each behind a norm and beside a residual connection."""
+    """Attention and a feed-forward layer, each with a norm before it and a residual connection."""
 
     def __init__(
         self,
@@ -116,7 +127,7 @@ class TransformerBlock(nn.Module):
 
 
 class TokenEmbedding(nn.Module):
-    """Whole tokens -> the vectors of this rank's tokens and, unless `length` is 0, of their positions."""
+    """Full tokens -> the vectors of this rank's tokens, plus those of their positions unless `length` is 0."""
 
     def __init__(
         self, vocabulary: int, length: int, hidden: int, dropout: float, over: Over, context: ParallelContext | None
@@ -128,27 +139,27 @@ class TokenEmbedding(nn.Module):
         self.dropout = Dropout(dropout, arrangement=self._here)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(self._mine(tokens))
+        x = self.tokens(self._local(tokens))
         if self.positions is not None:
-            every = torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
-            x = x + self.positions(self._mine(every))
+            positions = torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
+            x = x + self.positions(self._local(positions))
         return self.dropout(x)
 
-    def _mine(self, whole: Tensor) -> Tensor:
-        return split_sequence(whole, balanced=self._balanced, context=self._here.context)
+    def _local(self, full: Tensor) -> Tensor:
+        return split_sequence(full, balanced=self._balanced, context=self._here.context)
 
     def _table(self, rows: int, hidden: int) -> Embedding:
-        """Drawn whole, then cut: the first weights do not depend on the layout, and no two ranks draw the same."""
-        whole = nn.Embedding(rows, hidden)
-        nn.init.normal_(whole.weight, std=0.02)
-        return Embedding.from_module(whole, arrangement=self._here)
+        # Drawn in full, then sharded, so that initial weights do not depend on the layout.
+        full = nn.Embedding(rows, hidden)
+        nn.init.normal_(full.weight, std=0.02)
+        return Embedding.from_module(full, arrangement=self._here)
 
 
 class Head(nn.Module):
-    """The last norm, and logits for every token, or what `LinearCrossEntropyLoss` makes them of."""
+    """The last norm, and the logits of every token or, for a fused loss, the inputs of `LinearCrossEntropyLoss`."""
 
     keeps_gathered = False
-    """Whether its weight is used after its forward pass, by a fused loss: ZeRO stage 3 then leaves it gathered until backward."""
+    """Whether a fused loss uses the weight after the forward pass; ZeRO stage 3 then keeps it gathered until backward."""
 
     def __init__(
         self,
@@ -168,20 +179,20 @@ class Head(nn.Module):
         if not self.keeps_gathered:
             return self.classifier(hidden)
         weight = self.classifier.weight
-        # Not the parameter itself: hooks on what a module gives must not add up on it. Without a backward pass to come, stage 3
-        # gives gathered memory back at once.
+        # A view, because hooks on module outputs would accumulate on the parameter itself. Without a backward pass, ZeRO stage 3
+        # frees the gathered weight after this forward pass, hence the copy.
         return hidden, weight.view_as(weight) if torch.is_grad_enabled() else weight.clone()
 
 
 class LanguageModelLoss(nn.Module):
-    """Cross entropy per token of the whole sequences, of which this rank has a part; labels are whole.
+    """Cross-entropy per token of the full sequences, from this rank's logits and full labels.
 
-    What a rank gives is its part's sum over the mean number of tokens of a part, and the engine takes the mean over all
-    tokens that count, however long the parts are and wherever labels are ignored.
+    The value on a rank is the sum over its own tokens, divided by the mean number of counted tokens per sequence rank. The
+    engine averages over all counted tokens, whatever the lengths of the parts and the distribution of ignored labels.
     """
 
     fused: type[LanguageModelLoss]
-    """The same of activations and a classifier's weight."""
+    """The class for activations and a classifier's weight (`fused_loss`)."""
 
     def __init__(
         self, ignore_index: int = -100, *, over: Over = "ring", context: ParallelContext | None = None
@@ -196,15 +207,15 @@ class LanguageModelLoss(nn.Module):
         return self.mean((logits,), labels)
 
     def mean(self, outputs: Sequence[Tensor], labels: Tensor) -> Tensor:
-        """The loss of what the model gives."""
+        """The loss for the outputs of the model."""
         context = self._here.context
-        mine = split_sequence(labels, balanced=self._balanced, context=context)
+        local_labels = split_sequence(labels, balanced=self._balanced, context=context)
         counted = (labels != self.ignore_index).sum().double()
-        return mean_over(self._sum(*outputs, mine), counted / sequence_place(context)[0])
+        return mean_over(self._sum(*outputs, local_labels), counted / sequence_place(context)[0])
 
 
 class FusedLanguageModelLoss(LanguageModelLoss):
-    """The same of a model with `fused_loss`."""
+    """`LanguageModelLoss` for a model with `fused_loss`."""
 
     _summed = LinearCrossEntropyLoss
 
@@ -216,7 +227,7 @@ LanguageModelLoss.fused = FusedLanguageModelLoss
 
 
 def mean_over(total: Tensor, count: Tensor) -> Tensor:
-    """The mean of so many, which tells the engine both: its mean is over the whole batch, over ranks and micro-batches."""
+    """total / count, with `sum_and_count` for the engine, whose mean is over all ranks and micro-batches."""
     mean = total / count.masked_fill(count == 0, 1).to(total.dtype)
     mean.sum_and_count = total, count  # type: ignore[attr-defined]
     return mean

@@ -1,4 +1,4 @@
-"""Llama and what is built like it: RMSNorm, rotary positions, grouped-query attention, SwiGLU, experts if wanted."""
+"""Llama and similar models: RMSNorm, rotary positions, grouped-query attention, SwiGLU, optionally experts."""
 
 from __future__ import annotations
 
@@ -11,18 +11,31 @@ from torch.nn import functional as F
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.core import given_or_global
 from colonnade.models.gpt import Head, LanguageModel, LanguageModelLoss, TokenEmbedding, TransformerBlock
-from colonnade.models.moe_gpt import CarryingBlock, CarryingEmbedding, CarryingHead, MoELoss
+from colonnade.models.moe_gpt import MoEBlock, MoEEmbedding, MoEHead, MoELoss
 from colonnade.nn.layer import MLP, Arrangement, RMSNorm, Rotary, SelfAttention
 from colonnade.nn.moe import MoE, TopKRouter
 
 
 class Llama(LanguageModel):
-    """As GPT, with RMSNorm, rotary positions, grouped-query attention (`kv_heads`) and SwiGLU of width `inner`, no biases.
+    """Llama architecture: RMSNorm, rotary positions, grouped-query attention and SwiGLU, without biases.
 
-    `length`: how long sequences are meant to be; longer ones work. `inner`: 8/3 of hidden, in multiples of 64, unless
-    given. `theta` and `rotary_scaling`: see `Rotary`. `qk_norm`: an RMSNorm over each head of queries and keys. With
-    `experts`, every `every`-th block has so many instead of one feed-forward layer; `router` are the options of
-    TopKRouter, `moe` those of MoE. The model then gives (logits, auxiliary losses), as MoEGPT does.
+    With experts the model returns (logits, auxiliary losses), like MoEGPT. Arguments that are not listed are those of
+    `LanguageModel`.
+
+    Args:
+        length: The expected length of sequences, for the rotary tables; longer sequences work too.
+        kv_heads: The number of key and value heads; defaults to `heads`.
+        head_size: The width of a head; defaults to hidden / heads.
+        inner: The width of SwiGLU; defaults to 8/3 of hidden, rounded up to a multiple of 64.
+        theta: The base of the rotary frequencies; see `Rotary`.
+        rotary_scaling: See `Rotary`.
+        qk_norm: Whether there is an RMSNorm over each head of queries and keys.
+        eps: The eps of the norms.
+        experts: The number of experts in every `every`-th block, in place of one feed-forward layer; 0 for none.
+        every: The distance between blocks with experts.
+        router: Options of `TopKRouter`.
+        moe: Options of `MoE`.
+        options: `dropout`, `over` and `fused_loss`.
     """
 
     positions = False
@@ -60,7 +73,7 @@ class Llama(LanguageModel):
         super().__init__(vocabulary, length, hidden, heads, layers, tied=tied, context=context, **options)
 
     def parts(self) -> tuple[type[TokenEmbedding], type[TransformerBlock], type[Head], type[LanguageModelLoss]]:
-        return (CarryingEmbedding, CarryingBlock, CarryingHead, MoELoss) if self._experts else super().parts()
+        return (MoEEmbedding, MoEBlock, MoEHead, MoELoss) if self._experts else super().parts()
 
     def attention(self, hidden: int, heads: int, options: dict[str, Any]) -> SelfAttention:
         return SelfAttention(hidden, heads, bias=False, **self._attention, **options)

@@ -1,4 +1,4 @@
-"""MoE-GPT: GPT whose feed-forward layers are mixtures of experts. The auxiliary losses travel beside the activations."""
+"""MoE-GPT: GPT with mixtures of experts. Auxiliary losses are passed from block to block together with the activations."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from colonnade.models.gpt import (
 from colonnade.nn.layer import Arrangement
 from colonnade.nn.moe import MoE, TopKRouter, auxiliary_loss, no_losses
 
-Carried = tuple[Tensor, Tensor]
-"""(activations, what the auxiliary losses of the layers so far are made of)"""
+XAndLoss = tuple[Tensor, Tensor]
+"""(activations, sums for the auxiliary losses of the layers so far)"""
 
 
 class MoEGPT(GPT):
-    """As GPT, with `experts` experts in every `every`-th block; `router` are the options of TopKRouter.
+    """GPT with `experts` experts in every `every`-th block; `router` has the options of TopKRouter.
 
-    Gives (logits, auxiliary losses), which `criterion()` takes, also at the end of a pipeline.
+    Returns (logits, auxiliary losses), which `criterion()` takes, also at the end of a pipeline.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class MoEGPT(GPT):
         super().__init__(vocabulary, length, hidden, heads, layers, **options)
 
     def parts(self) -> tuple[type[TokenEmbedding], type[TransformerBlock], type[Head], type[LanguageModelLoss]]:
-        return CarryingEmbedding, CarryingBlock, CarryingHead, MoELoss
+        return MoEEmbedding, MoEBlock, MoEHead, MoELoss
 
     def feed_forward(self, at: int, hidden: int, here: Arrangement) -> nn.Module:
         if at % self._every != self._every - 1:
@@ -55,49 +55,49 @@ class MoEGPT(GPT):
         return MoE(hidden, self._experts, router, context=here.context)
 
 
-class CarryingEmbedding(TokenEmbedding):
-    """The embedding, and no loss yet."""
+class MoEEmbedding(TokenEmbedding):
+    """The embedding, with an empty auxiliary loss."""
 
-    def forward(self, tokens: Tensor) -> Carried:  # type: ignore[override]
+    def forward(self, tokens: Tensor) -> XAndLoss:  # type: ignore[override]
         x = super().forward(tokens)
         return x, no_losses(x)
 
 
-class CarryingBlock(TransformerBlock):
-    """A block that adds its auxiliary loss, if it has one, to those of the blocks before."""
+class MoEBlock(TransformerBlock):
+    """A block that adds its auxiliary loss, if it has experts, to those of previous blocks."""
 
-    def forward(self, carried: Carried) -> Carried:  # type: ignore[override]
-        x, loss = carried
+    def forward(self, x_and_loss: XAndLoss) -> XAndLoss:  # type: ignore[override]
+        x, loss = x_and_loss
         x = x + self.dropout(self.attention(self.first_norm(x)))
         normed = self.second_norm(x)
-        mixes = isinstance(self.feed_forward, MoE)
-        y, loss = self.feed_forward(normed, loss) if mixes else (self.feed_forward(normed), loss)
+        has_experts = isinstance(self.feed_forward, MoE)
+        y, loss = self.feed_forward(normed, loss) if has_experts else (self.feed_forward(normed), loss)
         return x + self.dropout(y), loss
 
 
-class CarryingHead(Head):
-    """The head; here the losses are made, with one all-reduce for all layers."""
+class MoEHead(Head):
+    """The head, and the auxiliary losses of all layers with one all-reduce."""
 
-    def forward(self, carried: Carried) -> Any:  # type: ignore[override]
-        x, loss = carried
-        found, auxiliary = super().forward(x), auxiliary_loss(loss, context=self.classifier.arrangement.context)
-        return (*found, auxiliary) if self.keeps_gathered else (found, auxiliary)
+    def forward(self, x_and_loss: XAndLoss) -> Any:  # type: ignore[override]
+        x, loss = x_and_loss
+        output, auxiliary = super().forward(x), auxiliary_loss(loss, context=self.classifier.arrangement.context)
+        return (*output, auxiliary) if self.keeps_gathered else (output, auxiliary)
 
 
 class MoELoss(LanguageModelLoss):
-    """The loss per token and the auxiliary losses."""
+    """The loss per token plus the auxiliary losses."""
 
     def forward(self, logits: Tensor, loss: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
         return self.with_losses((logits,), loss, labels)
 
     def with_losses(self, outputs: Sequence[Tensor], loss: Tensor, labels: Tensor) -> Tensor:
-        """The loss of what the model gives, and the auxiliary losses."""
+        """The loss for the outputs of the model, plus the auxiliary losses."""
         total, count = self.mean(outputs, labels).sum_and_count  # type: ignore[attr-defined]
         return mean_over(total + loss * count.to(total.dtype), count)
 
 
 class FusedMoELoss(MoELoss, FusedLanguageModelLoss):
-    """The same of a model with `fused_loss`."""
+    """`MoELoss` for a model with `fused_loss`."""
 
     def forward(self, hidden: Tensor, weight: Tensor, loss: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
         return self.with_losses((hidden, weight), loss, labels)

@@ -1,4 +1,4 @@
-"""ViT: an image classifier on patches, written once; how it is split is the config's affair."""
+"""ViT: an image classifier on patches; the config decides how it is sharded."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from colonnade.nn.sequence import SharedLengths, gather_sequence, split_sequence
 
 
 class ViT(nn.Sequential):
-    """Patches and their positions, blocks, a norm, the mean over patches, a classifier.
+    """Patch and position embedding, blocks, a norm, the mean over patches, a classifier.
 
-    Takes whole images (batch, channels, size, size), the same on all ranks of a tensor and of a sequence group, and
-    gives the logits that `criterion()` takes.
+    Takes full images (batch, channels, size, size), the same on all ranks of a tensor and of a sequence group, and returns
+    the logits that `criterion()` takes.
     """
 
     def __init__(
@@ -59,19 +59,19 @@ class ViT(nn.Sequential):
         self._after = arrange(context, sequence_split=False)
 
     def criterion(self) -> CrossEntropyLoss:
-        """The loss of this model's logits."""
+        """The loss for this model's logits."""
         return CrossEntropyLoss(arrangement=self._after)
 
 
 class PatchEmbedding(nn.Module):
-    """Whole images -> the vectors of this rank's patches and of their positions."""
+    """Full images -> the vectors of this rank's patches plus those of their positions."""
 
     def __init__(
         self, size: int, patch: int, channels: int, hidden: int, dropout: float, context: ParallelContext | None
     ) -> None:
         super().__init__()
         if size % patch:
-            raise ConfigError(f"images of size={size} cannot be cut into patches of {patch}; choose a divisor")
+            raise ConfigError(f"images of size={size} cannot be divided into patches of {patch}; choose a divisor")
         self.patch, self._here = patch, arrange(context)
         self.project = Linear(channels * patch**2, hidden, split="row", input_is_parallel=False, arrangement=self._here)
         self.positions = Embedding((size // patch) ** 2, hidden, arrangement=self._here)
@@ -80,10 +80,10 @@ class PatchEmbedding(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         context = self._here.context
         patches = F.unfold(images, self.patch, stride=self.patch).transpose(1, 2)
-        every = torch.arange(patches.size(1), device=images.device).expand(patches.shape[:2])
-        mine, places = (split_sequence(x, context=context) for x in (patches, every))
-        entered = partition_input(mine, arrangement=self._here)
-        return self.dropout(self.project(entered) + self.positions(places))
+        positions = torch.arange(patches.size(1), device=images.device).expand(patches.shape[:2])
+        patches, positions = (split_sequence(x, context=context) for x in (patches, positions))
+        entered = partition_input(patches, arrangement=self._here)
+        return self.dropout(self.project(entered) + self.positions(positions))
 
 
 class Pool(nn.Module):

@@ -1,4 +1,4 @@
-"""Building blocks of training: layers that follow the context's tensor mode, and learning-rate schedulers."""
+"""Layers for tensor, context and expert parallelism, and learning-rate schedulers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measures of a batch, as a hook of the trainer takes them: a count over its samples."""
+"""Metrics of a batch for the trainer's hooks: counts over its samples."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class Accuracy(nn.Module):
-    """How many samples (or tokens) of a batch have their largest logit at their label; those of `ignore_index` do not count."""
+    """The number of samples (or tokens) whose largest logit is at their label; labels of `ignore_index` do not count."""
 
     def __init__(self, ignore_index: int = -100) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Learning-rate schedulers with a warm-up, on the number of steps of the whole run: torch's LambdaLR, and its factor."""
+"""Learning-rate schedulers with warm-up over the steps of the full run, as factors for torch's LambdaLR."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from colonnade.registry import LR_SCHEDULERS
 
 
 class _WarmupLR(LambdaLR):
-    """A linear rise from 1/warmup_steps to 1, times `factor(step, progress)`: progress is 0 to 1 after the rise."""
+    """A linear warm-up from 1/warmup_steps to 1, times `factor(step, progress)`; progress goes from 0 to 1 after it."""
 
     def __init__(
         self,
@@ -26,8 +26,8 @@ class _WarmupLR(LambdaLR):
     ) -> None:
         if total_steps < 1 or not 0 <= warmup_steps <= total_steps:
             raise ConfigError(
-                f"total_steps={total_steps} and warmup_steps={warmup_steps}: a run has at least one step, and its warm-up "
-                f"is a part of it"
+                f"total_steps={total_steps} and warmup_steps={warmup_steps}: total_steps must be 1 or more, and warmup_steps "
+                f"from 0 to total_steps"
             )
 
         def at(step: int) -> float:
@@ -40,7 +40,7 @@ class _WarmupLR(LambdaLR):
 
 @LR_SCHEDULERS.register_module
 class CosineAnnealingLR(_WarmupLR):
-    """Half a cosine from the start value down to `eta_min` times it, after `warmup_steps` of a linear rise."""
+    """Linear warm-up over `warmup_steps`, then half a cosine from the base rate down to `eta_min` times it."""
 
     def __init__(
         self, optimizer: Optimizer, total_steps: int, eta_min: float = 0.0, warmup_steps: int = 0, last_epoch: int = -1
@@ -53,7 +53,7 @@ class CosineAnnealingLR(_WarmupLR):
 
 @LR_SCHEDULERS.register_module
 class CosineAnnealingWarmupLR(CosineAnnealingLR):
-    """`CosineAnnealingLR` with the warm-up second among its arguments, as Colossal-AI has it."""
+    """`CosineAnnealingLR` with `warmup_steps` as the third argument, as in Colossal-AI."""
 
     def __init__(
         self, optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, eta_min: float = 0.0, last_epoch: int = -1
@@ -63,7 +63,7 @@ class CosineAnnealingWarmupLR(CosineAnnealingLR):
 
 @LR_SCHEDULERS.register_module
 class PolynomialWarmupLR(_WarmupLR):
-    """A linear rise over `warmup_steps`, then (1 - progress) ** `power` down to `end` times the start value."""
+    """Linear warm-up over `warmup_steps`, then (1 - progress) ** `power` down to `end` times the base rate."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class PolynomialWarmupLR(_WarmupLR):
 
 @LR_SCHEDULERS.register_module
 class LinearWarmupLR(PolynomialWarmupLR):
-    """A linear rise over `warmup_steps`, then a linear fall to zero at `total_steps`."""
+    """Linear warm-up over `warmup_steps`, then linear decay to zero at `total_steps`."""
 
     def __init__(self, optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1) -> None:
         super().__init__(optimizer, total_steps, warmup_steps, last_epoch=last_epoch)
@@ -90,7 +90,7 @@ class LinearWarmupLR(PolynomialWarmupLR):
 
 @LR_SCHEDULERS.register_module
 class MultiStepWarmupLR(_WarmupLR):
-    """A linear rise over `warmup_steps`; then times `gamma` at each of the `milestones`, which are steps of the run."""
+    """Linear warm-up over `warmup_steps`; then multiplied by `gamma` at each of the `milestones`, given as steps."""
 
     def __init__(
         self,
@@ -104,7 +104,8 @@ class MultiStepWarmupLR(_WarmupLR):
         ordered = sorted(milestones)
         if ordered and not warmup_steps < ordered[0] <= ordered[-1] <= total_steps:
             raise ConfigError(
-                f"milestones={list(milestones)} lie after the warm-up of {warmup_steps} and within {total_steps} steps"
+                f"milestones={list(milestones)} must be after the warm-up ({warmup_steps} steps) and within total_steps="
+                f"{total_steps}"
             )
 
         def factor(step: int, progress: float) -> float:

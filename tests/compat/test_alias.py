@@ -90,7 +90,7 @@ def test_a_real_one_is_not_hidden(tmp_path, monkeypatch):
     (tmp_path / "colossalai").mkdir()
     (tmp_path / "colossalai" / "__init__.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ColonnadeError, match="a real colossalai is installed at"):
+    with pytest.raises(ColonnadeError, match="the real colossalai is installed at"):
         compat.install()
 
 

@@ -92,7 +92,7 @@ def test_a_parameter_that_is_split_is_refused() -> None:
     place(parameter, {ParallelMode.TENSOR: Shard(0)})
     parameter.grad = gradients()[0]
     for make in (Lamb, Lars):
-        with pytest.raises(PlacementError, match=r"needs the norm of each whole parameter.*Shard\(0\)"):
+        with pytest.raises(PlacementError, match=r"needs the norm of each full parameter.*Shard\(0\)"):
             make([parameter]).step()
 
 

@@ -133,7 +133,7 @@ def _mistakes(gpc: ParallelContext) -> None:
     for told, model in (
         (r"DoraLinear.*q_proj|q_proj.*DoraLinear", adapted("llama", use_dora=True)),
         (r"'lm_head' .*modules_to_save.*target_modules", adapted("llama", modules_to_save=["lm_head"])),
-        ("of the kind ia3", peft.get_peft_model(BY_NAME["llama"].build(), ia3())),
+        ("of type ia3", peft.get_peft_model(BY_NAME["llama"].build(), ia3())),
         (
             "target_parameters",
             peft.get_peft_model(

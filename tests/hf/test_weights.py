@@ -278,11 +278,11 @@ def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
     import transformers
 
     with alone() as gpc:
-        with pytest.raises(ConfigError, match="takes the folder of a model or a config of transformers, not dict"):
+        with pytest.raises(ConfigError, match="takes the folder of a model or a transformers config, not dict"):
             from_pretrained({}, context=gpc)
-        with pytest.raises(ConfigError, match=r"model_class is a class of transformers, .* not 3"):
+        with pytest.raises(ConfigError, match=r"model_class must be a class of transformers, .* not 3"):
             from_pretrained(transformers.LlamaConfig(), model_class=3, context=gpc)
-        with pytest.raises(ConfigError, match="quantised"):
+        with pytest.raises(ConfigError, match="quantized"):
             from_pretrained(transformers.LlamaConfig(quantization_config={"bits": 4}), context=gpc)
         transformers.LlamaConfig().save_pretrained(tmp_path)
         with pytest.raises(CheckpointError, match=r"has no weights: it has neither model\.safetensors"):

@@ -74,7 +74,7 @@ def test_milestones_multiply_after_the_warm_up():
         *(([2], True), ([3], False), ([10], False), ([11], True)),
         *(([5, 3], False), ([5, 1], True), ([11, 3], True), ([3, 3, 10], False)),
     ):
-        with pytest.raises(ConfigError, match="lie after the warm-up") if is_refused else nullcontext():
+        with pytest.raises(ConfigError, match="must be after the warm-up") if is_refused else nullcontext():
             rates(lambda o, at=at: MultiStepWarmupLR(o, 10, 2, at), 1)
 
 

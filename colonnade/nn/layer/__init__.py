@@ -1,4 +1,10 @@
-"""Layers that follow the context's tensor mode: written once, on an `Arrangement` of activations and weights."""
+"""Layers for every tensor-parallel scheme: written once, on an `Arrangement` of activations and weights.
+
+The scheme is `parallel.tensor.mode` of the config: "1d" is Megatron-style column and row parallelism (Shoeybi et al. 2019),
+"2d" is SUMMA (Xu et al., "An Efficient 2D Method for Training Super-Large Deep Learning Models"), "2.5d" is Tesseract (Wang
+et al.), "3d" is the 3D method of Bian et al., "Maximizing Parallelism in Distributed Training for Huge Neural Networks".
+`sequence_split` is Megatron's sequence parallelism; the `sequence` axis is context parallelism (`colonnade.nn.sequence`).
+"""
 
 from __future__ import annotations
 

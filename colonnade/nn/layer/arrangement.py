@@ -1,7 +1,7 @@
-"""Arrangement: what one tensor mode does with activations and weights. The layers are written once, on top of it.
+"""`Arrangement`: how one tensor-parallel scheme shards activations and weights. The layers are written on top of it.
 
-An activation has one of two spreads: *outer* between blocks, *inner* inside one. A "column" weight leads from
-outer to inner, a "row" weight back. A tensor mode of one's own is a subclass, registered by the mode's name.
+An activation has one of two spreads: *outer* between blocks, *inner* inside a block. A "column" weight maps outer to inner, a
+"row" weight inner to outer. A custom scheme is a subclass, registered under the name of its tensor mode.
 """
 
 from __future__ import annotations
@@ -18,7 +18,17 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.core import given_or_global
 from colonnade.errors import ConfigError, PlacementError
-from colonnade.nn.layer.spread import Spread, Width, cut, gather, gives, scatter, size_of, takes, takes_whole
+from colonnade.nn.layer.spread import (
+    Spread,
+    Width,
+    check_full_input,
+    check_input,
+    gather,
+    mark_output,
+    scatter,
+    shard_sizes,
+    size_of,
+)
 from colonnade.parallel.placement import Replicate, Shard, Spec
 from colonnade.registry import Registry
 
@@ -26,67 +36,70 @@ Split = Literal["column", "row"]
 Side = Literal["outer", "inner"]
 
 ARRANGEMENT = Registry("arrangement", home="colonnade.nn.layer.modes")
-"""Arrangements by tensor mode: '1d', '2d', '2.5d', '3d', and yours."""
+"""Arrangements by tensor mode: '1d', '2d', '2.5d', '3d', and custom ones."""
 
 
 class Arrangement(ABC):
-    """How a tensor mode splits activations and weights, and how it multiplies them.
+    """How a tensor-parallel scheme shards activations and weights, and how it multiplies them.
 
-    Weights are [out, in] as torch has them, or [parts, out, in]: parts that are split alike, such as query, key
-    and value. A subclass sets `outer` and `inner` and says the rest in four methods.
+    Weights are [out, in] as in torch, or [parts, out, in]: several weights sharded alike, such as query, key and value. A
+    subclass sets `outer` and `inner` and implements `weight_modes`, `product` and `embed`.
     """
 
     outer: Spread
     inner: Spread
     uneven = False
-    """Whether a weight may be cut into uneven parts."""
+    """Whether shards of a weight may differ in size."""
 
     multiplies_blocks = False
-    """Whether a product is one `multiply` of this rank's rows and block of the weight, which may then be in float8."""
+    """Whether a product is a single `multiply` of this rank's rows and its block of the weight, so that it may be in float8."""
 
     def __init__(self, context: ParallelContext, sequence_split: bool = False) -> None:
         self.context = context
         self.multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
         if sequence_split and not self.splits_sequence:
             raise ConfigError(
-                f"sequence_split=True: {type(self).__name__} splits activations already; sequence splitting is for "
-                f"mode '1d', whose activations between blocks are whole"
+                f"sequence_split=True: {type(self).__name__} already shards activations between blocks; sequence_split is for "
+                f"mode '1d', which replicates them"
             )
         self.sequence_split = sequence_split
 
     splits_sequence = False
-    """Whether `sequence_split=True` means something here."""
+    """Whether `sequence_split=True` is supported."""
 
     @abstractmethod
     def weight_modes(self, split: Split) -> tuple[tuple[ParallelMode, ...], tuple[ParallelMode, ...]]:
-        """The modes that cut the out and the in dimension of a weight, outermost first."""
+        """The modes that shard the out and the in dimension of a weight, outermost first."""
 
     @abstractmethod
     def product(self, x: Tensor, weight: Tensor, split: Split) -> Tensor:
-        """x times the transposed weight: from the source's spread to the target's."""
+        """x times the transposed weight, from the spread of its input to the spread of its output."""
 
     @abstractmethod
     def embed(self, tokens: Tensor, weight: Tensor, rows: int, padding: int | None) -> Tensor:
-        """The rows of a weight of so many rows, lying as a "column" one, for whole tokens; in the outer spread."""
+        """Look up replicated tokens in a weight of `rows` rows, sharded like a "column" weight; in the outer spread."""
 
     def enter(self, x: Tensor) -> Tensor:
-        """What this rank's rows of a "column" weight are multiplied with, out of the outer spread, where that is all it takes."""
+        """The full input, out of the outer spread, of a product with this rank's rows of a "column" weight.
+
+        Raises for schemes whose product is more than that, such as SUMMA.
+        """
         raise PlacementError(
             f"under {type(self).__name__} a product is more than that of this rank's block and an input"
         )
 
     @property
-    def summed(self) -> tuple[ParallelMode, ...]:
-        """The modes on which weights are whole and each rank sees other rows of the batch."""
+    def partial_modes(self) -> tuple[ParallelMode, ...]:
+        """The modes over which weights are replicated and each rank has other rows of the batch: gradients are partial."""
         return ()
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, split: Split) -> Tensor:
-        """The product, and the bias in the target's spread."""
+        """The product, plus the bias in the spread of the output."""
         y = self.product(x, weight, split)
         return y if bias is None else y + bias
 
     def target(self, split: Split) -> Spread:
-        """The spread that a weight gives."""
+        """The spread of a weight's output."""
         return self.inner if split == "column" else self.outer
 
     def side(self, side: Side) -> Spread:
@@ -99,22 +112,22 @@ class Arrangement(ABC):
         first = 0 if parts == 1 else 1
         placed: dict[ParallelMode, Spec] = {mode: Shard(first) for mode in out_modes}
         placed.update({mode: Shard(first + 1) for mode in in_modes})
-        placed.update({mode: Replicate(owes="sum") for mode in self.summed})
+        placed.update({mode: Replicate(owes="sum") for mode in self.partial_modes})
         return placed
 
-    def take_weight(self, whole: Tensor, split: Split, unit: int = 1) -> Tensor:
-        """This rank's block of a whole weight. The dimension that is inside is cut in multiples of `unit`."""
+    def take_weight(self, full: Tensor, split: Split, unit: int = 1) -> Tensor:
+        """This rank's block of a full weight. The inner dimension is sharded in multiples of `unit`."""
         out_modes, in_modes = self.weight_modes(split)
-        block = self._take(whole, -2, out_modes, unit if split == "column" else 1, "out_features")
+        block = self._take(full, -2, out_modes, unit if split == "column" else 1, "out_features")
         return self._take(block, -1, in_modes, unit if split == "row" else 1, "in_features")
 
-    def take_along_hidden(self, whole: Tensor, side: Side, unit: int = 1) -> Tensor:
-        """This rank's part of a parameter whose last dimension is the hidden one."""
+    def take_along_hidden(self, full: Tensor, side: Side, unit: int = 1) -> Tensor:
+        """This rank's shard of a parameter whose last dimension is the hidden one."""
         mode = self.side(side).hidden
-        return whole if mode is None else self._take(whole, -1, (mode,), unit, "features")
+        return full if mode is None else self._take(full, -1, (mode,), unit, "features")
 
     def first_row(self, rows: int) -> int:
-        """Where this rank's rows of a "column" weight with so many rows begin."""
+        """The index of this rank's first row in a "column" weight of `rows` rows."""
         start, length = 0, rows
         for mode in self.weight_modes("column")[0]:
             sizes = self._sizes(length, mode, 1, "rows")
@@ -123,34 +136,35 @@ class Arrangement(ABC):
         return start
 
     def hidden_sizes(self, length: int, side: Side, unit: int = 1) -> tuple[int, ...]:
-        """The lengths of the hidden parts of an activation."""
+        """The hidden sizes of an activation's shards."""
         mode = self.side(side).hidden
         return (length,) if mode is None else self._sizes(length, mode, unit, "features")
 
     def is_split(self, side: Side) -> bool:
-        """Whether ranks hold different parts of an activation."""
+        """Whether activations of this side are sharded over more than one rank."""
         return any(size_of(mode, self.context) > 1 for mode in self.side(side).modes)
 
     def __deepcopy__(self, memo: Any) -> Arrangement:
-        """The same: a copy of a module is in the same world."""
+        """The same object: a copy of a module has the same process groups."""
         return self
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({'sequence_split=True' if self.sequence_split else ''})"
 
-    def _take(self, x: Tensor, dim: int, modes: tuple[ParallelMode, ...], unit: int, what: str) -> Tensor:
+    def _take(self, x: Tensor, dim: int, modes: tuple[ParallelMode, ...], unit: int, name: str) -> Tensor:
         for mode in modes:
-            sizes = self._sizes(x.shape[dim], mode, unit, what)
+            sizes = self._sizes(x.shape[dim], mode, unit, name)
             at = self.context.get_local_rank(mode)
+            # Only the first mode splits heads; a further one splits the features of the block.
             x, unit = x.narrow(dim, sum(sizes[:at]), sizes[at]), 1
         return x
 
-    def _sizes(self, length: int, mode: ParallelMode, unit: int, what: str) -> tuple[int, ...]:
-        return cut(length, mode, self.context, what, unit, even=not self.uneven)
+    def _sizes(self, length: int, mode: ParallelMode, unit: int, name: str) -> tuple[int, ...]:
+        return shard_sizes(length, mode, self.context, name, unit, even=not self.uneven)
 
 
 class Whole(Arrangement):
-    """No tensor parallelism: every rank has whole weights and activations."""
+    """No tensor parallelism: weights and activations are full on every rank."""
 
     outer = Spread()
     inner = Spread()
@@ -173,9 +187,12 @@ class Whole(Arrangement):
 
 
 def arrange(context: ParallelContext | None = None, sequence_split: bool | None = None) -> Arrangement:
-    """The arrangement of a context's tensor mode; `Whole` where there is none.
+    """The arrangement of the context's tensor mode; `Whole` without one.
 
-    `sequence_split` left out is `parallel.tensor.sequence_split` of the config, and False if that is not set.
+    Args:
+        context: The context; defaults to the global one.
+        sequence_split: Shard activations between blocks along the sequence (Megatron's sequence parallelism, mode '1d').
+            Defaults to `parallel.tensor.sequence_split` of the config.
     """
     context = given_or_global(context)
     tensor = (context.config.get("parallel") or {}).get("tensor") if context.is_launched else None
@@ -199,14 +216,20 @@ def partition_input(
     side: Side = "outer",
     arrangement: Arrangement | None = None,
 ) -> Tensor:
-    """This rank's part of a whole x, the same on all ranks of the tensor group; backward joins the gradients.
+    """This rank's shard of a replicated x; backward all-gathers the gradients.
 
-    `sequence` and `hidden` say where those dimensions are, None where x has none; the batch is dimension 0.
+    Args:
+        x: The activation, with the same values on all ranks of the tensor group; the batch is dimension 0.
+        sequence: The sequence dimension; None if x has none.
+        hidden: The hidden dimension; None if x has none.
+        unit: The hidden dimension is sharded in multiples of it, for example the head size.
+        side: The spread of the result: "outer" (between blocks) or "inner" (inside a block).
+        arrangement: Defaults to that of the global context.
     """
     here = arrangement or arrange()
-    takes_whole("partition_input", here, x)
-    part = scatter(x, here.side(side), here.context, (0, sequence, hidden), Width(None, unit, here.uneven))
-    return gives("partition_input", here, part, here.side(side))
+    check_full_input("partition_input", here, x)
+    shard = scatter(x, here.side(side), here.context, (0, sequence, hidden), Width(None, unit, here.uneven))
+    return mark_output("partition_input", here, shard, here.side(side))
 
 
 def gather_output(
@@ -219,32 +242,41 @@ def gather_output(
     side: Side = "outer",
     arrangement: Arrangement | None = None,
 ) -> Tensor:
-    """The whole of an activation, on every rank of the tensor group; backward takes this rank's part.
+    """All-gather an activation over the tensor group; backward takes this rank's shard of the gradient.
 
-    What follows must be the same on all of them. `features` is the whole hidden size; it is needed where the parts
-    are uneven. The logits of a `Classifier` are of side "inner".
+    The following layers must compute the same on all of these ranks.
+
+    Args:
+        x: The activation.
+        sequence: The sequence dimension; None if x has none.
+        hidden: The hidden dimension; None if x has none.
+        features: The full hidden size; required if shards differ in size.
+        unit: The hidden dimension is sharded in multiples of it.
+        side: The spread of x; the logits of a `Classifier` are "inner".
+        arrangement: Defaults to that of the global context.
     """
     here = arrangement or arrange()
-    takes("gather_output", here, x, side)
-    whole = gather(x, here.side(side), here.context, (0, sequence, hidden), Width(features, unit, here.uneven))
-    return gives("gather_output", here, whole, Spread())
+    check_input("gather_output", here, x, side)
+    full = gather(x, here.side(side), here.context, (0, sequence, hidden), Width(features, unit, here.uneven))
+    return mark_output("gather_output", here, full, Spread())
 
 
 def unsplit_sequence(x: Tensor, *, arrangement: Arrangement | None = None) -> Tensor:
-    """An activation of the outer spread with its whole sequence; as it is unless `sequence_split`.
+    """All-gather an activation of the outer spread along the sequence; returns it unchanged without `sequence_split`.
 
-    What follows (pooling, a head) must be the same on all ranks: build it with `arrange(sequence_split=False)`.
+    The following layers (pooling, a head) must compute the same on all ranks: build them with `arrange(sequence_split=False)`.
     """
     here = arrangement or arrange()
-    takes("unsplit_sequence", here, x, "outer")
+    check_input("unsplit_sequence", here, x, "outer")
     unsplit = gather(x, Spread(sequence=here.outer.sequence), here.context)
-    return gives("unsplit_sequence", here, unsplit, replace(here.outer, sequence=None))
+    return mark_output("unsplit_sequence", here, unsplit, replace(here.outer, sequence=None))
 
 
 def masked_rows(tokens: Tensor, weight: Tensor, start: int, padding: int | None) -> Tensor:
-    """The rows of `weight` for the tokens that are among start, start + 1, ...; zeros for the others."""
+    """The rows of `weight`, which start at vocabulary index `start`; zeros for tokens of other ranks."""
     rows = len(weight)
     if rows == 0:
+        # A rank without rows stays in the graph, so that the weight gets an (empty) gradient.
         return weight.new_zeros((*tokens.shape, weight.shape[1])) + weight.sum()
     local = tokens - start
     outside = (local < 0) | (local >= rows)

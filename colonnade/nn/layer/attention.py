@@ -1,4 +1,4 @@
-"""Self-attention: heads split over the ranks by the tensor mode, tokens by the sequence mode, or neither."""
+"""Self-attention with heads sharded by the tensor mode and tokens by the sequence mode (context parallelism)."""
 
 from __future__ import annotations
 
@@ -19,21 +19,27 @@ from colonnade.nn.sequence import SharedLengths, ring_attention, ulysses_attenti
 from colonnade.nn.sequence.parts import parts_of, sequence_place
 from colonnade.parallel.placement import Replicate
 
-# --- Rotary positions: queries and keys turned by angles that grow with the position, so that scores depend on distances ---
+# --- Rotary position embedding: queries and keys are rotated by their positions, so that scores depend on distances ---
 
 _SCALING = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
-"""What each kind of scaling takes."""
+"""The keys of each kind of scaling."""
 
 
 class Rotary:
-    """The angles of every position, kept once for all the layers that share this object.
+    """Rotary position embedding (RoPE), with tables of angles shared by all layers that share this object.
 
-    Element i of a head is turned together with element i + head_size / 2, by position x theta^(-2i / head_size), as
-    published Llama weights have it. `scaling` has their keys too: {"rope_type": "linear", "factor": 4.0}, or "llama3".
-    Cosines and sines are of float32. They are made for `length` positions, and anew for a longer sequence.
+    Element i of a head is rotated together with element i + head_size / 2 by position x theta^(-2i / head_size), as in the
+    published Llama weights. Tables are in float32.
+
+    Args:
+        head_size: The width of a head; must be even.
+        theta: The base of the frequencies.
+        scaling: As in Llama configs: {"rope_type": "linear", "factor": 4.0}, or "llama3" with its keys.
+        length: Compute tables for so many positions now; they grow with longer sequences.
+        device: The device of these tables.
     """
 
     def __init__(
@@ -46,33 +52,44 @@ class Rotary:
         device: torch.device | None = None,
     ) -> None:
         if head_size % 2:
-            raise ConfigError(f"rotary positions turn pairs: a head of size {head_size} is odd; choose an even size")
-        self.head_size, self.theta, self.scaling = head_size, theta, _checked(scaling)
+            raise ConfigError(f"rotary positions rotate pairs, but head_size={head_size} is odd; choose an even size")
+        if scaling:
+            kind = scaling.get("rope_type")
+            if kind not in _SCALING:
+                raise ConfigError(
+                    f"rotary scaling: unknown rope_type={kind!r}; allowed are {listed(_SCALING)}, or no scaling"
+                )
+            keys = {"rope_type", *_SCALING[kind]}
+            if {*scaling} != keys:
+                raise ConfigError(
+                    f"rotary scaling {kind!r} takes exactly {listed(sorted(keys))}; given: {dict(scaling)}"
+                )
+        self.head_size, self.theta, self.scaling = head_size, theta, dict(scaling or {})
         self._tables: dict[torch.device, Tensor] = {}
         if length:
             self.table(length, torch.device(device or "cpu"))
 
     def __call__(self, q: Tensor, k: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Queries and keys, (batch, heads, length, head_size), turned.
+        """Rotate queries and keys, (batch, heads, length, head_size).
 
-        `positions` of their tokens in the whole sequence; left out, they are 0, 1, 2, ...
+        `positions` are those of the tokens in the full sequence, by default 0, 1, 2, ...
         """
         length = q.size(-2)
-        turns = self.table(length, q.device)[:, :length] if positions is None else self._turns(positions)
-        return _turned(q, *turns.unbind()), _turned(k, *turns.unbind())
+        rotation = self.table(length, q.device)[:, :length] if positions is None else self._rotation(positions)
+        return _rotated(q, *rotation.unbind()), _rotated(k, *rotation.unbind())
 
     def table(self, length: int, device: torch.device) -> Tensor:
         """Cosines and sines, (2, `length` or more, head_size / 2)."""
-        known = self._tables.get(device)
-        if known is None or known.size(1) < length:
-            known = self._turns(torch.arange(length, device=device))
-            # Training could not use one of inference mode, and compiled code makes its own.
+        table = self._tables.get(device)
+        if table is None or table.size(1) < length:
+            table = self._rotation(torch.arange(length, device=device))
+            # Autograd could not use a tensor of inference mode later, and compiled code computes its own.
             if not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled()):
-                self._tables[device] = known
-        return known
+                self._tables[device] = table
+        return table
 
     def frequencies(self, device: torch.device | None = None) -> Tensor:
-        """The angle of position 1 for every pair, scaled."""
+        """The rotation angle per position for every pair, scaled."""
         powers = torch.arange(0, self.head_size, 2, device=device).float() / self.head_size
         plain = 1.0 / self.theta**powers
         if not self.scaling:
@@ -82,51 +99,51 @@ class Rotary:
             return plain / factor
         low, high = float(self.scaling["low_freq_factor"]), float(self.scaling["high_freq_factor"])
         turns = float(self.scaling["original_max_position_embeddings"]) * plain / (2 * pi)
-        kept = ((turns - low) / (high - low)).clamp(0, 1)  # all of a fast pair, nothing of a slow one
+        kept = ((turns - low) / (high - low)).clamp(0, 1)  # 1 for fast pairs, 0 for slow ones
         return plain * (kept + (1 - kept) / factor)
 
     def __deepcopy__(self, memo: Any) -> Rotary:
-        """The same: it has no weights."""
+        """The same object: a copied model shares the tables."""
         return self
 
-    def _turns(self, positions: Tensor) -> Tensor:
+    def _rotation(self, positions: Tensor) -> Tensor:
         angles = positions.float().unsqueeze(1) * self.frequencies(positions.device)
         return torch.stack([angles.cos(), angles.sin()])
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
 
-def _checked(scaling: Mapping[str, Any] | None) -> dict[str, Any]:
-    if not scaling:
-        return {}
-    kind = scaling.get("rope_type")
-    if kind not in _SCALING:
-        raise ConfigError(
-            f"rotary scaling: rope_type={kind!r} is not known; allowed are {listed(_SCALING)}, or no scaling"
-        )
-    wanted = {"rope_type", *_SCALING[kind]}
-    if {*scaling} != wanted:
-        raise ConfigError(f"rotary scaling {kind!r} takes exactly {listed(sorted(wanted))}; given: {dict(scaling)}")
-    return dict(scaling)
-
-
 Over = Literal["ring", "ulysses"]
-"""How attention reaches over a split sequence: see `ring_attention` and `ulysses_attention`."""
+"""The context-parallel attention: see `ring_attention` and `ulysses_attention`."""
 
 
 class SelfAttention(nn.Module):
-    """Multi-head self-attention, [batch, sequence, hidden] in the outer spread to the same.
+    """Multi-head self-attention on [batch, sequence, hidden], from outer to outer spread.
 
-    `qkv.weight` is [3, hidden, hidden]: query, key and value, each split by heads. With fewer `kv_heads` there are `q`
-    and `kv` instead. In the 1d mode the number of heads need not be a multiple of the ranks, but each rank needs one.
-    `head_size` is hidden / heads unless given. `rotary` turns queries and keys by their positions, after `qk_norm`,
-    which is the eps of an RMSNorm over each head of queries and of keys.
-    Where a sequence lies on several ranks, `over` says how its parts reach each other, and `balanced` that they are
-    those of split_sequence(balanced=True); there is no mask then. A query sees `window` keys before it, and behind it
-    if not causal. Layers with the same `shared_lengths` ask for the lengths of the ranks' parts once in a pass.
+    `qkv.weight` is [3, hidden, hidden]: query, key and value, each sharded by heads. With fewer `kv_heads` there are `q` and
+    `kv` instead. In the 1d mode the ranks need not divide the number of heads, but each rank needs one.
+
+    Args:
+        hidden: The width of input and output.
+        heads: The number of query heads.
+        causal: Whether a token attends only to itself and earlier tokens.
+        kv_heads: The number of key and value heads; defaults to `heads`.
+        head_size: The width of a head; defaults to hidden / heads.
+        rotary: Rotary positions of queries and keys, applied after `qk_norm`.
+        qk_norm: The eps of an RMSNorm over each head of queries and of keys; None for no norm.
+        over: Under context parallelism: "ring" or "ulysses".
+        balanced: Under context parallelism: tokens are split as by split_sequence(balanced=True).
+        window: The number of earlier keys that a query attends to, and of later ones if not causal; None for all.
+        shared_lengths: Layers with the same object exchange the ranks' sequence lengths once per pass.
+        dropout: Dropout of attention weights in training.
+        bias: Whether the projections have biases.
+        arrangement: The sharding scheme; defaults to that of the global context.
+        device: Of the weights.
+        dtype: Of the weights.
+        source: A full attention to take the weights from; see `from_module`.
     """
 
     def __init__(
@@ -153,26 +170,37 @@ class SelfAttention(nn.Module):
         super().__init__()
         here = self.arrangement = arrangement or arrange()
         kv_heads = kv_heads or heads
-        _check(hidden if head_size is None else head_size * heads, heads, kv_heads, over, balanced)
+        if (head_size is None and hidden % heads) or heads % kv_heads:
+            raise ConfigError(
+                f"hidden={hidden} must be a multiple of heads={heads}, and heads of kv_heads={kv_heads}; choose numbers that "
+                f"divide each other"
+            )
+        if over not in ("ring", "ulysses") or (balanced and over != "ring"):
+            raise ConfigError(f"over={over!r}: allowed are 'ring' and 'ulysses'; balanced={balanced} needs 'ring'")
         self.head_size, self.causal, self.over, self.balanced = head_size or hidden // heads, causal, over, balanced
         self.rotary, self.qk_norm, width = rotary, qk_norm, self.head_size * heads
-        self.window, self.dropout, self._reaches = window, dropout, sequence_place(here.context)[0] > 1
+        self.window, self.dropout, self._is_split = window, dropout, sequence_place(here.context)[0] > 1
         self._shared_lengths = shared_lengths or SharedLengths()
         self._number = self._shared_lengths.join()
-        # Ranks cut queries where they cut keys: the query heads of one key head stay together.
+        # Query heads are sharded in groups: those that use one key head stay with it.
         unit = width // kv_heads
         if min(here.hidden_sizes(width, "inner", unit)) == 0:
             few = f"heads={heads}" if kv_heads == heads else f"kv_heads={kv_heads}"
             raise ConfigError(
-                f"{few}: some ranks of {here.inner.hidden} would have none; take fewer ranks", code="C032"
+                f"{few}: some ranks of {here.inner.hidden} would have no heads; use fewer ranks", code="C032"
             )
         options: dict[str, Any] = {"arrangement": here, "device": device, "dtype": dtype}
-        first, last = (None, None) if source is None else (_joint_projection(source), source.out_proj)
+        joint: nn.Linear | None = None
+        if source is not None:
+            # The projections of query, key and value as one torch.nn.Linear.
+            joint = nn.Linear(source.embed_dim, len(source.in_proj_weight), device="meta")
+            joint.weight, joint.bias = source.in_proj_weight, source.in_proj_bias
         if kv_heads == heads:
-            self.qkv = Linear(hidden, width, bias, parts=3, unit=unit, source=first, **options)
+            self.qkv = Linear(hidden, width, bias, parts=3, unit=unit, source=joint, **options)
         else:
             self.q = Linear(hidden, width, bias, unit=unit, **options)
             self.kv = Linear(hidden, kv_heads * self.head_size, bias, parts=2, unit=self.head_size, **options)
+        last = None if source is None else source.out_proj
         self.out = Linear(width, hidden, bias, split="row", unit=unit, source=last, **options)
         self.q_norm = self._norm(device, dtype)
         self.k_norm = self._norm(device, dtype)
@@ -181,10 +209,10 @@ class SelfAttention(nn.Module):
     def from_module(
         cls, module: nn.MultiheadAttention, *, causal: bool = False, arrangement: Arrangement | None = None
     ) -> SelfAttention:
-        """This rank's heads of a whole torch.nn.MultiheadAttention, the same on every rank; batch first here."""
+        """This rank's heads of a torch.nn.MultiheadAttention with the same weights on every rank; inputs are batch first."""
         if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:
             raise ConfigError(
-                "only attention with kdim = vdim = embed_dim, without bias_kv and zero_attn, can be taken"
+                "SelfAttention.from_module supports only kdim = vdim = embed_dim, without bias_kv and zero_attn"
             )
         return cls(
             module.embed_dim,
@@ -203,39 +231,31 @@ class SelfAttention(nn.Module):
         lengths: Sequence[int] | None = None,
         documents: Sequence[int] | None = None,
     ) -> Tensor:
-        """`mask` as of scaled_dot_product_attention: [sequence, sequence], or [batch or 1, 1, ...] with whole batch.
+        """Attention over the full sequence.
 
-        `lengths`: the tokens on each rank of the sequence group; without it the ranks ask each other. `documents`:
-        cumulative lengths of the documents that every whole sequence consists of, which do not see each other.
+        Args:
+            x: [batch, sequence, hidden] in the outer spread.
+            mask: As in scaled_dot_product_attention: [sequence, sequence], or [batch or 1, 1, ...] for the full batch.
+                Not with context parallelism, a window or documents.
+            lengths: The number of tokens on each rank of the sequence group; by default the ranks exchange them.
+            documents: Cumulative lengths of the documents in every full sequence; tokens attend to their own document.
         """
+        here = self.arrangement
         projected = self.qkv(x).chunk(3, -1) if hasattr(self, "qkv") else (self.q(x), *self.kv(x).chunk(2, -1))
-        q, k, v = (part.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for part in projected)
-        if self._reaches and lengths is None:
-            lengths = self._asked(q.size(2))
+        q, k, v = (y.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for y in projected)
+        if self._is_split and lengths is None:
+            lengths = self._exchanged_lengths(q.size(2))
         if self.qk_norm is not None:
             q, k = (F.rms_norm(x, (self.head_size,), w, self.qk_norm) for x, w in ((q, self.q_norm), (k, self.k_norm)))
         if self.rotary is not None:
             positions = None
-            if self._reaches:
-                parts = parts_of(q.size(2), lengths, self.balanced, self.arrangement.context)
+            if self._is_split:
+                parts = parts_of(q.size(2), lengths, self.balanced, here.context)
                 lengths = parts.lengths
-                positions = parts.positions(sequence_place(self.arrangement.context)[1], q.device)
+                positions = parts.positions(sequence_place(here.context)[1], q.device)
             q, k = self.rotary(q, k, positions)
         mixed = self._attend(q, k, v, mask, lengths, documents)
         return self.out(mixed.transpose(1, 2).flatten(-2))
-
-    @torch.compiler.disable
-    def _asked(self, length: int) -> Sequence[int]:
-        """The lengths of all ranks' parts. Compiled code is left for it, and is the same for layers of other numbers."""
-        return self._shared_lengths.of(self._number, length, self.arrangement.context)
-
-    def _norm(self, device: Any, dtype: torch.dtype | None) -> nn.Parameter | None:
-        """The weight of a norm over a head: whole on every rank, each of which sees other heads or other rows."""
-        if self.qk_norm is None:
-            return None
-        placed = {mode: Replicate(owes="sum") for mode in self.arrangement.inner.modes}
-        whole = torch.ones(self.head_size, device=device, dtype=dtype)
-        return own(whole, dict(placed), tuple(whole.shape), whole)
 
     def _attend(
         self,
@@ -246,41 +266,37 @@ class SelfAttention(nn.Module):
         lengths: Sequence[int] | None,
         documents: Sequence[int] | None,
     ) -> Tensor:
+        """Attention of this rank's heads and queries; a subclass may replace it."""
         here = self.arrangement
-        dropped = self.dropout if self.training else 0.0
-        if self._reaches or self.window is not None or documents is not None:
-            if mask is not None:
-                raise ConfigError(
-                    "attention over a split sequence, with a window or with documents takes no mask; use causal=True, or "
-                    "leave it out"
-                )
-            options: dict[str, Any] = {"window": self.window, "documents": documents, "dropout": dropped}
-            options |= {"causal": self.causal, "lengths": lengths, "context": here.context}
-            with stream_of(here, "inner") if dropped else nullcontext():
+        dropout = self.dropout if self.training else 0.0
+        with stream_of(here, "inner") if dropout else nullcontext():
+            if self._is_split or self.window is not None or documents is not None:
+                if mask is not None:
+                    raise ConfigError(
+                        "attention with context parallelism, a window or documents takes no mask; use causal=True, or leave "
+                        "it out"
+                    )
+                options: dict[str, Any] = {"window": self.window, "documents": documents, "dropout": dropout}
+                options |= {"causal": self.causal, "lengths": lengths, "context": here.context}
                 if self.over == "ring":
                     return ring_attention(q, k, v, balanced=self.balanced, **options)
                 return ulysses_attention(q, k, v, **options)
-        if mask is not None and mask.dim() == 4 and len(mask) > 1:
-            mask = partition_input(mask, sequence=None, hidden=None, side="inner", arrangement=here)
-        grouped = q.size(1) != k.size(1)
-        with stream_of(here, "inner") if dropped else nullcontext():
+            if mask is not None and mask.dim() == 4 and len(mask) > 1:
+                mask = partition_input(mask, sequence=None, hidden=None, side="inner", arrangement=here)
+            grouped = q.size(1) != k.size(1)
             return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, dropout_p=dropped, is_causal=self.causal, enable_gqa=grouped
+                q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=self.causal, enable_gqa=grouped
             )
 
+    @torch.compiler.disable
+    def _exchanged_lengths(self, length: int) -> Sequence[int]:
+        """The sequence lengths of all ranks. Not compiled, so that `_number` does not cause a recompilation per layer."""
+        return self._shared_lengths.of(self._number, length, self.arrangement.context)
 
-def _check(hidden: int, heads: int, kv_heads: int, over: str, balanced: bool) -> None:
-    if hidden % heads or heads % kv_heads:
-        raise ConfigError(
-            f"hidden={hidden} must be a multiple of heads={heads}, and heads of kv_heads={kv_heads}; choose numbers that "
-            f"divide each other"
-        )
-    if over not in ("ring", "ulysses") or (balanced and over != "ring"):
-        raise ConfigError(f"over={over!r} is one of 'ring' and 'ulysses'; balanced={balanced} parts are for 'ring'")
-
-
-def _joint_projection(source: nn.MultiheadAttention) -> nn.Linear:
-    """Query, key and value as one torch.nn.Linear."""
-    joint = nn.Linear(source.embed_dim, len(source.in_proj_weight), device="meta")
-    joint.weight, joint.bias = source.in_proj_weight, source.in_proj_bias
-    return joint
+    def _norm(self, device: Any, dtype: torch.dtype | None) -> nn.Parameter | None:
+        """The weight of a norm over a head: replicated, with a partial gradient from this rank's heads or rows."""
+        if self.qk_norm is None:
+            return None
+        placed = {mode: Replicate(owes="sum") for mode in self.arrangement.inner.modes}
+        full = torch.ones(self.head_size, device=device, dtype=dtype)
+        return own(full, dict(placed), tuple(full.shape), full)

@@ -1,6 +1,6 @@
-"""Cross entropy of rows of logits on CUDA: what a row says of its loss, then its gradient in the place of the logits.
+"""Triton kernels for the cross-entropy of rows of logits: statistics of each row, then its gradient in place of the logits.
 
-Logits are read once each time, in their own dtype; the arithmetic is fp32.
+Each kernel reads the logits once, in their own dtype; the arithmetic is fp32.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _gradient(  # type: ignore[no-untyped-def]
 
 
 def statistics(logits: Tensor, labels: Tensor, sums: bool) -> Tensor:
-    """(4, rows) in fp32: the largest logit, the sum of exp(logit - largest), the label's logit, the sum (if asked for)."""
+    """(4, rows) in fp32: the largest logit, the sum of exp(logit - largest), the label's logit, the sum if `sums`."""
     rows, width = logits.shape
     out = torch.empty(4, rows, dtype=torch.float32, device=logits.device)
     _statistics[(rows,)](logits, labels, out, rows, width, _BLOCK, sums, num_warps=8)
@@ -66,7 +66,7 @@ def statistics(logits: Tensor, labels: Tensor, sums: bool) -> Tensor:
 
 
 def gradient(logits: Tensor, labels: Tensor, log_sums: Tensor, slopes: Tensor, share: Tensor, hit: float) -> Tensor:
-    """slope * (softmax - share - hit at the label) of every row, written over the logits."""
+    """slope * (softmax - share - hit at the label) for every row, written over the logits."""
     rows, width = logits.shape
     grid = (rows, triton.cdiv(width, _BLOCK))
     _gradient[grid](logits, labels, log_sums, slopes, share, hit, width, _BLOCK, num_warps=8)

@@ -1,4 +1,4 @@
-"""Dropout whose masks agree where ranks hold the same activation and differ where each holds its own part."""
+"""Dropout with equal masks for replicated activations and independent masks for sharded ones."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from colonnade.nn.layer.arrangement import Arrangement, Side, arrange
 class Dropout(nn.Dropout):
     """torch.nn.Dropout on an activation of the outer or the inner spread (`side`).
 
-    A whole activation is masked alike on all ranks of the tensor group; parts are masked from the stream of
-    TENSOR, which is another one on each rank.
+    A replicated activation gets the same mask on all ranks of the tensor group; shards get masks from the RNG stream of
+    TENSOR, which differs between these ranks.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class Dropout(nn.Dropout):
     def from_module(
         cls, module: nn.Dropout, *, side: Side = "outer", arrangement: Arrangement | None = None
     ) -> Dropout:
-        """The same as a torch.nn.Dropout."""
+        """The equivalent of a torch.nn.Dropout."""
         return cls(module.p, module.inplace, side=side, arrangement=arrangement)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ class Dropout(nn.Dropout):
 
 @contextmanager
 def stream_of(arrangement: Arrangement, side: Side) -> Iterator[None]:
-    """Random numbers for an activation of this side: alike on all ranks where it is whole, else each rank's own."""
+    """Use the RNG stream for activations of this side: the common one if they are replicated, else that of TENSOR."""
     if not arrangement.is_split(side):
         yield
         return

@@ -1,4 +1,4 @@
-"""Linear, Classifier, MLP and embeddings: layers whose weight is split as the context's tensor mode has it."""
+"""Linear, Classifier, MLP and embeddings, with weights sharded by the context's tensor mode."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError
-from colonnade.nn.layer.arrangement import Arrangement, Split, Whole, arrange
-from colonnade.nn.layer.spread import Width, cut, gives, respread, takes
+from colonnade.nn.layer.arrangement import Arrangement, Side, Split, Whole, arrange
+from colonnade.nn.layer.spread import Width, check_input, mark_output, respread, shard_sizes
 from colonnade.parallel.dtensor import note_source
 from colonnade.parallel.placement import Spec, place
 
@@ -20,13 +20,23 @@ Own = TypeVar("Own", bound="Linear")
 
 
 class Linear(nn.Module):
-    """y = x A^T + b, as torch.nn.Linear, with this rank's block of A.
+    """y = x A^T + b like torch.nn.Linear, with this rank's block of A.
 
-    `split="column"` takes the outer spread to the inner one (and to the outer one with `gather_output=True`),
-    `split="row"` the inner one to the outer one (the outer one to the outer one with `input_is_parallel=False`).
-    `parts` weights in one, [parts, out, in], are split alike; the output is theirs one after another. The side
-    that is inside a block is cut in multiples of `unit` (a head, say). Every rank draws the same whole weights
-    and keeps its block: the weights do not depend on the mode.
+    Every rank draws the same full weights and keeps its block, so initial weights do not depend on the tensor mode.
+
+    Args:
+        in_features: Input features of the full layer.
+        out_features: Output features of the full layer, per part.
+        bias: Whether there is a bias.
+        split: "column" maps the outer spread to the inner one, "row" the inner one to the outer one.
+        gather_output: For "column": all-gather the output into the outer spread.
+        input_is_parallel: For "row": whether the input is in the inner spread; if False, it is converted from the outer one.
+        parts: The number of weights in one, [parts, out, in], sharded alike; their outputs are concatenated.
+        unit: The inner dimension is sharded in multiples of `unit`, for example the head size.
+        arrangement: The sharding scheme; defaults to that of the global context.
+        device: As in torch.nn.Linear.
+        dtype: As in torch.nn.Linear.
+        source: A full layer to take the weights from; see `from_module`.
     """
 
     layer_kind = "linear"
@@ -48,75 +58,74 @@ class Linear(nn.Module):
         source: nn.Linear | None = None,
     ) -> None:
         super().__init__()
-        _check(split, gather_output, input_is_parallel, parts)
-        self.arrangement = arrangement or arrange()
+        if split not in ("column", "row"):
+            raise ConfigError(f"Linear(split={split!r}): allowed are 'column' and 'row'")
+        if split == "row" and gather_output:
+            raise ConfigError("Linear(split='row', gather_output=True): the output of a row weight is already full")
+        if split == "column" and not input_is_parallel:
+            raise ConfigError(
+                "Linear(split='column', input_is_parallel=False): a column weight always takes a full input; leave it out"
+            )
+        if parts > 1 and (split == "row" or gather_output):
+            raise ConfigError(f"Linear(parts={parts}): several weights in one need split='column', gather_output=False")
+        here = self.arrangement = arrangement or arrange()
         self.in_features, self.out_features, self.parts, self.unit = in_features, out_features, parts, unit
         self.split, self.gather_output, self.input_is_parallel = split, gather_output, input_is_parallel
-        whole = source or nn.Linear(in_features, parts * out_features, bias, device, dtype)
-        self.weight = self._own_weight(whole.weight)
-        self.bias = self._own_bias(whole.bias) if whole.bias is not None else None
+
+        full = source or nn.Linear(in_features, parts * out_features, bias, device, dtype)
+        shape = (parts, out_features, in_features) if parts > 1 else tuple(full.weight.shape)
+        block = here.take_weight(full.weight.detach().view(shape), split, unit)
+        self.weight = own(block, here.weight_placement(split, parts), shape, full.weight)
+        self.bias: nn.Parameter | None = None
+        if full.bias is not None:
+            shape = (parts, out_features) if parts > 1 else tuple(full.bias.shape)
+            side: Side = "inner" if split == "column" else "outer"
+            shard = here.take_along_hidden(full.bias.detach().view(shape), side, unit if split == "column" else 1)
+            self.bias = own(shard, here.target(split).along_hidden(), shape, full.bias)
 
     @classmethod
     def from_module(cls: type[Own], module: nn.Linear, *, parts: int = 1, **options: Any) -> Own:
-        """This rank's block of a whole torch.nn.Linear, the same on every rank; options as for the class.
+        """This rank's block of a torch.nn.Linear with the same weights on every rank; options as for the class.
 
-        A weight that another layer shares comes out shared only if you give it: Classifier.from_module(head,
-        weight=embedding.weight). `initialize` refuses a model in which such a tie was lost.
+        A tie with another layer is kept only if its weight is passed: Classifier.from_module(head,
+        weight=embedding.weight). `initialize` raises for a model in which such a tie was lost.
         """
         if module.out_features % parts:
-            raise ConfigError(f"out_features={module.out_features} cannot be {parts} equal parts")
+            raise ConfigError(f"out_features={module.out_features} is not divisible into parts={parts} equal parts")
         if parts > 1:
             options["parts"] = parts
         features = module.in_features, module.out_features // parts
         return cls(*features, source=module, **options)
 
     def forward(self, x: Tensor, each: bool = False) -> Tensor | Sequence[Tensor]:
-        """`each`: what the parts give, one by one."""
-        if each:
-            return self._each(x)
+        """The output; with `each=True`, the outputs of the `parts` weights as a sequence."""
         here = self.arrangement
-        inside = self.split == "row" and self.input_is_parallel
-        takes(self, here, x, "inner" if inside else "outer", self.in_features, self.unit)
-        if self.split == "row" and not inside:
+        if each and isinstance(here, Whole):
+            # A product per part: its backward does not concatenate the gradients of the parts.
+            check_input(self, here, x, "outer", self.in_features, self.unit)
+            biases = [None] * self.parts if self.bias is None else self.bias.unbind()
+            products = zip(self.weight.unbind(), biases, strict=True)
+            return [mark_output(self, here, here.multiply(x, weight, bias), here.inner) for weight, bias in products]
+        is_inner = self.split == "row" and self.input_is_parallel
+        check_input(self, here, x, "inner" if is_inner else "outer", self.in_features, self.unit)
+        if self.split == "row" and not is_inner:
             x = respread(x, here.outer, here.inner, here.context, Width(self.in_features, self.unit, here.uneven))
         y = here.linear(x, self.weight, None if self.bias is None else self.bias.flatten(), self.split)
         if self.gather_output:
             y = respread(y, here.inner, here.outer, here.context, Width(self.out_features, self.unit, here.uneven))
-        return gives(self, here, y, here.outer if self.gather_output else here.target(self.split))
-
-    def _each(self, x: Tensor) -> Sequence[Tensor]:
-        """On whole weights each part is a product of its own: their backward passes need no gradients joined."""
-        here = self.arrangement
-        if not isinstance(here, Whole):
-            y: Tensor = self.forward(x)  # type: ignore[assignment]
-            return y.chunk(self.parts, -1)
-        takes(self, here, x, "outer", self.in_features, self.unit)
-        biases = [None] * self.parts if self.bias is None else self.bias.unbind()
-        products = zip(self.weight.unbind(), biases, strict=True)
-        return [gives(self, here, here.multiply(x, weight, bias), here.inner) for weight, bias in products]
+        y = mark_output(self, here, y, here.outer if self.gather_output else here.target(self.split))
+        return y.chunk(self.parts, -1) if each else y
 
     def extra_repr(self) -> str:
         parts = f"{self.parts} x " if self.parts > 1 else ""
         return f"{self.in_features}, {parts}{self.out_features}, split={self.split!r}, {self.arrangement}"
 
-    def _own_weight(self, whole: Tensor) -> nn.Parameter:
-        shape = (self.parts, self.out_features, self.in_features) if self.parts > 1 else tuple(whole.shape)
-        block = self.arrangement.take_weight(whole.detach().view(shape), self.split, self.unit)
-        return own(block, self.arrangement.weight_placement(self.split, self.parts), shape, whole)
-
-    def _own_bias(self, whole: Tensor) -> nn.Parameter:
-        shape = (self.parts, self.out_features) if self.parts > 1 else tuple(whole.shape)
-        side, unit = ("inner", self.unit) if self.split == "column" else ("outer", 1)
-        part = self.arrangement.take_along_hidden(whole.detach().view(shape), side, unit)  # type: ignore[arg-type]
-        placed = self.arrangement.target(self.split).along_hidden()
-        return own(part, placed, shape, whole)
-
 
 class Classifier(Linear):
-    """The last layer: from hidden to the logits of classes or of a vocabulary, which stay split.
+    """The last layer: from hidden to sharded logits of classes or of a vocabulary.
 
-    `CrossEntropyLoss` takes them so; `gather_output(logits, side="inner")` gives whole ones. `weight` of an
-    `Embedding` may be given to tie the two: in every mode they lie in the same way.
+    `CrossEntropyLoss` takes sharded logits; `gather_output(logits, side="inner")` makes them full. Pass the `weight` of an
+    `Embedding` to tie the two: both are sharded alike in every mode.
     """
 
     layer_kind = "classifier"
@@ -139,14 +148,14 @@ class Classifier(Linear):
         if weight is not None:
             if weight.shape != self.weight.shape:
                 raise ConfigError(
-                    f"a weight of shape {tuple(weight.shape)} cannot be tied to a classifier whose own has the shape "
-                    f"{tuple(self.weight.shape)}; give the weight of Embedding({out_features}, {in_features})"
+                    f"a weight of shape {tuple(weight.shape)} cannot be tied to a classifier with a weight of shape "
+                    f"{tuple(self.weight.shape)}; pass the weight of Embedding({out_features}, {in_features})"
                 )
             self.weight = weight
 
 
 class MLP(nn.Module):
-    """down(activation(up(x))), in the outer spread to the same; the wide activation in between is split.
+    """down(activation(up(x))) from outer to outer spread, with a sharded activation in between.
 
     `gated`: down(activation(gate(x)) * up(x)); `up.weight` is then [2, inner, hidden], the gate first.
     """
@@ -173,10 +182,10 @@ class MLP(nn.Module):
 
     @classmethod
     def from_module(cls, module: nn.Sequential, *, arrangement: Arrangement | None = None) -> MLP:
-        """This rank's part of a whole nn.Sequential(Linear, activation, Linear), the same on every rank."""
+        """This rank's shard of an nn.Sequential(Linear, activation, Linear) with the same weights on every rank."""
         layers: tuple[Any, ...] = tuple(module)
         if [isinstance(layer, nn.Linear) for layer in layers] != [True, False, True]:
-            raise ConfigError(f"an MLP is taken from nn.Sequential(Linear, activation, Linear), not from {module}")
+            raise ConfigError(f"MLP.from_module takes nn.Sequential(Linear, activation, Linear), not {module}")
         up, activation, down = layers
         return cls(up.in_features, up.out_features, activation=activation, arrangement=arrangement, source=(up, down))
 
@@ -187,34 +196,23 @@ class MLP(nn.Module):
         return self.down(self.activation(self.up(x)))
 
 
-def own(block: Tensor, placed: dict[ParallelMode, Spec], shape: tuple[int, ...], whole: Tensor) -> nn.Parameter:
-    """A parameter of this rank: a block of `whole`, taken as of this shape, with its placement."""
-    trained = whole.requires_grad or not isinstance(whole, nn.Parameter)
-    parameter = nn.Parameter(block.clone(memory_format=torch.contiguous_format), requires_grad=trained)
+def own(block: Tensor, placed: dict[ParallelMode, Spec], shape: tuple[int, ...], full: Tensor) -> nn.Parameter:
+    """This rank's parameter: a copy of a block of `full`, with its placement in a tensor of this shape."""
+    requires_grad = full.requires_grad or not isinstance(full, nn.Parameter)
+    parameter = nn.Parameter(block.clone(memory_format=torch.contiguous_format), requires_grad=requires_grad)
     if placed:
         place(parameter, placed, shape)
-    note_source(parameter, whole)
+    note_source(parameter, full)
     return parameter
 
 
-def _check(split: str, gather_output: bool, input_is_parallel: bool, parts: int) -> None:
-    if split not in ("column", "row"):
-        raise ConfigError(f"Linear(split={split!r}): allowed are 'column' and 'row'")
-    if split == "row" and gather_output:
-        raise ConfigError("Linear(split='row', gather_output=True): a row weight gives whole results already")
-    if split == "column" and not input_is_parallel:
-        raise ConfigError("Linear(split='column', input_is_parallel=False): a column weight takes whole inputs already")
-    if parts > 1 and (split == "row" or gather_output):
-        raise ConfigError(f"Linear(parts={parts}): several weights in one are for split='column', gather_output=False")
-
-
-# --- Embeddings: of tokens, with the vocabulary split; of positions; and any parameter that lies along the hidden dimension ---
+# --- Embeddings: of tokens, with a sharded vocabulary; of positions; and any parameter along the hidden dimension ---
 
 
 class Embedding(nn.Module):
-    """torch.nn.Embedding with this rank's block of the weight, which lies as a `Classifier`'s does.
+    """torch.nn.Embedding with this rank's block of the weight, sharded like that of a `Classifier`.
 
-    Takes whole tokens, the same on every rank of the tensor group, and gives vectors in the outer spread.
+    Takes replicated tokens, the same on every rank of the tensor group, and returns vectors in the outer spread.
     """
 
     layer_kind = "embedding"
@@ -232,50 +230,51 @@ class Embedding(nn.Module):
     ) -> None:
         super().__init__()
         self.arrangement = arrangement or arrange()
-        whole = source or nn.Embedding(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
-        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, whole.padding_idx
-        block = self.arrangement.take_weight(whole.weight.detach(), "column")
+        full = source or nn.Embedding(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
+        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, full.padding_idx
+        block = self.arrangement.take_weight(full.weight.detach(), "column")
         placed = self.arrangement.weight_placement("column")
-        self.weight = own(block, placed, tuple(whole.weight.shape), whole.weight)
+        self.weight = own(block, placed, tuple(full.weight.shape), full.weight)
 
     @classmethod
     def from_module(cls, module: nn.Embedding, *, arrangement: Arrangement | None = None) -> Embedding:
-        """This rank's block of a whole torch.nn.Embedding, the same on every rank.
+        """This rank's block of a torch.nn.Embedding with the same weights on every rank.
 
-        Give it on to the layer that shares the weight: Classifier.from_module(head, weight=embedding.weight).
+        Pass its weight to the layer that shares it: Classifier.from_module(head, weight=embedding.weight).
         """
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
-            raise ConfigError("an Embedding with max_norm, scale_grad_by_freq or sparse gradients cannot be split")
+            raise ConfigError("an Embedding with max_norm, scale_grad_by_freq or sparse gradients cannot be sharded")
         return cls(module.num_embeddings, module.embedding_dim, arrangement=arrangement, source=module)
 
     def forward(self, tokens: Tensor) -> Tensor:
         here = self.arrangement
-        return gives(self, here, here.embed(tokens, self.weight, self.num_embeddings, self.padding_idx), here.outer)
+        x = here.embed(tokens, self.weight, self.num_embeddings, self.padding_idx)
+        return mark_output(self, here, x, here.outer)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, {self.arrangement}"
 
 
 class HiddenParameter(nn.Module):
-    """A parameter whose last dimension is the hidden one, such as a class token: this rank's part of `whole`.
+    """This rank's shard of a parameter whose last dimension is the hidden one, such as a class token.
 
-    Calling it gives that part, to be added to or joined with activations of the outer spread.
+    A call returns the shard, to be added to or concatenated with activations of the outer spread.
     """
 
     def __init__(self, whole: Tensor, *, arrangement: Arrangement | None = None) -> None:
         super().__init__()
         self.arrangement = arrangement or arrange()
-        part = self.arrangement.take_along_hidden(whole.detach(), "outer")
-        self.weight = own(part, self.arrangement.outer.along_hidden(), tuple(whole.shape), whole)
+        shard = self.arrangement.take_along_hidden(whole.detach(), "outer")
+        self.weight = own(shard, self.arrangement.outer.along_hidden(), tuple(whole.shape), whole)
 
     def forward(self) -> Tensor:
         return self.weight
 
 
 class PositionEmbedding(HiddenParameter):
-    """A learned vector per position, drawn as torch.nn.Embedding's. `position(length)`: the vectors of a sequence.
+    """A learned vector per position, initialized like torch.nn.Embedding; a call with a length returns that many.
 
-    With `sequence_split` each rank gets those of its part of the sequence.
+    With `sequence_split` each rank gets the vectors of its own tokens.
     """
 
     def __init__(
@@ -288,22 +287,24 @@ class PositionEmbedding(HiddenParameter):
         dtype: torch.dtype | None = None,
         source: nn.Embedding | None = None,
     ) -> None:
-        whole = source or nn.Embedding(length, embedding_dim, device=device, dtype=dtype)
-        super().__init__(whole.weight, arrangement=arrangement)
+        full = source or nn.Embedding(length, embedding_dim, device=device, dtype=dtype)
+        super().__init__(full.weight, arrangement=arrangement)
         self.length = length
 
     @classmethod
     def from_module(cls, module: nn.Embedding, *, arrangement: Arrangement | None = None) -> PositionEmbedding:
-        """This rank's part of a whole torch.nn.Embedding of positions, the same on every rank."""
+        """This rank's shard of a torch.nn.Embedding of positions, with the same weights on every rank."""
         return cls(module.num_embeddings, module.embedding_dim, arrangement=arrangement, source=module)
 
     def forward(self, length: int | None = None) -> Tensor:
-        wanted = self.length if length is None else length
-        if wanted > self.length:
-            raise ConfigError(f"a sequence of length {wanted} has positions beyond the {self.length} that there are")
+        length = self.length if length is None else length
+        if length > self.length:
+            raise ConfigError(
+                f"a sequence of length {length} is longer than PositionEmbedding(length={self.length}); choose a larger length"
+            )
         here = self.arrangement
         mode = here.outer.sequence
         if mode is None:
-            return self.weight[:wanted]
-        sizes, at = cut(wanted, mode, here.context, "sequence"), here.context.get_local_rank(mode)
+            return self.weight[:length]
+        sizes, at = shard_sizes(length, mode, here.context, "sequence"), here.context.get_local_rank(mode)
         return self.weight.narrow(0, sum(sizes[:at]), sizes[at])

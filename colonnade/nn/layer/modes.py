@@ -1,6 +1,11 @@
-"""The built-in arrangements of the tensor modes '1d', '2d', '2.5d' and '3d': importing this module registers them.
+"""The built-in arrangements of the tensor modes '1d', '2d', '2.5d' and '3d'; importing this module registers them.
 
-The collectives of each mode; those of a backward pass are the transposes (`colonnade.parallel.collectives` has the table).
+- 1d is Megatron-style column and row parallelism (Shoeybi et al. 2019); `sequence_split` is Megatron's sequence parallelism.
+- 2d is SUMMA (Xu et al., "An Efficient 2D Method for Training Super-Large Deep Learning Models").
+- 2.5d is Tesseract (Wang et al.): SUMMA on several squares of ranks that share the batch.
+- 3d is the method of Bian et al., "Maximizing Parallelism in Distributed Training for Huge Neural Networks".
+
+The collectives of each mode; the backward pass uses their transposes (`colonnade.parallel.collectives` has the table).
 
 | mode | product with a column weight | product with a row weight | embedding |
 |---|---|---|---|
@@ -23,7 +28,7 @@ from torch.nn import functional as F
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.nn.layer.arrangement import ARRANGEMENT, Arrangement, Split, masked_rows
-from colonnade.nn.layer.spread import Spread, cut, size_of
+from colonnade.nn.layer.spread import Spread, shard_sizes, size_of
 from colonnade.parallel import collectives, wire
 from colonnade.parallel.collectives import Way, column_linear, row_linear
 from colonnade.parallel.wire import Members, members_of
@@ -33,10 +38,11 @@ _1D = ParallelMode.PARALLEL_1D
 
 @ARRANGEMENT.register_module("1d")
 class OneD(Arrangement):
-    """A column weight is split by its rows, a row weight by its columns, over PARALLEL_1D; uneven parts work.
+    """Megatron-style column and row parallelism over PARALLEL_1D; shards may be uneven.
 
-    Between blocks activations are whole on every rank, or, with `sequence_split=True`, split along the sequence: the
-    same bytes travel, and norms, dropouts and residuals hold a part each. Inside they are split along hidden.
+    A column weight is sharded by its output features, a row weight by its input features. Between blocks activations are
+    replicated or, with `sequence_split=True`, sharded along the sequence: the same communication volume, and norms,
+    dropouts and residuals need 1/ranks of the memory. Inside a block activations are sharded along hidden.
     """
 
     inner = Spread(hidden=_1D)
@@ -57,7 +63,8 @@ class OneD(Arrangement):
         matrix, members = weight.flatten(0, -2), members_of(_1D, self.context)
         if members is None:
             return self.multiply(x, matrix, bias)
-        # The compiler orders collectives and products itself, and float8 has a product of its own.
+        # `column_linear` and `row_linear` overlap collectives and products by hand. The compiler does that itself, and float8
+        # replaces the product.
         if torch.compiler.is_compiling() or self.multiply is not F.linear:
             if split == "column":
                 return self.multiply(self.enter(x), matrix, bias)
@@ -67,11 +74,11 @@ class OneD(Arrangement):
         if split == "column":
             return column_linear(x, matrix, bias, way)
         if self.sequence_split:
-            cut(x.shape[-2], _1D, self.context, "sequence")  # says what cannot be split
+            shard_sizes(x.shape[-2], _1D, self.context, "sequence")  # raises if the sequence cannot be sharded
         return row_linear(x, matrix, bias, way)
 
     def enter(self, x: Tensor) -> Tensor:
-        """Whole in forward; in backward the sum of what every rank's columns say."""
+        """The full input of a column product; backward sums the gradients of all ranks' columns."""
         if not self.sequence_split:
             return collectives.copy(x, _1D, context=self.context)
         sizes = (x.shape[-2],) * size_of(_1D, self.context)
@@ -81,19 +88,19 @@ class OneD(Arrangement):
         return self._leave(masked_rows(tokens, weight, self.first_row(rows), padding))
 
     def _leave(self, x: Tensor) -> Tensor:
-        """The sum of every rank's partial result."""
+        """Reduce the partial results of all ranks into the outer spread."""
         if not self.sequence_split:
             return collectives.reduce(x, _1D, context=self.context)
-        sizes = cut(x.shape[-2], _1D, self.context, "sequence")
+        sizes = shard_sizes(x.shape[-2], _1D, self.context, "sequence")
         return collectives.reduce_scatter(x, _1D, -2, sizes, context=self.context)
 
 
-# --- SUMMA: products of matrices that lie as blocks on a square of ranks, in three forms that differentiate into each other ---
+# --- SUMMA: products of matrices sharded in blocks over a square of ranks, in three forms that are each other's gradients ---
 #
-# On a q x q square, rank (i, j) has block (i, j) of every matrix; i is its place in the column group, j in the row
-# group. Only blocks are kept for backward: panels travel again, so memory stays 1/q^2 of the matrices.
+# On a q x q square, rank (i, j) stores block (i, j) of every matrix; i is its rank in the column group, j in the row group.
+# Backward keeps only the blocks and communicates the panels again, so memory stays 1/q^2 of the matrices.
 #
-# | product | travels along rows | travels along columns | gradients |
+# | product | sent along rows | sent along columns | gradients |
 # |---|---|---|---|
 # | `ab`: A B | A, broadcast | B, broadcast | `abt(g, B)`, `atb(A, g)` |
 # | `abt`: A B^T | the result, reduced | B, broadcast | `ab(g, B)`, `atb(g, A)` |
@@ -123,13 +130,14 @@ class _Product(Function):
         for at in range(square.q):
             left = a if form == "abt" else wire.broadcast(a, square.row, at, a.shape)
             right = b if form == "atb" else wire.broadcast(b, square.col, at, b.shape)
-            part = (left.t() if form == "atb" else left) @ (right.t() if form == "abt" else right)
+            partial = (left.t() if form == "atb" else left) @ (right.t() if form == "abt" else right)
             if form == "ab":
-                result = part if result is None else result.add_(part)
+                result = partial if result is None else result.add_(partial)
                 continue
+            # Panel `at` of the result belongs to rank `at` of the row (or column); other ranks get nothing to keep.
             along = square.row if form == "abt" else square.col
-            summed = wire.reduce_to(part, along, at)
-            result = summed if at == along.at else result
+            reduced = wire.reduce_to(partial, along, at)
+            result = reduced if at == along.at else result
         assert result is not None
         return result
 
@@ -162,10 +170,10 @@ def atb(a: Tensor, b: Tensor, square: Square) -> Tensor:
 class _OnSquares(Arrangement):
     """SUMMA on one square of ranks, or on `depth` squares that share the batch.
 
-    Rank (d, i, j): square d, row i (its place in a COL group), column j (its place in a ROW group). The batch is split
-    over the columns of the squares (and over the squares), the hidden dimension over their rows. A column weight lies
-    so that x travels, a row weight so that the result does: in both cases the narrow side of a block, since column
-    weights widen and row weights narrow.
+    Rank (d, i, j): square d, row i (its rank in a COL group), column j (its rank in a ROW group). The batch is sharded over
+    the columns of the squares (and over the squares), the hidden dimension over their rows. A column weight is stored so that
+    x is communicated, a row weight so that the result is: in both cases the narrow side of a block, because column weights
+    widen and row weights narrow.
     """
 
     row: ParallelMode
@@ -178,14 +186,18 @@ class _OnSquares(Arrangement):
         self.outer = self.inner = Spread(batch=self.batch, hidden=self.row)
 
     @property
-    def summed(self) -> tuple[ParallelMode, ...]:
+    def partial_modes(self) -> tuple[ParallelMode, ...]:
         return () if self.depth is None else (self.depth,)
 
     def weight_modes(self, split: Split) -> tuple[tuple[ParallelMode, ...], tuple[ParallelMode, ...]]:
         return ((self.row,), (self.col,)) if split == "column" else ((self.col,), (self.row,))
 
     def product(self, x: Tensor, weight: Tensor, split: Split) -> Tensor:
-        x, matrix = _as_autocast(x, weight.flatten(0, -2))
+        matrix = weight.flatten(0, -2)
+        if torch.is_autocast_enabled(x.device.type):
+            # Autocast does not see into `_Product`, whose saved tensors need one dtype.
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, matrix = x.to(dtype), matrix.to(dtype)
         square = self._square()
         if square is None:
             return F.linear(x, matrix)
@@ -194,23 +206,21 @@ class _OnSquares(Arrangement):
         return y.unflatten(0, x.shape[:-1])
 
     def embed(self, tokens: Tensor, weight: Tensor, rows: int, padding: int | None) -> Tensor:
-        """Rank (i, j) has the vocabulary's part j and the hidden part i: sums over j, then trades with (j, i)."""
         if self.depth is not None:
-            sizes = cut(len(tokens), self.depth, self.context, "batch")
+            sizes = shard_sizes(len(tokens), self.depth, self.context, "batch")
             tokens = collectives.scatter(tokens, self.depth, 0, sizes, context=self.context)
-        found = masked_rows(tokens, weight, self.first_row(rows), padding)
-        sizes = cut(len(found), self.row, self.context, "batch")
-        return self._trade(collectives.reduce_scatter(found, self.row, 0, sizes, context=self.context))
-
-    def _trade(self, x: Tensor) -> Tensor:
-        """What rank (j, i) of the same square holds."""
+        # Rank (i, j) has shard j of the vocabulary and shard i of hidden. Reducing over j leaves it batch shard j.
+        partial = masked_rows(tokens, weight, self.first_row(rows), padding)
+        sizes = shard_sizes(len(partial), self.row, self.context, "batch")
+        x = collectives.reduce_scatter(partial, self.row, 0, sizes, context=self.context)
         if self._square() is None:
             return x
+        # The outer spread has batch shard i and hidden shard j: rank (i, j) exchanges its block with rank (j, i).
         q, tensor = size_of(self.row, self.context), ParallelMode.TENSOR
         i, j = self.context.get_local_rank(self.col), self.context.get_local_rank(self.row)
-        sizes = [0] * size_of(tensor, self.context)
-        sizes[self.context.get_local_rank(tensor) + (j - i) * (q - 1)] = len(x)
-        return collectives.all_to_all(x, tensor, sizes, sizes, context=self.context)
+        sizes_to = [0] * size_of(tensor, self.context)
+        sizes_to[self.context.get_local_rank(tensor) + (j - i) * (q - 1)] = len(x)
+        return collectives.all_to_all(x, tensor, sizes_to, sizes_to, context=self.context)
 
     def _square(self) -> Square | None:
         row, col = members_of(self.row, self.context), members_of(self.col, self.context)
@@ -219,7 +229,7 @@ class _OnSquares(Arrangement):
 
 @ARRANGEMENT.register_module("2d")
 class TwoD(_OnSquares):
-    """One square: batch over PARALLEL_2D_COL, hidden over PARALLEL_2D_ROW."""
+    """SUMMA (Xu et al.) on one square: batch over PARALLEL_2D_COL, hidden over PARALLEL_2D_ROW."""
 
     row = ParallelMode.PARALLEL_2D_ROW
     col = ParallelMode.PARALLEL_2D_COL
@@ -228,7 +238,10 @@ class TwoD(_OnSquares):
 
 @ARRANGEMENT.register_module("2.5d")
 class TwoAndAHalfD(_OnSquares):
-    """`depth` squares: batch over PARALLEL_2P5D_XZ, hidden over PARALLEL_2P5D_ROW, weights alike on each square."""
+    """Tesseract (Wang et al.): `depth` squares with the same weights.
+
+    Batch over PARALLEL_2P5D_XZ, hidden over PARALLEL_2P5D_ROW.
+    """
 
     row = ParallelMode.PARALLEL_2P5D_ROW
     col = ParallelMode.PARALLEL_2P5D_COL
@@ -245,11 +258,10 @@ _INPUT, _WEIGHT, _OUTPUT = (
 
 @ARRANGEMENT.register_module("3d")
 class ThreeD(Arrangement):
-    """A cube of ranks, each dimension of a product on one of its edges: rank (o, i, w) by its places in the OUTPUT,
-    INPUT and WEIGHT groups.
+    """3D parallelism (Bian et al.) on a cube of ranks, whose edges are the OUTPUT, INPUT and WEIGHT groups.
 
-    A column weight takes activations whose hidden dimension lies on OUTPUT to ones where it lies on INPUT, a row weight
-    takes them back; the batch lies on the other two. Every matrix is split over all the ranks: nothing is held twice.
+    A column weight maps activations with hidden over OUTPUT to activations with hidden over INPUT, a row weight maps them
+    back; the batch is sharded over the other two edges. Every matrix is sharded over all ranks, without replicas.
     Outer: batch over INPUT x WEIGHT, hidden over OUTPUT. Inner: batch over OUTPUT x WEIGHT, hidden over INPUT.
     """
 
@@ -261,28 +273,20 @@ class ThreeD(Arrangement):
         return ((_INPUT, _WEIGHT), (_OUTPUT,)) if split == "column" else ((_OUTPUT, _WEIGHT), (_INPUT,))
 
     def product(self, x: Tensor, weight: Tensor, split: Split) -> Tensor:
-        """Rows of x and rows of the weight are gathered, partial products summed; the rows of y are split again."""
-        gathered, summed = (_INPUT, _OUTPUT) if split == "column" else (_OUTPUT, _INPUT)
+        """All-gather the rows of x and of the weight, multiply, reduce-scatter the rows of y."""
+        gathered, reduced = (_INPUT, _OUTPUT) if split == "column" else (_OUTPUT, _INPUT)
         rows = self._gather(x, gathered, 0)
         matrix = self._gather(weight, _WEIGHT, -2).flatten(0, -2)
-        y = self.multiply(rows, matrix, None)
-        sizes = cut(len(y), summed, self.context, "batch")
-        return collectives.reduce_scatter(y, summed, 0, sizes, context=self.context)
+        partial = self.multiply(rows, matrix, None)
+        sizes = shard_sizes(len(partial), reduced, self.context, "batch")
+        return collectives.reduce_scatter(partial, reduced, 0, sizes, context=self.context)
 
     def embed(self, tokens: Tensor, weight: Tensor, rows: int, padding: int | None) -> Tensor:
         mode = ParallelMode.PARALLEL_3D_INPUT_X_WEIGHT
-        found = masked_rows(tokens, weight, self.first_row(rows), padding)
-        sizes = cut(len(found), mode, self.context, "batch")
-        return collectives.reduce_scatter(found, mode, 0, sizes, context=self.context)
+        partial = masked_rows(tokens, weight, self.first_row(rows), padding)
+        sizes = shard_sizes(len(partial), mode, self.context, "batch")
+        return collectives.reduce_scatter(partial, mode, 0, sizes, context=self.context)
 
     def _gather(self, x: Tensor, mode: ParallelMode, dim: int) -> Tensor:
         sizes = (x.shape[dim],) * size_of(mode, self.context)
         return collectives.all_gather(x, mode, dim, sizes, context=self.context)
-
-
-def _as_autocast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Both as autocast would have them in a product: what is kept for backward must have one dtype."""
-    if not torch.is_autocast_enabled(x.device.type):
-        return x, weight
-    dtype = torch.get_autocast_dtype(x.device.type)
-    return x.to(dtype), weight.to(dtype)

@@ -1,8 +1,8 @@
-"""Spread: how an activation lies on the modes, the way from one spread to another, and the check that layers fit.
+"""`Spread`: the sharding of an activation, conversions between spreads, and a check of consecutive layers.
 
-A placement is of a parameter; a spread is of the tensors between layers, [batch, sequence, hidden]: which mode
-splits which of the three. Every layer says with `takes` and `gives` how its input and its output lie; until the first step is
-over that is compared (second section).
+Placements are for parameters; a spread is for the tensors between layers, [batch, sequence, hidden]: the mode that shards
+each of the three dimensions. Every layer declares the spread of its input and output with `check_input` and `mark_output`;
+until the end of the first step these are compared (second section).
 """
 
 from __future__ import annotations
@@ -30,21 +30,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Spread:
-    """The mode that splits each dimension of an activation; None where it is whole."""
+    """The mode that shards each dimension of an activation; None for a replicated dimension."""
 
     batch: ParallelMode | None = None
     sequence: ParallelMode | None = None
     hidden: ParallelMode | None = None
 
     @property
+    def by_dim(self) -> tuple[ParallelMode | None, ParallelMode | None, ParallelMode | None]:
+        """The modes of batch, sequence and hidden."""
+        return self.batch, self.sequence, self.hidden
+
+    @property
     def modes(self) -> tuple[ParallelMode, ...]:
-        """The modes that split anything."""
-        return tuple(mode for mode in (self.batch, self.sequence, self.hidden) if mode is not None)
+        """The modes that shard a dimension."""
+        return tuple(mode for mode in self.by_dim if mode is not None)
 
     def along_hidden(self) -> dict[ParallelMode, Spec]:
-        """The placement of a parameter that lies along the hidden dimension: a bias, the weight of a norm.
+        """The placement of a parameter along the hidden dimension: a bias, the weight of a norm.
 
-        Each rank sees a part of the batch and of the sequence, so over those modes its gradient owes a sum.
+        It is sharded like the hidden dimension. Each rank has its own samples and tokens, so over the modes of batch and
+        sequence the gradient is partial.
         """
         placed: dict[ParallelMode, Spec] = {self.hidden: Shard(-1)} if self.hidden is not None else {}
         for mode in (self.batch, self.sequence):
@@ -54,14 +60,14 @@ class Spread:
 
 
 Dims = tuple[int | None, int | None, int | None]
-"""Where batch, sequence and hidden are in a tensor; None where it has no such dimension."""
+"""The dimensions of batch, sequence and hidden in a tensor; None for a dimension that it lacks."""
 
 ACTIVATION: Dims = (0, -2, -1)
 
 
 @dataclass(frozen=True)
 class Width:
-    """How the hidden dimension is cut: a whole of `features`, in multiples of `unit`, into parts that may be uneven."""
+    """How the hidden dimension is sharded: `features` in total, in multiples of `unit`, into shards that may be uneven."""
 
     features: int | None = None
     unit: int = 1
@@ -74,10 +80,10 @@ EQUAL = Width()
 def scatter(
     x: Tensor, spread: Spread, context: ParallelContext, dims: Dims = ACTIVATION, width: Width = EQUAL
 ) -> Tensor:
-    """This rank's part of a whole x. Backward joins everybody's gradient."""
-    for mode, dim, name in _split_dims(spread, dims):
-        how = width if name == "hidden" else EQUAL
-        sizes = cut(x.shape[dim], mode, context, name, how.unit, not how.uneven)
+    """This rank's shard of a replicated x. Backward all-gathers the gradients."""
+    for mode, dim, name in _sharded_dims(spread, dims):
+        rule = width if name == "hidden" else EQUAL
+        sizes = shard_sizes(x.shape[dim], mode, context, name, rule.unit, not rule.uneven)
         x = collectives.scatter(x, mode, dim, sizes, context=context)
     return x
 
@@ -85,32 +91,32 @@ def scatter(
 def gather(
     x: Tensor, spread: Spread, context: ParallelContext, dims: Dims = ACTIVATION, width: Width = EQUAL
 ) -> Tensor:
-    """The whole of an x of this spread, on every rank. Backward takes this rank's part of the gradient."""
-    for mode, dim, name in _split_dims(spread, dims):
+    """All-gather an x of this spread. Backward takes this rank's shard of the gradient."""
+    for mode, dim, name in _sharded_dims(spread, dims):
         sizes = (x.shape[dim],) * size_of(mode, context)
         if name == "hidden" and width.features is not None:
-            sizes = cut(width.features, mode, context, name, width.unit, not width.uneven)
+            sizes = shard_sizes(width.features, mode, context, name, width.unit, not width.uneven)
         x = collectives.gather(x, mode, dim, sizes, context=context)
     return x
 
 
 def respread(x: Tensor, source: Spread, target: Spread, context: ParallelContext, width: Width = EQUAL) -> Tensor:
-    """From one spread to another: what lies elsewhere is gathered and split anew."""
-    pairs = list(zip(_each(source), _each(target), strict=True))
+    """Convert x from one spread to another: dimensions whose mode changes are gathered and split again."""
+    pairs = list(zip(source.by_dim, target.by_dim, strict=True))
     leave = Spread(*(old if old is not new else None for old, new in pairs))
     enter = Spread(*(new if old is not new else None for old, new in pairs))
     return scatter(gather(x, leave, context, ACTIVATION, width), enter, context, ACTIVATION, width)
 
 
-def cut(
-    length: int, mode: ParallelMode, context: ParallelContext, what: str, unit: int = 1, even: bool = True
+def shard_sizes(
+    length: int, mode: ParallelMode, context: ParallelContext, name: str, unit: int = 1, even: bool = True
 ) -> tuple[int, ...]:
-    """The lengths of the parts over a mode; refuses what cannot be cut (evenly, in multiples of `unit`)."""
+    """The lengths of the shards over a mode; raises if `length` cannot be sharded (evenly, in multiples of `unit`)."""
     ranks = size_of(mode, context)
-    pieces = f"{length // unit} x {unit}" if unit > 1 else f"{length}"
+    units = f"{length // unit} x {unit}" if unit > 1 else f"{length}"
     if length % unit or (even and (length // unit) % ranks):
         raise PlacementError(
-            f"{what} of size {pieces} cannot be cut evenly over the {ranks} ranks of {mode}; "
+            f"{name} of size {units} cannot be sharded evenly over the {ranks} ranks of {mode}; "
             f"choose a size that {ranks} divides, or another tensor size",
             code="C032",
         )
@@ -118,59 +124,67 @@ def cut(
 
 
 def size_of(mode: ParallelMode, context: ParallelContext) -> int:
-    """How many ranks a mode has here; one where it has no group."""
+    """The number of ranks of a mode; 1 without a group."""
     return context.get_world_size(mode) if context.is_initialized(mode) else 1
 
 
-def _split_dims(spread: Spread, dims: Dims) -> Iterator[tuple[ParallelMode, int, str]]:
-    """(mode, dimension, name) of what is split and there."""
-    for mode, dim, name in zip(_each(spread), dims, ("batch", "sequence", "hidden"), strict=True):
+def _sharded_dims(spread: Spread, dims: Dims) -> Iterator[tuple[ParallelMode, int, str]]:
+    """(mode, dimension, name) of the sharded dimensions that the tensor has."""
+    for mode, dim, name in zip(spread.by_dim, dims, ("batch", "sequence", "hidden"), strict=True):
         if mode is not None and dim is not None:
             yield mode, dim, name
 
 
-def _each(spread: Spread) -> tuple[ParallelMode | None, ParallelMode | None, ParallelMode | None]:
-    return spread.batch, spread.sequence, spread.hidden
-
-
-# --- The passes before the first step, watched: an activation that lies otherwise than a layer takes it is an error by name ---
+# --- Checks before the end of the first step: a layer whose input has another spread than it expects raises ---
 #
-# A plain layer inside the split part of a model takes a part for the whole, and so does a layer of ours that expects
-# another spread: shapes may fit all the same. What each of our layers gives is marked in the autograd graph, and each
-# looks from what it gets back to the marks before it. After the first step nobody marks or looks any more.
+# A layer of torch.nn between sharded layers takes a shard for the full activation, and so does a layer of colonnade.nn that
+# expects another spread; shapes may fit anyway. Each layer of colonnade.nn marks its output in the autograd graph, and each
+# checks the nearest marks behind its input. After the first step there are no marks and no checks, and no cost.
 
 _MARK = "colonnade_spread"
-_SIDES = ("outer", "inner")
 _watched: dict[int, ref[FirstPass]] = {}
-"""By the id of the context. An engine keeps its own alive; empty, and quickly looked at, once all have made a step."""
+"""By the id of the context; the engine keeps its own `FirstPass` alive. Empty after the first step of all engines."""
 
 
-def takes(
-    who: nn.Module | str, here: Arrangement, x: Tensor, side: Side, features: int | None = None, unit: int = 1
+def check_input(
+    layer: nn.Module | str, here: Arrangement, x: Tensor, side: Side, features: int | None = None, unit: int = 1
 ) -> None:
-    """`who` takes x in the spread of `side`, with this rank's part of so many features."""
+    """Check that x has the spread of `side`, and this rank's share of `features`."""
+    watch = _watch(here)
+    if watch is None:
+        return
+    name, spread = watch.name(layer), here.side(side)
+    watch.check(name, x, spread)
+    if features is None:
+        return
+    sizes = here.hidden_sizes(features, side, unit if side == "inner" else 1)
+    width = features if spread.hidden is None else sizes[here.context.get_local_rank(spread.hidden)]
+    if x.shape[-1] != width:
+        raise PlacementError(
+            f"{name} takes {width} of {features} features here, because its input is {_text(spread)}, but got "
+            f"{x.shape[-1]}. Linear(split='column') is followed by Linear(split='row'), or has gather_output=True; "
+            f"partition_input(x) and gather_output(x) lead into the sharded part of a model and out of it",
+            code="C033",
+        )
+
+
+def check_full_input(layer: str, here: Arrangement, x: Tensor) -> None:
+    """Check that x is replicated."""
     watch = _watch(here)
     if watch is not None:
-        watch.check(watch.name(who), x, here.side(side))
-        if features is not None:
-            _check_width(watch.name(who), here, x, side, features, unit)
+        watch.check(layer, x, Spread())
 
 
-def takes_whole(who: str, here: Arrangement, x: Tensor) -> None:
-    """`who` takes an x that is whole on every rank."""
+def mark_output(layer: nn.Module | str, here: Arrangement, y: Tensor, spread: Spread) -> Tensor:
+    """Return y, marked as an output of the layer with this spread."""
     watch = _watch(here)
     if watch is not None:
-        watch.check(who, x, Spread())
-
-
-def gives(who: nn.Module | str, here: Arrangement, y: Tensor, spread: Spread) -> Tensor:
-    """`who` gives y in this spread."""
-    watch = _watch(here)
-    if watch is not None:
-        mark = (watch.split_only(spread), watch.name(who))
+        mark = (watch.split_only(spread), watch.name(layer))
         if y.grad_fn is not None:
             cast(Any, y.grad_fn).metadata[_MARK] = mark
-        elif mark[0].modes:  # nothing is differentiated yet: the part itself carries the mark, to the next layer
+        elif mark[
+            0
+        ].modes:  # no graph yet (frozen layers, or no_grad): the tensor itself carries the mark to the next layer
             setattr(y, _MARK, mark)
     return y
 
@@ -183,74 +197,75 @@ def _watch(here: Arrangement) -> FirstPass | None:
 
 
 class FirstPass:
-    """Watches a model whose layers are split, from `initialize` to its first step; one that is not split, not at all."""
+    """The checks of one model, from `initialize` to its first step. Inactive if no layer is sharded, or if some are compiled."""
 
     def __init__(self, model: nn.Module, context: ParallelContext) -> None:
         self._context = context
         self._handles: list[Any] = []
         modules = dict(model.named_modules())
         arrangements: list[Any] = [getattr(module, "arrangement", None) for module in modules.values()]
+        # Compiled code sets no marks (see `_watch`), so an activation behind a compiled module could not be judged.
         if not any(
             hasattr(a, "is_split") and (a.is_split("outer") or a.is_split("inner")) for a in arrangements
         ) or any(getattr(module, "_compiled_call_impl", None) for module in modules.values()):
             return
         self._names = {id(module): name for name, module in modules.items()}
-        self._whole = whole_parameters(model, context, ParallelMode.TENSOR)
+        self._replicated = whole_parameters(model, context, ParallelMode.TENSOR)
         for name, module in modules.items():
-            held = [parameter for parameter in module.parameters(recurse=False) if id(parameter) in self._whole]
-            plain = type(module).__module__.startswith("torch.nn.") and not hasattr(module, "arrangement")
-            if plain and held:
-                hook = _PlainLayer(name, self._whole[id(held[0])])
+            replicated = [p for p in module.parameters(recurse=False) if id(p) in self._replicated]
+            is_plain = type(module).__module__.startswith("torch.nn.") and not hasattr(module, "arrangement")
+            if is_plain and replicated:
+                hook = _PlainLayer(name, self._replicated[id(replicated[0])])
                 self._handles.append(module.register_forward_pre_hook(hook))
         _watched[id(context)] = ref(self)
 
     def close(self) -> None:
-        """Watch no longer."""
+        """End the checks."""
         for handle in self._handles:
             handle.remove()
         found = _watched.get(id(self._context))
         if found is not None and found() in (self, None):
             del _watched[id(self._context)]
 
-    def name(self, who: nn.Module | str) -> str:
-        """A layer with its name in the model."""
-        if isinstance(who, str):
-            return who
-        return f"{type(who).__name__} {self._names[id(who)]!r}" if id(who) in self._names else type(who).__name__
+    def name(self, layer: nn.Module | str) -> str:
+        """The type of a layer and its name in the model, for messages."""
+        if isinstance(layer, str):
+            return layer
+        kind = type(layer).__name__
+        return f"{kind} {self._names[id(layer)]!r}" if id(layer) in self._names else kind
 
     def split_only(self, spread: Spread) -> Spread:
-        """Without modes that have one rank."""
-        sized = [
-            mode if mode is not None and size_of(mode, self._context) > 1 else None
-            for mode in (spread.batch, spread.sequence, spread.hidden)
-        ]
-        return Spread(*sized)
+        """The spread without modes of a single rank."""
+        return Spread(
+            *(mode if mode is not None and size_of(mode, self._context) > 1 else None for mode in spread.by_dim)
+        )
 
-    def check(self, who: str, x: Tensor, spread: Spread) -> None:
-        """Refuse an x that lies in another spread, or that a whole parameter had a part in where parts are expected."""
-        wanted = self.split_only(spread)
+    def check(self, layer: str, x: Tensor, spread: Spread) -> None:
+        """Raise if x has another spread, or if a replicated parameter took part in it although a shard is expected."""
+        expected = self.split_only(spread)
         marks, leaves = _behind(x)
-        for found, giver in marks:
-            if found != wanted:
+        for found, source in marks:
+            if found != expected:
                 raise PlacementError(
-                    f"{who} takes an activation that is {_text(wanted)}; it gets what {giver} gives, which is {_text(found)}. "
-                    f"After Linear(split='column') comes Linear(split='row'), or it has gather_output=True; "
-                    f"partition_input(x) and gather_output(x) lead into the split part of a model and out of it",
+                    f"{layer} takes an activation that is {_text(expected)}, but got the output of {source}, which is "
+                    f"{_text(found)}. Linear(split='column') is followed by Linear(split='row'), or has gather_output=True; "
+                    f"partition_input(x) and gather_output(x) lead into the sharded part of a model and out of it",
                     code="C033",
                 )
-        plain = [self._whole[id(leaf)] for leaf in leaves if id(leaf) in self._whole] if wanted.modes else []
-        if plain:
+        plain = [self._replicated[id(leaf)] for leaf in leaves if id(leaf) in self._replicated]
+        if expected.modes and plain:
             raise PlacementError(
-                f"{who} takes an activation that is {_text(wanted)}, but what it gets was made with {plain[0]!r}, a parameter "
-                f"that is whole on every rank: it has taken a part for the whole, or the result is whole. Use the layer of "
-                f"colonnade.nn in its place, or place() the parameter, or bring a whole result in with partition_input(x); in "
-                f"a plan, give the layer of {plain[0]!r} the style 'replicated_with_grad_allreduce'",
+                f"{layer} takes an activation that is {_text(expected)}, but its input was computed with {plain[0]!r}, a "
+                f"parameter replicated on every rank: the layer of that parameter took a shard for the full activation, or "
+                f"its result is replicated. Replace it by the layer of colonnade.nn, or place() the parameter, or shard a "
+                f"replicated result with partition_input(x); in a TP plan, give the layer of {plain[0]!r} the style "
+                f"'replicated_with_grad_allreduce'",
                 code="C033",
             )
 
 
 class SplitLayers(ModelFamily):
-    """The family of models that have layers of colonnade.nn in them."""
+    """The family of models with layers of colonnade.nn."""
 
     def watch_first_step(self, model: nn.Module, context: ParallelContext) -> FirstPass:
         return FirstPass(model, context)
@@ -260,36 +275,37 @@ FAMILY = SplitLayers()
 
 
 class _PlainLayer:
-    """A hook on a layer of torch.nn: it has whole weights, so it must not get a part."""
+    """A forward pre-hook of a layer of torch.nn: its weights are replicated, so its input must not be a shard."""
 
     def __init__(self, name: str, parameter: str) -> None:
         self._name, self._parameter = name, parameter
 
     def __call__(self, module: nn.Module, args: Sequence[Any]) -> None:
         tensors = [x for x in args if isinstance(x, Tensor)] if not torch.compiler.is_compiling() else []
-        for spread, giver in (mark for x in tensors for mark in _behind(x)[0]):
+        for spread, source in (mark for x in tensors for mark in _behind(x)[0]):
             if spread.modes:
                 kind = type(module).__name__
                 raise PlacementError(
-                    f"{self._name!r} is a plain {kind}, whole on every rank ({self._parameter!r} is not placed); it gets what "
-                    f"{giver} gives, which is {_text(spread)}, and would take a part for the whole. Use the layer of "
-                    f"colonnade.nn in its place, or gather_output(x) before it; in a plan, give {self._name!r} the style "
-                    f"'rowwise', or 'replicated_with_grad_allreduce' if it treats each part alike (a norm of each head)",
+                    f"{self._name!r} is a plain {kind}, replicated on every rank ({self._parameter!r} is not placed), but got "
+                    f"the output of {source}, which is {_text(spread)}, and would take a shard for the full activation. "
+                    f"Replace it by the layer of colonnade.nn, or call gather_output(x) before it; in a TP plan, give "
+                    f"{self._name!r} the style 'rowwise', or 'replicated_with_grad_allreduce' if it treats each shard alike "
+                    f"(a norm of each head)",
                     code="C033",
                 )
 
 
 def _behind(x: Tensor) -> tuple[list[tuple[Spread, str]], list[Tensor]]:
-    """The nearest marks in the graph that x came from, and the leaves before which there is none.
+    """The nearest marks in the graph behind x, and the leaves that are reached without passing a mark.
 
-    A function with a backward of its own (a collective, a checkpoint) may change how things lie: nothing is known there.
+    The search stops at a custom autograd function (a collective, a checkpoint), which may change the spread.
     """
     if x.grad_fn is None:
         return ([getattr(x, _MARK)], []) if hasattr(x, _MARK) else ([], [x])
     marks, leaves, seen = [], [], set()
-    waiting: list[Any] = [x.grad_fn]
-    while waiting:
-        node = waiting.pop()
+    queue: list[Any] = [x.grad_fn]
+    while queue:
+        node = queue.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
@@ -298,26 +314,11 @@ def _behind(x: Tensor) -> tuple[list[tuple[Spread, str]], list[Tensor]]:
         elif hasattr(node, "variable"):
             leaves.append(node.variable)
         elif not isinstance(node, BackwardCFunction):
-            waiting += [before for before, _ in node.next_functions]
+            queue += [before for before, _ in node.next_functions]
     return marks, leaves
 
 
-def _check_width(who: str, here: Arrangement, x: Tensor, side: Side, features: int, unit: int) -> None:
-    mode, sizes = here.side(side).hidden, here.hidden_sizes(features, side, unit if side == "inner" else 1)
-    width = features if mode is None else sizes[here.context.get_local_rank(mode)]
-    if x.shape[-1] != width:
-        raise PlacementError(
-            f"{who} takes {width} of {features} features here, as its input is {_text(here.side(side))}; it gets "
-            f"{x.shape[-1]}. After Linear(split='column') comes Linear(split='row'), or it has gather_output=True; "
-            f"partition_input(x) and gather_output(x) lead into the split part of a model and out of it",
-            code="C033",
-        )
-
-
 def _text(spread: Spread) -> str:
-    parts = [
-        f"{name} over {mode.name}"
-        for name, mode in (("batch", spread.batch), ("sequence", spread.sequence), ("hidden", spread.hidden))
-        if mode is not None
-    ]
-    return "split, " + " and ".join(parts) if parts else "whole"
+    dims = zip(("batch", "sequence", "hidden"), spread.by_dim, strict=True)
+    sharded = [f"{name} over {mode.name}" for name, mode in dims if mode is not None]
+    return "sharded, " + " and ".join(sharded) if sharded else "replicated"

@@ -1,4 +1,4 @@
-"""Mixtures of experts: routers, experts split over the expert mode, and the layer that sends tokens between them."""
+"""Mixture of experts with expert parallelism: routers, experts sharded over the expert mode, and the MoE layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Dispatch: tokens to the ranks of their experts and back. Where other ranks have experts, the host waits once, for sizes."""
+"""Dispatch of tokens to the ranks of their experts and back.
+
+Under expert parallelism the host synchronizes once per layer, for the sizes of the all-to-all; all other indices stay on the
+device.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +29,9 @@ from colonnade.parallel.collectives import all_gather, all_to_all, copy, linear_
 class Order:
     """The assignments of one rank in the order in which they are sent: by expert, then by choice, then by token.
 
-    `rows`: the assignment (choice x tokens + token) that is sent as each row. What lies behind the last row that an
-    expert takes means nothing. `places`: (tokens, choices), the row of each assignment; for those that are dropped it
-    is `spare`, behind all rows that an expert takes; None where nothing can be dropped.
+    `rows`: the assignment (choice x tokens + token) sent as each row; undefined behind the last row that an expert accepts.
+    `places`: (tokens, choices), the row of each assignment. Dropped assignments have the row `spare`, behind all accepted
+    rows; `spare` is None if nothing can be dropped.
     """
 
     rows: Tensor
@@ -40,21 +44,23 @@ class Order:
         return self.rows % len(self.places)
 
     def cut(self, count: int) -> Order:
-        """The same where `count` rows are known to be all that the experts take."""
+        """The order without the rows behind the first `count`, which are all that the experts accept."""
         if self.spare is None:
             return self
         return Order(self.rows[:count], self.places.clamp(max=count), count)
 
 
 def order(choices: Tensor, chosen: Tensor, limits: Tensor | None = None) -> Order:
-    """Where each assignment goes. Nothing here waits for the device.
+    """Sort the assignments by expert, without synchronizing with the device.
 
-    `choices`: (choices, tokens), the experts. `chosen`: for each expert, how many assignments chose it. `limits`: how
-    many of them it takes, the first ones; None: all.
+    Args:
+        choices: (choices, tokens), the chosen experts.
+        chosen: (experts), the number of assignments to each expert.
+        limits: (experts), how many of them each expert accepts, the first ones; None for all.
     """
     experts = choices.flatten()
     row = torch.arange(len(experts), device=experts.device)
-    # Few bits are sorted in few passes.
+    # Radix sort takes fewer passes for fewer bits.
     rows = torch.argsort(experts.to(torch.int16 if len(chosen) < 2**15 else torch.int64), stable=True)
     if limits is None or not len(experts):
         places, spare = torch.empty_like(rows).scatter_(0, rows, row), None
@@ -69,23 +75,23 @@ def order(choices: Tensor, chosen: Tensor, limits: Tensor | None = None) -> Orde
 
 
 class Traffic:
-    """How many rows go where, asked for at once and read when it is needed: the one number that the host waits for.
+    """The sizes of the all-to-all, exchanged at construction and read by the host when needed.
 
-    The same for the way there and the way back. Rows arrive by rank and then expert; experts take them by expert.
+    The way back has the same sizes, reversed. Rows arrive sorted by rank and then expert; experts take them by expert.
     """
 
     def __init__(self, counts: Tensor, ranks: int, context: ParallelContext) -> None:
-        self._assumed = context.is_simulated
-        theirs = all_to_all(counts, ParallelMode.EXPERT, context=context)
-        self._arriving = theirs.view(ranks, -1)
-        self._sizes = HostCopy(torch.stack([counts, theirs]).view(2, ranks, -1).sum(-1))
+        self._is_simulated = context.is_simulated
+        received = all_to_all(counts, ParallelMode.EXPERT, context=context)
+        self._arriving = received.view(ranks, -1)
+        self._sizes = HostCopy(torch.stack([counts, received]).view(2, ranks, -1).sum(-1))
 
     def sizes(self, rows: int) -> tuple[list[int], list[int]]:
-        """(rows to each rank of the expert group, rows from each), of `rows` at most.
+        """(rows to each rank of the expert group, rows from each), out of at most `rows`.
 
-        In a simulated world nobody knows: as if all rows went to experts, and to all ranks alike.
+        In a simulated world, which has no data, routing is assumed to be balanced and to drop nothing.
         """
-        if self._assumed:
+        if self._is_simulated:
             ranks = len(self._arriving)
             even = [rows // ranks + (at < rows % ranks) for at in range(ranks)]
             return even, even
@@ -93,7 +99,7 @@ class Traffic:
         return send, receive
 
     def by_expert(self, arrived: Tensor, experts: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """What the experts make of the rows that arrived, in the order in which they arrived."""
+        """The output of the experts for the rows that arrived, in the order of arrival."""
         ranks, here = self._arriving.shape
         if ranks == 1 or here == 1:
             return experts(arrived, self._arriving.sum(0))
@@ -101,46 +107,45 @@ class Traffic:
         return permute(experts(permute(arrived, there, back), self._arriving.sum(0)), back, there)
 
     def experts_of(self, count: int) -> Tensor:
-        """The expert here that each of the `count` rows that arrived is for."""
+        """The local expert of each of the `count` rows that arrived."""
         ranks, here = self._arriving.shape
-        each = torch.arange(here, device=self._arriving.device).repeat(ranks)
-        return torch.repeat_interleave(each, self._arriving.flatten(), output_size=count)
+        local_experts = torch.arange(here, device=self._arriving.device).repeat(ranks)
+        return torch.repeat_interleave(local_experts, self._arriving.flatten(), output_size=count)
 
     def turns(self, count: int) -> tuple[Tensor, Tensor]:
-        """(where each row by expert is among the `count` that arrived, and the other way round)"""
+        """(index of each row by expert among the `count` rows by arrival, and the inverse)."""
         by_rank, by_expert = self._arriving, self._arriving.T
         ends, turned = _ends(by_rank), _ends(by_expert)
         return _moved(by_expert, turned, ends.T, count), _moved(by_rank, ends, turned.T, count)
 
 
 def _ends(sizes: Tensor) -> Tensor:
-    """Where each block ends, of blocks that lie one after another."""
+    """The end of each of several consecutive blocks."""
     return sizes.flatten().cumsum(0).view(sizes.shape)
 
 
 def _moved(sizes: Tensor, ends: Tensor, others: Tensor, count: int) -> Tensor:
-    """For each row of blocks that end at `ends`, where it is when they end at `others`."""
+    """The new index of each row when blocks that end at `ends` are moved to end at `others`."""
     shifts = torch.repeat_interleave((others - ends).flatten(), sizes.flatten(), output_size=count)
     return torch.arange(count, device=sizes.device) + shifts
 
 
 def permute(x: Tensor, there: Tensor, back: Tensor) -> Tensor:
-    """Row there[i] of x as row i; `back` is the inverse."""
+    """Row there[i] of x as row i; `back` is the inverse permutation."""
     return linear_map(x, lambda rows: rows.index_select(0, there), lambda gradient: permute(gradient, back, there))
 
 
 def dispatch(x: Tensor, order: Order) -> Tensor:
-    """(tokens, hidden) -> the rows that are sent: each token once for every assignment that is kept."""
-    return linear_map(x, lambda x: x.index_select(0, order.tokens), partial(_summed, order=order))
+    """(tokens, hidden) -> the rows to send: each token once for every accepted assignment."""
+    return linear_map(x, lambda x: x.index_select(0, order.tokens), partial(_sum_by_token, order=order))
 
 
-def _summed(rows: Tensor, order: Order) -> Tensor:
-    """For each token the sum of its rows."""
+def _sum_by_token(rows: Tensor, order: Order) -> Tensor:
     return linear_map(rows, partial(_sums, order=order, weights=None), partial(dispatch, order=order))
 
 
 def combine(rows: Tensor, weights: Tensor, order: Order) -> Tensor:
-    """The rows that came back -> (tokens, hidden): for each token the sum of its rows, weighted: (tokens, choices)."""
+    """Returned rows -> (tokens, hidden): the sum of each token's rows, weighted by `weights` (tokens, choices)."""
     return _Combined.apply(rows, weights, order)
 
 
@@ -152,19 +157,20 @@ def exchange(
     experts: Callable[[Tensor], Tensor],
     context: ParallelContext,
 ) -> Tensor:
-    """The weighted sums of what the experts of all ranks make of the tokens here; `experts` are those of this rank.
+    """Send tokens to the experts of all ranks, and combine the outputs that come back.
 
-    They take the rows that arrived, and give as many, in the order in which these came.
+    `experts` computes this rank's experts: it maps the rows that arrived to as many output rows, in the same order.
+    Collective over the expert group.
     """
     send, receive = traffic.sizes(order.places.numel())
     order = order.cut(sum(send))
-    there = all_to_all(dispatch(tokens, order), ParallelMode.EXPERT, send, receive, context=context)
-    rows = all_to_all(experts(there), ParallelMode.EXPERT, receive, send, context=context)
+    arrived = all_to_all(dispatch(tokens, order), ParallelMode.EXPERT, send, receive, context=context)
+    rows = all_to_all(experts(arrived), ParallelMode.EXPERT, receive, send, context=context)
     return combine(rows, weights.to(rows.dtype), order)
 
 
 class _Combined(Function):
-    """Sums of weighted rows. Nothing larger than the rows is made, and no gradient is added up row by row."""
+    """Weighted sums of rows. Memory stays that of the rows, and the backward pass needs no scatter-add."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Order) -> Tensor:
@@ -199,12 +205,12 @@ def _sums(rows: Tensor, order: Order, weights: Tensor | None) -> Tensor:
 
 
 def _with_spare(rows: Tensor, order: Order) -> Tensor:
-    """With a row for the assignments that are dropped; what it has is not used."""
+    """The rows with a row for dropped assignments, whose values are not used."""
     return torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])]) if order.spare == len(rows) else rows
 
 
 def _kernels(rows: Tensor) -> Any:
-    """What sums such rows in one pass; None where plain operators do."""
+    """The fused Triton kernels for such rows; None if plain operators are used."""
     if torch.compiler.is_compiling() or not rows.is_cuda or rows.dtype == torch.float64:
         return None
     return _triton_kernels()
@@ -213,21 +219,21 @@ def _kernels(rows: Tensor) -> Any:
 @cache
 def _triton_kernels() -> Any:
     if find_spec("triton") is None:
-        get_dist_logger().warning("experts: there is no Triton here, so rows are summed in several passes", ranks=[0])
+        get_dist_logger().warning("experts: Triton is not installed, so rows are summed in several passes", ranks=[0])
         return None
     return import_module("colonnade.nn.moe.moe_kernels")
 
 
-# --- Whom a mixture of experts talks to: who holds which experts, who splits them, and whose tokens make one batch ---
+# --- The groups of a mixture of experts ---
 
 
 @dataclass(frozen=True)
 class Scope:
-    """The groups of this rank, as a mixture of experts sees them. Without groups it is one process.
+    """The groups of this rank, from the view of a mixture of experts. Without groups this is a single process.
 
-    `distinct`: the modes whose ranks have tokens of their own, slowest first. `tensor`: the ranks of the tensor group
-    have the same tokens. They split either the inside of each expert or, where the expert group reaches across them
-    (`shares_tokens`), the tokens.
+    `expert`: the size of the expert group, `expert_place` this rank's index in it. `tensor`: the size of the tensor group,
+    whose ranks have the same tokens. These ranks shard the inner features of each expert or, if the expert group spans them
+    (`shares_tokens`), split the tokens. `distinct`: the modes whose ranks have different tokens, slowest first.
     """
 
     context: ParallelContext
@@ -248,35 +254,32 @@ class Scope:
         return Scope(context, len(expert), place, len(tensor) or 1, len({*expert} & {*tensor}) > 1, tuple(distinct))
 
     def summed(self, x: Tensor) -> Tensor:
-        """The sum over all tokens of the batch; its gradient reaches the tokens of every rank."""
+        """The sum over all tokens of the global batch; gradients flow to the tokens of every rank."""
         if self.shares_tokens:
-            # These ranks have one loss between them, so a gradient is that of this loss and not of their sum.
+            # Tensor ranks compute the same loss, which counts once, so backward does not sum over them.
             x = reduce(x, ParallelMode.TENSOR, context=self.context)
         for mode in self.distinct:
             x = copy(reduce(x, mode, context=self.context), mode, context=self.context)
         return x
 
     def gathered(self, x: Tensor) -> tuple[Tensor, int]:
-        """(everybody's x, stacked in the order of their tokens in the batch; this rank's place among them)."""
+        """(x of all ranks, stacked in the order of their tokens in the global batch; this rank's index)."""
         modes = [*self.distinct, ParallelMode.TENSOR] if self.shares_tokens else list(self.distinct)
-        rows, at, before = x.unsqueeze(0), 0, 1
+        layout = self.context.layout
+        rows, at, stride = x.unsqueeze(0), 0, 1
         for mode in reversed(modes):
-            places = self._places(mode)
-            at += before * places[self.context.get_local_rank(mode)]
-            before *= len(places)
+            axis = next(axis.name for axis in layout.axes if axis.mode is mode)
+            places = [layout.coordinates(rank)[axis] for rank in self.context.get_ranks_in_group(mode)]
+            at += stride * places[self.context.get_local_rank(mode)]
+            stride *= len(places)
             rows = all_gather(rows, mode, 0, [len(rows)] * len(places), context=self.context)
-            if places != sorted(places):  # an initializer's own groups: positions are not the order of the data
+            if places != sorted(places):  # a custom initializer may order a group differently from the data
                 order = sorted(range(len(places)), key=places.__getitem__)
                 rows = rows.unflatten(0, (len(places), -1))[order].flatten(0, 1)
         return rows, at
 
-    def _places(self, mode: ParallelMode) -> list[int]:
-        """Where the ranks of this rank's group of an axis's mode stand on the axis."""
-        name = next(axis.name for axis in self.context.layout.axes if axis.mode is mode)
-        return [self.context.layout.coordinates(rank)[name] for rank in self.context.get_ranks_in_group(mode)]
-
     def __deepcopy__(self, memo: Any) -> Scope:
-        """The same: a copy of a module is in the same world."""
+        """The same object: a copy of a module has the same process groups."""
         return self
 
 
@@ -285,6 +288,6 @@ def _ranks(mode: ParallelMode, context: ParallelContext) -> list[int]:
 
 
 def counted(choices: Tensor, experts: int) -> Tensor:
-    """How often each expert occurs in each row of (rows, choices): (rows, experts), without waiting for the device."""
+    """The number of occurrences of each expert in each row of (rows, choices), as (rows, experts); no synchronization."""
     counts = torch.zeros(len(choices), experts, dtype=torch.int64, device=choices.device)
     return counts.scatter_add_(1, choices, torch.ones_like(choices))

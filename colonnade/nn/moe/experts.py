@@ -1,4 +1,4 @@
-"""Experts: the stacked weights of many small feed-forward networks, split over the expert mode and over tensor."""
+"""`Experts`: stacked weights of many feed-forward networks, sharded over the expert mode and over tensor."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from colonnade.nn.moe.dispatch import Scope
 from colonnade.parallel.collectives import linear_map, split_sizes
 from colonnade.parallel.placement import Replicate, Shard, Spec, place
 
-# --- Products of rows that are sorted by expert with the experts' weights: one grouped GEMM, whose sizes stay on the device ---
+# --- Grouped GEMM: rows sorted by expert times the weights of their experts, with group sizes on the device ---
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGNMENT = 16
-"""Bytes: what torch's grouped_mm wants the rows of its matrices to be multiples of."""
+"""Bytes that the rows of torch's grouped_mm must be multiples of."""
 _ONES = 8
-"""Columns of ones that a bias is multiplied by; the least that the alignment allows in every dtype."""
+"""Columns of ones that a bias is multiplied with: the smallest number that the alignment allows in every dtype."""
 
 
 def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Rows x of each group times the group's own matrix; ends[i] (int32) is the row behind the last of group i.
 
-    What the result has behind the last group means nothing. torch's grouped_mm, and where it does not take the dtype
-    or the sizes a loop over the groups, which has to ask the device for the ends.
+    The result is undefined behind the last group. Uses torch's grouped_mm or, if that does not support the dtype or the
+    sizes, a loop over the groups, which synchronizes with the device for the ends.
     """
     if why_not(x, weight, compiled=torch.compiler.is_compiling()) is None:
         return F.grouped_mm(x, weight, offs=ends)
@@ -39,7 +39,7 @@ def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def grouped_affine(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
-    """x weight + bias of each group. The bias is a product with ones, so that its gradient is one too."""
+    """x weight + bias of each group. The bias is added by a product with ones, so that its gradient is a product too."""
     out = grouped_mm(x, weight, ends)
     if bias is None:
         return out
@@ -48,7 +48,7 @@ def grouped_affine(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor)
 
 
 def why_not(x: Tensor, weight: Tensor, *, compiled: bool = False) -> str | None:
-    """Why torch's grouped_mm cannot be used for this product; None where it can."""
+    """The reason why torch's grouped_mm does not support this product; None if it does."""
     if x.device.type not in ("cpu", "cuda"):
         return f"on {x.device.type}"
     if x.dtype not in _DTYPES:
@@ -56,19 +56,21 @@ def why_not(x: Tensor, weight: Tensor, *, compiled: bool = False) -> str | None:
     if compiled and x.dtype != torch.bfloat16:
         return f"of {x.dtype} in compiled code"
     if any(size * x.element_size() % _ALIGNMENT for size in weight.shape[1:]):
-        return f"with {x.dtype} weights of {weight.size(1)} x {weight.size(2)}, rows of which are not multiples of 16 bytes"
+        return (
+            f"with {x.dtype} weights of {weight.size(1)} x {weight.size(2)}, whose rows are not multiples of 16 bytes"
+        )
     return None
 
 
 def _loop(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """As grouped_mm, by an operator of our own: compiled code keeps it as it is, and does not see that it waits."""
+    """grouped_mm as a custom operator, which compiled code treats as opaque, including its synchronization."""
     return torch.ops.colonnade.grouped_mm(x, weight, ends)
 
 
-def _group_by_group(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """The same, group by group; also, for gradients, columns x of each group times rows `weight`: (groups, m, n)."""
+def _grouped_mm_loop(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """The products group by group; for gradients also columns x of each group times rows `weight`: (groups, m, n)."""
     if x.is_cuda and weight.dim() == 3:
-        _tell(why_not(x, weight) or why_not(x, weight, compiled=True))
+        _warn_slow(why_not(x, weight) or why_not(x, weight, compiled=True))
     out, start = x.new_zeros(_shape(x, weight, ends)), 0
     for at, stop in enumerate(ends.tolist()):
         if weight.dim() == 3:
@@ -94,28 +96,28 @@ def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
     return _loop(weight, gradient.mT, ends).mT, _loop(x.mT, gradient, ends), None
 
 
-# Not torch.library.custom_op, which imports torch._dynamo at the first call: seconds.
+# Not torch.library.custom_op, which imports torch._dynamo at the first call and takes seconds.
 torch.library.define("colonnade::grouped_mm", "(Tensor x, Tensor weight, Tensor ends) -> Tensor")
-torch.library.impl("colonnade::grouped_mm", "CompositeExplicitAutograd", _group_by_group)
+torch.library.impl("colonnade::grouped_mm", "CompositeExplicitAutograd", _grouped_mm_loop)
 torch.library.register_fake("colonnade::grouped_mm", lambda x, weight, ends: x.new_empty(_shape(x, weight, ends)))
 torch.library.register_autograd("colonnade::grouped_mm", _gradients, setup_context=_save)
 
 
 @cache
-def _tell(reason: str | None) -> None:
-    message = f"experts: torch's grouped_mm takes no product {reason}; they are computed one after another"
+def _warn_slow(reason: str | None) -> None:
+    message = f"experts: torch's grouped_mm does not support products {reason}; experts are computed one after another"
     get_dist_logger().warning(message, ranks=[0])
 
 
 _INNER = {"up": 2, "gate": 2, "up_bias": 1, "down": 1}
-"""The dimension of each weight that is the inner one."""
+"""The inner dimension of each weight that has one."""
 
 
 class Experts(nn.Module):
-    """`experts` networks hidden -> inner -> hidden, of which each rank of the expert group holds an equal number.
+    """`experts` networks hidden -> inner -> hidden, an equal number on each rank of the expert group.
 
-    Dimension 0 of every weight is the expert, placed Shard(0) on EXPERT. Where the tensor ranks do not lie inside the
-    expert group they split `inner`: then what `forward` gives is a part, to be summed over the tensor group.
+    Dimension 0 of every weight is the expert, placed Shard(0) on EXPERT. If the expert group does not span the tensor ranks,
+    these shard `inner`, and the output of `forward` is partial: it must be all-reduced over the tensor group.
     `gated`: activation(x gate) * (x up) instead of activation(x up).
     """
 
@@ -137,8 +139,8 @@ class Experts(nn.Module):
         self.scope = scope = Scope.of(context)
         if experts % scope.expert:
             raise LayoutError(
-                f"{experts} experts cannot lie evenly on the {scope.expert} ranks of parallel.expert; use a multiple of "
-                f"{scope.expert} experts, or an expert size among "
+                f"{experts} experts cannot be sharded evenly over the {scope.expert} ranks of parallel.expert; use a multiple "
+                f"of {scope.expert} experts, or an expert size among "
                 f"{listed(size for size in range(1, experts + 1) if experts % size == 0)}",
                 code="C032",
             )
@@ -151,64 +153,59 @@ class Experts(nn.Module):
         self._add("down_bias", (hidden,), inner, bias)
 
     def forward(self, rows: Tensor, counts: Tensor | Sequence[int]) -> Tensor:
-        """Rows sorted by expert, so many for each expert here -> what the experts make of them, in the same order.
+        """The output of this rank's experts for rows sorted by expert.
 
-        A tensor of counts stays on the device; what is given back for rows behind the last that is counted means nothing.
+        Args:
+            rows: (rows, hidden), sorted by expert.
+            counts: The number of rows of each local expert. A tensor of counts stays on the device; the output is undefined
+                for rows behind the last counted one.
         """
         ends = torch.as_tensor(counts, device=rows.device).cumsum(0, dtype=torch.int32)
-        rows, weights = self._cast(rows)
-        inside, gate = grouped_affine(rows, weights["up"], weights.get("up_bias"), ends), weights.get("gate")
-        inside = self.activation(inside) if gate is None else self.activation(grouped_mm(rows, gate, ends)) * inside
-        bias = weights.get("down_bias")
-        if bias is not None and self.splits_inner:
-            bias = bias / self.scope.tensor  # every part has a share of it, and the sum has it once
-        out = grouped_affine(inside, weights["down"], bias, ends)
-        # A grouped product takes no gradient that was expanded, as that of a sum is.
-        return linear_map(out, lambda made: made.view_as(made), lambda gradient: gradient.contiguous())
-
-    def _cast(self, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The rows and the weights, in autocast's dtype where it is on: it does not know grouped products."""
         weights: dict[str, Tensor] = dict(self.named_parameters())
         kind = rows.device.type
-        if not torch.is_autocast_enabled(kind) or rows.dtype == torch.float64:
-            return rows, weights
-        dtype = torch.get_autocast_dtype(kind)
-        return rows.to(dtype), {name: weight.to(dtype) for name, weight in weights.items()}
+        if torch.is_autocast_enabled(kind) and rows.dtype != torch.float64:
+            # Autocast does not cover grouped products.
+            dtype = torch.get_autocast_dtype(kind)
+            rows, weights = rows.to(dtype), {name: weight.to(dtype) for name, weight in weights.items()}
+        inner, gate = grouped_affine(rows, weights["up"], weights.get("up_bias"), ends), weights.get("gate")
+        inner = self.activation(inner) if gate is None else self.activation(grouped_mm(rows, gate, ends)) * inner
+        bias = weights.get("down_bias")
+        if bias is not None and self.splits_inner:
+            bias = bias / self.scope.tensor  # the all-reduce adds the bias of every tensor rank
+        out = grouped_affine(inner, weights["down"], bias, ends)
+        # Grouped products reject an expanded gradient, as that of sum().
+        return linear_map(out, lambda y: y.view_as(y), lambda gradient: gradient.contiguous())
 
-    def _add(self, name: str, shape: tuple[int, ...], inputs: int, wanted: bool = True) -> None:
-        """This rank's part of a weight that starts as nn.Linear's do; None where it is not wanted.
+    def _add(self, name: str, shape: tuple[int, ...], inputs: int, present: bool = True) -> None:
+        """Register this rank's shard of a weight, initialized like nn.Linear; None if it is not `present`.
 
-        Every rank draws all experts, one at a time, and keeps what is its own: the weights do not depend on the layout.
+        Every rank draws all experts, one at a time, and keeps its own, so initial weights do not depend on the layout.
         """
-        if not wanted:
+        if not present:
             self.register_parameter(name, None)
             return
-        here = self.experts // self.scope.expert
-        first = here * self.scope.expert_place
-        parts, bound = [], inputs**-0.5
-        for at in range(self.experts):
-            whole = torch.empty(shape).uniform_(-bound, bound)
-            if first <= at < first + here:
-                parts.append(self._cut(whole, name).clone())
-        parameter = nn.Parameter(torch.stack(parts))
-        place(parameter, self._placement(name), (self.experts, *shape))
-        self.register_parameter(name, parameter)
-
-    def _placement(self, name: str) -> dict[ParallelMode, Spec]:
-        placed: dict[ParallelMode, Spec] = {ParallelMode.EXPERT: Shard(0)} if self.scope.expert > 1 else {}
-        if self.splits_inner and name in _INNER:
+        scope, is_sharded = self.scope, self.splits_inner and name in _INNER
+        here = self.experts // scope.expert
+        first = here * scope.expert_place
+        shards, bound = [], inputs**-0.5
+        for expert in range(self.experts):
+            full = torch.empty(shape).uniform_(-bound, bound)
+            if not first <= expert < first + here:
+                continue
+            if is_sharded:
+                sizes = split_sizes(self.inner, ParallelMode.TENSOR, context=scope.context)
+                at = scope.context.get_local_rank(ParallelMode.TENSOR)
+                full = full.narrow(_INNER[name] - 1, sum(sizes[:at]), sizes[at])
+            shards.append(full.clone())
+        placed: dict[ParallelMode, Spec] = {ParallelMode.EXPERT: Shard(0)} if scope.expert > 1 else {}
+        if is_sharded:
             placed[ParallelMode.TENSOR] = Shard(_INNER[name])
-        elif self.scope.tensor > 1:
+        elif scope.tensor > 1:
+            # Tensor ranks apply it to their own tokens, or to their own inner features: the gradient is partial.
             placed[ParallelMode.TENSOR] = Replicate(owes="sum")
-        return placed
-
-    def _cut(self, whole: Tensor, name: str) -> Tensor:
-        """This tensor rank's part of one expert's weight."""
-        if not self.splits_inner or name not in _INNER:
-            return whole
-        sizes = split_sizes(self.inner, ParallelMode.TENSOR, context=self.scope.context)
-        at = self.scope.context.get_local_rank(ParallelMode.TENSOR)
-        return whole.narrow(_INNER[name] - 1, sum(sizes[:at]), sizes[at])
+        parameter = nn.Parameter(torch.stack(shards))
+        place(parameter, placed, (self.experts, *shape))
+        self.register_parameter(name, parameter)
 
     def extra_repr(self) -> str:
         return f"{len(self.up)} of {self.experts} experts, {self.hidden} -> {self.inner} -> {self.hidden}"

@@ -1,4 +1,4 @@
-"""Sums over rows in one pass, by Triton, for eager mode on a GPU. Compiled code fuses the same from plain operators."""
+"""Triton kernels for the sums of a mixture of experts, for eager mode; compiled code fuses plain operators instead."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 1024
-"""Columns at a time: 16 bytes for each thread of four warps in half precision."""
+"""Columns per program: 16 bytes for each thread of four warps in half precision."""
 
 
 def sums(rows: Tensor, places: Tensor, weights: Tensor | None, spare: int | None) -> Tensor:
-    """For each token the sum of the rows at its places (tokens, choices), weighted; places at `spare` are left out."""
+    """The weighted sum of the rows at the places (tokens, choices) of each token; places equal to `spare` are left out."""
     out = rows.new_empty(len(places), rows.size(1))
     grid = (len(places), triton.cdiv(rows.size(1), _BLOCK))
     if out.numel():
@@ -25,7 +25,7 @@ def sums(rows: Tensor, places: Tensor, weights: Tensor | None, spare: int | None
 
 
 def row_gradients(gradient: Tensor, rows: Tensor, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """For each row the gradient of its token times its weight, and the product of the two: the weight's gradient."""
+    """(gradients of the rows, gradients of their weights), given the gradient of the tokens' sums."""
     rows = rows.contiguous()
     out, products = torch.empty_like(rows), weights.new_empty(len(rows), dtype=torch.float32)
     if rows.numel():
@@ -63,7 +63,7 @@ def _row_gradients(  # type: ignore[no-untyped-def]
     for start in range(0, width, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < width
-        mine = tl.load(gradient + token * width + columns, mask=inside, other=0.0).to(tl.float32)
-        product += mine * tl.load(rows + row * width + columns, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + row * width + columns, (mine * weight).to(out.dtype.element_ty), mask=inside)
+        of_token = tl.load(gradient + token * width + columns, mask=inside, other=0.0).to(tl.float32)
+        product += of_token * tl.load(rows + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + row * width + columns, (of_token * weight).to(out.dtype.element_ty), mask=inside)
     tl.store(products + row, tl.sum(product, axis=0))

@@ -1,4 +1,8 @@
-"""Sequence parallelism: attention over sequences whose tokens lie on several ranks, and the way there and back."""
+"""Context parallelism (the `sequence` axis): ring and Ulysses attention over sequences split over ranks.
+
+Megatron's sequence parallelism, which shards activations between tensor-parallel blocks, is `sequence_split` of tensor mode
+'1d' in `colonnade.nn.layer`.
+"""
 
 from __future__ import annotations
 

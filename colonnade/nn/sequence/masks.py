@@ -1,4 +1,4 @@
-"""Which keys a query sees: bands and documents, of whole sequences and of the blocks that a ring cuts them into."""
+"""Attention masks as bands and documents: of the full sequence, and of the blocks of a ring."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from colonnade.nn.sequence.parts import Parts, Segment
 
 @dataclass(frozen=True)
 class Mask:
-    """What the queries of one block see of its keys, as flash attention says it.
+    """The mask of one block, with the conventions of flash attention.
 
-    The last query and the last key stand at the same place; a query sees `left` keys before its own place and `right`
-    behind it (None: all). `documents`: cumulative lengths of runs of as many queries as keys, in which each is by itself.
+    The last query and the last key have the same position; a query sees `left` keys before its position and `right` behind
+    it (None: all). `documents`: cumulative lengths of documents with as many queries as keys, masked from each other.
     """
 
     left: int | None = None
@@ -29,7 +29,7 @@ class Mask:
 
     @property
     def is_causal(self) -> bool:
-        """Whether it is the plain causal mask, if there are as many queries as keys."""
+        """Whether this is the plain causal mask, given as many queries as keys."""
         return self.left is None and self.right == 0 and self.documents is None
 
     @property
@@ -38,14 +38,14 @@ class Mask:
         return self == Mask()
 
     def seen(self, row: int, length: int, keys: int) -> range:
-        """The keys that a query sees, of a block or a document of so many queries and keys."""
+        """The keys that query `row` sees, in a block or document of `length` queries and `keys` keys."""
         place = row + keys - length
         first = 0 if self.left is None else max(0, place - self.left)
         return range(first, keys if self.right is None else min(keys, place + self.right + 1))
 
 
 class AttentionBlock(NamedTuple):
-    """A block of attention: the rows of the queries here, the rows of the keys of another rank, and what is seen."""
+    """A block of attention: local query rows, key rows of another rank, and their mask."""
 
     queries: slice
     keys: slice
@@ -54,7 +54,7 @@ class AttentionBlock(NamedTuple):
 
 @dataclass(frozen=True)
 class Sight:
-    """What a query sees of its whole sequence: up to itself or all, `window` keys away at most, in its own document."""
+    """The mask of the full sequence: causal or not, at most `window` keys away, within documents."""
 
     causal: bool = False
     window: int | None = None
@@ -62,52 +62,54 @@ class Sight:
 
     @staticmethod
     def of(causal: bool, window: int | None, documents: Sequence[int] | Tensor | None, total: int) -> Sight:
-        """Checked against the length of the whole sequence."""
+        """The mask, checked against the length of the full sequence."""
         if window is not None and window < 0:
             raise LayoutError(
-                f"window={window}: the keys that a query sees on each side of it, 0 or more, or None for all"
+                f"window={window}: must be the number of keys that a query sees on each side, 0 or more, or None for all"
             )
         if documents is None:
             return Sight(causal, window)
         if isinstance(documents, Tensor):
             if documents.device.type != "cpu":
                 raise LayoutError(
-                    f"documents lie on {documents.device}, and to read them in every layer would wait for it; give "
+                    f"documents is a tensor on {documents.device}, and reading it in every layer would synchronize; pass "
                     f"documents.tolist(), read once for all layers"
                 )
             documents = documents.tolist()
         ends = tuple(documents)
         if len(ends) < 2 or ends[0] != 0 or ends[-1] != total or any(b <= a for a, b in pairwise(ends)):
             raise LayoutError(
-                f"documents={list(ends)}: cumulative lengths from 0 to the {total} tokens of the whole sequence, each more "
-                f"than the one before, as [0, {max(1, total // 2)}, {total}]"
+                f"documents={list(ends)}: must be increasing cumulative lengths from 0 to the {total} tokens of the full "
+                f"sequence, such as [0, {max(1, total // 2)}, {total}]"
             )
         return Sight(causal, window, ends if len(ends) > 2 else None)
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is neither a window nor a document: what scaled_dot_product_attention can say."""
+        """Whether there is neither a window nor a document, so that scaled_dot_product_attention has the mask."""
         return self.window is None and self.documents is None
 
     @property
     def behind(self) -> int | None:
-        """How many keys a query sees behind its own."""
+        """The number of keys that a query sees behind its own position."""
         return 0 if self.causal else self.window
 
     def pieces(self, parts: Parts, at: int, other: int) -> list[AttentionBlock]:
-        """What the queries of rank `at` have to attend to of the keys of rank `other`, in as few blocks as can be."""
-        mine, theirs = ([run for run in parts.segments[rank] if run.length] for rank in (at, other))
+        """The blocks between the queries of rank `at` and the keys of rank `other`, as few as possible."""
+        query_runs, key_runs = ([run for run in parts.segments[rank] if run.length] for rank in (at, other))
         if not self.is_plain:
-            pairs = ((queries, keys) for queries in mine for keys in theirs)
-            return [piece for queries, keys in pairs for piece in self._cut(queries, keys)]
-        if self.causal and at == other:  # the order of the tokens here is that of the sequence
-            return [AttentionBlock(_rows(mine), _rows(mine), Mask(right=0))] if mine else []
-        # Queries that see the same keys are one block.
-        runs = groupby(mine, lambda run: [keys for keys in theirs if not self.causal or keys.start < run.start])
-        return [AttentionBlock(_rows([*queries]), _rows(seen), Mask()) for seen, queries in runs if seen]
+            pairs = ((queries, keys) for queries in query_runs for keys in key_runs)
+            return [piece for queries, keys in pairs for piece in self._visible(queries, keys)]
+        if self.causal and at == other:  # local tokens are in the order of the sequence, so the plain causal mask holds
+            return [AttentionBlock(_rows(query_runs), _rows(query_runs), Mask(right=0))] if query_runs else []
+        # Neighbouring queries that see the same keys are one block.
+        groups = groupby(
+            query_runs, lambda run: [keys for keys in key_runs if not self.causal or keys.start < run.start]
+        )
+        return [AttentionBlock(_rows([*queries]), _rows(seen), Mask()) for seen, queries in groups if seen]
 
-    def _cut(self, queries: Segment, keys: Segment) -> Iterator[AttentionBlock]:
-        """The part of a block in which something is seen: of one document, or of all of them where both are the same run."""
+    def _visible(self, queries: Segment, keys: Segment) -> Iterator[AttentionBlock]:
+        """The block of two runs of tokens, restricted to the documents that they share."""
         if self.documents is None:
             yield from self._band(queries, keys)
         elif queries.start == keys.start:
@@ -115,13 +117,13 @@ class Sight:
             ends = (0, *(end - queries.start for end in inside), queries.length)
             mask = Mask(self.window, self.behind, ends if inside else None)
             yield AttentionBlock(_rows([queries]), _rows([keys]), mask)
-        else:  # Runs that are apart have one document in common, if any.
+        else:  # different runs share at most one document
             at = bisect_right(self.documents, max(queries.start, keys.start))
             document = self.documents[at - 1], self.documents[at]
             yield from self._band(_inside(queries, *document), _inside(keys, *document))
 
     def _band(self, queries: Segment, keys: Segment) -> Iterator[AttentionBlock]:
-        """Without the rows and keys at the edges that see or are seen by nobody: so neither side of a band is negative."""
+        """The block of two runs, without query and key rows that see nothing: kernels need nonnegative sides of a band."""
         left, right = self.window, self.behind
         if left is not None:
             keys = _inside(keys, queries.start - left, keys.start + keys.length)
@@ -131,7 +133,9 @@ class Sight:
             keys = _inside(keys, keys.start, queries.start + queries.length + right)
         if queries.length <= 0 or keys.length <= 0:
             return
-        ahead = queries.start + queries.length - keys.start - keys.length  # of the last query, over the last key
+        # Kernels align the last query with the last key; the real distance of the two is added to the sides of the band. A side
+        # that covers the block is None, which lets faster kernels take it.
+        ahead = queries.start + queries.length - keys.start - keys.length
         if left is not None:
             left = left - ahead if left - ahead < keys.length - 1 else None
         if right is not None:
@@ -140,27 +144,28 @@ class Sight:
 
 
 class Turn(NamedTuple):
-    """One step round the ring: keys go `ahead` places, and are attended to there."""
+    """One step of the ring: keys are sent `ahead` ranks forward and attended to there."""
 
     ahead: int
     sent: slice
-    """The rows of the keys here that the rank `ahead` needs."""
+    """The local key rows that the rank `ahead` needs."""
     received: slice
-    """The rows of the keys of the rank as many places before that are needed here."""
+    """The key rows needed from the rank `ahead` places before."""
     pieces: list[AttentionBlock]
-    """What to attend to; its keys are counted from the first that is received."""
+    """The blocks to compute; key rows are counted from the first received one."""
 
 
 @lru_cache(maxsize=256)
 def ring_turns(sight: Sight, parts: Parts, at: int) -> list[Turn]:
-    """What rank `at` sends, receives and attends to, its own keys first. Every layer of a model asks for the same.
+    """The turns of rank `at`, its own keys first. Cached, because every layer of a model has the same.
 
-    A turn in which no rank has anything to do is left out; in the others all take part, be it with one row.
+    Turns without work on any rank are left out; in the others every rank sends at least one row, so that sends and receives
+    match.
     """
     size, turns = len(parts.lengths), []
     for ahead in range(size):
         if ahead and not any(sight.pieces(parts, rank, (rank - ahead) % size) for rank in range(size)):
-            continue  # keys far away, and out of the window of all
+            continue  # out of the window of all ranks
         before, after = (at - ahead) % size, (at + ahead) % size
         pieces = sight.pieces(parts, at, before)
         received = _needed(pieces, parts.lengths[before])
@@ -171,14 +176,14 @@ def ring_turns(sight: Sight, parts: Parts, at: int) -> list[Turn]:
 
 
 def _needed(pieces: Sequence[AttentionBlock], length: int) -> slice:
-    """The rows of keys, of so many, that some piece sees; one if none does."""
+    """The range of key rows that the blocks see, out of `length`; one row if they see none."""
     if not pieces:
         return slice(0, min(1, length))
     return slice(min(piece.keys.start for piece in pieces), max(piece.keys.stop for piece in pieces))
 
 
 def _inside(run: Segment, start: int, stop: int) -> Segment:
-    """The part of a run that lies between two positions of the sequence; its length may be 0 or less."""
+    """The part of a run between two positions of the sequence; its length may be 0 or negative."""
     first, last = max(run.start, start), min(run.start + run.length, stop)
     return Segment(first, run.local + first - run.start, last - first)
 

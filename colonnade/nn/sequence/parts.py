@@ -1,4 +1,4 @@
-"""Which tokens of a sequence lie on which rank of the sequence group: contiguous or balanced parts, of any lengths."""
+"""The distribution of a sequence's tokens over the sequence group: contiguous or balanced parts, of any lengths."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from colonnade.parallel.collectives import all_gather
 from colonnade.parallel.wire import members_of
 
 _FORWARD = -1
-"""Torch's number of the backward pass that is under way, where there is none."""
+"""Torch's id of the running backward pass, outside of one."""
 
 
 class Segment(NamedTuple):
-    """A run of tokens: where it starts in the whole sequence, where in the rank's part, and its length."""
+    """A run of tokens: its start in the full sequence, its start in the rank's part, and its length."""
 
     start: int
     local: int
@@ -37,30 +37,29 @@ class Segment(NamedTuple):
 class Parts:
     """The tokens of one sequence on the ranks of a group.
 
-    Contiguous: rank i has the i-th run of tokens, of any length. Balanced: the sequence is cut into twice as many
-    near-equal runs as there are ranks, and rank i has run i and run -1-i, so that under a causal mask all ranks
-    have the same work.
+    Contiguous: rank i has the i-th run of tokens, of any length. Balanced: the sequence is split into twice as many
+    near-equal runs as there are ranks, and rank i has runs i and -1-i, so that a causal mask gives all ranks the same work.
     """
 
     lengths: tuple[int, ...]
     balanced: bool = False
 
     def __post_init__(self) -> None:
-        wanted = _lengths(sum(self.lengths), len(self.lengths), True) if self.balanced else self.lengths
-        if wanted != self.lengths:
+        required = _lengths(sum(self.lengths), len(self.lengths), True) if self.balanced else self.lengths
+        if required != self.lengths:
             raise LayoutError(
-                f"balanced parts of {sum(self.lengths)} tokens have lengths {list(wanted)}, not {list(self.lengths)}; "
+                f"balanced parts of {sum(self.lengths)} tokens have lengths {list(required)}, not {list(self.lengths)}; "
                 f"split with split_sequence(..., balanced=True), or use contiguous parts, which may have any lengths"
             )
 
     @staticmethod
     def of(total: int, size: int, balanced: bool = False) -> Parts:
-        """The parts of `total` tokens on `size` ranks, as equal as can be, longer ones first."""
+        """Parts of `total` tokens on `size` ranks, as equal as possible, longer ones first."""
         return Parts(_lengths(total, size, balanced), balanced)
 
     @cached_property
     def segments(self) -> list[list[Segment]]:
-        """For each rank its runs of tokens, in the order of the sequence."""
+        """The runs of tokens of each rank, in the order of the sequence."""
         if not self.balanced:
             starts = _starts(self.lengths)
             return [[Segment(start, 0, length)] for start, length in zip(starts, self.lengths, strict=True)]
@@ -72,7 +71,7 @@ class Parts:
         ]
 
     def positions(self, rank: int, device: torch.device | None = None) -> Tensor:
-        """Where in the whole sequence the tokens of a rank stand."""
+        """The positions of a rank's tokens in the full sequence."""
         runs = [torch.arange(run.start, run.start + run.length, device=device) for run in self.segments[rank]]
         return torch.cat(runs)
 
@@ -80,10 +79,16 @@ class Parts:
 def split_sequence(
     x: Tensor, dim: int = 1, *, balanced: bool = False, context: ParallelContext | None = None
 ) -> Tensor:
-    """This rank's part of a tensor that every rank of the sequence group has whole. No communication.
+    """This rank's part of a tensor that every rank of the sequence group has in full. No communication.
 
-    In backward the rest of `x` gets zeros here: a parameter behind it owes a sum over the sequence group, which is
-    what placements say of every parameter that is replicated there.
+    In backward the other parts of `x` get zeros here, so the gradient of a parameter behind it is partial. A parameter that
+    is replicated over the sequence group is all-reduced there anyway.
+
+    Args:
+        x: The full tensor.
+        dim: The sequence dimension.
+        balanced: Give each rank an early and a late run, for causal attention; see `Parts`.
+        context: Defaults to the global one.
     """
     size, at = sequence_place(given_or_global(context))
     if size == 1:
@@ -101,7 +106,17 @@ def gather_sequence(
     balanced: bool = False,
     context: ParallelContext | None = None,
 ) -> Tensor:
-    """The whole tensor, in the order of the sequence, on every rank; in backward, the sum of all ranks' gradients."""
+    """All-gather the full tensor, in the order of the sequence; backward sums the gradients of all ranks.
+
+    Args:
+        x: This rank's part.
+        dim: The sequence dimension.
+        lengths: The length of every rank's part; by default the ranks exchange them.
+        balanced: Whether the parts are those of split_sequence(balanced=True).
+        context: Defaults to the global one.
+
+    Collective over the sequence group.
+    """
     context = given_or_global(context)
     parts = parts_of(x.size(dim), lengths, balanced, context)
     rows = all_gather(x, ParallelMode.SEQUENCE, dim, parts.lengths, context=context)
@@ -124,67 +139,72 @@ def sequence_positions(
     device: torch.device | None = None,
     context: ParallelContext | None = None,
 ) -> Tensor:
-    """The positions in the whole sequence of this rank's `length` tokens, for position embeddings."""
+    """The positions in the full sequence of this rank's `length` tokens, for position embeddings.
+
+    Collective over the sequence group if `lengths` is not given.
+    """
     context = given_or_global(context)
     _, at = sequence_place(context)
     return parts_of(length, lengths, balanced, context).positions(at, device)
 
 
 def sequence_place(context: ParallelContext) -> tuple[int, int]:
-    """(ranks of the sequence group, this rank's place in it); (1, 0) where there is none."""
+    """(size of the sequence group, this rank's index in it); (1, 0) without one."""
     if not context.is_initialized(ParallelMode.SEQUENCE):
         return 1, 0
     return context.get_world_size(ParallelMode.SEQUENCE), context.get_local_rank(ParallelMode.SEQUENCE)
 
 
 def parts_of(length: int, lengths: Sequence[int] | None, balanced: bool, context: ParallelContext) -> Parts:
-    """The parts of all ranks, of which this one has `length` tokens.
+    """The parts of all ranks, given that this rank has `length` tokens.
 
-    Where `lengths` is not given the ranks tell each other: a small collective that waits for the device.
+    Without `lengths` the ranks exchange them: a small collective that synchronizes with the device.
     """
     size, at = sequence_place(context)
     members = members_of(ParallelMode.SEQUENCE, context)
     if lengths is None and members is not None:
-        lengths = [each for (each,) in wire.numbers_of_all([length], members, message_device(context.device))]
+        lengths = [number for (number,) in wire.numbers_of_all([length], members, message_device(context.device))]
     if lengths is None:
         return Parts((length,), balanced)
     if len(lengths) != size or lengths[at] != length:
         raise LayoutError(
-            f"lengths={list(lengths)} for a sequence group of {size} ranks, where this rank (number {at}) has {length} "
-            f"tokens: give one length for each rank, or leave it out"
+            f"lengths={list(lengths)} for a sequence group of {size} ranks, in which this rank (number {at}) has {length} "
+            f"tokens: pass one length for each rank, or leave it out"
         )
     return Parts(tuple(lengths), balanced)
 
 
 class SharedLengths:
-    """The lengths of the parts, for layers that attend to the same sequences one after another, as those of one model do.
+    """The lengths of the parts, exchanged once per pass for all layers of a model.
 
-    The first layer of a pass lets the ranks tell each other. Another pass begins with a layer that comes again, or, in
-    forward, one that is not the next: the stages of a pipeline may take turns. That follows from the order of calls alone,
-    never from a length, so all ranks ask together.
+    The first layer of a pass exchanges them. A new pass starts with a layer that comes again or, in forward, with a layer
+    that is not the next one (pipeline stages may alternate). This depends on the order of calls only, never on a length, so
+    all ranks take part in the same exchanges.
     """
 
     def __init__(self) -> None:
         self._layers = 0
         self._lengths: tuple[int, ...] = ()
-        self._asked: list[int] = []
+        self._called: list[int] = []
         self._pass = _FORWARD
 
     def join(self) -> int:
-        """The number of one more layer."""
+        """Register a layer and return its number."""
         self._layers += 1
         return self._layers
 
     def of(self, layer: int, length: int, context: ParallelContext) -> tuple[int, ...]:
-        """The lengths for the layer of this number, which has so many tokens here."""
-        # A backward pass that computes layers again goes through them in its own order.
+        """The lengths for a layer by number, with `length` tokens on this rank."""
+        # Activation checkpointing calls layers again inside a backward pass, in another order.
         this_pass = torch._C._current_graph_task_id()
-        known = self._pass == this_pass and self._asked and layer not in self._asked
-        if not known or (this_pass == _FORWARD and layer != self._asked[-1] + 1):
-            with unwatched():  # a layer that did not ask in forward may be the one that does here
+        known = self._pass == this_pass and self._called and layer not in self._called
+        if not known or (this_pass == _FORWARD and layer != self._called[-1] + 1):
+            # Another layer may exchange in the recomputation than in forward, so selective checkpointing, which expects the
+            # same operations in both, must not see this one.
+            with unwatched():
                 self._lengths = parts_of(length, None, False, context).lengths
-            self._asked, self._pass = [], this_pass
-        self._asked.append(layer)
+            self._called, self._pass = [], this_pass
+        self._called.append(layer)
         return self._lengths
 
 

@@ -1,7 +1,7 @@
-"""Ring attention: every rank attends to the keys and values of all ranks of the sequence group, one block after another.
+"""Ring attention (Liu et al.): every rank attends to the keys and values of all ranks, one block after another.
 
-A rank holds its own part of queries, keys and values, the block it works on and the next one, so memory is that of
-length / ranks. The backward pass goes round again, and the gradients of a block go home to the rank that has it.
+A rank has its own part of queries, keys and values, the current block and the next one, so memory is that of length / ranks.
+The backward pass receives all blocks again and sends the gradients of a block to the rank that owns it.
 """
 
 from __future__ import annotations
@@ -42,14 +42,25 @@ def ring_attention(
     balanced: bool = False,
     context: ParallelContext | None = None,
 ) -> Tensor:
-    """softmax(q k^T) v over the whole sequence, of which every rank of the sequence group has a part.
+    """softmax(q k^T) v over the full sequence, of which every rank of the sequence group has a part.
 
-    q, k, v and the result are (batch, heads, length here, width), as for scaled_dot_product_attention; k and v may
-    have fewer heads. `window`: how many keys a query sees before its own, and behind it if not causal. `documents`:
-    cumulative lengths of what the whole sequence consists of, as [0, 5, 9]; a query sees its own document alone.
-    `dropout`: of attention weights, in training. `sinks`: (heads), the score of one more key that every query of a head
-    sees, and which has no value. `lengths`: how many tokens each rank has; without it the ranks ask each other. `balanced`: the parts are those of split_sequence(balanced=True). Without a sequence group it is attention in
-    one process.
+    Without a sequence group, this is plain attention.
+
+    Args:
+        q: Queries (batch, heads, local length, width), as for scaled_dot_product_attention; so is the result.
+        k: Keys; they may have fewer heads.
+        v: Values, of the shape of k.
+        causal: Whether a query sees only its own and earlier keys.
+        window: The number of keys that a query sees before its own and, if not causal, behind it; None for all.
+        documents: Cumulative lengths of the documents in the full sequence, such as [0, 5, 9]; a query sees its own document.
+        dropout: Dropout of attention weights, from 0 to below 1; pass 0 in evaluation.
+        scale: Factor of the scores; defaults to width ** -0.5.
+        sinks: (heads), the score of an additional key without a value, seen by every query of a head.
+        lengths: The number of tokens on each rank; by default the ranks exchange them.
+        balanced: Whether the parts are those of split_sequence(balanced=True).
+        context: Defaults to the global one.
+
+    Collective over the sequence group.
     """
     check_heads(q, k, v)
     context = given_or_global(context)
@@ -70,80 +81,61 @@ def attention_over(
     members: Members | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention round the ring of `members`, or here alone without."""
+    """Attention over the ring of `members`, or local attention if there are none."""
     if not 0 <= dropout < 1:
-        raise LayoutError(f"dropout={dropout} of attention weights: the share that is dropped, from 0 to below 1")
+        raise LayoutError(f"dropout={dropout} of attention weights: must be from 0 to below 1")
     if members is None and sight.is_plain and sinks is None:
         options: dict[str, Any] = {"is_causal": sight.causal, "enable_gqa": q.size(1) != k.size(1)}
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale, **options)
-    plan = _RingPlan(
-        parts, members.at if members else 0, sight, q.size(-1) ** -0.5 if scale is None else scale, dropout
-    )
-    return _attended(q, k, v, sinks, plan, members)
+    scale = q.size(-1) ** -0.5 if scale is None else scale
+    ring = _Ring(parts, members.at if members else 0, sight, scale, dropout, members)
+    return _apply(q, k, v, sinks, ring)
 
 
 @torch.compiler.disable
-def _attended(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: _RingPlan, members: Members | None
-) -> Tensor:
-    """Compiled code is left for it: it has kernels of its own, and would be compiled anew for every length."""
-    out: Tensor = _Attention.apply(q, k, v, sinks, plan, members)
+def _apply(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: _Ring) -> Tensor:
+    """Not compiled: attention has its own kernels, and would be recompiled for every length."""
+    out: Tensor = _Attention.apply(q, k, v, sinks, ring)
     return out
 
 
 def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuse shapes that attention over a split sequence cannot mean."""
+    """Raise if the shapes of q, k and v are inconsistent."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if {q.dim(), k.dim()} != {4} or k.shape != v.shape or q.size(1) % k.size(1):
         raise LayoutError(
-            f"{shapes}: give (batch, heads, length, width), k and v of one shape, with as many heads as q or a divisor"
+            f"{shapes}: pass (batch, heads, length, width), k and v of one shape, with as many heads as q or a divisor"
         )
     if q.size(2) != k.size(2) or q.size(0) != k.size(0):
-        raise LayoutError(f"{shapes}: self-attention has as many keys as queries on every rank")
-
-
-@dataclass(frozen=True)
-class _RingPlan:
-    """Who has which keys, and what the queries here see of them."""
-
-    parts: Parts
-    at: int
-    sight: Sight
-    scale: float
-    dropout: float = 0.0
-
-    @property
-    def turns(self) -> list[Turn]:
-        """What there is to attend to, block after block."""
-        return ring_turns(self.sight, self.parts, self.at)
+        raise LayoutError(f"{shapes}: self-attention needs as many keys as queries on every rank")
 
 
 class Softmax:
-    """The softmax of the queries here over more and more keys, in float32 at least."""
+    """The softmax of local queries over the keys of one block after another, in float32 at least."""
 
     def __init__(self, q: Tensor) -> None:
         self._q = q
         self._known: tuple[Tensor, Tensor] | None = None
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Put the softmax over other keys beside it, of these rows of queries."""
+        """Combine with the softmax of these query rows over further keys."""
         if self._known is None and out.shape == self._q.shape:
             self._known = out, lse
             return
         known, sums = self.result(working(self._q))
         known, sums = known[:, :, rows], sums[:, :, rows]
-        share = torch.sigmoid(lse - sums).unsqueeze(-1)  # of the new keys
-        known.lerp_(out.to(known.dtype), share)
+        weight = torch.sigmoid(lse - sums).unsqueeze(-1)  # exp(lse) / (exp(lse) + exp(sums)), without overflow
+        known.lerp_(out.to(known.dtype), weight)
         torch.logaddexp(sums, lse, out=sums)
 
     def dilute(self, sinks: Tensor) -> None:
-        """Put one more key of each head beside it, whose value is 0."""
+        """Combine with one further key per head, whose value is 0."""
         out, lse = self.result(working(self._q))
         total = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
         self._known = out * torch.exp(lse - total).unsqueeze(-1), total
 
     def result(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(output, log of the sum of exponentials); a query that has seen no key yet has 0 and -inf."""
+        """(output, log-sum-exp); 0 and -inf for a query that has seen no key."""
         out, lse = self._known or (
             torch.zeros_like(self._q),
             self._q.new_full(self._q.shape[:-1], float("-inf"), dtype=working(self._q)),
@@ -153,7 +145,7 @@ class Softmax:
 
 
 class _Total:
-    """A sum of parts, each of some rows: as it came while there is one of all rows, in float32 at least from the second on."""
+    """A sum of contributions to some rows. A single contribution to all rows is kept as it is, without a copy in float32."""
 
     def __init__(self, like: Tensor) -> None:
         self._like = like
@@ -171,82 +163,97 @@ class _Total:
         return self._sum
 
 
+@dataclass(frozen=True)
+class _Ring:
+    """The distribution of the keys, the mask, and the communication of one attention."""
+
+    parts: Parts
+    at: int
+    sight: Sight
+    scale: float
+    dropout: float
+    members: Members | None
+
+    def blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[Turn, Tensor, Tensor]]:
+        """(turn, keys, values), this rank's own first. The next block is received while the caller computes on this one.
+
+        A block is sent directly from its owner to the rank that needs it, keys and values in one message.
+        """
+        turns = ring_turns(self.sight, self.parts, self.at)
+        keys, values = k[:, :, turns[0].received], v[:, :, turns[0].received]
+        for turn, following in zip_longest(turns, turns[1:]):
+            receiving: Swap | None = None
+            if following is not None:
+                sent = torch.stack([k[:, :, following.sent], v[:, :, following.sent]])
+                receiving = self.swap(sent, following.received, following.ahead)
+            yield turn, keys, values
+            if receiving is not None:
+                keys, values = receiving.wait()
+
+    def swap(self, block: Tensor, received: slice, ahead: int) -> Swap:
+        """Start sending a block `ahead` ranks forward, and receiving `received` rows from the rank as far behind."""
+        members = self.members
+        assert members is not None
+        shape = [*block.shape]
+        shape[3] = received.stop - received.start
+        target, source = (members.ranks[(members.at + step) % members.size] for step in (ahead, -ahead))
+        return Swap(block, block.new_empty(shape), target, source, members.group)
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: _RingPlan, members: Members | None
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: _Ring) -> Tensor:
         softmax, kernels = Softmax(q), []
-        for turn, keys, values in _round(k, v, plan, members):
+        for turn, keys, values in ring.blocks(k, v):
             for piece in turn.pieces:
                 block = q[:, :, piece.queries], keys[:, :, piece.keys], values[:, :, piece.keys]
-                kernels.append(kernel_for(*block, plan.scale, piece.mask, plan.dropout))
+                kernels.append(kernel_for(*block, ring.scale, piece.mask, ring.dropout))
                 softmax.add(piece.queries, *kernels[-1].forward(*block))
         if sinks is not None:
             softmax.dilute(sinks)
         out, lse = softmax.result(q.dtype)
+        # Received keys are not kept: backward receives them again. Kernels keep only the RNG state of dropout.
         ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.kernels, ctx.plan, ctx.members = kernels, plan, members
+        ctx.kernels, ctx.ring = kernels, ring
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        plan, members, kernels = ctx.plan, ctx.members, iter(ctx.kernels)
-        grad = grad if grad.stride(-1) == 1 else grad.contiguous()  # as of a sum, which kernels refuse
+        ring, kernels = ctx.ring, iter(ctx.kernels)
+        grad = (
+            grad if grad.stride(-1) == 1 else grad.contiguous()
+        )  # kernels reject an expanded gradient, as that of sum()
         dq, dk, dv = (_Total(tensor) for tensor in (q, k, v))
-        coming: tuple[slice, Swap] | None = None
-        for turn, keys, values in _round(k, v, plan, members):
-            found = (_Total(keys), _Total(values)) if turn.ahead else (dk, dv)
+        returning: tuple[slice, Swap] | None = None
+        for turn, keys, values in ring.blocks(k, v):
+            dkeys, dvalues = (_Total(keys), _Total(values)) if turn.ahead else (dk, dv)
             for piece in turn.pieces:
                 part, queries, result, sums = (tensor[:, :, piece.queries] for tensor in (grad, q, out, lse))
                 block = keys[:, :, piece.keys], values[:, :, piece.keys]
-                more_q, *more = next(kernels).backward(part, queries, *block, result, sums)
+                more_q, more_k, more_v = next(kernels).backward(part, queries, *block, result, sums)
                 dq.add(piece.queries, more_q)
-                for total, added in zip(found, more, strict=True):
-                    total.add(piece.keys, added)
-            _take_home(coming, dk, dv)
-            # To the rank that has these keys, in the dtype that the kernels give: the sum is in float32, at home.
-            message = [total.result(k.dtype) for total in found] if turn.ahead else []
-            coming = (turn.sent, _swap(torch.stack(message), turn.sent, -turn.ahead, members)) if message else None
-        _take_home(coming, dk, dv)
-        towards = None
-        if sinks is not None:  # a key whose value is 0, seen by the queries here
-            share = torch.exp(sinks.unsqueeze(-1) - lse)
-            towards = -(share * (grad.to(lse.dtype) * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
-        return dq.result(q.dtype), dk.result(k.dtype), dv.result(v.dtype), towards, None, None
+                dkeys.add(piece.keys, more_k)
+                dvalues.add(piece.keys, more_v)
+            # Gradients of a block go to its owner while the next block is computed. They are sent in the dtype of the kernels;
+            # the owner sums them in float32.
+            if returning is not None:
+                _add_returned(*returning, dk, dv)
+            returning = None
+            if turn.ahead:
+                message = torch.stack([dkeys.result(k.dtype), dvalues.result(k.dtype)])
+                returning = turn.sent, ring.swap(message, turn.sent, -turn.ahead)
+        if returning is not None:
+            _add_returned(*returning, dk, dv)
+        dsinks = None
+        if sinks is not None:
+            # A key with value 0: only the softmax weight that it takes from the other keys depends on it.
+            weight = torch.exp(sinks.unsqueeze(-1) - lse)
+            dsinks = -(weight * (grad.to(lse.dtype) * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
+        return dq.result(q.dtype), dk.result(k.dtype), dv.result(v.dtype), dsinks, None
 
 
-def _take_home(coming: tuple[slice, Swap] | None, dk: _Total, dv: _Total) -> None:
-    if coming is not None:
-        rows, swap = coming
-        for total, part in zip((dk, dv), swap.wait(), strict=True):
-            total.add(rows, part)
-
-
-def _round(k: Tensor, v: Tensor, plan: _RingPlan, members: Members | None) -> Iterator[tuple[Turn, Tensor, Tensor]]:
-    """(turn, keys, values), this rank's own first. The next block travels while the caller works on this one.
-
-    A block goes straight from the rank that has it to the one that needs it, keys and values in one message.
-    """
-
-    def fetch(turn: Turn) -> Swap:
-        return _swap(torch.stack([k[:, :, turn.sent], v[:, :, turn.sent]]), turn.received, turn.ahead, members)
-
-    turns = plan.turns
-    keys, values = k[:, :, turns[0].received], v[:, :, turns[0].received]
-    for turn, following in zip_longest(turns, turns[1:]):
-        coming = fetch(following) if following is not None else None
-        yield turn, keys, values
-        if coming is not None:
-            keys, values = coming.wait()
-
-
-def _swap(block: Tensor, received: slice, ahead: int, members: Members | None) -> Swap:
-    """Start to send a block so many places ahead, and to receive so many rows from as many places before."""
-    assert members is not None
-    shape = [*block.shape]
-    shape[3] = received.stop - received.start
-    onward, before = (members.ranks[(members.at + step) % members.size] for step in (ahead, -ahead))
-    return Swap(block, block.new_empty(shape), onward, before, members.group)
+def _add_returned(rows: slice, swap: Swap, dk: _Total, dv: _Total) -> None:
+    for total, part in zip((dk, dv), swap.wait(), strict=True):
+        total.add(rows, part)

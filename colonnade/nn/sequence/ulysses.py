@@ -1,4 +1,4 @@
-"""Ulysses attention: all-to-all from split sequences to split heads, attention over whole sequences, and back."""
+"""Ulysses attention (DeepSpeed-Ulysses): all-to-all from split sequences to split heads, full-sequence attention, and back."""
 
 from __future__ import annotations
 
@@ -31,10 +31,12 @@ def ulysses_attention(
     lengths: Sequence[int] | None = None,
     context: ParallelContext | None = None,
 ) -> Tensor:
-    """softmax(q k^T) v over the whole sequence, of which every rank of the sequence group has a contiguous part.
+    """softmax(q k^T) v over the full sequence, of which every rank of the sequence group has a contiguous part.
 
-    As ring_attention; but each rank attends over whole sequences for its share of the heads, so the number of heads
-    (of k and v too) is a multiple of the number of ranks, and memory is that of whole sequences.
+    Arguments are those of `ring_attention`. Each rank attends over full sequences for 1/ranks of the heads, so the number of
+    heads (of k and v too) must be a multiple of the number of ranks, and memory is that of full sequences.
+
+    Collective over the sequence group.
     """
     check_heads(q, k, v)
     context = given_or_global(context)
@@ -42,39 +44,34 @@ def ulysses_attention(
     for name, tensor in (("q", q), ("k and v", k)):
         if tensor.size(1) % size:
             raise LayoutError(
-                f"ulysses attention: {name} have {tensor.size(1)} heads, which {size} ranks cannot share evenly; use a "
+                f"ulysses attention: {name} have {tensor.size(1)} heads, which {size} ranks cannot split evenly; use a "
                 f"multiple of {size} heads, fewer ranks, or ring attention, which splits no heads",
                 code="C032",
             )
     all_lengths = parts_of(q.size(2), lengths, False, context).lengths
-    sight, whole = Sight.of(causal, window, documents, sum(all_lengths)), Parts((sum(all_lengths),))
+    sight, full = Sight.of(causal, window, documents, sum(all_lengths)), Parts((sum(all_lengths),))
     if size == 1:
-        return attention_over(q, k, v, whole, sight, scale, dropout, sinks=sinks)
+        return attention_over(q, k, v, full, sight, scale, dropout, sinks=sinks)
     if sinks is not None:
         sinks = sinks.chunk(size)[at]
-    q, k, v = _to_heads([q, k, v], all_lengths, context)
-    out = attention_over(q, k, v, whole, sight, scale, dropout, sinks=sinks)
-    return _to_sequence(out, all_lengths, at, context)
 
+    # (batch, heads, local length, width) -> (batch, heads / ranks, full length, width), q, k and v in one all-to-all. Rows are
+    # (rank, head, token), so that the rows for a rank are contiguous.
+    batch, _, length, width = q.shape
+    local_heads = [x.size(1) // size for x in (q, k, v)]
+    total = sum(local_heads)
+    by_rank = [x.permute(1, 2, 0, 3).unflatten(0, (size, -1)) for x in (q, k, v)]
+    rows = torch.cat(by_rank, 1).reshape(size * total * length, batch * width)
+    sizes = [total * other for other in all_lengths]
+    received = all_to_all(rows, ParallelMode.SEQUENCE, [total * length] * size, sizes, context=context)
+    parts = [part.view(total, -1, batch, width) for part in received.split(sizes)]
+    q, k, v = (x.permute(2, 0, 1, 3) for x in torch.cat(parts, 1).split(local_heads))
 
-def _to_heads(tensors: Sequence[Tensor], lengths: Sequence[int], context: ParallelContext) -> list[Tensor]:
-    """(batch, heads, length here, width) -> (batch, heads / ranks, whole length, width), of all in one message."""
-    (batch, _, length, width), *_ = (x.shape for x in tensors)
-    size, shares = len(lengths), [x.size(1) // len(lengths) for x in tensors]
-    by_rank = [x.permute(1, 2, 0, 3).unflatten(0, (size, -1)) for x in tensors]
-    rows = torch.cat(by_rank, 1).reshape(size * sum(shares) * length, batch * width)
-    sizes = [sum(shares) * other for other in lengths]
-    arrived = all_to_all(rows, ParallelMode.SEQUENCE, [sum(shares) * length] * size, sizes, context=context)
-    parts = [part.view(sum(shares), -1, batch, width) for part in arrived.split(sizes)]
-    return [x.permute(2, 0, 1, 3) for x in torch.cat(parts, 1).split(shares)]
+    out = attention_over(q, k, v, full, sight, scale, dropout, sinks=sinks)
 
-
-def _to_sequence(x: Tensor, lengths: Sequence[int], at: int, context: ParallelContext) -> Tensor:
-    """(batch, heads / ranks, whole length, width) -> (batch, heads, length here, width)."""
-    batch, share, _, width = x.shape
-    parts = x.permute(1, 2, 0, 3).split(list(lengths), 1)
-    rows = torch.cat([part.reshape(-1, batch * width) for part in parts])
-    sizes = [share * other for other in lengths]
-    mine = [share * lengths[at]] * len(lengths)
-    arrived = all_to_all(rows, ParallelMode.SEQUENCE, sizes, mine, context=context)
-    return arrived.view(share * len(lengths), lengths[at], batch, width).permute(2, 0, 1, 3)
+    # And back: (batch, heads / ranks, full length, width) -> (batch, heads, local length, width).
+    heads = out.size(1)
+    rows = torch.cat([x.reshape(-1, batch * width) for x in out.permute(1, 2, 0, 3).split(list(all_lengths), 1)])
+    sizes = [heads * other for other in all_lengths]
+    received = all_to_all(rows, ParallelMode.SEQUENCE, sizes, [heads * length] * size, context=context)
+    return received.view(heads * size, length, batch, width).permute(2, 0, 1, 3)

@@ -109,7 +109,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "unknown": (
         Model,
         {"norm": "colwize"},
-        r"'norm' the style 'colwize', which is not known; .*packed_rowwise.*'colwise'\?",
+        r"'norm' the unknown style 'colwize'; .*packed_rowwise.*'colwise'\?",
     ),
     "no row": (
         Model,
@@ -119,7 +119,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "no column": (
         Model,
         {"blocks.*.mlp.down": "rowwise"},
-        r"'blocks\.0\.mlp\.down' is 'rowwise', but .*nothing gives it",
+        r"'blocks\.0\.mlp\.down' is 'rowwise', but .*no layer produces its sharded input",
     ),
     "heads": (
         heads,
@@ -129,38 +129,38 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "features": (
         lambda: nn.ModuleDict({"up": nn.Linear(4, 7), "down": nn.Linear(7, 4)}),
         {"up": "colwise", "down": "rowwise"},
-        r"'up': 7 features .* cannot be cut evenly over the 2 ranks",
+        r"'up': 7 features .* cannot be sharded evenly over the 2 ranks",
     ),
     "no linear": (
         Model,
         {"norm": "colwise_gather_output"},
-        r"'norm' is a LayerNorm, and the plan's style is for nn\.Linear",
+        r"'norm' is a LayerNorm, but the TP plan's style is for nn\.Linear",
     ),
     "sections": (
         packed_model,
         {**PACKED, "blocks.*.mlp.gate_up": {"style": "packed_colwise", "sections": (40, 40)}},
-        r"64 features cannot be the sections \(40, 40\)",
+        r"sections=\(40, 40\) of the TP plan do not add up to the layer's 64 features",
     ),
     "no section": (
         packed_model,
         packed(0),
-        r"'blocks\.0\.mlp\.gate_up': .*sections=0.* number of equal ones, or .*lengths",
+        r"'blocks\.0\.mlp\.gate_up': .*sections=0.* number of equal sections, or .*lengths",
     ),
     "sections below zero": (packed_model, packed((96, -32)), r"'blocks\.0\.mlp\.gate_up': .*sections=\(96, -32\)"),
     "sections in words": (packed_model, packed("two"), r"sections='two'"),
     "sections that are none": (packed_model, packed(()), r"sections=\(\)"),
-    "equal sections": (packed_model, packed(3), r"64 features cannot be the sections 3 of the plan"),
+    "equal sections": (packed_model, packed(3), r"sections=3 of the TP plan do not add up to the layer's 64 features"),
     "an option": (
         pair(),
         {**UP_DOWN, "up": {"style": "colwise", "section": 2}},
-        r"'up' .*'section', .*'colwise' takes .*'sections'.*Did you mean 'sections'",
+        r"'up' .*'section'; 'colwise' takes .*'sections'.*Did you mean 'sections'",
     ),
     "an option of another": (
         Model,
         {**PLAN, "norm": {"style": "replicate", "sections": 2}},
-        r"'norm' the option 'sections', .*'replicate' takes 'divide'",
+        r"'norm' the unknown option 'sections'; 'replicate' takes 'divide'",
     ),
-    "no style": (pair(), {"up": {"stile": "colwise"}}, r"'up' the option 'stile', .*Did you mean 'style'"),
+    "no style": (pair(), {"up": {"stile": "colwise"}}, r"'up' the unknown option 'stile'; .*Did you mean 'style'"),
     "divide in one word": (
         Model,
         {**PLAN, "blocks.*.attention": {"divide": "heads"}},
@@ -169,12 +169,12 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "a weight for its layer": (
         pair(bias=False),
         {"up.weight": "colwise", "down.weight": "rowwise"},
-        r"'up\.weight' is a parameter of 'up', of the class Linear.*name 'up'.*'down\.weight' is",
+        r"'up\.weight' is a parameter of the Linear 'up', .*name 'up'.*'down\.weight' is",
     ),
     "words of an embedding": (
         Model,
         {**PLAN, "embedding.weight": "colwise"},
-        r"'embedding\.weight' is a parameter of 'embedding', of the class Embedding.*name 'embedding'",
+        r"'embedding\.weight' is a parameter of the Embedding 'embedding', .*name 'embedding'",
     ),
     "one layer, two styles": (
         one_layer_twice,
@@ -184,25 +184,25 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "a parametrization": (
         pair(nn.utils.parametrizations.weight_norm),
         UP_DOWN,
-        r"'up'.* 'weight' is no parameter of it.*weight_norm.*remove",
+        r"'up'.* 'weight' is not a parameter.*weight_norm.*remove",
     ),
-    "an old weight norm": (pair(nn.utils.weight_norm), UP_DOWN, r"'up'.* 'weight' is no parameter of it"),
+    "an old weight norm": (pair(nn.utils.weight_norm), UP_DOWN, r"'up'.* 'weight' is not a parameter"),
     "a lazy layer": (lambda: nn.ModuleDict({"up": nn.LazyLinear(8), "down": nn.Linear(8, 4)}), UP_DOWN, r"'up'.*lazy"),
     "integers": (
         pair(quantised),
         UP_DOWN,
-        r"'up'.*'weight' has the type torch\.int8",
+        r"'up'.*'weight' has dtype torch\.int8",
     ),
     "a forward pass of its own": (
         lambda: nn.ModuleDict({"up": Scaled(4, 8), "down": nn.Linear(8, 4)}),
         UP_DOWN,
-        r"'up' is a Scaled, whose forward pass is its own",
+        r"'up' is a Scaled with a custom forward pass",
     ),
-    "stages": (lambda: Split([nn.Linear(2, 2)]), {}, r"takes the whole model, .*not a Split"),  # type: ignore[arg-type, return-value]
+    "stages": (lambda: Split([nn.Linear(2, 2)]), {}, r"takes the full model, .*not a Split"),  # type: ignore[arg-type, return-value]
     "a tie": (
         tied_to_a_convolution,
         {"up": "colwise", "down": "rowwise"},
-        r"'up\.weight' and 'other\.weight' are one parameter, .*tie would be cut",
+        r"'up\.weight' and 'other\.weight' are one parameter, .*would untie them",
     ),
     "a tie cut twice": (
         lambda: Model(tied=True),
@@ -212,7 +212,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "attention of torch": (
         lambda: nn.ModuleDict({"a": nn.MultiheadAttention(8, 2)}),
         {"a.out_proj": "rowwise_split_input"},
-        r"'a', an nn\.MultiheadAttention, which computes",
+        r"'a', an nn\.MultiheadAttention, which reads",
     ),
     "summed twice": (
         Model,
@@ -222,14 +222,14 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "sequence": (
         Model,
         {**PLAN, "norm": "sequence_parallel"},
-        r"'norm' the style 'sequence_parallel', but activations between blocks are whole",
+        r"'norm' the style 'sequence_parallel', but activations between blocks are replicated",
     ),
     "divide": (
         Model,
         {**PLAN, "blocks.*.attention": {"divide": ("heads",)}},
-        r"'heads' is None, which cannot be divided by the tensor size 2",
+        r"'heads' is None, which the tensor size 2 does not divide",
     ),
-    "no plan": (Model, None, r"Model brings no plan along"),
+    "no plan": (Model, None, r"Model has no TP plan of its own"),
 }
 
 
@@ -241,9 +241,9 @@ def _wrong() -> None:
             assert re.search(said, str(raised.value), re.DOTALL), (name, str(raised.value))
         model = build()
         once = parallelize(model, PLAN, context=gpc)
-        with pytest.raises(PlacementError, match=r"Model was given to parallelize already.*once"):
+        with pytest.raises(PlacementError, match=r"Model was already passed to parallelize.*once"):
             parallelize(once, PLAN, context=gpc)
-        with pytest.raises(PlacementError, match="placed already"):
+        with pytest.raises(PlacementError, match="already sharded"):
             parallelize(
                 nn.ModuleDict({"inside": once}), {f"inside.{name}": each for name, each in PLAN.items()}, context=gpc
             )
@@ -327,7 +327,7 @@ def _compared() -> None:
     ]
     with launch({"parallel": TENSOR}, context=ParallelContext(), verbose=False) as gpc:
         for made, plan, layer in wrong:
-            said = rf"with this plan 'blocks\.0\.(attention|mlp)\.{layer}' gives something else for the sample.*packed_colwise"
+            said = rf"with this TP plan the output of 'blocks\.0\.(attention|mlp)\.{layer}' for the sample differs.*packed_colwise"
             with pytest.raises(PlacementError, match=said):
                 parallelize(build(made), plan, sample=tokens(2), context=gpc)
             parallelize(build(made), plan, context=gpc)  # nobody can see it without one
@@ -348,7 +348,7 @@ def test_every_wrong_plan_is_named_by_every_rank():
 
 def _square() -> None:
     config = {"parallel": {"tensor": {"size": 4, "mode": "2d"}}}
-    said = r"tensor\.mode='2d': a plan cuts layers for mode '1d'"
+    said = r"tensor\.mode='2d': a TP plan shards layers for mode '1d'"
     with launch(config, context=ParallelContext(), verbose=False) as gpc, pytest.raises(ConfigError, match=said):
         parallelize(build(), PLAN, context=gpc)
 

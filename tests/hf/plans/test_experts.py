@@ -71,8 +71,8 @@ def _steps_on_shards_and_whole_experts(gpc: ParallelContext) -> None:
 def _refused_tensor(gpc: ParallelContext) -> None:
     """What cannot be right is refused by name."""
     for kind, change, message in (
-        (Gated, {f"{AT}.gate_up_proj": "colwise"}, "gate and the up projection one after the other"),
-        (Interleaved, {f"{AT}.gate_up_proj_bias": "replicate"}, "leaves gate_up_proj_bias whole"),
+        (Gated, {f"{AT}.gate_up_proj": "colwise"}, "gate and the up projection concatenated"),
+        (Interleaved, {f"{AT}.gate_up_proj_bias": "replicate"}, "but not gate_up_proj_bias"),
     ):
         with pytest.raises(PlacementError, match=message):
             parallelize(build(lambda kind=kind: model_of(kind)), {**TENSOR[kind], **change}, context=gpc)
@@ -81,15 +81,15 @@ def _refused_tensor(gpc: ParallelContext) -> None:
 def _refused_expert(gpc: ParallelContext) -> None:
     plan = both(Gated)
     for change, message in (
-        ({f"{AT}.down_proj": "replicate"}, "leaves down_proj whole"),
-        ({AT: "megamoe_experts"}, "no backward pass"),
+        ({f"{AT}.down_proj": "replicate"}, "but not down_proj"),
+        ({AT: "megamoe_experts"}, "without a backward pass"),
     ):
         with pytest.raises(PlacementError, match=message):
             parallelize(build(lambda: model_of(Gated)), {**plan, **change}, context=gpc)
     three = build(lambda: model_of(Gated))
     for block in three.blocks:
         block.mlp.experts.gate_up_proj = nn.Parameter(torch.zeros(3, 2 * INNER, HIDDEN))
-    with pytest.raises(LayoutError, match="3 experts cannot lie evenly on the 2 ranks"):
+    with pytest.raises(LayoutError, match="3 experts cannot be sharded evenly over the 2 ranks"):
         parallelize(three, plan, context=gpc)
 
 
@@ -138,7 +138,7 @@ def _over_four() -> None:
             for kind in kinds:
                 _equals(kind, both(kind), gpc, shape(kind))
             if "over" in str(parallel):
-                with pytest.raises(LayoutError, match="reach over tensor ranks"):
+                with pytest.raises(LayoutError, match="span tensor ranks"):
                     parallelize(build(lambda: model_of(Every)), both(Every), context=gpc)
 
 

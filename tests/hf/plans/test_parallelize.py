@@ -181,3 +181,13 @@ def test_without_tensor_parallelism_nothing_is_cut():
             PlacementError, match="already"
         ):  # so that a script fails on no layout that it works on here
             parallelize(model, context=gpc)
+
+
+def test_the_old_keyword_of_the_plan_still_works_with_a_warning():
+    with launch({}, context=ParallelContext(), verbose=False) as gpc:
+        model = build()
+        with pytest.warns(DeprecationWarning, match=r"write parallelize_plan=") as caught:
+            assert parallelize(model, plan=PLAN, context=gpc) is model
+        assert caught[0].filename == __file__
+        with pytest.raises(PlacementError, match="pass only the first"):
+            parallelize(build(), PLAN, plan=PLAN, context=gpc)

@@ -176,7 +176,7 @@ def test_small_sizes_are_cut_and_every_rank_has_its_own_block(name):
 @pytest.mark.parametrize(
     ("name", "build", "said"),
     [
-        ("2d", lambda h: Linear(4, 7, arrangement=h), "out_features of size 7 cannot be cut evenly over the 2 ranks"),
+        ("2d", lambda h: Linear(4, 7, arrangement=h), "out_features of size 7 cannot be sharded evenly over the 2 ranks"),
         ("2d", lambda h: Linear(7, 4, arrangement=h), "in_features of size 7 cannot"),
         ("2d", lambda h: LayerNorm(5, arrangement=h), "features of size 5 cannot"),
         ("2d", lambda h: LayerNorm.from_module(nn.LayerNorm(5, elementwise_affine=False), arrangement=h), "features of size 5"),
@@ -184,7 +184,7 @@ def test_small_sizes_are_cut_and_every_rank_has_its_own_block(name):
         ("1d", lambda h: Linear(4, 6, unit=4, arrangement=h), "out_features of size 1 x 4 cannot"),
         ("2d", lambda h: partition_input(torch.zeros(3, 2, 4), arrangement=h), "batch of size 3 cannot"),
         ("1d, sequence split", lambda h: partition_input(torch.zeros(2, 3, 4), arrangement=h), "sequence of size 3 cannot"),
-        ("2d", lambda h: type(h)(h.context, sequence_split=True), "TwoD splits activations already"),
+        ("2d", lambda h: type(h)(h.context, sequence_split=True), "TwoD already shards activations"),
         ("1d", lambda h: Linear(4, 12, unit=4, arrangement=h), ""),
         ("2d", lambda h: Linear(4, 8, unit=4, arrangement=h), ""),
         ("2d", lambda h: partition_input(torch.zeros(2, 3, 2), arrangement=h), ""),

@@ -54,7 +54,7 @@ def test_a_layer_of_torch_is_taken_as_it_is(parts, bias):
     assert colonnade.nn.HiddenParameter(torch.ones(3)).weight.requires_grad
     with pytest.raises(PlacementError, match=r"'0.weight' and '1.weight' come from one full parameter"):
         check_ties([nn.Sequential(*(colonnade.nn.Linear.from_module(plain.requires_grad_()) for _ in range(2)))])
-    with pytest.raises(ConfigError, match="cannot be 4 equal parts"):
+    with pytest.raises(ConfigError, match="not divisible into parts=4"):
         colonnade.nn.Linear.from_module(plain, parts=4)
 
 
@@ -62,7 +62,7 @@ def test_dropout_and_embeddings_of_torch_are_taken_with_their_settings():
     dropout = colonnade.nn.Dropout.from_module(nn.Dropout(0.3, inplace=True), side="inner")
     assert (dropout.p, dropout.inplace, dropout.side) == (0.3, True, "inner")
     for option in ({"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}):
-        with pytest.raises(ConfigError, match="cannot be split"):
+        with pytest.raises(ConfigError, match="cannot be sharded"):
             colonnade.nn.Embedding.from_module(nn.Embedding(4, 4, **option))
     position = colonnade.nn.PositionEmbedding(6, 4)
     assert torch.equal(position(), position.weight)
@@ -76,8 +76,8 @@ def test_dropout_and_embeddings_of_torch_are_taken_with_their_settings():
     ("options", "said"),
     [
         ({"split": "rows"}, "'column' and 'row'"),
-        ({"split": "row", "gather_output": True}, "whole results"),
-        ({"input_is_parallel": False}, "takes whole inputs"),
+        ({"split": "row", "gather_output": True}, "already full"),
+        ({"input_is_parallel": False}, "takes a full input"),
         ({"parts": 2, "split": "row"}, r"parts=2\): several weights"),
         ({"parts": 2, "gather_output": True}, r"parts=2\): several weights"),
         ({"parts": 3}, ""),
@@ -190,12 +190,12 @@ def _refused_by_lines() -> list[str]:
 def test_what_cannot_be_split_is_said_when_it_is_built():
     messages = run_world(2, _refused_by_lines).values[0]
     wanted = (
-        "heads=1: some ranks of ParallelMode.PARALLEL_1D would have none; take fewer ranks",
+        "heads=1: some ranks of ParallelMode.PARALLEL_1D would have no heads; use fewer ranks",
         "kv_heads=1: some ranks",
         "sequence of size 3",
         "sequence of size 3",
         "'column' and 'row'",
-        "whole results",
+        "already full",
         "Embedding(6, 4)",
         "max_norm",
         "do not fit",

@@ -99,24 +99,30 @@ def row(here: Arrangement) -> L.Linear:
 SQUARE: list[tuple[Build, str]] = [
     (
         lambda h: Way(h, linear(h), nn.Linear(8, 8), row(h)),
-        r"'layers.1' is a plain Linear.*\('layers.1.weight' is not placed\).*what Linear 'layers.0' gives",
+        r"'layers.1' is a plain Linear.*\('layers.1.weight' is not placed\).*the output of Linear 'layers.0'",
     ),
-    (lambda h: Way(h, frozen(nn.Linear(8, 8)), linear(h)), r"'layers.0' is a plain Linear.*what partition_input gives"),
+    (
+        lambda h: Way(h, frozen(nn.Linear(8, 8)), linear(h)),
+        r"'layers.0' is a plain Linear.*the output of partition_input",
+    ),
     (lambda h: Way(h, linear(h), frozen(nn.LayerNorm(8)), row(h)), r"'layers.1' is a plain LayerNorm"),
     (lambda h: Way(h, linear(h), nn.Linear(8, 8), leave=None), r"'layers.1' is a plain Linear"),
-    (lambda h: Way(h, nn.LayerNorm(8), linear(h)), r"'layers.0' is a plain LayerNorm.*what partition_input gives"),
-    (lambda h: Way(h, linear(h), Scale(8)), r"gather_output takes.*made with 'layers.1.scale'"),
-    (lambda h: Way(h, linear(h), Positions(8), row(h)), r"Linear 'layers.2' takes.*made with 'layers.1.table.weight'"),
+    (lambda h: Way(h, nn.LayerNorm(8), linear(h)), r"'layers.0' is a plain LayerNorm.*the output of partition_input"),
+    (lambda h: Way(h, linear(h), Scale(8)), r"gather_output takes.*computed with 'layers.1.scale'"),
+    (
+        lambda h: Way(h, linear(h), Positions(8), row(h)),
+        r"Linear 'layers.2' takes.*computed with 'layers.1.table.weight'",
+    ),
     (
         lambda h: Way(h, Tokens(8), linear(h), enter=False),
-        r"Linear 'layers.1' takes.*made with 'layers.0.table.weight'",
+        r"Linear 'layers.1' takes.*computed with 'layers.0.table.weight'",
     ),
-    (lambda h: Way(h, nn.Linear(16, 16), linear(h), enter=False), r"made with 'layers.0.(weight|bias)'"),
-    (lambda h: Way(h, linear(h), enter=False), r"Linear 'layers.0' takes 8 of 16 features here.*it gets 16"),
+    (lambda h: Way(h, nn.Linear(16, 16), linear(h), enter=False), r"computed with 'layers.0.(weight|bias)'"),
+    (lambda h: Way(h, linear(h), enter=False), r"Linear 'layers.0' takes 8 of 16 features here.*but got 16"),
     (lambda h: Way(h, L.LayerNorm(HIDDEN, arrangement=h), enter=False), r"LayerNorm 'layers.0' takes 8 of 16"),
     (
         lambda h: Way(h, linear(h), Way(h, row(h))),
-        r"partition_input takes.*whole; it gets what Linear 'layers.0' gives",
+        r"partition_input takes.*replicated, but got the output of Linear 'layers.0'",
     ),
     (lambda h: Way(h, linear(h), row(h)), ""),
     (lambda h: Way(h, linear(h), nn.ReLU(), placed(Scale(8), h), row(h)), ""),
@@ -128,24 +134,24 @@ SQUARE: list[tuple[Build, str]] = [
 LINE: list[tuple[Build, str]] = [
     (
         lambda h: Way(h, linear(h), linear(h)),
-        r"Linear 'layers.1' takes.*is whole; it gets what Linear 'layers.0' gives",
+        r"Linear 'layers.1' takes.*is replicated, but got the output of Linear 'layers.0'",
     ),
-    (lambda h: Way(h, linear(h), nn.Linear(16, 16)), r"'layers.1' is a plain Linear.*split, hidden over PARALLEL_1D"),
+    (lambda h: Way(h, linear(h), nn.Linear(16, 16)), r"'layers.1' is a plain Linear.*sharded, hidden over PARALLEL_1D"),
     (lambda h: Way(h, linear(h), nn.PReLU(), row(h)), r"'layers.1' is a plain PReLU"),
     (
         lambda h: Way(h, linear(h, gather_output=True), row(h)),
-        r"Linear 'layers.1' takes.*is split, hidden over PARALLEL_1D",
+        r"Linear 'layers.1' takes.*is sharded, hidden over PARALLEL_1D",
     ),
     (lambda h: Way(h, row(h)), r"Linear 'layers.0' takes 4 of 16 features"),
     (
         lambda h: Way(h, linear(h), L.MLP(HIDDEN, 8, gated=True, arrangement=Whole(h.context))),
-        r"Linear 'layers.1.up' takes.*is whole; it gets what Linear 'layers.0' gives",
+        r"Linear 'layers.1.up' takes.*is replicated, but got the output of Linear 'layers.0'",
     ),
     (
         lambda h: Way(h, linear(h), Unsplit(h)),
-        r"unsplit_sequence takes.*is whole; it gets what Linear 'layers.0' gives",
+        r"unsplit_sequence takes.*is replicated, but got the output of Linear 'layers.0'",
     ),
-    (lambda h: Way(h, linear(h)), r"gather_output takes an activation that is whole"),
+    (lambda h: Way(h, linear(h)), r"gather_output takes an activation that is replicated"),
     (lambda h: Way(h, L.MLP(16, 32, arrangement=h), nn.LayerNorm(16), linear(h), leave="inner"), ""),
     (
         lambda h: nn.Sequential(
@@ -165,7 +171,7 @@ IN_SEQUENCE: list[tuple[Build, str]] = [
 CUBE: list[tuple[Build, str]] = [
     (
         lambda h: Way(h, linear(h), linear(h)),
-        r"Linear 'layers.1' takes.*hidden over PARALLEL_3D_OUTPUT; it gets what Linear",
+        r"Linear 'layers.1' takes.*hidden over PARALLEL_3D_OUTPUT, but got the output of Linear",
     ),
     (lambda h: Way(h, linear(h), nn.Linear(8, 8), row(h)), r"'layers.1' is a plain Linear"),
     (lambda h: Way(h, linear(h), row(h)), ""),
@@ -225,14 +231,15 @@ def _whole_logits() -> None:
         )[0]
         logits = engine(torch.randn(8, HIDDEN))
         with pytest.raises(
-            PlacementError, match=r"CrossEntropyLoss takes.*split, hidden over PARALLEL_1D; it gets what Linear"
+            PlacementError,
+            match=r"CrossEntropyLoss takes.*sharded, hidden over PARALLEL_1D, but got the output of Linear",
         ):
             engine.criterion(logits, torch.zeros(8, dtype=torch.long))
         fused = L.LinearCrossEntropyLoss(arrangement=here)
         labels, weight = torch.zeros(8, dtype=torch.long), torch.zeros(4, HIDDEN)
         assert fused(logits, weight, labels).isfinite()
         with pytest.raises(
-            PlacementError, match=r"LinearCrossEntropyLoss takes.*is whole; it gets what partition_input"
+            PlacementError, match=r"LinearCrossEntropyLoss takes.*is replicated, but got the output of partition_input"
         ):
             fused(partition_input(logits, side="inner", arrangement=here), weight, labels)
         engine.close()

@@ -274,7 +274,7 @@ def test_counts_as_the_other_losses_do():
 def test_bad_input_is_refused_by_name():
     hidden, weight, _, labels = _case()
     criterion = LinearCrossEntropyLoss(arrangement=_whole())
-    with pytest.raises(ConfigError, match=r"label 11 is none of the 11 classes \(0 to 10\)"):
+    with pytest.raises(ConfigError, match=r"label 11 is not one of the 11 classes \(0 to 10\)"):
         criterion(hidden, weight, labels.fill_(CLASSES))
     with pytest.raises(PlacementError, match=r"labels of shape \(4, 5\)"):
         criterion(hidden, weight, labels[:, 1:])
@@ -285,7 +285,7 @@ def test_bad_input_is_refused_by_name():
         LinearCrossEntropyLoss(reduction="none", arrangement=_whole())
     with pytest.raises(ConfigError, match="chunk=0"):
         LinearCrossEntropyLoss(chunk=0, arrangement=_whole())
-    with pytest.raises(ConfigError, match="not under TwoD"):
+    with pytest.raises(ConfigError, match="not TwoD"):
         LinearCrossEntropyLoss(arrangement=TwoD(ParallelContext()))
 
 

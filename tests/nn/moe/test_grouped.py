@@ -97,7 +97,7 @@ def test_a_whole_layer_compiles_without_a_graph_break(capacity):
     ("dtype", "inner", "message"),
     [
         (torch.float64, 24, "of torch.float64"),
-        (torch.bfloat16, 20, "with torch.bfloat16 weights of 16 x 20, rows of which are not multiples of 16 bytes"),
+        (torch.bfloat16, 20, "with torch.bfloat16 weights of 16 x 20, whose rows are not multiples of 16 bytes"),
         (torch.float32, 20, None),
         (torch.bfloat16, 24, None),
     ],
@@ -124,7 +124,7 @@ def test_what_grouped_mm_does_not_take_is_named_and_computed_all_the_same(dtype,
 )
 def test_why_a_product_is_not_one_of_grouped_mm(x, weight, compiled, message):
     found = why_not(x, torch.empty(weight, dtype=x.dtype), compiled=compiled)
-    assert found == message or (found or "").startswith(f"{message}, rows")
+    assert found == message or (found or "").startswith(f"{message}, whose rows")
 
 
 def test_the_ones_that_a_bias_is_multiplied_by_fit_in_every_dtype_and_are_the_fewest():
@@ -141,17 +141,17 @@ class OnGpu(Tensor):
 
 def test_products_one_after_another_are_told_of_on_a_gpu_alone(monkeypatch):
     told: list[str] = []
-    monkeypatch.setattr(experts, "_tell", told.append)
+    monkeypatch.setattr(experts, "_warn_slow", told.append)
     ends = torch.tensor([1, 3])
     for dtype in (torch.float64, torch.float32):
         x, weight = torch.randn(3, 4, dtype=dtype), torch.randn(2, 4, 8, dtype=dtype)
-        experts._group_by_group(x, weight, ends)
+        experts._grouped_mm_loop(x, weight, ends)
         assert told == []
-        found = experts._group_by_group(x.as_subclass(OnGpu), weight, ends)
+        found = experts._grouped_mm_loop(x.as_subclass(OnGpu), weight, ends)
         assert torch.equal(found, torch.cat([x[:1] @ weight[0], x[1:] @ weight[1]]))
         assert told == ["of torch.float64" if dtype is torch.float64 else "of torch.float32 in compiled code"]
         told.clear()
-        experts._group_by_group(x.T.as_subclass(OnGpu), x, ends)  # of the gradient, which is no news
+        experts._grouped_mm_loop(x.T.as_subclass(OnGpu), x, ends)  # of the gradient, which is no news
         assert told == []
 
 

@@ -128,17 +128,17 @@ def _started() -> dict[str, Any]:
 
 
 def test_slips_are_told():
-    with pytest.raises(ConfigError, match="k=5: a token goes to between 1 and all 4"):
+    with pytest.raises(ConfigError, match="k=5: must be from 1 to experts=4"):
         TopKRouter(HIDDEN, 4, 5)
     with pytest.raises(ConfigError, match="capacity=0"):
         SwitchRouter(HIDDEN, 4, capacity=0)
-    with pytest.raises(ConfigError, match="the router knows 4 experts, but there are 8"):
+    with pytest.raises(ConfigError, match="the router has 4 experts, but the layer has 8"):
         MoE(HIDDEN, 8, SwitchRouter(HIDDEN, 4))
-    with pytest.raises(ConfigError, match="shared=2: give a layer that takes and gives 6 features"):
+    with pytest.raises(ConfigError, match="shared=2: must be a layer from 6 to 6 features"):
         MoE(HIDDEN, 4, shared=2)
     for shape in ((2,), (3,), (2, 1), (4, 1), (3, 1, 1)):
         with pytest.raises(
-            ScheduleError, match=rf"takes what the layer before gave, no_losses\(x\) or a scalar, not \({shape[0]},"
+            ScheduleError, match=rf"takes the loss of the previous layer, no_losses\(x\) or a scalar, not \({shape[0]},"
         ):
             MoE(HIDDEN, 4)(torch.randn(2, HIDDEN), torch.zeros(shape))
 
@@ -175,7 +175,7 @@ def _refused() -> tuple[str, str]:
 @pytest.mark.slow
 def test_experts_that_do_not_fit_and_losses_that_a_pipeline_would_lose_are_refused():
     uneven, lost = run_world(2, _refused).values[0]
-    assert "3 experts cannot lie evenly on the 2 ranks" in uneven
+    assert "3 experts cannot be sharded evenly over the 2 ranks" in uneven
     assert "y, loss = moe(x, loss)" in lost
 
 

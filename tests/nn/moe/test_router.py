@@ -49,16 +49,16 @@ def test_noise_is_of_training_alone_and_as_large_as_it_says():
     made = router(noise=0.25)
     plain = tokens() @ made.weight.T
     made.eval()
-    assert torch.equal(made._logits(tokens()), plain)
+    assert torch.equal(made(tokens()).logits, plain)
     made.train()
-    noisy = [made._logits(tokens()) for _ in range(2)]
+    noisy = [made(tokens()).logits for _ in range(2)]
     assert not torch.equal(*noisy)
     with torch.no_grad():
         made.weight.copy_(torch.eye(EXPERTS, HIDDEN))  # now a logit is an input
-    factors = torch.cat([(made._logits(tokens()) / tokens()[:, :EXPERTS]).flatten() for _ in range(5)])
+    factors = torch.cat([(made(tokens()).logits / tokens()[:, :EXPERTS]).flatten() for _ in range(5)])
     assert 0.75 <= factors.min() < 0.8
     assert 1.2 < factors.max() <= 1.25
-    assert torch.equal(router()._logits(tokens()), router().eval()._logits(tokens()))
+    assert torch.equal(router()(tokens()).logits, router().eval()(tokens()).logits)
 
 
 def test_capacity_takes_the_first_assignments_and_first_choices_come_first():
@@ -133,24 +133,27 @@ def test_options_that_make_no_router(options):
 
 
 @pytest.mark.parametrize(("experts", "groups", "top_groups"), [(12, 4, 2), (12, 3, 1), (4, 4, 2), (8, 2, 1), (4, 2, 2)])
-def test_the_best_groups_are_those_of_the_two_best_experts_together(experts, groups, top_groups):
-    scores = torch.rand(40, experts, generator=torch.Generator().manual_seed(5))
-    found = TopKRouter(HIDDEN, experts, 1, groups=groups, top_groups=top_groups)._of_best_groups(scores)
-    for row, allowed in zip(scores.view(40, groups, -1), found.view(40, groups, -1), strict=True):
-        order = sorted(range(groups), key=lambda group, row=row: -sum(sorted(row[group].tolist())[-2:]))
-        for group in range(groups):
-            expected = row[group] if group in order[:top_groups] else torch.full_like(row[group], -torch.inf)
-            assert torch.equal(allowed[group], expected)
+def test_tokens_go_to_the_groups_whose_two_best_experts_score_highest(experts, groups, top_groups):
+    size = experts // groups
+    made = TopKRouter(experts, experts, top_groups * size, groups=groups, top_groups=top_groups)
+    with torch.no_grad():
+        made.weight.copy_(torch.eye(experts))  # the input is the logits
+    x = torch.randn(40, experts, generator=torch.Generator().manual_seed(5))
+    routing = made(x)
+    for scores, chosen in zip(routing.scores, routing.experts.T, strict=True):
+        order = sorted(range(groups), key=lambda group, s=scores: -sum(sorted(s.view(groups, -1)[group].tolist())[-2:]))
+        allowed = {group * size + at for group in order[:top_groups] for at in range(size)}
+        assert set(chosen.tolist()) == allowed
 
 
 def test_choices_are_made_in_float32_also_where_autocast_has_less():
     torch.manual_seed(0)
     made, x = TopKRouter(HIDDEN, EXPERTS), tokens().float()
     exact = x @ made.weight.T
-    assert torch.equal(made._logits(x), exact)
+    assert torch.equal(made(x).logits, exact)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(made._logits(x), exact)
-    assert made._logits(x.bfloat16()).dtype is torch.float32
+        assert torch.equal(made(x).logits, exact)
+    assert made(x.bfloat16()).logits.dtype is torch.float32
 
 
 def test_a_router_starts_with_weights_that_give_logits_of_size_one():

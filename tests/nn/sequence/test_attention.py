@@ -251,7 +251,7 @@ def _refusals() -> list[str]:
 
 def test_what_cannot_be_meant_is_refused_on_every_rank_before_anything_is_sent():
     heads, divisor, keys, lengths, dropout = run_world(2, _refusals).values[0]
-    assert "3 heads, which 2 ranks cannot share" in heads
+    assert "3 heads, which 2 ranks cannot split" in heads
     assert "as many heads as q or a divisor" in divisor
     assert "as many keys as queries" in keys
     assert "lengths=[3, 4, 4]" in lengths

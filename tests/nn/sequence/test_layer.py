@@ -212,7 +212,7 @@ def test_fewer_heads_of_keys_and_heads_of_another_size(size):
 
 def test_which_attention_of_torch_can_be_taken():
     for options in ({"kdim": 4, "vdim": 4}, {"add_bias_kv": True}, {"add_zero_attn": True}):
-        with pytest.raises(ConfigError, match="only attention with kdim"):
+        with pytest.raises(ConfigError, match="supports only kdim"):
             SelfAttention.from_module(nn.MultiheadAttention(8, 2, **options))
     for bias in (True, False):
         whole = nn.MultiheadAttention(8, 2, dropout=0.3, bias=bias, batch_first=True)
@@ -228,5 +228,5 @@ def test_numbers_that_do_not_divide_are_refused():
         SelfAttention(8, 3, arrangement=here)
     with pytest.raises(ConfigError, match="heads of kv_heads=3"):
         SelfAttention(8, 4, kv_heads=3, arrangement=here)
-    with pytest.raises(ConfigError, match="balanced=True parts are for 'ring'"):
+    with pytest.raises(ConfigError, match="balanced=True needs 'ring'"):
         SelfAttention(8, 4, over="ulysses", balanced=True, arrangement=here)

@@ -131,7 +131,7 @@ def test_what_one_rank_attends_to_of_anothers_keys(sight, queries, keys, expecte
     [([], 9), ([0], 9), ([0], 0), ([1, 5, 9], 9), ([0, 5, 5, 9], 9), ([0, 9, 5], 9), ([0, 5], 9), ([0, 10], 9)],
 )
 def test_documents_are_cumulative_lengths_of_everything(documents, total):
-    with pytest.raises(LayoutError, match=f"cumulative lengths from 0 to the {total} tokens"):
+    with pytest.raises(LayoutError, match=f"increasing cumulative lengths from 0 to the {total} tokens"):
         Sight.of(False, None, documents, total)
 
 
