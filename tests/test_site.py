@@ -17,6 +17,7 @@ from colonnade.proof.ratio import factors, fitting
 DOCS = Path(__file__).parents[1] / "docs"
 sys.path.insert(0, str(DOCS / "_site"))
 import generated  # noqa: E402
+import speed_chart  # noqa: E402
 import tables  # noqa: E402
 
 PAGES = sorted(path for path in DOCS.rglob("*.md") if "_site" not in path.parts)
@@ -38,6 +39,11 @@ def test_the_reference_has_every_key_and_every_command():
     commands = generated.filled("<!-- generated: command_line -->")
     assert all(f"## colonnade {name}\n" in commands for name in COMMANDS)
     assert "| `--max-restarts" in commands
+
+
+def test_the_speed_chart_has_the_ratios_of_the_page():
+    """After a change of docs/evidence/speed.md: `python docs/_site/speed_chart.py`."""
+    assert (DOCS / "images" / "speed.svg").read_text(encoding="utf-8") == speed_chart.chart()
 
 
 def test_an_unknown_part_is_an_error():
