@@ -9,6 +9,7 @@ from colonnade.context import ParallelMode, build_layout
 from colonnade.context.layout import Layout
 from colonnade.engine.schedule.orders import make_table
 from colonnade.engine.schedule.simulate import simulate
+from colonnade.optim.zero.formula import bytes_held
 from colonnade.parallel.demand import holding, owed
 from colonnade.parallel.placement import Placement, Replicate, Shard, Tied
 
@@ -227,6 +228,30 @@ def _pipeline() -> tuple[Drawing, str]:
     )
 
 
+def _zero() -> tuple[Drawing, str]:
+    """Memory of parameters, gradients and optimizer state by ZeRO stage."""
+    drawing = Drawing()
+    held = {stage: bytes_held(stage, 7 * 10**9, 8) for stage in (0, 1, 2, 3)}
+    scale = 560 / held[0].total
+    for row, (stage, memory) in enumerate(held.items()):
+        top, left = 26 + row * 36, 96.0
+        drawing.words(4, top + 13, f"ZeRO {stage}" if stage else "no ZeRO", "left title")
+        for value, colour in ((memory.parameters, "c0"), (memory.gradients, "c1"), (memory.state, "c2")):
+            drawing.box(left, top, max(value * scale - 2, 1), 26, colour)
+            if value * scale > 60:
+                drawing.words(left + value * scale / 2, top + 13, f"{value / 1e9:g} GB", "inside small")
+            left += value * scale
+        drawing.words(left + 8, top + 13, f"{memory.total / 1e9:g} GB", "left")
+    for at, (name, colour) in enumerate((("parameters", "c0"), ("gradients", "c1"), ("optimizer state", "c2"))):
+        drawing.box(96 + at * 150, 2, 14, 14, colour)
+        drawing.words(116 + at * 150, 10, name, "left small")
+    totals = ", ".join(f"{memory.total / 1e9:g} GB" for memory in held.values())
+    return (
+        drawing,
+        f"Memory of 7 G parameters in fp32 with AdamW on each of 8 ranks, without ZeRO and at stages 1 to 3: {totals}.",
+    )
+
+
 PICTURES: dict[str, Callable[[], tuple[Drawing, str]]] = {
     "mesh": _mesh,
     "placements": _placements,
@@ -234,4 +259,5 @@ PICTURES: dict[str, Callable[[], tuple[Drawing, str]]] = {
     "divisor": _divisor,
     "norm": _norm,
     "pipeline": _pipeline,
+    "zero": _zero,
 }
