@@ -16,7 +16,9 @@ from colonnade.proof.ratio import factors, fitting
 
 DOCS = Path(__file__).parents[1] / "docs"
 sys.path.insert(0, str(DOCS / "_site"))
+import aliases  # noqa: E402
 import generated  # noqa: E402
+import speed_chart  # noqa: E402
 import tables  # noqa: E402
 
 PAGES = sorted(path for path in DOCS.rglob("*.md") if "_site" not in path.parts)
@@ -38,6 +40,21 @@ def test_the_reference_has_every_key_and_every_command():
     commands = generated.filled("<!-- generated: command_line -->")
     assert all(f"## colonnade {name}\n" in commands for name in COMMANDS)
     assert "| `--max-restarts" in commands
+
+
+def test_words_that_people_search_for_lead_to_pages_that_exist():
+    pages = {str(path.relative_to(DOCS).with_suffix("")) for path in PAGES}
+    assert set(aliases.TABLE["aliases"]) <= pages
+    assert set(aliases.TABLE["queries"].values()) <= pages
+    assert len(aliases.TABLE["queries"]) >= 40
+    text = aliases.with_entries("howto/debug_a_hang", "# Debug a hang\n\nWait.\n")
+    assert text.startswith("# Debug a hang\n\n```{index} ! single: hang\n```\n")
+    assert text.endswith("\n\nWait.\n")
+
+
+def test_the_speed_chart_has_the_ratios_of_the_page():
+    """After a change of docs/evidence/speed.md: `python docs/_site/speed_chart.py`."""
+    assert (DOCS / "images" / "speed.svg").read_text(encoding="utf-8") == speed_chart.chart()
 
 
 def test_an_unknown_part_is_an_error():

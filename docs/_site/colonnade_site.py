@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import aliases
 import docstrings
 import generated
 import plain
@@ -19,11 +20,11 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("autodoc-skip-member", docstrings.is_left_out)
     app.connect("html-page-context", _say_levels)
     app.connect("build-finished", _after)
-    return {"parallel_read_safe": True, "parallel_write_safe": True}
+    return {"parallel_read_safe": True, "parallel_write_safe": True, "env_version": aliases.VERSION}
 
 
 def _fill(app: Sphinx, page: str, source: list[str]) -> None:
-    source[0] = generated.filled(source[0])
+    source[0] = aliases.with_entries(page, generated.filled(source[0]))
 
 
 def _say_levels(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:

@@ -9,6 +9,7 @@ from colonnade.context import ParallelMode, build_layout
 from colonnade.context.layout import Layout
 from colonnade.engine.schedule.orders import make_table
 from colonnade.engine.schedule.simulate import simulate
+from colonnade.optim.zero.formula import bytes_held
 from colonnade.parallel.demand import holding, owed
 from colonnade.parallel.placement import Placement, Replicate, Shard, Tied
 
@@ -30,6 +31,11 @@ class Drawing:
         length = 6.2 * len(text)
         self._reach(x + (length if "left" in kind else length / 2), y + 8)
         self.shapes.append(f'<text x="{x:g}" y="{y:g}" class="{kind}">{escape(text)}</text>')
+
+    def line(self, x: float, y: float, to_x: float, to_y: float, colour: str) -> None:
+        """A line; `colour` is c0 to c5, or `thin`."""
+        self._reach(max(x, to_x), max(y, to_y))
+        self.shapes.append(f'<path d="M{x:g} {y:g} L{to_x:g} {to_y:g}" class="line {colour}"/>')
 
     def svg(self, label: str) -> str:
         """The drawing as one line of HTML."""
@@ -63,6 +69,39 @@ def _ranks(
         drawing.box(left, top, 118, 48, colour)
         drawing.words(left + 59, top + 17, f"rank {rank}", "inside")
         drawing.words(left + 59, top + 35, line, "inside small")
+
+
+def _mesh() -> tuple[Drawing, str]:
+    """Eight ranks as a cube, drawn once for each mode, with the process groups of the mode in their colours."""
+    layout = build_layout({"parallel": {"tensor": 2, "pipeline": 2}}, 8)
+    modes = (ParallelMode.TENSOR, ParallelMode.PIPELINE, ParallelMode.DATA)
+    uses = ("each layer is sharded", "each rank runs a stage", "the ranks see different data")
+    drawing = Drawing()
+    for at, (mode, use) in enumerate(zip(modes, uses, strict=True)):
+
+        def corner(rank: int, left: float = 20 + at * 270) -> tuple[float, float]:
+            tensor, pipeline, data = (layout.local_rank(each, rank) for each in modes)
+            return left + tensor * 110 + data * 62, 100 + pipeline * 92 - data * 52
+
+        groups = [layout.group_of(mode, rank) for rank in range(8)]
+        pairs = [(layout.group_of(each, rank), each) for each in modes for rank in range(8)]
+        for ranks, each in pairs:
+            if each is not mode:
+                drawing.line(*corner(ranks[0]), *corner(ranks[-1]), "thin")
+        for ranks in groups:
+            drawing.line(
+                *corner(ranks[0]), *corner(ranks[-1]), f"c{sorted({tuple(g) for g in groups}).index(tuple(ranks))}"
+            )
+        for rank in range(8):
+            x, y = corner(rank)
+            colour = sorted({tuple(g) for g in groups}).index(tuple(groups[rank]))
+            drawing.box(x - 13, y - 11, 26, 22, f"c{colour}")
+            drawing.words(x, y, str(rank), "inside")
+        drawing.words(104 + at * 270, 12, f"{mode.name} groups", "title")
+        drawing.words(104 + at * 270, 222, use, "small")
+    return drawing, (
+        "Eight ranks as a device mesh of data 2 x pipeline 2 x tensor 2. A mode is one dimension of the mesh; ranks of one colour form a process group of that mode."
+    )
 
 
 def _placements() -> tuple[Drawing, str]:
@@ -189,10 +228,36 @@ def _pipeline() -> tuple[Drawing, str]:
     )
 
 
+def _zero() -> tuple[Drawing, str]:
+    """Memory of parameters, gradients and optimizer state by ZeRO stage."""
+    drawing = Drawing()
+    held = {stage: bytes_held(stage, 7 * 10**9, 8) for stage in (0, 1, 2, 3)}
+    scale = 560 / held[0].total
+    for row, (stage, memory) in enumerate(held.items()):
+        top, left = 26 + row * 36, 96.0
+        drawing.words(4, top + 13, f"ZeRO {stage}" if stage else "no ZeRO", "left title")
+        for value, colour in ((memory.parameters, "c0"), (memory.gradients, "c1"), (memory.state, "c2")):
+            drawing.box(left, top, max(value * scale - 2, 1), 26, colour)
+            if value * scale > 60:
+                drawing.words(left + value * scale / 2, top + 13, f"{value / 1e9:g} GB", "inside small")
+            left += value * scale
+        drawing.words(left + 8, top + 13, f"{memory.total / 1e9:g} GB", "left")
+    for at, (name, colour) in enumerate((("parameters", "c0"), ("gradients", "c1"), ("optimizer state", "c2"))):
+        drawing.box(96 + at * 150, 2, 14, 14, colour)
+        drawing.words(116 + at * 150, 10, name, "left small")
+    totals = ", ".join(f"{memory.total / 1e9:g} GB" for memory in held.values())
+    return (
+        drawing,
+        f"Memory of 7 G parameters in fp32 with AdamW on each of 8 ranks, without ZeRO and at stages 1 to 3: {totals}.",
+    )
+
+
 PICTURES: dict[str, Callable[[], tuple[Drawing, str]]] = {
+    "mesh": _mesh,
     "placements": _placements,
     "sums": _sums,
     "divisor": _divisor,
     "norm": _norm,
     "pipeline": _pipeline,
+    "zero": _zero,
 }

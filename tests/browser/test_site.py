@@ -9,7 +9,7 @@ import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 import pytest
 
@@ -25,6 +25,7 @@ from colonnade.version import __version__
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / "build" / "site" / __version__
 sys.path.insert(0, str(ROOT / "docs" / "_site"))
+import aliases  # noqa: E402
 import tables  # noqa: E402
 
 pytestmark = [
@@ -293,3 +294,17 @@ def test_which_bug_says_what_the_library_says(chromium, draw):
         assert ("The nearest" in piece.inner_text()) == bool(near)
         nothing += bool(near)
     assert 0 < nothing < 50
+
+
+def test_the_search_finds_the_page_of_usual_words_among_the_first_three(chromium):
+    page, _ = open_page(chromium, SITE / "search.html")
+    missed = {}
+    for query, wanted in aliases.TABLE["queries"].items():
+        page.goto((SITE / "search.html").as_uri() + "?q=" + quote(query))
+        page.wait_for_function("!document.querySelector('#search-results h2')?.innerText.startsWith('Searching')")
+        links = page.eval_on_selector_all("ul.search li > a", "all => all.map(link => link.getAttribute('href'))")
+        first = list(dict.fromkeys(re.split(r"[?#]", link)[0].removesuffix(".html") for link in links))[:3]
+        if wanted not in first:
+            missed[query] = (wanted, first)
+    page.close()
+    assert not missed
