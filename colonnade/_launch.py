@@ -22,7 +22,7 @@ import torch.distributed as dist
 from colonnade import logging as _logging
 from colonnade.comm import waits
 from colonnade.config import Config
-from colonnade.config.files import refuse_in_a_config
+from colonnade.config.files import reject_script_as_config
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.context.rendezvous import share_start_up_errors
@@ -129,7 +129,7 @@ def _start(
     context: ParallelContext | None = None,
     timeout: float | None = None,
 ) -> ParallelContext:
-    refuse_in_a_config()
+    reject_script_as_config()
     context = global_context if context is None else context
     # There is no process group yet. An error of this rank goes to the store, where the other ranks wait, and ends all of them.
     where = (address.rank, address.world_size, address.host, address.port, timeout)

@@ -103,7 +103,7 @@ parallel.split.call_layer: one_value=False
 parallel.split.Chunks.load_state_dict: strict=True assign=False
 parallel.split.Chunks.named_modules: prefix='' remove_duplicate=True
 parallel.split.Chunks.state_dict: prefix='' keep_vars=False
-gradients.sums.Sharding: keep_whole=True every_pass=False wide=False give_back=False
+gradients.sums.Sharding: keep_full=True every_pass=False wide=False give_back=False
 gradients.sums.Sum: between_stages=False
 trainer.records.is_first_with_data: pipeline=False
 trainer.hooks.checkpoint_hooks.EMAHook: decay=0.999 interval=1 warm_up=True evaluate=True priority=50
@@ -160,7 +160,7 @@ def test_the_default_seed_and_the_oldest_torch_are_those_of_the_docs():
 CONSTANTS = """
 checkpoint.manifest.FORMAT: 2
 checkpoint.weights_folder.LARGEST: 5000000000
-comm.host_copy.STEPS_LATE: 2
+comm.host_copy.HOST_COPY_DELAY: 2
 comm.torch_versions.DEFAULT_TIMEOUT: datetime.timedelta(seconds=1800)
 comm.torch_versions.START_UP_TIMEOUT: datetime.timedelta(seconds=120)
 engine.guard.EVERY: 100

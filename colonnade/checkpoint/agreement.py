@@ -12,7 +12,7 @@ from colonnade.comm.messages import agree
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import as_checkpoint_errors
 
-before_save: weakref.WeakKeyDictionary[nn.Module, Callable[[], Callable[[], None] | None]] = weakref.WeakKeyDictionary()
+save_checks: weakref.WeakKeyDictionary[nn.Module, Callable[[], Callable[[], None] | None]] = weakref.WeakKeyDictionary()
 """Per model, a weak reference to a check that all ranks call before a save; the check raises if the model must not be saved."""
 
 

@@ -29,7 +29,7 @@ from colonnade.checkpoint.tensor_files import FileEntry, TensorReader, name_of, 
 from colonnade.checkpoint.values import decode, encode
 from colonnade.checkpoint.weights_folder import tensors_in, write_folder
 from colonnade.errors import CheckpointError, as_checkpoint_errors, listed
-from colonnade.parallel.boxes import whole_box
+from colonnade.parallel.boxes import full_box
 from colonnade.parallel.flat import MASTER
 from colonnade.paths import local_path
 
@@ -86,7 +86,7 @@ def write_checkpoint(state: ForeignState, folder: Path, step: int) -> Path:
 
 def _add(plan: SavePlan, label: str, names: tuple[str, ...], state_name: str, entry: FileEntry) -> None:
     named = replace(entry, key=entry_key(label, state_name))
-    plan.add_rows(label, names, state_name, entry.shape, whole_box(entry.shape), named)
+    plan.add_rows(label, names, state_name, entry.shape, full_box(entry.shape), named)
 
 
 def find_checkpoint(folder: str | Path, step: int | None = None) -> Path:

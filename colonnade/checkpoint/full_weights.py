@@ -29,14 +29,14 @@ from colonnade.comm.rank_group import own_gloo
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError, listed
 from colonnade.logging import get_dist_logger
-from colonnade.parallel.boxes import Box, whole_box
+from colonnade.parallel.boxes import Box, full_box
 from colonnade.parallel.whole import LocalTensor, locate_tensors
 from colonnade.paths import local_path
 
 _CPU = torch.device("cpu")
 
 
-class WholeTensors:
+class FullTensors:
     """The full parameters and persistent buffers of a model, on any layout. Collective over the world to construct.
 
     `records` describes the full tensors; the list is equal on every rank.
@@ -79,7 +79,7 @@ class WholeTensors:
         """A full tensor, in CPU memory on every rank. Collective over the world."""
         full = memory_for(record.shape, dtype_of(record))
         for owner, key, box in self._blocks(record):
-            block = full[box.slices_in(whole_box(record.shape))]
+            block = full[box.slices_in(full_box(record.shape))]
             if owner == self._rank:
                 block.copy_(self._entries[key].read())
             if self._context.world_size > 1:
@@ -97,7 +97,7 @@ class WholeTensors:
         pieces: dict[int, list[tuple[str, Tensor]]] = {}
         for record, full in zip(self.records, tensors, strict=True):
             for owner, key, box in self._blocks(record):
-                pieces.setdefault(owner, []).append((key, full[box.slices_in(whole_box(record.shape))]))
+                pieces.setdefault(owner, []).append((key, full[box.slices_in(full_box(record.shape))]))
         for owner, blocks in pieces.items():
             if owner == self._rank:
                 for key, block in blocks:
@@ -112,7 +112,7 @@ class WholeTensors:
                     _set_bytes(block, raw.clone())  # cloned, because a slice of bytes may be misaligned for the dtype
         yield from zip(self.records, tensors, strict=True)
 
-    def gather_apart(self, wanted: Sequence[tuple[TensorRecord, int]]) -> Tensor | None:
+    def gather_to_ranks(self, wanted: Sequence[tuple[TensorRecord, int]]) -> Tensor | None:
         """Gather several full tensors at once, each to another rank. Collective over the world.
 
         A rank holds no more than its own full tensor, one piece to receive and one piece to send.
@@ -136,7 +136,7 @@ class WholeTensors:
                 full = memory_for(record.shape, dtype_of(record))
             for owner, key, box in self._blocks(record):
                 if to == self._rank and full is not None:
-                    block = full[box.slices_in(whole_box(record.shape))]
+                    block = full[box.slices_in(full_box(record.shape))]
                     if owner == self._rank:
                         block.copy_(self._entries[key].read())
                         continue
@@ -184,9 +184,7 @@ Content = Sequence[tuple[str, TensorRecord]]
 """The (key, tensor) pairs of a file."""
 
 
-def save_full(
-    whole: WholeTensors, file: str | Path, context: ParallelContext, dtype: torch.dtype | None = None
-) -> Path:
+def save_full(whole: FullTensors, file: str | Path, context: ParallelContext, dtype: torch.dtype | None = None) -> Path:
     """Write all tensors, under all of their names, into one safetensors file that replaces `file`. Collective over the world."""
     target = local_path(file, "the file of engine.full_state_dict()", CheckpointError)
     content = [(name, record) for record in whole.records for name in record.names]
@@ -232,7 +230,7 @@ def save_pretrained(
             )
         if target.exists() and not target.is_dir():
             raise CheckpointError(f"{target} is a file; give the name of a folder")
-    whole = WholeTensors(model, context)
+    whole = FullTensors(model, context)
     content = [(_file_name(record, main), record) for record in whole.records]
     total = sum(_size(record, dtype) for _, record in content)
     if limit is None:
@@ -309,7 +307,7 @@ def _staging(target: Path, content: Content, dtype: torch.dtype | None, context:
 
 
 def _write(
-    whole: WholeTensors, files: Sequence[tuple[Path, Content]], dtype: torch.dtype | None, context: ParallelContext
+    whole: FullTensors, files: Sequence[tuple[Path, Content]], dtype: torch.dtype | None, context: ParallelContext
 ) -> None:
     """Write the files, with floating point tensors cast to `dtype`. Collective over the world; an error is raised on all ranks."""
     rank, world_size = context.get_global_rank(), context.world_size
@@ -321,7 +319,7 @@ def _write(
     def gather_in_rounds() -> Iterator[Tensor]:
         for turn in range(max(map(len, queues))):
             wanted = [(records[turn], to) for to, records in enumerate(queues) if turn < len(records)]
-            found = whole.gather_apart(wanted)
+            found = whole.gather_to_ranks(wanted)
             if found is not None:
                 yield found.to(dtype) if dtype is not None and found.is_floating_point() else found
 

@@ -29,7 +29,7 @@ from typing import Any
 
 from torch import nn
 
-from colonnade.checkpoint.agreement import agreed, before_save
+from colonnade.checkpoint.agreement import agreed, save_checks
 from colonnade.checkpoint.manifest import LayoutRecord, Manifest, tensors_file
 from colonnade.checkpoint.save_plan import LocalState, RankNote, SavePlan, merge_groups, merge_tensors, plan_save
 from colonnade.checkpoint.storage import (
@@ -85,7 +85,7 @@ def save_checkpoint(
     rank, doing = context.get_global_rank(), f"saving step {step}"
 
     # A check of the running step may raise, on all ranks: for example in the middle of gradient accumulation.
-    check = before_save.get(model, lambda: None)()
+    check = save_checks.get(model, lambda: None)()
     if check is not None:
         check()
 

@@ -41,7 +41,7 @@ from colonnade.checkpoint.values import BUFFER, RANDOM, Encoded, encode, is_stat
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.random import random_state
 from colonnade.errors import CheckpointError
-from colonnade.parallel.boxes import Box, boxes_in_order, whole_box
+from colonnade.parallel.boxes import Box, boxes_in_order, full_box
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.flat import FlatShard
 from colonnade.parallel.whole import LocalTensor, boxes_in_memory, extra_states, memory_order
@@ -178,7 +178,7 @@ def plan_save(state: LocalState, notes: Sequence[Mapping[str, Any]], rank: int) 
         # One value for the full parameter, such as its step count.
         if not kept.like_parameter:
             if first:
-                box = whole_box(value.shape)
+                box = full_box(value.shape)
                 plan.add_rows(parameter.label, (), name, box.shape, box, FileEntry.of(key, value))
             continue
 
@@ -245,7 +245,7 @@ def _plan_boxes(
 
 def _plan_shard(plan: SavePlan, tensor: LocalTensor, shard: FlatShard, state_name: str, value: Tensor) -> None:
     """Plan a ZeRO shard: a range of elements in memory order, and so a range of elements in each section of the tensor, too."""
-    order, local = memory_order(tensor.local), whole_box(tensor.local.shape)
+    order, local = memory_order(tensor.local), full_box(tensor.local.shape)
     for section, (box, box_in_local) in enumerate(tensor.places):
         key = entry_key(tensor.label, state_name, section)
         entry, start, stop = FileEntry.of(key, value), shard.start, shard.stop

@@ -26,7 +26,7 @@ from torch import Tensor
 from colonnade.checkpoint.manifest import WIDTHS, Damaged, FileRecord, Manifest, StoredBox, TensorRecord
 from colonnade.checkpoint.storage import fault_point, new_file, write_all
 from colonnade.errors import CheckpointError, listed
-from colonnade.parallel.boxes import Box, moved, places_of, whole_box
+from colonnade.parallel.boxes import Box, full_box, moved, places_of
 from colonnade.parallel.whole import LocalTensor
 
 # --- Types, entries and bytes ---
@@ -148,7 +148,7 @@ class StoredTensor:
 
     def read(self, box: Box | None = None) -> Tensor:
         """The elements of a box (by default all) as a new tensor."""
-        box = whole_box(self.shape) if box is None else box
+        box = full_box(self.shape) if box is None else box
         target = memory_for(box.shape, self.dtype)
         self.read_into(target, box)
         return target
@@ -320,7 +320,7 @@ class TensorReader:
 
     def full(self, record: TensorRecord) -> Tensor:
         """All elements of a saved tensor."""
-        return self.new(whole_box(record.shape), record)
+        return self.new(full_box(record.shape), record)
 
     def entry(self, file: str, key: str) -> Tensor:
         """A complete entry of a file, whatever its shape."""
@@ -338,7 +338,7 @@ class TensorReader:
                     f"{list(stored.shape)}"
                 )
             if stored.order is None:
-                found.read_into(target, moved(box, stored.box, whole_box(stored.shape)))
+                found.read_into(target, moved(box, stored.box, full_box(stored.shape)))
                 return
             flat = found.read(Box((stored.first,), (stored.box.numel,)))
         # A range of elements is stored in the memory order of the tensor it was saved from (for example channels last).

@@ -19,7 +19,7 @@ from torch import Tensor
 from colonnade.checkpoint.storage import fault_point, place_folder, sync
 from colonnade.checkpoint.tensor_files import FileEntry, StoredTensor, stored_tensors, write_tensors
 from colonnade.errors import CheckpointError
-from colonnade.parallel.boxes import Box, whole_box
+from colonnade.parallel.boxes import Box, full_box
 
 INDEX = "model.safetensors.index.json"
 LARGEST = 5 * 10**9
@@ -49,12 +49,12 @@ class UnpickledTensor:
 
     def read(self, box: Box | None = None) -> Tensor:
         """As `StoredTensor.read`."""
-        return self.value[(whole_box(self.shape) if box is None else box).slices_in(whole_box(self.shape))].clone()
+        return self.value[(full_box(self.shape) if box is None else box).slices_in(full_box(self.shape))].clone()
 
     def read_into(self, target: Tensor, box: Box) -> None:
         """As `StoredTensor.read_into`."""
         with torch.no_grad():
-            target.copy_(self.value[box.slices_in(whole_box(self.shape))])
+            target.copy_(self.value[box.slices_in(full_box(self.shape))])
 
 
 AnyTensor = StoredTensor | UnpickledTensor

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-STEPS_LATE = 2
+HOST_COPY_DELAY = 2
 """Number of steps after which ranks read values that they all decide by. By then the copies have usually arrived, and the step is
 the same on every rank, while `HostCopy.ready` may differ between ranks."""
 

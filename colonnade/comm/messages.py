@@ -140,7 +140,7 @@ def are_same_everywhere(numbers: Sequence[int], device: torch.device, group: Any
 
 
 @dataclass(frozen=True)
-class Alike:
+class MustMatch:
     """A table of named texts that must be equal, in the same order, on all ranks with the same `part`.
 
     Attributes:
@@ -172,10 +172,10 @@ class Agreement:
     """
 
     parts: Sequence[int] = ()
-    tables: list[Alike] = field(default_factory=list)
+    tables: list[MustMatch] = field(default_factory=list)
     sizes: list[list[int]] = field(default_factory=list)
 
-    def require(self, *tables: Alike) -> None:
+    def require(self, *tables: MustMatch) -> None:
         """Compare these tables at the end of the block, and raise on every rank if they differ."""
         self.tables += tables
 

@@ -207,7 +207,7 @@ class RankGroup:
         elif "cpu:" in dist.get_backend_config(group):
             self._gather = lambda received, own: all_gather_flat(received, own, group=group, async_op=True)
         else:  # a group for accelerators only cannot gather CPU tensors
-            self._gather = gloo_beside(group)
+            self._gather = separate_gloo_gather(group)
         self._answers: Callable[[], list[bytes]] | None = None
         self.under_way: deque[Any] = deque()
         self._log = log
@@ -318,7 +318,7 @@ def own_gloo(group: dist.ProcessGroup | None = None) -> Any:
     return gloo
 
 
-def gloo_beside(group: dist.ProcessGroup) -> Gather:
+def separate_gloo_gather(group: dist.ProcessGroup) -> Gather:
     """A flat all-gather of CPU tensors by new connections between the ranks of `group`. Collective over the group."""
     gloo = own_gloo(group)
     return lambda received, own: gloo_all_gather(gloo, received, own)

@@ -42,8 +42,8 @@ def gather_rows(own: Tensor, group: Any = None) -> Tensor:
     return rows
 
 
-unwatched: Any = _disable_current_modes
-"""`with unwatched():` hides operations from dispatch modes. Selective checkpointing needs this for operations that are not
+hide_from_dispatch_modes: Any = _disable_current_modes
+"""`with hide_from_dispatch_modes():` hides operations from dispatch modes. Selective checkpointing needs this for operations that are not
 repeated when it recomputes a layer."""
 
 

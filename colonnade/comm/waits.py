@@ -10,7 +10,7 @@ once a second:
    logs where the other ranks are. The others read one key. A wait of all n ranks thus costs the store n keys at a time, not n * n.
 
 The same notes explain errors that end a wait (`note_error` adds where the other ranks are), calls that all ranks must make
-(`together`), and ranks that wait in vain (`stalled_places`). `PhaseClock` measures where the time of a step goes, at the same
+(`together`), and ranks that wait in vain (`places_of_stalled_ranks`). `PhaseClock` measures where the time of a step goes, at the same
 places.
 """
 
@@ -112,7 +112,7 @@ class PhaseClock:
 # --------------------------------------------------------------------------------------------------
 
 
-SAY_AFTER = 5.0
+PUBLISH_AFTER = 5.0
 """Seconds at one place after which a rank publishes the place; after one and a half times as long it logs where others are."""
 
 OUTSIDE = "outside the engine"
@@ -210,7 +210,7 @@ class WaitWatch:
         self._store: Any = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._limit = SAY_AFTER
+        self._limit = PUBLISH_AFTER
         self.clock: PhaseClock | None = None
         """Measures the phases of a step if set."""
         self.details: Callable[[], Any] | None = None
@@ -284,13 +284,13 @@ class WaitWatch:
         count = store.add(key, 1)
         complete = -(-count // world_size) * world_size
         began = time.monotonic()
-        check_at = began + 1.5 * SAY_AFTER
+        check_at = began + 1.5 * PUBLISH_AFTER
         # Ranks of large worlds poll less often, to limit the load on the store.
         polls = pauses(max(0.05, world_size / 20_000))
         while count < complete:
             now = time.monotonic()
             if now > check_at:
-                check_at = now + SAY_AFTER / 5
+                check_at = now + PUBLISH_AFTER / 5
                 exited = self._processes.exited(0) if self._processes is not None else []
                 if exited:
                     stuck = f"rank {listed(exited)} has exited"
@@ -391,7 +391,7 @@ class WaitWatch:
         """The thread: sends heartbeats, publishes this rank's place, and logs where other ranks are."""
         published: tuple[str, int | None, float] | None = None  # the place in the store
         reader = ""  # the rank that reads all notes, as last seen by this rank: see _READER
-        self._limit, due = SAY_AFTER, 0.0  # after `due` seconds at one place this rank looks for the reader
+        self._limit, due = PUBLISH_AFTER, 0.0  # after `due` seconds at one place this rank looks for the reader
         with contextlib.suppress(RuntimeError, ValueError, TimeoutError):  # the store has gone, or does not answer
             # A connection of its own: the rank may wait for a key for minutes, during which its connection is blocked.
             store = self._store = default_store().clone()
@@ -420,7 +420,7 @@ class WaitWatch:
                 # other ranks that both can be read.
                 place = RankPosition(*now)
                 stood = time.time() - place.since
-                if published is None and stood > SAY_AFTER:
+                if published is None and stood > PUBLISH_AFTER:
                     published, due = now, 1.5 * self._limit
                     if self.details is not None:
                         store.set(f"{_KEY.format(rank)}/more", json.dumps(self.details()))
@@ -443,10 +443,10 @@ class WaitWatch:
                         due = 1.5 * self._limit
 
         # The store does not answer: the world ends, or this host or the host of rank 0 is cut off.
-        while not self._stop.wait(min(SAY_AFTER / 5, 1.0)):
+        while not self._stop.wait(min(PUBLISH_AFTER / 5, 1.0)):
             place = RankPosition(*self._place)
             stood = time.time() - place.since
-            if place.waits_for_others and stood > 1.5 * SAY_AFTER:
+            if place.waits_for_others and stood > 1.5 * PUBLISH_AFTER:
                 # One rank of each host logs this: the ranks of a host would all log the same, and cannot coordinate.
                 if os.environ.get("LOCAL_RANK", "") in ("", "0") or rank == 1:
                     log(f"rank {rank} has waited {stood:.0f} s: it is {place}. But {self._no_answer()}")
@@ -528,14 +528,14 @@ def call_within(seconds: float, call: Callable[[], Any], complaint: str) -> Any:
 
 
 def stalled_position(rank: int) -> RankPosition | None:
-    """The place of a rank that has not moved for `SAY_AFTER` seconds; None if the rank is moving."""
+    """The place of a rank that has not moved for `PUBLISH_AFTER` seconds; None if the rank is moving."""
     store, key = default_store(), _KEY.format(rank)
     note = store.get(key) if store.check([key]) else b""
     return RankPosition(*json.loads(note.decode())) if note else None
 
 
 def stalled_details(rank: int) -> tuple[str, Any] | None:
-    """(The place, the `details`) of a rank that has not moved for `SAY_AFTER` seconds; None if the rank is moving."""
+    """(The place, the `details`) of a rank that has not moved for `PUBLISH_AFTER` seconds; None if the rank is moving."""
     store, key, place = default_store(), _KEY.format(rank), stalled_position(rank)
     if place is None:
         return None
@@ -543,15 +543,15 @@ def stalled_details(rank: int) -> tuple[str, Any] | None:
     return str(place), json.loads(details.decode())
 
 
-def stalled_places(here: int, world_size: int) -> dict[str, int]:
-    """The places of ranks that have not moved for `SAY_AFTER` seconds, with one rank for each place.
+def places_of_stalled_ranks(here: int, world_size: int) -> dict[str, int]:
+    """The places of ranks that have not moved for `PUBLISH_AFTER` seconds, with one rank for each place.
 
     Of the ranks that call this at the same time, one reads all notes, and the others use its answer.
     """
     store = default_store()
     last = store.get(_STALLED).decode() if store.check([_STALLED]) else ""
     claim = json.dumps([time.time(), here, None])
-    if not last or not 0 <= time.time() - json.loads(last)[0] < SAY_AFTER:
+    if not last or not 0 <= time.time() - json.loads(last)[0] < PUBLISH_AFTER:
         last = store.compare_set(_STALLED, last, claim).decode()
         if last == claim:
             keys = [_KEY.format(rank) for rank in range(world_size)]

@@ -106,7 +106,7 @@ def _config_names(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir() if entry.suffix in _SUFFIXES)
 
 
-def refuse_in_a_config() -> None:
+def reject_script_as_config() -> None:
     """Raise if a config file is being executed. Called by `launch`, so that a script passed as a config does not train."""
     if (file := _reading.get()) is not None:
         raise ConfigError(

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from colonnade.comm.messages import Alike, agreed_errors, error_of, note_of
+from colonnade.comm.messages import MustMatch, agreed_errors, error_of, note_of
 from colonnade.comm.torch_versions import (
     DEFAULT_TIMEOUT,
     START_UP_TIMEOUT,
@@ -227,11 +227,13 @@ def device_for(rank: int, ordinal: int | None = None) -> torch.device:
 def agree_on_layout(layout: Layout, device: torch.device, settings: Mapping[str, str] | None = None) -> None:
     """Raise on every rank if layouts, versions or settings differ between ranks. Collective over the world."""
     with agreed_errors(device, _PARTS) as agreement:
-        agreement.require(Alike("config key", settings or {}, "Launch every rank with the same config and arguments."))
-        versions = {"torch": torch.__version__, "colonnade": __version__}
-        agreement.require(Alike("the version of", versions, "Install the same versions on all hosts.", LaunchError))
         agreement.require(
-            Alike(
+            MustMatch("config key", settings or {}, "Launch every rank with the same config and arguments.")
+        )
+        versions = {"torch": torch.__version__, "colonnade": __version__}
+        agreement.require(MustMatch("the version of", versions, "Install the same versions on all hosts.", LaunchError))
+        agreement.require(
+            MustMatch(
                 "the groups of mode",
                 {"layout": str(layout.digest())},
                 "An initializer must return the groups of all ranks, equal on every rank; the result must not depend on the "

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from colonnade.comm.messages import Alike, agreed_errors, gather_json
+from colonnade.comm.messages import MustMatch, agreed_errors, gather_json
 from colonnade.config.config import text_of
 from colonnade.config.settings import ClipSettings, SyncSettings, ZeroSettings
 from colonnade.context.parallel_context import ParallelContext
@@ -217,7 +217,7 @@ def _scheduler(lr_scheduler: Any, engine: Engine) -> Any:
 # --- Comparisons between ranks: numeric settings of torch, and the optimizer ----------------------
 
 
-def numeric_settings() -> Alike:
+def numeric_settings() -> MustMatch:
     """The settings of torch that change the rounding of numbers."""
     backends: Any = torch.backends
     settings = {
@@ -232,7 +232,7 @@ def numeric_settings() -> Alike:
         "torch.backends.cudnn.conv.fp32_precision": backends.cudnn.conv.fp32_precision,
         "torch.backends.mkldnn.matmul.fp32_precision": backends.mkldnn.matmul.fp32_precision,
     }
-    return Alike(
+    return MustMatch(
         "the setting",
         {name: str(value) for name, value in settings.items()},
         "It changes how numbers are rounded, so replicas would drift apart: use the same value on every rank. (allow_tf32 and "
@@ -240,7 +240,7 @@ def numeric_settings() -> Alike:
     )
 
 
-def alike_optimizer(optimizer: Any, lr_scheduler: Any, model: nn.Module, stage: int) -> Alike:
+def alike_optimizer(optimizer: Any, lr_scheduler: Any, model: nn.Module, stage: int) -> MustMatch:
     """Class, groups and options of the optimizer and settings of the scheduler, equal on all ranks of a pipeline stage."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     items = {"class": _class(optimizer)}
@@ -253,7 +253,7 @@ def alike_optimizer(optimizer: Any, lr_scheduler: Any, model: nn.Module, stage: 
         items["lr_scheduler"] = _class(lr_scheduler)
         if isinstance(state, Mapping):
             items |= {f"lr_scheduler: {key}": _value(value) for key, value in state.items()}
-    return Alike(
+    return MustMatch(
         "the optimizer's",
         items,
         "Ranks that store the same parameters must make the same steps, or replicas drift apart: build the same optimizer, "

@@ -1,7 +1,7 @@
 """Checks for mistakes in models, optimizers and training loops that would otherwise train wrongly and silently.
 
 At `initialize`:
-- `refuse_lazy`, `refuse_optimizer`, `refuse_parts`: parameters without a shape; parameters whose gradients no rank would reduce;
+- `refuse_lazy`, `refuse_optimizer`, `refuse_non_elementwise`: parameters without a shape; parameters whose gradients no rank would reduce;
   optimizers whose step on a shard is not the shard of their step on the full tensor.
 - `warn_of_batch_norm`, `warn_of_repeated_work`: statistics over a part of the batch; ranks that repeat each other's work.
 - `compare_stages`: a pipeline of copies of the full model, because `colonnade.split` was not called.
@@ -47,16 +47,16 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.activations import release_blocks
 from colonnade.engine.gradient_sync import GradientSync
-from colonnade.engine.model import families_of, is_cut_by_plan
-from colonnade.engine.schedule.base import rows_of
-from colonnade.engine.schedule.micro_batch import FEED_ALIKE
+from colonnade.engine.model import families_of, is_sharded_by_plan
+from colonnade.engine.schedule.base import num_rows
+from colonnade.engine.schedule.micro_batch import SAME_BATCHES_ADVICE
 from colonnade.errors import ConfigError, GradientError, ScheduleError, listed
 from colonnade.gradients.uneven import USE_ONE_FORM
 from colonnade.logging import get_dist_logger
-from colonnade.optim.optimizer_trial import kinds_of_groups, two_steps
+from colonnade.optim.optimizer_trial import groups_by_options, run_trial_steps
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.forward import ModelHook
-from colonnade.parallel.held import Held, checksum, held_tensors, whole_parameters, words_of
+from colonnade.parallel.held import Held, checksum, held_tensors, replicated_parameters, words_of
 from colonnade.parallel.placement import Shard, is_dtensor, placement_of
 from colonnade.parallel.split import Chunks, Stage
 from colonnade.texts import digest_of
@@ -99,7 +99,7 @@ def refuse_optimizer(optimizer: Any, models: Iterable[nn.Module], context: Paral
             )
 
 
-def refuse_parts(optimizer: Any, model: nn.Module, context: ParallelContext) -> None:
+def refuse_non_elementwise(optimizer: Any, model: nn.Module, context: ParallelContext) -> None:
     """Raise if an optimizer that is not element-wise (such as Muon or Adafactor) would step on shards of a tensor.
 
     Found by a trial step. An optimizer that combines the shards itself has the attribute `steps_on_parts = True`.
@@ -114,7 +114,7 @@ def refuse_parts(optimizer: Any, model: nn.Module, context: ParallelContext) -> 
         if context.get_world_size(mode) > 1 and not is_dtensor(held.tensor)
     }
     # One trial for each kind of groups (those that differ only in how large an option is), number of dimensions and sharded one.
-    for first, *more in kinds_of_groups(optimizer):
+    for first, *more in groups_by_options(optimizer):
         members = [parameter for at in (first, *more) for parameter in optimizer.param_groups[at]["params"]]
         tried: set[tuple[int, int]] = set()
         for held, dim in [sharded[id(parameter)] for parameter in members if id(parameter) in sharded]:
@@ -133,7 +133,7 @@ def refuse_parts(optimizer: Any, model: nn.Module, context: ParallelContext) -> 
 def _steps_otherwise(optimizer: Optimizer, group: int, dims: int, dim: int) -> bool:
     """Whether the step on the halves of a small tensor, split along `dim`, differs from the step on the tensor."""
     try:
-        full, halves = two_steps(
+        full, halves = run_trial_steps(
             optimizer, group, (4,) * dims, lambda tensor: [part.clone() for part in tensor.chunk(2, dim)]
         )
     except Exception:  # raised again, with a better traceback, by its first step
@@ -171,7 +171,7 @@ def warn_of_repeated_work(model: nn.Module, context: ParallelContext) -> None:
     for axis in context.layout.axes:
         if axis.size == 1 or axis.data == "distinct" or axis.mode is ParallelMode.PIPELINE:
             continue
-        if count and len(whole_parameters(model, context, axis.mode)) == count:
+        if count and len(replicated_parameters(model, context, axis.mode)) == count:
             warn(
                 f"no parameter of the model is split over the {axis.size} ranks of {axis.mode.name}: they repeat each other's "
                 f"work. Build the model from the layers of colonnade.nn with tensor=dict(size={axis.size}, mode='1d'), "
@@ -404,7 +404,7 @@ def refuse_batch(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any
     # The executor calls a stage with the keywords of a message between stages, a script with a batch.
     is_message = kwargs.keys() >= _OF_A_MESSAGE
     is_batch = not is_message and (bool(kwargs) or (len(args) == 1 and isinstance(args[0], Mapping)))
-    later = isinstance(model, ModelStage) and not is_message and model._colonnade_part.first > 0
+    later = isinstance(model, ModelStage) and not is_message and model._colonnade_stage.first > 0
     if not (is_batch or later or isinstance(model, Chunks)):
         return
     raise ScheduleError(
@@ -465,7 +465,7 @@ class SameBatch:
         for seen, given in zip(self._seen, (inputs, labels), strict=True):
             digest = _digest(given)
             if digest is not None:
-                seen.append((digest, rows_of(given)))
+                seen.append((digest, num_rows(given)))
 
     def end_step(self, counted: bool | None, complete: bool) -> None:
         """Compare the ranks, if the step is due. Collective over the world then; all ranks raise, or none.
@@ -526,7 +526,7 @@ class SameBatch:
                 raise ScheduleError(
                     f"step {self._step}: ranks {other} and {rank} differ on the axis {axes} alone, whose ranks see the same data, "
                     f"but were given different {kind}: {other_rows} rows on rank {other}, {rows} on rank {rank}"
-                    f"{'' if other_rows != rows else ', of other content'}. {FEED_ALIKE}{own_groups}. If the ranks of this axis "
+                    f"{'' if other_rows != rows else ', of other content'}. {SAME_BATCHES_ADVICE}{own_groups}. If the ranks of this axis "
                     f"should get different batches, set compare_batches=False in the config",
                     code="C044",
                 )
@@ -564,8 +564,8 @@ class SameGradients:
         self._context = context
         self._watched: dict[str, nn.Parameter] = {}
         self._sums: dict[str, Tensor] = {}
-        if context.tensor_parallel_size > 1 and is_cut_by_plan(model):
-            replicated = whole_parameters(model, context, ParallelMode.TENSOR)
+        if context.tensor_parallel_size > 1 and is_sharded_by_plan(model):
+            replicated = replicated_parameters(model, context, ParallelMode.TENSOR)
             named = model.named_parameters()
             self._watched = {name: p for name, p in named if id(p) in replicated and p.requires_grad}
         self.is_due = bool(self._watched)
@@ -739,7 +739,7 @@ class _Meeting:
             if self._gloo is not None:
                 # From the second time on: an all-gather of one byte, waited for in short turns to look at the other ranks.
                 work, began = gloo_all_gather(self._gloo, *self._here), time.monotonic()
-                seconds = 1.5 * waits.SAY_AFTER
+                seconds = 1.5 * waits.PUBLISH_AFTER
                 while True:
                     try:
                         work.wait(timedelta(seconds=seconds))
@@ -748,19 +748,19 @@ class _Meeting:
                         if work.is_completed():  # an error of the connections, not the end of a turn
                             raise
                     self._look(began)
-                    seconds = waits.SAY_AFTER / 5
+                    seconds = waits.PUBLISH_AFTER / 5
 
             # The first time: count arrivals in the store, because opening connections is itself collective. A rank that gives up
             # takes its arrival back, so that a later evaluation starts from a multiple of the group's size again.
             store, key = default_store(), f"colonnade/evaluation/{self._ranks}"
             count, began = store.add(key, 1), time.monotonic()
             all_here = -(-count // len(self._ranks)) * len(self._ranks)
-            look = began + 1.5 * waits.SAY_AFTER
+            look = began + 1.5 * waits.PUBLISH_AFTER
             for pause in pauses(0.05):
                 if count >= all_here:
                     break
                 if time.monotonic() > look:
-                    look += waits.SAY_AFTER / 5
+                    look += waits.PUBLISH_AFTER / 5
                     try:
                         self._look(began)
                     except GradientError:

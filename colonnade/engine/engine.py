@@ -118,17 +118,17 @@ class WholeWeights:
         if to_file and local_path(to, "the file of engine.full_state_dict()", CheckpointError).suffix != ".safetensors":
             raise CheckpointError(f"to is 'all', 'first' or the name of a .safetensors file to write, not {str(to)!r}")
         # Imported here, so that a run without an export does not load the checkpoint code.
-        from colonnade.checkpoint.full_weights import WholeTensors, save_full
+        from colonnade.checkpoint.full_weights import FullTensors, save_full
 
         with self.context.waits.together("engine.full_state_dict()"):
             self.wait_for_weights()
-            full = WholeTensors(self.model, self.context)
+            full = FullTensors(self.model, self.context)
             if to_file:
                 save_full(full, to, self.context, dtype)
                 return {}
             state: dict[str, Tensor] = {}
             for record in full.records:
-                value = full.gather(record) if to == "all" else full.gather_apart([(record, 0)])
+                value = full.gather(record) if to == "all" else full.gather_to_ranks([(record, 0)])
                 if value is not None:
                     value = value.to(dtype) if dtype is not None and value.is_floating_point() else value
                     state |= dict.fromkeys(record.names, value)

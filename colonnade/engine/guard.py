@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from colonnade.checkpoint.agreement import before_save
+from colonnade.checkpoint.agreement import save_checks
 from colonnade.comm import waits
 from colonnade.comm.messages import gather_bytes, share_texts
 from colonnade.comm.torch_versions import default_store, groups_meet, is_alive, noting_collectives, timeout_of
@@ -84,7 +84,7 @@ class Guard:
         # A rank that waits in a call publishes its calls, for a rank that has come to the comparison without it (`_meet`).
         context.waits.details = lambda: self._log.so_far
         # A checkpoint of diverged replicas must not replace a good one.
-        before_save[model] = weakref.WeakMethod(self.check)
+        save_checks[model] = weakref.WeakMethod(self.check)
 
     def end_step(self) -> None:
         """Called after each step. Collective over the world at every `every`-th."""
@@ -131,7 +131,7 @@ class Guard:
         self._sync.log = self._context.waits.details = None
         model = self._model()
         if model is not None:
-            before_save.pop(model, None)
+            save_checks.pop(model, None)
         if is_alive(self._group):
             dist.destroy_process_group(self._group)
 
@@ -164,7 +164,7 @@ class Guard:
         here, world_size = self._context.get_global_rank(), self._context.world_size
         store, key = default_store(), f"colonnade/guard/{self._group.group_name}/{next(self._turns)}"
         arrived = store.add(key, 1)
-        begin, after = time.monotonic(), 1.5 * waits.SAY_AFTER
+        begin, after = time.monotonic(), 1.5 * waits.PUBLISH_AFTER
         # At most 20,000 polls a second reach the store: the more ranks there are, the less often each of them polls.
         for pause in waits.pauses(max(0.05, world_size / 20_000)):
             if arrived >= world_size:
@@ -172,7 +172,7 @@ class Guard:
             time.sleep(pause)
             arrived = store.add(key, 0)
             if time.monotonic() - begin > after:
-                for stalled_at, rank in waits.stalled_places(here, world_size).items():
+                for stalled_at, rank in waits.places_of_stalled_ranks(here, world_size).items():
                     if here not in _ranks_over(stalled_at):
                         continue
                     place, calls = waits.stalled_details(rank) or ("", None)

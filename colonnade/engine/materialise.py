@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colonnade.comm.messages import Alike, agreed_errors
+from colonnade.comm.messages import MustMatch, agreed_errors
 from colonnade.comm.torch_versions import dtensor_like, exchange_tensors, refresh_shards
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
@@ -27,7 +27,7 @@ from colonnade.parallel.whole import LocalTensor, locate_tensors, offset_in_dten
 Recipes = dict[int, ParameterInit | ParameterLoad]
 
 
-def read_recipes(model: nn.Module | Split, context: ParallelContext) -> Recipes:
+def read_inits(model: nn.Module | Split, context: ParallelContext) -> Recipes:
     """The initialization of each parameter on the meta device, by id. Stages built one by one have names of their own."""
     if isinstance(model, Split):
         return parameter_inits(model)
@@ -59,9 +59,9 @@ class MetaStart:
         self._located: dict[str, LocalTensor] = {}
         self._count = 0
 
-    def alike(self) -> Alike:
+    def alike(self) -> MustMatch:
         """The initializations, which must be equal on all ranks of a pipeline stage: no broadcast makes the values equal."""
-        return Alike(
+        return MustMatch(
             "the start of",
             {name: str(init) for name, init in self._inits.items()},
             "Inside meta_init() every rank of a pipeline stage must build the same model and initialize it in the same way.",

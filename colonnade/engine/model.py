@@ -33,7 +33,7 @@ class TrainingLoss(Protocol):
 
     def __call__(self, output: Any, labels: Tensor) -> tuple[Tensor, Tensor]: ...
 
-    def take_apart(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+    def unpack_batch(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
         """Split a batch dict into (data for the first stage, labels for the last stage)."""
         ...
 
@@ -136,16 +136,16 @@ def layer_kind(module: nn.Module) -> str | None:
 # plan may leave a parameter replicated although its gradient is partial on each rank.
 
 
-def note_plan(model: nn.Module) -> None:
+def mark_parallelized(model: nn.Module) -> None:
     """Mark a model, or a pipeline stage, as sharded by a TP plan."""
     model._colonnade_plan = True  # type: ignore[assignment]
 
 
-def has_plan(model: nn.Module) -> bool:
-    """Whether the module itself was marked by `note_plan`."""
+def is_parallelized(model: nn.Module) -> bool:
+    """Whether the module itself was marked by `mark_parallelized`."""
     return "_colonnade_plan" in vars(model)
 
 
-def is_cut_by_plan(model: nn.Module) -> bool:
-    """Whether the model or one of its submodules was marked by `note_plan`."""
-    return any(map(has_plan, model.modules()))
+def is_sharded_by_plan(model: nn.Module) -> bool:
+    """Whether the model or one of its submodules was marked by `mark_parallelized`."""
+    return any(map(is_parallelized, model.modules()))

@@ -22,12 +22,12 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.activations import apply_activations
 from colonnade.engine.checks import (
     refuse_lazy,
+    refuse_non_elementwise,
     refuse_optimizer,
-    refuse_parts,
     warn_of_batch_norm,
     warn_of_repeated_work,
 )
-from colonnade.engine.materialise import MetaStart, read_recipes
+from colonnade.engine.materialise import MetaStart, read_inits
 from colonnade.engine.model import TrainingLoss, refuse_unfit, training_loss_of
 from colonnade.engine.precision import Precision, convert_to_float8
 from colonnade.engine.schedule.base import BaseSchedule
@@ -38,7 +38,7 @@ from colonnade.gradients.sums import Shards
 from colonnade.optim.engine_optimizer import EngineOptimizer, PlainOptimizer
 from colonnade.optim.zero.zero_optimizer import ZeroOptimizer
 from colonnade.parallel.dtensor import check_ties
-from colonnade.parallel.held import refuse_marks
+from colonnade.parallel.held import refuse_colossalai_attributes
 from colonnade.parallel.split import Split, take_stages
 
 # --- Settings -----------------------------------------------------------------------------------------
@@ -122,13 +122,13 @@ def prepare_model(
     """
     config = context.config
     # Before the rank takes its stage, since parameter names are those of the unsplit model.
-    inits = read_recipes(stages.given, context) if device is not None else {}
+    inits = read_inits(stages.given, context) if device is not None else {}
     model = stages.own(context, schedule)
     # If every rank builds its own stage, this rank knows only one of them, and another may have the blocks to checkpoint.
     complete = len(stages.modules) > 1 or context.pipeline_parallel_size == 1
     activations = ActivationSettings.read(config.get("activation_checkpoint"))
     apply_activations(model, activations, stages.modules, complete)
-    refuse_marks(model, context)
+    refuse_colossalai_attributes(model, context)
     refuse_unfit(model)
     if device is None:
         return model, MetaStart(model, {}, context)
@@ -173,7 +173,7 @@ def prepare_optimizer(
             code="C070",
         )
     refuse_optimizer(built, [model, *others], context)
-    refuse_parts(built, model, context)
+    refuse_non_elementwise(built, model, context)
     return built
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colonnade.comm.host_copy import STEPS_LATE, HostCopy
+from colonnade.comm.host_copy import HOST_COPY_DELAY, HostCopy
 from colonnade.comm.messages import agreed_errors, gather_numbers, gather_texts, is_same_everywhere
 from colonnade.config.settings import ClipSettings, Per, SyncSettings
 from colonnade.context.parallel_context import ParallelContext
@@ -250,7 +250,7 @@ class SkipAwareScheduler:
             self._flags.append(flag)
         # Flags from a device are read at a fixed age, not when they have arrived: arrival differs between ranks, and all ranks
         # must omit the same call.
-        while self._flags and (self._flags[0].on_host or len(self._flags) > STEPS_LATE):
+        while self._flags and (self._flags[0].on_host or len(self._flags) > HOST_COPY_DELAY):
             self._ahead += self._flags.popleft().read() > 0
         if self._ahead:
             self._ahead -= 1
@@ -339,7 +339,10 @@ class Stepper:
         if policy is not None:
             with during("measuring the norm", "clip"):
                 slots = policy.slots if self._own is None else self._own.count
-                meter, full = self._step.meter(self._norm_type, slots, self._context.device), self._step.measures_whole
+                meter, full = (
+                    self._step.meter(self._norm_type, slots, self._context.device),
+                    self._step.measures_full_gradient,
+                )
                 if self._capture is not None and (full or self._context.world_size == 1):
                     decision = self._repeated(self._capture, policy, meter)
                 else:
@@ -384,7 +387,7 @@ class Stepper:
     def report_skips(self, wait: bool) -> None:
         """Log the steps skipped since the last call, with the first non-finite parameter of this rank if it is still known."""
         if self.skips.read() if wait else self.skips.poll():
-            bad = self._step.first_bad()
+            bad = self._step.first_nonfinite()
             where = f" first in {bad} on rank {self._context.get_global_rank()};" if bad else ""
             # Only the rank with the bad gradient can name the parameter; rank 0 logs in any case.
             if bad or self._context.get_global_rank() == 0:
@@ -442,7 +445,7 @@ class Stepper:
         """Replace the synchroniser's agreements on the host by flags on the device, if all ranks can. Collective."""
         if self._context.device.type != "cuda" or self._context.world_size == 1:
             return None
-        able = self._step.drops_on_device and not synchroniser.host_waits
+        able = self._step.skips_on_device and not synchroniser.host_waits
         if not is_same_everywhere(int(able), self._context.device) or not able:
             return None
         flags = PiggybackedFlags(self._context.device)

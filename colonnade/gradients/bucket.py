@@ -140,7 +140,7 @@ class Bucket:
         # offered, all count as small.
         small: list[int] = []
         large: list[int] = []
-        keeps_gradients = sum_.sharding is None or sum_.sharding.keep_whole
+        keeps_gradients = sum_.sharding is None or sum_.sharding.keep_full
         for position in positions:
             parameter = sum_.parameters[position]
             is_large = keeps_gradients and parameter.device.type == "cpu" and parameter.nbytes >= LARGE_BYTES
@@ -185,7 +185,7 @@ class Bucket:
     @property
     def keeps_gradients(self) -> bool:
         """Whether it has memory of its own; else it uses a staging buffer, from when it is full until it is reduced."""
-        return self.sum.sharding is None or self.sum.sharding.keep_whole
+        return self.sum.sharding is None or self.sum.sharding.keep_full
 
     @property
     def every_pass(self) -> bool:
@@ -433,7 +433,7 @@ class BucketStorage:
             if sharding is not None:
                 dtype = torch.float32 if sharding.wide and self._dtype in HALVES else self._dtype
                 device = sharding.device or self._device
-                if sharding.keep_whole and (dtype, device) == (self._dtype, self._device):
+                if sharding.keep_full and (dtype, device) == (self._dtype, self._device):
                     (buffer,) = bucket.buffers
                     bucket.shard = GradientShard(buffer.flat[bucket.own][: bucket.used])
                 else:

@@ -65,7 +65,7 @@ class Sharding:
     """Sharded gradients: of every bucket of a sum each rank owns the result of one slice.
 
     Args:
-        keep_whole: Each rank has memory for its full gradients and reduces them once per step. False: buckets share two
+        keep_full: Each rank has memory for its full gradients and reduces them once per step. False: buckets share two
             staging buffers.
         every_pass: Reduce at every backward pass, not once per step.
         wide: Keep the owned slice of half-precision gradients in fp32.
@@ -73,7 +73,7 @@ class Sharding:
         give_back: All-gather the reduced gradients, so that every rank has them as `.grad`.
     """
 
-    keep_whole: bool = True
+    keep_full: bool = True
     every_pass: bool = False
     wide: bool = False
     device: torch.device | None = None

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import ConfigError, LayoutError, listed
 from colonnade.hf.model_loss import IGNORED
-from colonnade.nn.sequence.parts import Parts, sequence_place
+from colonnade.nn.sequence.parts import Parts, sequence_rank
 from colonnade.nn.sequence.ring import ring_attention
 from colonnade.nn.sequence.ulysses import ulysses_attention
 from colonnade.parallel.forward import override_forward
@@ -94,7 +94,7 @@ def prepare_sequence(model: nn.Module, context: ParallelContext) -> None:
     With ring attention, or as set by `parallel = dict(sequence=dict(size=2, attention="ulysses"))`. Does nothing without a
     sequence group, and to a model that is not from transformers. Raises for models that cannot be split (`check_model`).
     """
-    size, _ = sequence_place(context)
+    size, _ = sequence_rank(context)
     if size == 1 or not hasattr(model, "set_attn_implementation"):
         return
     sections: Any = (context.config.get("parallel") or {}).values()
@@ -227,7 +227,7 @@ def split_batch(model: nn.Module, batch: Mapping[str, Any]) -> tuple[dict[str, A
 
     tokens: Tensor = batch["input_ids"] if "input_ids" in batch else batch["inputs_embeds"]
     rows, total = tokens.shape[:2]
-    size, at = sequence_place(splitting.context)
+    size, at = sequence_rank(splitting.context)
     parts = Parts.of(total, size, splitting.balanced)
     if min(run.length for runs in parts.segments for run in runs) == 0:
         raise LayoutError(

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from colonnade.checkpoint.agreement import agreed
-from colonnade.checkpoint.full_weights import WholeTensors
+from colonnade.checkpoint.full_weights import FullTensors
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.context.random import derive_seed
@@ -180,7 +180,7 @@ def save_adapters(
             adapted = tensor.tensor.requires_grad or any(key.startswith("lora_") for key in path)
             return (adapted or "modules_to_save" in path) and others.isdisjoint(path)
 
-        full = WholeTensors(model, context, keep=is_saved)
+        full = FullTensors(model, context, keep=is_saved)
         full.records = tuple(replace(record, names=(_file_name(record.label, adapter),)) for record in full.records)
         save_full(full, target / "adapter_model.safetensors", context, dtype)
         with agreed(context, f"saving to {target}"):

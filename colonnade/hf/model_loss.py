@@ -103,7 +103,7 @@ class ModelLoss:
         batch = {name: value for name, value in batch.items() if name != "num_items_in_batch"}
         return {"use_cache": False, **batch} if self._may_cache else batch
 
-    def take_apart(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+    def unpack_batch(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
         """(inputs of the first stage, labels for the last one)."""
         data = self.prepare(batch)
         labels, shifted = data.pop("labels", None), data.pop("shift_labels", None)

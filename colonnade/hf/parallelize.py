@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.core import given_or_global
-from colonnade.engine.model import has_plan, note_plan
+from colonnade.engine.model import is_parallelized, mark_parallelized
 from colonnade.errors import ConfigError, ContextError, PlacementError
 from colonnade.hf import expert_styles as _experts  # noqa: F401  registers the styles for experts
 from colonnade.hf.attention_patch import prepare_sequence
@@ -75,7 +75,7 @@ def parallelize(
             code="C060",
         )
     base = base_model(model)
-    if has_plan(base):
+    if is_parallelized(base):
         raise PlacementError(
             f"{type(base).__name__} was already passed to parallelize (from_pretrained does that too), and a model is "
             f"sharded once: pass its result to initialize, or build the model again",
@@ -121,10 +121,10 @@ def parallelize(
         # Stages may share layers, and a layer may have several names: `done` keeps each from being sharded twice, and
         # `shards` gives two layers that share a parameter the same shard of it.
         shards, done = WeakIdKeyDictionary(), set[Any]()
-        note_plan(base)
+        mark_parallelized(base)
         modules = [base] if stages is None else list(stages)
         for stage in modules:
-            note_plan(stage)
+            mark_parallelized(stage)
             named = (*stage.named_modules(remove_duplicate=False), *stage.named_parameters(remove_duplicate=False))
             names = {name for name, _ in named}
             for name, entry in entries.items():

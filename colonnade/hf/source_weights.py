@@ -13,7 +13,7 @@ from torch import Tensor
 
 from colonnade.checkpoint.weights_folder import AnyTensor
 from colonnade.errors import CheckpointError, listed
-from colonnade.parallel.boxes import Box, whole_box
+from colonnade.parallel.boxes import Box, full_box
 
 _COMPARED = 1 << 25
 """Bytes compared at a time."""
@@ -70,7 +70,7 @@ class Converted:
         full = _convert(self.converter, self.name, values, self.model)[self.name]
         box = Box(tuple(offset), tuple(target.shape))
         with torch.no_grad():
-            target.copy_(full[box.slices_in(whole_box(self.shape))])
+            target.copy_(full[box.slices_in(full_box(self.shape))])
 
 
 Source = StoredParts | Converted
@@ -99,7 +99,7 @@ def sources_for(model: Any, stored: Mapping[str, AnyTensor]) -> tuple[dict[str, 
         if name not in state:
             unknown.append(key)
         elif pattern is None:
-            source = StoredParts(stored[key].shape, (StoredPart(stored[key], whole_box(stored[key].shape)),))
+            source = StoredParts(stored[key].shape, (StoredPart(stored[key], full_box(stored[key].shape)),))
             if name in found and not are_same(found[name], source, state[name].dtype):
                 raise CheckpointError(
                     f"the folder has more than one for {name}: {found[name]}, {source}; remove all but one from the files",

@@ -64,11 +64,11 @@ def main() -> None:
         with ExitStack() as stack:
             # `colonnade verify` starts its ranks this way too, and records the training steps of the script.
             if "COLONNADE_VERIFY" in os.environ:
-                from colonnade.proof.script_job import current_part, taking_part
+                from colonnade.proof.script_job import current_role, recorded_for_verify
 
-                part = current_part()
+                part = current_role()
                 if part is not None:
-                    stack.enter_context(taking_part(part))
+                    stack.enter_context(recorded_for_verify(part))
             if kind == "module":
                 runpy.run_module(target, run_name="__main__", alter_sys=True)
             else:

@@ -24,7 +24,7 @@ from colonnade.nn.layer import (
 )
 from colonnade.nn.layer.attention import Over
 from colonnade.nn.sequence import SharedLengths, split_sequence
-from colonnade.nn.sequence.parts import sequence_place
+from colonnade.nn.sequence.parts import sequence_rank
 
 
 class LanguageModel(nn.Sequential):
@@ -211,7 +211,7 @@ class LanguageModelLoss(nn.Module):
         context = self._here.context
         local_labels = split_sequence(labels, balanced=self._balanced, context=context)
         counted = (labels != self.ignore_index).sum().double()
-        return mean_over(self._sum(*outputs, local_labels), counted / sequence_place(context)[0])
+        return mean_over(self._sum(*outputs, local_labels), counted / sequence_rank(context)[0])
 
 
 class FusedLanguageModelLoss(LanguageModelLoss):

@@ -53,7 +53,7 @@ class BucketStep:
         slot_of: The slot of a parameter in the norm and in the divisor.
         flat: Whether steps are flat where they can be, as decided by `wants_flat`.
         model: For names in messages; only a weak reference is kept.
-        measures_whole: Whether every rank measures the full gradient, so that norms need no collective.
+        measures_full_gradient: Whether every rank measures the full gradient, so that norms need no collective.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class BucketStep:
         slot_of: Callable[[Held], int],
         flat: bool,
         model: nn.Module,
-        measures_whole: bool,
+        measures_full_gradient: bool,
     ) -> None:
         self._optimizer, self._is_flat = optimizer, flat
         self._make_buckets, self._generation = buckets, generation
@@ -79,7 +79,7 @@ class BucketStep:
         self.flat: FlatStep | None = None
         self._flat_key: object = None
         self._model = weakref.ref(model)
-        self.measures_whole = measures_whole
+        self.measures_full_gradient = measures_full_gradient
         self.captured = False
         """Whether flat steps are CUDA graphs; see `capture`."""
         self._sizes = _sizes(optimizer)
@@ -100,7 +100,7 @@ class BucketStep:
                 # A DTensor's gradient is brought to its parameter's placement first, which completes pending reductions.
                 gradient = local_part(entry.tensor.grad, entry.tensor)  # type: ignore[arg-type]
                 gradient = gradient.coalesce().values() if gradient.is_sparse else gradient
-                count, index = (1, 0) if self.measures_whole else (entry.holding.count, entry.holding.index)
+                count, index = (1, 0) if self.measures_full_gradient else (entry.holding.count, entry.holding.index)
                 blocks.append(GradientBlock(gradient, count, index, self._slot_of(entry)))
             return Meter(blocks, norm_type, slots=slots, device=device, once=True)
         key = (self._made_for, absent, norm_type, slots)
@@ -112,7 +112,7 @@ class BucketStep:
         return self._meter
 
     @property
-    def drops_on_device(self) -> bool:
+    def skips_on_device(self) -> bool:
         """Whether a step can be skipped without a decision on the host."""
         return self._is_flat or (
             isinstance(self._optimizer, Optimizer) and not ScaledStep(self._optimizer).waits_for_device
@@ -143,7 +143,7 @@ class BucketStep:
             found_inf = None if found_inf is None else self._where_stepped(found_inf, torch.zeros)
             ScaledStep(self._optimizer, slots).step(divisor, found_inf)
 
-    def first_bad(self) -> str | None:
+    def first_nonfinite(self) -> str | None:
         """The name of the first parameter with a non-finite gradient on this rank. Waits for the device."""
         stepped = [pair for bucket in self._buckets for pair in zip(bucket.entries, bucket.members, strict=True)]
         loose = [(entry, entry.tensor) for entry in self._loose_entries]  # in the model's order
@@ -280,12 +280,14 @@ class OwnedBucket(ABC):
 class ReplicatedBucket(OwnedBucket):
     """A bucket that every rank steps on in full; its members are the parameters.
 
-    `measures_whole`: this rank measures the full bucket, not only its slice among the replicas.
+    `measures_full_gradient`: this rank measures the full bucket, not only its slice among the replicas.
     """
 
-    def __init__(self, bucket: Bucket, entries: Sequence[Held], slots: Sequence[int], measures_whole: bool) -> None:
+    def __init__(
+        self, bucket: Bucket, entries: Sequence[Held], slots: Sequence[int], measures_full_gradient: bool
+    ) -> None:
         super().__init__(entries, slots)
-        self._bucket, self._measures_whole = bucket, measures_whole
+        self._bucket, self._measures_whole = bucket, measures_full_gradient
 
     @property
     def members(self) -> Sequence[Tensor]:
@@ -376,14 +378,14 @@ _ALIGNED = 16
 class ScatteredBucket(OwnedBucket):
     """Parameters in flat memory whose gradients stay at their addresses, without a copy or memory for a flat gradient.
 
-    `measures_whole` as for `ReplicatedBucket`.
+    `measures_full_gradient` as for `ReplicatedBucket`.
     """
 
     scattered = True
 
-    def __init__(self, entries: Sequence[Held], slots: Sequence[int], measures_whole: bool) -> None:
+    def __init__(self, entries: Sequence[Held], slots: Sequence[int], measures_full_gradient: bool) -> None:
         super().__init__(entries, slots)
-        self._measures_whole = measures_whole
+        self._measures_whole = measures_full_gradient
         self._members = [entry.tensor for entry in entries]
         self._layout = FlatLayout(self._members)
         self._gradient = ScatteredGradient(self._layout)
@@ -419,7 +421,7 @@ class ScatteredBucket(OwnedBucket):
         return FlatBucket(self._layout, self._members, self._gradient, self.slots)
 
 
-def scattered_buckets(entries: Sequence[Held], slots: Sequence[int], measures_whole: bool) -> list[OwnedBucket]:
+def scattered_buckets(entries: Sequence[Held], slots: Sequence[int], measures_full_gradient: bool) -> list[OwnedBucket]:
     """Scattered buckets, each of one dtype and device and of limited size."""
     groups: dict[tuple[torch.dtype, torch.device], list[list[int]]] = {}
     for at, entry in enumerate(entries):
@@ -430,7 +432,7 @@ def scattered_buckets(entries: Sequence[Held], slots: Sequence[int], measures_wh
             of_kind.append(last)
         last.append(at)
     return [
-        ScatteredBucket([entries[at] for at in places], [slots[at] for at in places], measures_whole)
+        ScatteredBucket([entries[at] for at in places], [slots[at] for at in places], measures_full_gradient)
         for of_kind in groups.values()
         for places in of_kind
     ]

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from colonnade.comm.host_copy import STEPS_LATE, HostCopy
+from colonnade.comm.host_copy import HOST_COPY_DELAY, HostCopy
 from colonnade.config.settings import ClipGroup, ClipSettings, NonFinite, positive
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError, ConfigError, GradientError, did_you_mean, listed
@@ -157,7 +157,7 @@ class ClipPolicy:
         skipped on every rank.
         """
         slots: list[int] = []
-        while self._reports and not slots and (self._reports[0].on_host or len(self._reports) >= STEPS_LATE):
+        while self._reports and not slots and (self._reports[0].on_host or len(self._reports) >= HOST_COPY_DELAY):
             slots = [slot for slot, count in enumerate(self._reports.popleft().read()) if count > 0]
         if slots:
             self._reports.clear()

@@ -182,21 +182,23 @@ class PlainOptimizer(EngineOptimizer):
         ]
         # On GPUs, reading the full gradient on every rank is cheaper than a collective that combines contributions to the norm.
         replicated = all(entry.holding.count == context.world_size for entry in held)
-        measures_whole = replicated and context.world_size > 1 and context.device.type == "cuda"
+        measures_full_gradient = replicated and context.world_size > 1 and context.device.type == "cuda"
 
         def buckets() -> list[OwnedBucket]:
             made: list[OwnedBucket] = []
             for bucket in synchroniser.layout:
                 entries = [entry_of[id(parameter)] for parameter in bucket.parameters]
-                made.append(ReplicatedBucket(bucket, entries, [slot_of(entry) for entry in entries], measures_whole))
+                made.append(
+                    ReplicatedBucket(bucket, entries, [slot_of(entry) for entry in entries], measures_full_gradient)
+                )
             trained = [entry for entry in scattered if entry.tensor.requires_grad]
-            return [*made, *scattered_buckets(trained, [slot_of(entry) for entry in trained], measures_whole)]
+            return [*made, *scattered_buckets(trained, [slot_of(entry) for entry in trained], measures_full_gradient)]
 
         def generation() -> object:
             return synchroniser.generation, [entry.tensor.requires_grad for entry in scattered]
 
         self._step = BucketStep(
-            self._optimizer, buckets, generation, held, slot_of, self.is_flat, self._model, measures_whole
+            self._optimizer, buckets, generation, held, slot_of, self.is_flat, self._model, measures_full_gradient
         )
         return self._step
 

@@ -1,6 +1,6 @@
 """Properties of an optimizer, found by a trial: a twin of it takes steps on small matrices.
 
-`two_steps` shows whether an optimizer steps on shards of a matrix as on the full matrix, which ZeRO, stage 3 and tensor
+`run_trial_steps` shows whether an optimizer steps on shards of a matrix as on the full matrix, which ZeRO, stage 3 and tensor
 parallelism need. `state_dtypes` shows which state it will keep per element. The user's optimizer, its state and its hooks are
 left unchanged.
 """
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from colonnade.parallel.dtensor import local_part
 
 
-def kinds_of_groups(optimizer: Optimizer) -> list[list[int]]:
+def groups_by_options(optimizer: Optimizer) -> list[list[int]]:
     """The indices of non-empty parameter groups, grouped by options; a number counts only as zero or non-zero."""
     found: dict[str, list[int]] = {}
     for at, group in enumerate(optimizer.param_groups):
@@ -33,7 +33,7 @@ def kinds_of_groups(optimizer: Optimizer) -> list[list[int]]:
     return list(found.values())
 
 
-def two_steps(
+def run_trial_steps(
     optimizer: Optimizer, at: int, shape: tuple[int, ...], cut: Callable[[Tensor], list[Any]], device: str = "cpu"
 ) -> tuple[Tensor, list[Any]]:
     """Run two steps on a random matrix, and on its shards with the same gradients.

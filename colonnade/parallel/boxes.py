@@ -42,7 +42,7 @@ class Box:
         return tuple(slice(start, start + size) for start, size in zip(starts, self.shape, strict=True))
 
 
-def whole_box(shape: Iterable[int]) -> Box:
+def full_box(shape: Iterable[int]) -> Box:
     """The box of all elements of a tensor."""
     sizes = tuple(shape)
     return Box((0,) * len(sizes), sizes)
@@ -82,7 +82,7 @@ def tiles(boxes: Iterable[Box], shape: tuple[int, ...]) -> bool:
     odd: set[tuple[int, ...]] = set()
     for box in filled:
         odd ^= corners(box)
-    return odd == (corners(whole_box(shape)) if prod(shape) else set())
+    return odd == (corners(full_box(shape)) if prod(shape) else set())
 
 
 def boxes_in_order(start: int, stop: int, outer: Box, order: Sequence[int]) -> list[Box]:

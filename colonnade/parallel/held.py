@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colonnade.comm.messages import Alike, agreed_errors, are_same_everywhere, message_device
+from colonnade.comm.messages import MustMatch, agreed_errors, are_same_everywhere, message_device
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import PlacementError
@@ -50,7 +50,7 @@ def held_tensors(model: nn.Module, context: ParallelContext, buffers: bool = Fal
     return [Held(name, tensor, placement, holding(layout, placement, rank)) for name, tensor, placement in placed]
 
 
-def whole_parameters(model: nn.Module, context: ParallelContext, mode: ParallelMode) -> dict[int, str]:
+def replicated_parameters(model: nn.Module, context: ParallelContext, mode: ParallelMode) -> dict[int, str]:
     """The parameters (name by id) that are replicated over the ranks of `mode`: not sharded, and without partial gradients."""
     layout, rank = context.layout, context.get_global_rank()
     ranks = set(layout.group_of(mode, rank))
@@ -85,7 +85,7 @@ _COLOSSALAI_ATTRIBUTES = {
 """Attributes of Colossal-AI parameters that are sharded or shared: the mode in question, and the placement to write here."""
 
 
-def refuse_marks(model: nn.Module, context: ParallelContext) -> None:
+def refuse_colossalai_attributes(model: nn.Module, context: ParallelContext) -> None:
     """Raise PlacementError for parameters that Colossal-AI attributes describe as sharded or shared, without a placement.
 
     They would count as replicas: overwritten by another rank's shard, or never reduced. The attributes cannot be converted to
@@ -125,9 +125,9 @@ class Placements:
             check_same_data(context.layout, entry.placement, context.get_global_rank(), entry.name)
         self._shapes = [logical_shape(entry.tensor, entry.placement, sizes) for entry in self._held]
 
-    def alike(self) -> Alike:
+    def alike(self) -> MustMatch:
         """The properties that must be equal on all ranks of a pipeline stage: each parameter's full shape, dtype and kind."""
-        return Alike(
+        return MustMatch(
             "parameter",
             {
                 entry.name: f"{tuple(shape)} {entry.tensor.dtype}{'' if entry.tensor.requires_grad else ' frozen'}"
@@ -264,7 +264,7 @@ def _compare_weights(ranks: tuple[int, ...], entries: list[Held], context: Paral
     try:
         with agreed_errors(context.device, parts=[1], group=group) as agreement:
             shown = partial(_shown, entries, sums)
-            agreement.require(Alike("the weights of", sums, advice, PlacementError, shown=shown))
+            agreement.require(MustMatch("the weights of", sums, advice, PlacementError, shown=shown))
     except PlacementError as error:
         return error
     return None

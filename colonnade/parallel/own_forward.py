@@ -176,7 +176,7 @@ class ForwardSplitter:
                 if not self._has_tensor(spec, f"{name}.{key}" if name else key):
                     owner._non_persistent_buffers_set.add(key)
         own = vars(stage).pop("forward", None)
-        vars(stage).update(_colonnade_part=spec, _colonnade_settings=self._settings, _colonnade_own_forward=own)
+        vars(stage).update(_colonnade_stage=spec, _colonnade_settings=self._settings, _colonnade_own_forward=own)
         stage.__class__ = stage_class(type(stage))
         return stage
 
@@ -429,12 +429,12 @@ class ModelStage(nn.Module):
     have the signature of the model's, and engines recognize stages by this class.
     """
 
-    _colonnade_part: StageSpec
+    _colonnade_stage: StageSpec
     _colonnade_settings: dict[str, Any]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The first stage takes the model's inputs, the last returns its result; the others take and return messages."""
-        spec, message = self._colonnade_part, {}
+        spec, message = self._colonnade_stage, {}
         if spec.first:
             message = kwargs
             args, kwargs = message["inputs"]

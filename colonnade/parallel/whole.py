@@ -18,7 +18,7 @@ from colonnade.comm.messages import agree, gather_from_all
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import CheckpointError, as_checkpoint_errors, listed
-from colonnade.parallel.boxes import Box, boxes_in_order, moved, places_of, whole_box
+from colonnade.parallel.boxes import Box, boxes_in_order, full_box, moved, places_of
 from colonnade.parallel.demand import holding
 from colonnade.parallel.dtensor import effective_placement, local_part
 from colonnade.parallel.flat import packed_runs, part_indices
@@ -27,7 +27,7 @@ from colonnade.parallel.placement import Placement, is_dtensor, logical_shape, p
 EXTRA_STATE = "_extra_state"
 PREFIX = "_colonnade_prefix"
 """Attribute of a pipeline stage: the prefix of its names in the full model, which its own names lack."""
-PartSizes = Mapping[str, Mapping[str, Sequence[int]]]
+ShardSizes = Mapping[str, Mapping[str, Sequence[int]]]
 """The unevenly sharded tensors of a rank: label -> dimension -> (index of its shard, size of its shard)."""
 
 
@@ -61,7 +61,7 @@ class LocalTensor:
 
     def pieces(self, values: Tensor) -> Iterator[tuple[Box, Tensor]]:
         """The boxes of the full tensor, each with its view of `values`, a tensor of the local shape."""
-        everything = whole_box(values.shape)
+        everything = full_box(values.shape)
         for box, here in self.places:
             yield box, values[here.slices_in(everything)]
 
@@ -112,7 +112,7 @@ def locate_tensors(
             # Tied weights have other names at other stages; the key of the tie is their common label.
             tied = placement.tied
             anywhere = Placement({ParallelMode.PIPELINE: tied} if tied is not None else {})
-            box = whole_box(local_part(tensor).shape)
+            box = full_box(local_part(tensor).shape)
             found.append(
                 LocalTensor(
                     label=names[0] if tied is None else f"tie:{tied.key}",
@@ -154,7 +154,7 @@ def locate_tensors(
                     offset[dim] += _uneven_offset(entry, dim, shape[dim], sizes_of_ranks)
                 else:
                     offset[dim] += at * tensor.shape[dim]
-            here = whole_box(entry.local.shape)
+            here = full_box(entry.local.shape)
             places: tuple[tuple[Box, Box], ...] = ((Box(tuple(offset), here.shape), here),)
             for dim, runs in packed.items():
                 places = tuple(pair for place in places for pair in _in_sections(place, dim, runs))
@@ -185,7 +185,7 @@ def boxes_in_memory(tensor: LocalTensor, start: int, stop: int, values: Tensor) 
     Each is yielded with its view of `values`, a 1-d tensor of these elements.
     """
     order, done = memory_order(tensor.local), 0
-    for filled in boxes_in_order(start, stop, whole_box(tensor.local.shape), order):
+    for filled in boxes_in_order(start, stop, full_box(tensor.local.shape), order):
         view = values[done : done + filled.numel].view([filled.shape[dim] for dim in order]).permute(places_of(order))
         for box, here in tensor.places:
             shared = filled.shared_with(here)
@@ -228,7 +228,7 @@ def _along(box: Box, dim: int, start: int, length: int) -> Box:
     return Box((*box.offset[:dim], start, *box.offset[dim + 1 :]), (*box.shape[:dim], length, *box.shape[dim + 1 :]))
 
 
-def _uneven_offset(found: LocalTensor, dim: int, length: int, sizes_of_ranks: Sequence[PartSizes]) -> int:
+def _uneven_offset(found: LocalTensor, dim: int, length: int, sizes_of_ranks: Sequence[ShardSizes]) -> int:
     """The offset of this rank's shard along a dimension of `length` elements: the sum of the shards before it."""
     index, count = found.by_hand[dim]
     by_shard: dict[int, set[int]] = {at: set() for at in range(count)}

@@ -27,7 +27,7 @@ from colonnade.comm.messages import gather_from_all
 from colonnade.config.settings import ClipSettings
 from colonnade.engine.engine import Engine
 from colonnade.engine.schedule.criterion import call_criterion
-from colonnade.engine.schedule.micro_batch import cut_batch
+from colonnade.engine.schedule.micro_batch import split_into_micro_batches
 from colonnade.engine.schedule.pipeline import PipelineSchedule
 from colonnade.engine.stepper import label_of
 from colonnade.errors import ParityError
@@ -226,10 +226,10 @@ def _pieces(engine: Engine, batch: Any) -> list[tuple[Batch, float]]:
     """A batch for the single process: (data, label) of each micro-batch, with its weight in the mean over the batch."""
     schedule = engine.schedule
     if not isinstance(schedule, PipelineSchedule):
-        return [(on_cpu(schedule.take_apart(batch)), 1.0)]
-    data, label = schedule.take_apart(batch)
+        return [(on_cpu(schedule.unpack_batch(batch)), 1.0)]
+    data, label = schedule.unpack_batch(batch)
     found = []
-    for piece in cut_batch(data, label, micro_batches(engine)):
+    for piece in split_into_micro_batches(data, label, micro_batches(engine)):
         given = (piece.data, piece.label)
         given = schedule._stage_data_func(None, given) if schedule._stage_data_func else given
         found.append((on_cpu(given), piece.weight if schedule._loss_reduction == "mean" else 1.0))

@@ -72,7 +72,7 @@ class _Diagnosis:
             return broken
 
         # The reference starts from the weights of the ranks. If those are not the weights of one model, all else differs too.
-        rows = self.rows_of(WEIGHTS_AT_START)
+        rows = self.num_rows(WEIGHTS_AT_START)
         named = {row.name: claims("tensor", self._case(self.evidence.weights_at_start[row.name], row)) for row in rows}
         weights = {name: some for name, some in named.items() if name in self.evidence.parameters}
         buffers = {name: some for name, some in named.items() if name not in weights}
@@ -109,7 +109,7 @@ class _Diagnosis:
 
         # Buffers (running statistics) follow from activations only.
         if not forward:
-            rows = self.rows_of(BUFFER)
+            rows = self.num_rows(BUFFER)
             named = {row.name: claims("tensor", self._case(self.step.buffers[row.name], row)) for row in rows}
             found += self._group(named, self.at, "the buffer", "buffers-differ", rows, always=True)
         if found:
@@ -123,7 +123,7 @@ class _Diagnosis:
         """The first step that differs."""
         return self.evidence.steps[self.at]
 
-    def rows_of(self, *quantities: str) -> list[Row]:
+    def num_rows(self, *quantities: str) -> list[Row]:
         """The differing rows of some quantities, in that step."""
         return [row for row in self.wrong if row.quantity in quantities and row.step in (None, self.at)]
 
@@ -169,7 +169,7 @@ class _Diagnosis:
         return [Finding("not-finite", (row.name,), row.step, sentence)]
 
     def _masks(self) -> list[Finding]:
-        if in_eval := self.rows_of(MODE):
+        if in_eval := self.num_rows(MODE):
             names = tuple(row.name or "the model" for row in in_eval)
             verb, kind = ("are", "modules ") if len(names) > 1 else ("is", "" if names == ("the model",) else "module ")
             where = f"{verb} in evaluation mode on {self._ranks(in_eval[0].ranks)} and in training mode on the others"
@@ -189,11 +189,11 @@ class _Diagnosis:
                 f"dropout in {f'module {row.name}' if row.name else 'the model'} drops other elements on {self._ranks(row.ranks)} than on the first rank "
                 f"that has the same activation; look at the random seeds of these ranks.",
             )
-            for row in self.rows_of(MASKS)[:1]
+            for row in self.num_rows(MASKS)[:1]
         ]
 
     def _forward(self) -> list[Finding]:
-        row = next(iter(self.rows_of(ACTIVATION)), None)
+        row = next(iter(self.num_rows(ACTIVATION)), None)
         if row is None:
             return []
         case, module = (
@@ -227,7 +227,7 @@ class _Diagnosis:
 
     def _recomputed(self) -> list[Finding]:
         """Modules whose output changes when they are recomputed in the backward pass, whichever output is right."""
-        rows = self.rows_of(RECOMPUTED)
+        rows = self.num_rows(RECOMPUTED)
         if not rows:
             return []
         sentence = (
@@ -238,7 +238,7 @@ class _Diagnosis:
         return [Finding("recomputation-differs", tuple(row.name for row in rows), self.at, sentence)]
 
     def _loss(self, backward: Sequence[Finding]) -> list[Finding]:
-        rows = self.rows_of(LOSS)
+        rows = self.num_rows(LOSS)
         if not rows or any(finding.cause != "unknown" for finding in backward):
             return []
         found = [value for value in self.step.found_loss if value is not None]
@@ -259,7 +259,7 @@ class _Diagnosis:
     # --- Gradients ---
 
     def _gradients(self) -> list[Finding]:
-        rows = self.rows_of(GRADIENT)
+        rows = self.num_rows(GRADIENT)
         if not rows:
             return []
         gradients = self.step.gradients
@@ -321,7 +321,7 @@ class _Diagnosis:
     # --- Norm, clipping, weights ---
 
     def _norm(self) -> list[Finding]:
-        row = next(iter(self.rows_of(NORM, NORMS)), None)
+        row = next(iter(self.num_rows(NORM, NORMS)), None)
         if row is None:
             return []
         best = _simplest(claims("norm", NormCase(self.evidence, self.groups, self.step, self.at, row)))
@@ -331,7 +331,7 @@ class _Diagnosis:
         return [Finding(best.cause if best else "unknown", (), self.at, sentence, best.factor if best else None)]
 
     def _clipped(self) -> list[Finding]:
-        rows = self.rows_of(CLIPPED)
+        rows = self.num_rows(CLIPPED)
         if not rows:
             return []
         best = _simplest(claims("clipped", ClipCase(self.evidence, self.groups, self.step, self.at, tuple(rows))))
@@ -346,7 +346,7 @@ class _Diagnosis:
         return [Finding(best.cause, names, self.at, sentence, best.factor)]
 
     def _weights(self) -> list[Finding]:
-        rows = self.rows_of(WEIGHTS)
+        rows = self.num_rows(WEIGHTS)
         before = self.evidence.steps[self.at - 1].weights if self.at else self.evidence.weights_at_start
         named = {}
         for row in rows:

@@ -249,7 +249,7 @@ def _described(known: _Found, layout: Layout, reasons: dict[str, str]) -> Parame
         elements=known.elements,
         stages=stages,
         placement=str(placement),
-        lies=tuple(lies_on(layout, placement, rank)),
+        lies=tuple(placement_lines(layout, placement, rank)),
         sums=tuple(_sum(row, placement, layout, ranks, reasons) for row in known.rows),
         share=holding(layout, placement, rank).count,
         holders=holders,
@@ -305,7 +305,7 @@ def _distinct(ranks: Iterable[int], group_of: Callable[[int], tuple[int, ...]]) 
 # --- Words: placements, divisors, checkpoints, groups of ranks ---
 
 
-def lies_on(layout: Layout, placement: Placement, rank: int) -> list[str]:
+def placement_lines(layout: Layout, placement: Placement, rank: int) -> list[str]:
     """A line for each mode of a placement, and for each axis over which its parameters are replicated."""
     replicated = {
         "sum": "replicated, and each rank has a partial gradient",

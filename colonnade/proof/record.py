@@ -21,7 +21,7 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.engine import Engine, Observer
 from colonnade.engine.schedule.loss import split_loss
 from colonnade.engine.schedule.pipeline import PipelineSchedule
-from colonnade.parallel.boxes import whole_box
+from colonnade.parallel.boxes import full_box
 from colonnade.parallel.demand import owed
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.forward import ModelHook
@@ -371,7 +371,7 @@ def positions_of(tensor: LocalTensor) -> Tensor | None:
     local = tensor.local
     if tuple(local.shape) == tuple(tensor.shape):
         return None
-    places, local_box = torch.empty(local.shape, dtype=torch.int64), whole_box(local.shape)
+    places, local_box = torch.empty(local.shape, dtype=torch.int64), full_box(local.shape)
     for box, here in tensor.places:
         places[here.slices_in(local_box)] = flat_indices(box.offset, box.shape, tensor.shape)
     return places

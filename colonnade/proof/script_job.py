@@ -1,6 +1,6 @@
 """The code of `colonnade verify train.py` that runs inside the processes of the script.
 
-The parent (scripts.py) sets COLONNADE_VERIFY to a file with a `ScriptPart`: the role of this process. `taking_part` wraps
+The parent (scripts.py) sets COLONNADE_VERIFY to a file with a `ScriptPart`: the role of this process. `recorded_for_verify` wraps
 the script, and `ScriptRecorder` records it. There are two roles:
 
 - "ranks": the script runs unchanged, and its batches are recorded too.
@@ -73,7 +73,7 @@ class ScriptPart:
         return self.role == "single"
 
 
-def current_part() -> ScriptPart | None:
+def current_role() -> ScriptPart | None:
     """The role of this process, if it was started by `colonnade verify`."""
     path = os.environ.get(VARIABLE)
     return ScriptPart(**json.loads(Path(path).read_text())) if path else None
@@ -85,7 +85,7 @@ _FROM_GRAPH = "from the graph"
 
 
 @contextmanager
-def taking_part(part: ScriptPart) -> Iterator[None]:
+def recorded_for_verify(part: ScriptPart) -> Iterator[None]:
     """Record the engine of a script, or the model that it passes to `watch`. The process ends after the last compared step.
 
     The script itself is unchanged. The functions with which it loads a config, builds an engine, iterates a loader, clips and

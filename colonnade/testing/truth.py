@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from colonnade.checkpoint.full_weights import WholeTensors
+from colonnade.checkpoint.full_weights import FullTensors
 from colonnade.checkpoint.values import Encoded
 from colonnade.comm.messages import gather_from_all
 from colonnade.comm.torch_versions import BACKWARD, backward_inside
@@ -128,7 +128,7 @@ def _gather(model: nn.Module, context: ParallelContext, read: Callable[[nn.Param
         # Adding zero turns -0.0 into 0.0, so that equal values have equal bits.
         return local_part(read(tensor.tensor)).to("cpu", torch.float64, copy=True).add_(0.0)  # type: ignore[arg-type]
 
-    full = WholeTensors(model, context, exact, lambda tensor: isinstance(tensor.tensor, nn.Parameter))
+    full = FullTensors(model, context, exact, lambda tensor: isinstance(tensor.tensor, nn.Parameter))
 
     # Replicas of a shard must be bitwise equal: the gather reads only one of them, and would hide a difference.
     local = {tensor.label: [str(tensor.places), Encoded(0, (exact(tensor),)).digest()] for tensor in full.tensors}

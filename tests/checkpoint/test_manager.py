@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import (
 
 from colonnade._launch import launch
 from colonnade.checkpoint import CheckpointManager, save, storage
-from colonnade.checkpoint.agreement import before_save
+from colonnade.checkpoint.agreement import save_checks
 from colonnade.checkpoint.storage import check_space
 from colonnade.constants import SAVED
 from colonnade.context.parallel_context import ParallelContext
@@ -177,7 +177,7 @@ def test_what_watches_a_model_may_refuse_that_it_is_saved(manager):
                 raise CheckpointError("not now")
 
     watch, model = Watch(), nn.Linear(1, 1)
-    before_save[model] = weakref.WeakMethod(watch.look)
+    save_checks[model] = weakref.WeakMethod(watch.look)
     manager.save(1, model)
     watch.allows = False
     with pytest.raises(CheckpointError, match="not now"):

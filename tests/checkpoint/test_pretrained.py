@@ -15,7 +15,7 @@ from torch import nn
 from colonnade._launch import launch
 from colonnade.checkpoint import storage, weights_folder
 from colonnade.checkpoint.full_weights import (
-    WholeTensors,
+    FullTensors,
     _bytes_of,
     _file_name,
     _limit,
@@ -104,7 +104,7 @@ def test_of_another_type_and_in_files_of_a_size(tmp_path, context):
 
 def test_one_file_has_each_weight_under_all_its_names(tmp_path, context):
     model = Model()
-    file = save_full(WholeTensors(model, context), tmp_path / "all.safetensors", context, torch.float16)
+    file = save_full(FullTensors(model, context), tmp_path / "all.safetensors", context, torch.float16)
     assert list(tmp_path.iterdir()) == [file]
     found = tensors(tmp_path)
     assert found.keys() == model.state_dict().keys()
@@ -120,7 +120,7 @@ def test_of_several_stages_the_first_has_the_config(tmp_path, context):
 
 def test_what_is_written_appears_when_it_is_whole(tmp_path, context, monkeypatch):
     (tmp_path / "all.safetensors").write_text("old")
-    whole = WholeTensors(Model(), context)
+    whole = FullTensors(Model(), context)
 
     def save(folder: Path) -> None:
         save_full(whole, folder / "all.safetensors", context)

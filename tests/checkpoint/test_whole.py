@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from colonnade.checkpoint import storage
-from colonnade.checkpoint.full_weights import WholeTensors, save_full, save_pretrained
+from colonnade.checkpoint.full_weights import FullTensors, save_full, save_pretrained
 from colonnade.checkpoint.tensor_files import FileEntry
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
 from colonnade.errors import CheckpointError
-from colonnade.parallel.boxes import whole_box
+from colonnade.parallel.boxes import full_box
 from colonnade.testing import run_world
 from tests.checkpoint.models import ALIAS, WAYS, Cut, Way, build, launched, whole, zero
 
@@ -39,11 +39,11 @@ class Config:
 
 def test_one_process_needs_no_world() -> None:
     context = ParallelContext()
-    tensors = WholeTensors(build(WAYS["one"], context, 3).model, context)
+    tensors = FullTensors(build(WAYS["one"], context, 3).model, context)
     assert wrong({name: tensors.gather(record) for record in tensors.records for name in record.names}) == []
     assert wrong({name: found for record, found in tensors.gather_all() for name in record.names}) == []
     for record in tensors.records:
-        found = tensors.gather_apart([(record, 0)])
+        found = tensors.gather_to_ranks([(record, 0)])
         assert found is not None
         assert wrong({record.names[0]: found}) == []
 
@@ -56,11 +56,11 @@ def check_two() -> None:
         {"up.weight": Cut(mode=ParallelMode.TENSOR), "down.weight": Cut(mode=ParallelMode.TENSOR, dim=1)},
     )
     with launched(way) as context:
-        tensors = WholeTensors(build(way, context, 3).model, context)
+        tensors = FullTensors(build(way, context, 3).model, context)
         assert wrong({name: tensors.gather(record) for record in tensors.records for name in record.names}) == []
         assert wrong({name: found for record, found in tensors.gather_all() for name in record.names}) == []
         for record in tensors.records:
-            found = tensors.gather_apart([(record, 1)])
+            found = tensors.gather_to_ranks([(record, 1)])
             assert (found is None) == (context.get_global_rank() == 0)
             assert found is None or wrong({record.names[0]: found}) == []
 
@@ -69,7 +69,7 @@ def test_of_two_ranks_each_gets_what_the_other_has() -> None:
     run_world(2, check_two, timeout=30)
 
 
-class Sender(WholeTensors):
+class Sender(FullTensors):
     """The first of three ranks, which holds all of every tensor; what it sends is written down."""
 
     def __init__(self, piece: Tensor) -> None:
@@ -79,7 +79,7 @@ class Sender(WholeTensors):
         self._entries = {"w": FileEntry.of("w", piece)}
 
     def _blocks(self, record: Any) -> Iterator[Any]:
-        yield 0, "w", whole_box((3, 2))
+        yield 0, "w", full_box((3, 2))
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> Any:
         self.log.append(f"to {to}")
@@ -94,7 +94,7 @@ def test_a_copy_is_let_go_before_the_next_one_is_made() -> None:
     ):
         sender = Sender(piece)
         record: Any = SimpleNamespace(shape=(3, 2), dtype="F32")
-        assert sender.gather_apart([(record, 1), (record, 2)]) is None
+        assert sender.gather_to_ranks([(record, 1), (record, 2)]) is None
         assert sender.log == expected
 
 
@@ -102,7 +102,7 @@ def check(folder: Path) -> None:
     for number, way in enumerate((WAYS["tensor 2 x pipeline 2"], zero(4), WAYS["expert 2 in data 4"])):
         with launched(way) as context:
             model, rank = build(way, context, 3).model, context.get_global_rank()
-            tensors = WholeTensors(model, context)
+            tensors = FullTensors(model, context)
             names = [name for record in tensors.records for name in record.names]
             assert len(names) == len(set(names)) == 9
             everywhere = {name: tensors.gather(record) for record in tensors.records for name in record.names}
@@ -110,7 +110,7 @@ def check(folder: Path) -> None:
             assert wrong({name: at_once for record, at_once in tensors.gather_all() for name in record.names}) == []
             turns = [tensors.records[at : at + 4] for at in range(0, 8, 4)]
             for turn in turns:  # each rank gets another one
-                found = tensors.gather_apart([(record, to) for to, record in enumerate(turn)])
+                found = tensors.gather_to_ranks([(record, to) for to, record in enumerate(turn)])
                 assert (found is None) == (rank >= len(turn))
                 assert found is None or wrong({turn[rank].names[0]: found}) == []
             save_full(tensors, folder / f"{number}.safetensors", context)
@@ -144,7 +144,7 @@ def check_idle(folder: Path) -> None:
         model.config, model.can_generate = Config(), lambda: False  # type: ignore[assignment]
         engine = initialize(model, lambda p: torch.optim.SGD(p, lr=0.1), context=context)[0]
         for to in (1, 2, 0):
-            found = WholeTensors(model, context).gather_apart([(WholeTensors(model, context).records[0], to)])
+            found = FullTensors(model, context).gather_to_ranks([(FullTensors(model, context).records[0], to)])
             assert (found is not None) == (context.get_global_rank() == to)
         assert bool(engine.full_state_dict("first")) == (context.get_global_rank() == 0)
         engine.full_state_dict(folder / "all.safetensors")

@@ -144,7 +144,7 @@ def test_a_rank_that_dies_outside_the_sums_of_gradients_is_lost_peer_error(where
 
 
 def _never_comes() -> str:
-    waits.SAY_AFTER = 0.2
+    waits.PUBLISH_AFTER = 0.2
     with launch({}, context=ParallelContext(), verbose=False) as gpc:
         if gpc.get_global_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from colonnade.comm import messages
 from colonnade.comm.messages import (
-    Alike,
+    MustMatch,
     _differences,
     agreed_errors,
     gather_json,
@@ -49,7 +49,7 @@ def _talk() -> dict[str, object]:
         heard["error"] = str(error)
     calls: list[str] = []
     with noting_collectives(lambda name, *_: calls.append(name)), agreed_errors(CPU, parts=(1,)) as agreement:
-        agreement.require(Alike("key", {"a": "b"}, "Do."))
+        agreement.require(MustMatch("key", {"a": "b"}, "Do."))
     assert calls == ["all_reduce"]
     some = dist.new_group([1, 2])
     if rank > 0:
@@ -63,7 +63,7 @@ def _talk() -> dict[str, object]:
         with agreed_errors(CPU, parts=(2,)) as agreement:
             if rank == 2:
                 raise OSError("disk full")
-            agreement.require(Alike("key", {"a": str(rank)}, "Do."))
+            agreement.require(MustMatch("key", {"a": str(rank)}, "Do."))
     except (ColonnadeError, OSError) as error:
         heard["foreign"] = f"{type(error).__name__}: {error}"
     heard["alike"] = [_compare(*tables) for tables in ALIKE]
@@ -93,8 +93,8 @@ def _compare(items: list[dict[str, str]], parts: tuple[int, ...], _: str) -> str
     rank = dist.get_rank()
     try:
         with agreed_errors(CPU, parts=(1, 2)) as agreement:
-            agreement.require(Alike("other", {"x": "y"}, "Do."))
-            agreement.require(Alike("key", items[rank], "Do this.", PlacementError, parts[rank]))
+            agreement.require(MustMatch("other", {"x": "y"}, "Do."))
+            agreement.require(MustMatch("key", items[rank], "Do this.", PlacementError, parts[rank]))
     except PlacementError as error:
         return str(error)
     return f"sizes {agreement.sizes}"

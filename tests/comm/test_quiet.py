@@ -28,7 +28,7 @@ from colonnade.testing import WorldError, run_world
 def store(monkeypatch):
     made = HashStore()
     monkeypatch.setattr(waits, "default_store", lambda: made)
-    monkeypatch.setattr(waits, "SAY_AFTER", 0.1)
+    monkeypatch.setattr(waits, "PUBLISH_AFTER", 0.1)
     monkeypatch.setattr(peer_errors, "BEAT_SECONDS", 0.1)
     return made
 
@@ -168,7 +168,7 @@ def test_a_rank_that_gets_no_answer_of_the_store_says_that(store, monkeypatch):
 
 
 def _stopped(how: str) -> dict[str, Any]:
-    waits.SAY_AFTER, peer_errors.BEAT_SECONDS = 0.3, 0.2
+    waits.PUBLISH_AFTER, peer_errors.BEAT_SECONDS = 0.3, 0.2
     context = colonnade.launch({}, verbose=False, timeout=3)
     said: list[str] = []
     store = default_store()

@@ -24,7 +24,7 @@ def store(monkeypatch):
     """A store in which four ranks have written that they go on."""
     store = HashStore()
     monkeypatch.setattr(waits, "default_store", lambda: store)
-    monkeypatch.setattr(waits, "SAY_AFTER", 0.1)
+    monkeypatch.setattr(waits, "PUBLISH_AFTER", 0.1)
     for rank in range(4):
         store.set(f"colonnade/waits/{rank}", "")
     return store
@@ -134,7 +134,7 @@ def _come_together(ranks: int, after: float) -> list[float]:
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_ranks_go_on_when_all_have_come_every_time(store, monkeypatch, ranks):
-    monkeypatch.setattr(waits, "SAY_AFTER", 5.0)
+    monkeypatch.setattr(waits, "PUBLISH_AFTER", 5.0)
     for round_ in (1, 2):
         begun = time.monotonic()
         done = _come_together(ranks, after=0.05)
@@ -243,7 +243,7 @@ def _wait_together(monkeypatch, ranks: int, seconds: float) -> tuple[dict[str, i
 
 
 def test_a_wait_costs_the_store_as_many_keys_as_there_are_ranks(monkeypatch):
-    monkeypatch.setattr(waits, "SAY_AFTER", 0.2)
+    monkeypatch.setattr(waits, "PUBLISH_AFTER", 0.2)
     counts = {}
     for ranks in (2, 4, 8, 16):
         keys, said = _wait_together(monkeypatch, ranks, 1.2)

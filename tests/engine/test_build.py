@@ -103,9 +103,16 @@ CHECKS = [
     *("Precision.build_scaler", "Precision.apply", "Precision.around", "ClipSettings.read", "Agreement.require"),
     *("refuse_meta_state", "Placements.check", "MetaStart.alike", "MetaStart.locate", "MetaStart.materialise"),
     *("ActivationSettings.read", "apply_activations", "Float8Settings.read", "SyncSettings.read", "ZeroSettings.read"),
-    *("check_ties", "read_recipes", "refuse_marks", "refuse_lazy", "refuse_unfit"),
+    *("check_ties", "read_inits", "refuse_colossalai_attributes", "refuse_lazy", "refuse_unfit"),
     *("warn_of_batch_norm", "warn_of_repeated_work", "training_loss_of", "numeric_settings", "broadcast_shared"),
-    *("compare_stages", "alike_optimizer", "refuse_optimizer", "refuse_parts", "build_handlers", "check_tied"),
+    *(
+        "compare_stages",
+        "alike_optimizer",
+        "refuse_optimizer",
+        "refuse_non_elementwise",
+        "build_handlers",
+        "check_tied",
+    ),
     *("wants_flat", "build_sync", "announce", "_scheduler"),
 ]
 ASKED_FOR: list[tuple[str, dict[str, Any]]] = [

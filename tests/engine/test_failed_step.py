@@ -153,7 +153,7 @@ class RaisesOnce(BaseGradientHandler):
 
 
 def _handler_raises() -> str:
-    waits.SAY_AFTER = 0.3
+    waits.PUBLISH_AFTER = 0.3
     with launch({"gradient_handler": ["RaisesOnce"]}, context=ParallelContext(), verbose=False) as gpc:
         engine = initialize(nn.Linear(4, 3), lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)[0]
         try:

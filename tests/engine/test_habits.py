@@ -315,7 +315,7 @@ def test_a_model_can_be_saved_as_an_object_while_it_trains():
 
 
 def _by_rank_0(what: str, config: dict[str, Any], folder: Path) -> None:
-    waits.SAY_AFTER = 0.3
+    waits.PUBLISH_AFTER = 0.3
     with launch(config, context=ParallelContext(), verbose=False) as gpc:
         model, rank = Net(), gpc.get_global_rank()
         engine = initialize(model, lambda p: torch.optim.AdamW(p, lr=0.1), context=gpc)[0]

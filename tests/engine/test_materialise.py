@@ -21,7 +21,7 @@ from colonnade.models import GPT
 from colonnade.nn.layer import Embedding, arrange
 from colonnade.optim.zero import fsdp
 from colonnade.optim.zero.formula import bytes_held
-from colonnade.parallel.boxes import whole_box
+from colonnade.parallel.boxes import full_box
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.meta import meta_init, parameter_inits
 from colonnade.parallel.placement import Shard, place
@@ -126,7 +126,7 @@ def compare(cases: list[Case], truth: dict[str, dict[str, Tensor]]) -> None:
                 if tensor.names[0] in truth[name]:
                     whole = truth[name][tensor.names[0]].view(tensor.shape)
                     for box, here in tensor.pieces(tensor.local):
-                        part = whole[box.slices_in(whole_box(tensor.shape))]
+                        part = whole[box.slices_in(full_box(tensor.shape))]
                         assert torch.equal(here, part.to(here.dtype)), (case, tensor.names)
 
 

@@ -48,7 +48,7 @@ def test_flags_are_piggybacked_where_all_ranks_can(monkeypatch, device, world_si
     given: list[Any] = []
     synchroniser: Any = SimpleNamespace(host_waits=waits, agree_by=given.append)
     context = SimpleNamespace(device=device, world_size=world_size)
-    made = bare(_context=context, _step=SimpleNamespace(drops_on_device=drops))
+    made = bare(_context=context, _step=SimpleNamespace(skips_on_device=drops))
     found = made._piggybacked_flags(synchroniser)
     assert (found, given) == (("flags", ["flags"]) if expected else (None, []))
 
@@ -90,7 +90,7 @@ def test_flags_are_sent_once_and_drop_the_step(monkeypatch, unsent, whole, graph
     stepped: list[Any] = []
     made = bare(
         _step=SimpleNamespace(
-            meter=lambda *_: SimpleNamespace(measure=lambda: torch.tensor([1.0, 2.0])), measures_whole=whole
+            meter=lambda *_: SimpleNamespace(measure=lambda: torch.tensor([1.0, 2.0])), measures_full_gradient=whole
         ),
         optimizer=SimpleNamespace(step_divided=lambda divisor, drop: stepped.append((divisor, drop.item()))),
         _norm_type=2.0,
@@ -171,7 +171,7 @@ def test_dropped_steps_are_said_by_rank_0_and_by_whom_it_concerns(monkeypatch, d
     skips = SimpleNamespace(total=7, read=lambda: dropped * wait, poll=lambda: dropped * (not wait))
     bare(
         skips=skips,
-        _step=SimpleNamespace(first_bad=lambda: bad),
+        _step=SimpleNamespace(first_nonfinite=lambda: bad),
         _context=SimpleNamespace(get_global_rank=lambda: rank),
         last=decision(),
     ).report_skips(wait=wait)

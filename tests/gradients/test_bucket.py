@@ -47,7 +47,7 @@ def test_room_divides_among_the_ranks_in_whole_cache_lines():
 @pytest.mark.parametrize("takes_turns", [True, False])
 def test_what_starts_early(overlap, between_stages, takes_turns):
     whole = _sum(5)
-    sharding = Sharding(keep_whole=False) if takes_turns else None
+    sharding = Sharding(keep_full=False) if takes_turns else None
     one = replace(whole, options=SyncOptions(overlap=overlap), between_stages=between_stages, sharding=sharding)
     bucket = Bucket(one, [0], 0)
     memory = torch.zeros(bucket.numel)

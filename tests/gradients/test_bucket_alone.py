@@ -16,7 +16,7 @@ from colonnade.gradients.sums import Sharding, Sum
 from colonnade.parallel.flat import ALIGN_BYTES
 
 STEP = ALIGN_BYTES // 4
-STAGED = Sharding(keep_whole=False)
+STAGED = Sharding(keep_full=False)
 
 
 class Notes:

@@ -172,8 +172,8 @@ def test_in_which_type_gradients_are_added_and_sent(settings, dtype, added, sent
     [
         (None, (False, True, False)),
         (Sharding(), (True, True, False)),
-        (Sharding(keep_whole=False), (True, False, False)),
-        (Sharding(keep_whole=False, every_pass=True), (True, False, True)),
+        (Sharding(keep_full=False), (True, False, False)),
+        (Sharding(keep_full=False, every_pass=True), (True, False, True)),
     ],
 )
 def test_what_a_bucket_keeps(sharding, flags):

@@ -143,7 +143,7 @@ def test_gradients_that_are_there_at_the_start_are_taken_in():
         (torch.float32, Sharding(wide=True), torch.float32, False),
         (torch.bfloat16, Sharding(), torch.bfloat16, False),
         (torch.bfloat16, Sharding(wide=True), torch.float32, True),
-        (torch.float32, Sharding(keep_whole=False), torch.float32, True),
+        (torch.float32, Sharding(keep_full=False), torch.float32, True),
         (torch.float32, Sharding(device=torch.device("meta")), torch.float32, True),
     ],
 )
@@ -153,7 +153,7 @@ def test_where_the_owned_slice_lies_and_in_which_type(dtype, sharding, wide, apa
         assert bucket.shard is not None
         assert (bucket.shard.flat.dtype, bucket.shard.flat.numel()) == (wide, bucket.used)
         assert bucket.shard.flat.device == (sharding.device or CPU)
-        assert len(bucket.buffers) == (1 if sharding.keep_whole else 2)
+        assert len(bucket.buffers) == (1 if sharding.keep_full else 2)
         inside = [flat.data_ptr() for flat in (buffer.flat[bucket.own] for buffer in bucket.buffers)]
         assert (bucket.shard.flat.data_ptr() not in inside) is apart
     assert state_of(8).buckets[0].shard is None
@@ -177,7 +177,7 @@ class Notes:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_buckets_without_memory_of_their_own_take_turns_in_two_pieces(shared):
-    state = state_of(16, 16, 16, sharding=Sharding(keep_whole=False))
+    state = state_of(16, 16, 16, sharding=Sharding(keep_full=False))
     said: list[str] = []
     for at, bucket in enumerate(state.buckets):
         assert [buffer.flat.numel() for buffer in bucket.buffers] == [32, 32]
@@ -237,7 +237,7 @@ def test_gradients_that_came_after_their_bucket_was_sent_are_noted():
 
 
 def test_a_gradient_is_missing_from_a_step_if_it_is_from_all_its_passes():
-    state = state_of(8, 8, 8, sharding=Sharding(keep_whole=False, every_pass=True))
+    state = state_of(8, 8, 8, sharding=Sharding(keep_full=False, every_pass=True))
     for values in ([1.0, None, None], [None, None, 1.0]):
         for parameter, value in zip(state.sum.parameters, values, strict=True):
             parameter.grad = None if value is None else torch.full_like(parameter, value)

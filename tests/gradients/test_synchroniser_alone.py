@@ -132,7 +132,7 @@ def test_a_rank_that_fails_drops_its_gradients_and_goes_on():
 
 
 @pytest.mark.parametrize(
-    "sharding", [Sharding(), Sharding(keep_whole=False, every_pass=True), Sharding(keep_whole=False)]
+    "sharding", [Sharding(), Sharding(keep_full=False, every_pass=True), Sharding(keep_full=False)]
 )
 @pytest.mark.parametrize("failed", [False, True])
 @pytest.mark.parametrize("ends", [False, True])

@@ -66,7 +66,7 @@ def test_each_rank_sums_its_slice_into_the_memory_of_all(monkeypatch, dtype, opt
 @pytest.mark.parametrize(("dtype", "wide"), [(F32, False), (B16, True), (F16, False)])
 def test_of_a_sharded_bucket_each_rank_has_its_slice(monkeypatch, dtype, wide, takes_turns):
     monkeypatch.setattr(transport_module, "_CACHE_BYTES", 1)
-    sharding, ranks = Sharding(wide=wide, keep_whole=not takes_turns), 3
+    sharding, ranks = Sharding(wide=wide, keep_full=not takes_turns), 3
     buckets = [bucket_of(20_000, dtype, index, ranks, sharding=sharding) for index in range(ranks)]
     every = [torch.arange(buckets[0].numel).remainder(7).add(at + 1).to(dtype) for at in range(ranks)]
     before = [one.clone() for one in every]

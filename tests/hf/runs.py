@@ -19,7 +19,7 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ColonnadeError, ParityError
 from colonnade.parallel.placement import placement_of
 from colonnade.testing import compare, gather_gradients, gather_weights, in_double
-from tests.hf.zoo import BY_NAME, EPS, MAX_NORM, STEPS, Architecture, Truth, batch_of, rows_of
+from tests.hf.zoo import BY_NAME, EPS, MAX_NORM, STEPS, Architecture, Truth, batch_of, num_rows
 
 RTOL = 1e-9
 MICRO_BATCHES = 3
@@ -162,13 +162,13 @@ def _same_bits(truth: Mapping[str, Tensor], found: Mapping[str, Tensor], what: s
 def _step(engine: Any, architecture: Architecture, gpc: ParallelContext, step: int, truth: Truth) -> None:
     data = gpc.get_world_size(ParallelMode.DATA) if gpc.is_initialized(ParallelMode.DATA) else 1
     first = gpc.get_local_rank(ParallelMode.DATA) if data > 1 else 0
-    mine = rows_of(batch_of(architecture.kind, step), slice(first, None, data))
+    mine = num_rows(batch_of(architecture.kind, step), slice(first, None, data))
     rows = len(mine["labels"])
     count = 1 if gpc.pipeline_parallel_size > 1 else MICRO_BATCHES
     engine.zero_grad()
     total = torch.zeros(2, dtype=torch.float64)
     for at in range(count):
-        micro = rows_of(mine, slice(at * rows // count, (at + 1) * rows // count))
+        micro = num_rows(mine, slice(at * rows // count, (at + 1) * rows // count))
         with in_double():
             loss = engine.execute_schedule(iter([micro]), return_output_label=False)[2]
         labels = float(engine.loss_count)

@@ -17,7 +17,7 @@ from colonnade.parallel.placement import placement_of
 from colonnade.testing import compare, gather_gradients, in_double, plain_gradients, run_world
 from tests.hf.runs import TENSOR, Layout, run_all, truth_file
 from tests.hf.table import QUIET
-from tests.hf.zoo import BY_NAME, batch_of, reference, rows_of
+from tests.hf.zoo import BY_NAME, batch_of, num_rows, reference
 
 pytest.importorskip("transformers", reason="needs transformers")
 
@@ -73,7 +73,7 @@ def _router_loss(parallel: dict[str, Any]) -> None:
         data = gpc.get_world_size(ParallelMode.DATA) if gpc.is_initialized(ParallelMode.DATA) else 1
         rows = slice(gpc.get_local_rank(ParallelMode.DATA) if data > 1 else 0, None, data)
         with in_double():
-            output = engine(**rows_of(whole, rows))
+            output = engine(**num_rows(whole, rows))
             torch.testing.assert_close(output.aux_loss, expected.aux_loss, rtol=1e-12, atol=0)
             engine.backward(output.loss)
         engine._sum_gradients()

@@ -18,7 +18,7 @@ from colonnade.engine.build import initialize
 from colonnade.errors import PlacementError
 from colonnade.parallel.placement import placement_of
 from colonnade.testing import compare, gather_gradients, gather_weights, in_double, run_world
-from tests.hf.zoo import BY_NAME, EPS, ROWS, batch_of, rows_of
+from tests.hf.zoo import BY_NAME, EPS, ROWS, batch_of, num_rows
 
 RTOL = 1e-9
 TENSOR = {"parallel": {"tensor": {"size": 2, "mode": "1d"}}}
@@ -85,7 +85,7 @@ def compared(name: str, gpc: ParallelContext, truth: tuple[Steps, dict[str, Tens
     for step, (loss, gradients) in enumerate(steps):
         engine.zero_grad()
         with in_double():
-            found = engine.execute_schedule(iter([rows_of(batch_of("causal", step), rows[first])]))[2]
+            found = engine.execute_schedule(iter([num_rows(batch_of("causal", step), rows[first])]))[2]
         assert ranks > 1 or found.item() == pytest.approx(loss, rel=RTOL)
         outcome = engine._sum_gradients()
         if gpc.config.get("zero") is None:  # a sharded optimizer keeps what it was given to itself

@@ -20,7 +20,7 @@ from colonnade.hf.model_loss import criterion_of
 from colonnade.testing import compare, gather_gradients, in_double, run_world
 from colonnade.trainer import Trainer, hooks
 from tests.engine.test_engine import world_of_one
-from tests.hf.zoo import BY_NAME, ROWS, batch_of, loss_of, rows_of
+from tests.hf.zoo import BY_NAME, ROWS, batch_of, loss_of, num_rows
 
 RTOL = 1e-9
 BERT = BY_NAME["bert"].options
@@ -92,7 +92,7 @@ def test_labels_that_are_shifted_already_count_as_they_are():
     shifted[:, -1] = batch["input_ids"][:, 0]  # the first token of what another rank has
     with in_double():
         output = own.run({**batch, "shift_labels": shifted})
-        data, label = own.take_apart({**batch, "shift_labels": shifted})
+        data, label = own.unpack_batch({**batch, "shift_labels": shifted})
         found = own(model(**data), label)
     assert output.loss.sum_and_count[1] == (shifted != -100).sum()
     torch.testing.assert_close(found, output.loss.sum_and_count, check_dtype=False)
@@ -149,9 +149,9 @@ def _data_parallel() -> None:
             rank = engine.context.get_global_rank()
             total = torch.zeros(2, dtype=torch.float64)
             for at in range(3):
-                piece = rows_of(batch, rows[rank * 3 + at])
+                piece = num_rows(batch, rows[rank * 3 + at])
                 if len(piece["labels"]) == 0:  # a rank that has nothing to learn from gives labels that do not count
-                    piece = {**rows_of(batch, slice(0, 1))}
+                    piece = {**num_rows(batch, slice(0, 1))}
                     piece["labels"] = torch.full_like(piece["labels"], -100)
                 engine.zero_grad()
                 if at == 0:  # by hand, with the batch as a collator gives it
@@ -238,7 +238,7 @@ def test_a_router_loss_counts_with_the_labels_of_its_pass():
         weighted, counts = 0.0, 0.0
         for rows in (slice(0, 2), slice(2, ROWS)):
             engine.zero_grad()
-            loss = engine(**rows_of(batch, rows)).loss
+            loss = engine(**num_rows(batch, rows)).loss
             count = split_loss(loss)[1]
             assert count == (batch["labels"][rows, 1:] != -100).sum()
             weighted, counts = weighted + loss.detach() * count, counts + count
@@ -248,7 +248,7 @@ def test_a_router_loss_counts_with_the_labels_of_its_pass():
     one = BY_NAME["mixtral"].build()
     one.config.output_router_logits = True
     with in_double():
-        losses = [one(**rows_of(batch, rows)).loss for rows in (slice(0, 2), slice(2, ROWS))]
+        losses = [one(**num_rows(batch, rows)).loss for rows in (slice(0, 2), slice(2, ROWS))]
         parts = [(batch["labels"][rows, 1:] != -100).sum() for rows in (slice(0, 2), slice(2, ROWS))]
         (sum(loss * part for loss, part in zip(losses, parts, strict=True)) / counts).backward()
     compare(gradients(one), found, RTOL)
@@ -264,10 +264,10 @@ def _trainer() -> None:
     batch = batch_of("causal", 0)
     mine = (
         [
-            BatchEncoding(rows_of(batch, slice(0, 2))),
+            BatchEncoding(num_rows(batch, slice(0, 2))),
             BatchEncoding({key: value[2:3, : 12 - 3] for key, value in batch.items()}),
         ],
-        [BatchEncoding(rows_of(batch, slice(3, 4))), BatchEncoding(rows_of(batch, slice(4, ROWS)))],
+        [BatchEncoding(num_rows(batch, slice(3, 4))), BatchEncoding(num_rows(batch, slice(4, ROWS)))],
     )
     expected_loss, _ = gradients_of_one_process("llama", batch)
     with in_double():

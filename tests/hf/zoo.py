@@ -360,7 +360,7 @@ def batch_of(kind: Kind, step: int) -> Batch:
     return batch
 
 
-def rows_of(batch: Batch, rows: slice) -> Batch:
+def num_rows(batch: Batch, rows: slice) -> Batch:
     return {name: value[rows].contiguous() for name, value in batch.items()}
 
 

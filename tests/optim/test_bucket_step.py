@@ -58,7 +58,7 @@ def stepped(config: dict[str, object], change: str) -> tuple[list[torch.Tensor],
                 engine._sync.finish = lambda *a, finish=finish, **k: (finish(*a, **k), changed(model, change))[0]
             engine.step()
         took = engine._stepper._step
-        result = [p.detach().clone() for p in model.parameters()], engine.grad_norm.item(), took.first_bad()
+        result = [p.detach().clone() for p in model.parameters()], engine.grad_norm.item(), took.first_nonfinite()
         was_flat = took.flat is not None
         assert bool(optimizer._optimizer_load_state_dict_post_hooks) is was_flat
         engine.close()
@@ -211,7 +211,7 @@ def test_who_can_drop_a_step_without_the_host(flat, optimizer, drops):
     with launch({"flat_step": flat}, context=ParallelContext(), verbose=False) as gpc:
         model = built()
         engine = initialize(model, optimizer(model.parameters(), lr=0.1), context=gpc)[0]
-        assert engine._stepper._step.drops_on_device is drops
+        assert engine._stepper._step.skips_on_device is drops
         engine.close()
 
 
@@ -333,7 +333,7 @@ def test_a_gradient_outside_of_all_buckets_is_measured_in_its_slot(whole, counte
     world.held[4].tensor.grad = torch.ones(128, dtype=torch.float64)
     sums = reduce_norms(world.step.meter(2.0, 2, torch.device("cpu")).measure()).sums
     assert sums.tolist() == pytest.approx([0.0, counted])
-    assert world.step.measures_whole is whole
+    assert world.step.measures_full_gradient is whole
 
 
 def test_loose_parameters_are_divided_by_their_slot():

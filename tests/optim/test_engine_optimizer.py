@@ -61,7 +61,7 @@ def test_on_gpus_that_hold_the_same_each_rank_measures_all(counts, world_size, d
     synchroniser: Any = SimpleNamespace(parameters={}, layout=(), generation=0)
     made = PlainOptimizer(optimizer, nn.Module(), False)
     step = made.make_step(synchroniser, [entry(one) for one in counts], lambda _: 0, context(world_size, device))
-    assert step.measures_whole is whole
+    assert step.measures_full_gradient is whole
 
 
 @pytest.mark.parametrize("flat", [True, False])

@@ -13,11 +13,11 @@ from colonnade.parallel.boxes import (
     Box,
     boxes_in_order,
     boxes_of_range,
+    full_box,
     moved,
     places_of,
     range_in_order,
     tiles,
-    whole_box,
 )
 
 
@@ -28,7 +28,7 @@ def elements(box: Box) -> list[tuple[int, ...]]:
 @st.composite
 def shapes_and_boxes(draw):
     shape = tuple(draw(st.lists(st.integers(0, 3), max_size=3)))
-    boxes = [whole_box(shape)]
+    boxes = [full_box(shape)]
     for _ in range(draw(st.integers(0, 4))):  # cut boxes in two, so that many examples do tile
         at = draw(st.integers(0, len(boxes) - 1))
         box = boxes.pop(at)
@@ -57,7 +57,7 @@ def shapes_and_boxes(draw):
 def test_tiles_is_every_element_once(case):
     shape, boxes = case
     met = sorted(element for box in boxes for element in elements(box))
-    assert tiles(boxes, shape) == (met == elements(whole_box(shape)))
+    assert tiles(boxes, shape) == (met == elements(full_box(shape)))
 
 
 def test_two_halves_twice_do_not_make_a_whole():

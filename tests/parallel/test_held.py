@@ -206,7 +206,7 @@ def test_parameters_that_the_ranks_of_a_mode_do_not_share_out():
     for name, (specs, _) in SHARED_OUT.items():
         place(model[name], specs)
     with rank_of(4, 1, tensor=2) as context:
-        found = held.whole_parameters(model, context, TENSOR)
+        found = held.replicated_parameters(model, context, TENSOR)
     assert found == {id(model[name]): name for name, (_, shared) in SHARED_OUT.items() if not shared}
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from colonnade.engine.schedule.executor import Executor
-from colonnade.engine.schedule.micro_batch import cut_batch
+from colonnade.engine.schedule.micro_batch import split_into_micro_batches
 from colonnade.engine.schedule.orders import make_table
 from colonnade.errors import ScheduleError
 from colonnade.parallel.split import Stage, _measured, _now, balanced, find_ties, split
@@ -571,7 +571,7 @@ def run_split(order: str) -> dict[str, Tensor | None]:
     table = make_table(order, 2, 3, 2)
     mine = [parts[stage] for stage in ((rank, 3 - rank) if order == "zb_v" else (rank, rank + 2))]
     executor = Executor(mine, table, rank=rank, ranks=[0, 1], loss_fn=nn.functional.mse_loss)
-    executor.run(cut_batch(*split_batch(), 3))
+    executor.run(split_into_micro_batches(*split_batch(), 3))
     return {name: parameter.grad for stage in mine for name, parameter in stage.named_parameters()}
 
 

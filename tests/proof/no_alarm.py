@@ -23,7 +23,7 @@ from colonnade.errors import ColonnadeError
 from colonnade.parallel.split import split
 from colonnade.testing import in_double, run_world
 from tests.hf.runs import LAYOUTS, Layout
-from tests.hf.zoo import ARCHITECTURES, BY_NAME, EPS, Architecture, batch_of, rows_of
+from tests.hf.zoo import ARCHITECTURES, BY_NAME, EPS, Architecture, batch_of, num_rows
 from tests.models import grid
 
 STEPS = 2
@@ -95,9 +95,9 @@ def _judged(model: Any, whole: Callable[[], nn.Module], batches: list[Any], gpc:
 def _micro_batches(architecture: Architecture, gpc: ParallelContext, step: int) -> list[Any]:
     """What this rank is given in a step: its rows, in as many parts as are accumulated."""
     data = gpc.data_parallel_size
-    mine = rows_of(batch_of(architecture.kind, step), slice(gpc.get_local_rank(ParallelMode.DATA), None, data))
+    mine = num_rows(batch_of(architecture.kind, step), slice(gpc.get_local_rank(ParallelMode.DATA), None, data))
     rows, count = len(mine["labels"]), gpc.config.get("gradient_accumulation") or 1
-    return [rows_of(mine, slice(at * rows // count, (at + 1) * rows // count)) for at in range(count)]
+    return [num_rows(mine, slice(at * rows // count, (at + 1) * rows // count)) for at in range(count)]
 
 
 # -- worlds ---------------------------------------------------------------------------------------------------

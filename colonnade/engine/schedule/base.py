@@ -63,13 +63,13 @@ class BaseSchedule(ABC):
         """Called once, when the engine is built, for checks and buffers. An override must call super."""
         self.device = engine.context.device
         criterion, own_loss = getattr(engine, "criterion", None), getattr(engine, "own_loss", None)
-        self.read_dicts_for(getattr(engine, "model", None), criterion, own_loss)
+        self.choose_label_keys(getattr(engine, "model", None), criterion, own_loss)
         self._same_batch = getattr(engine, "same_batch", None)  # not the engine: the cycle would keep it alive
 
-    def read_dicts_for(self, model: Any, criterion: Any, own_loss: Any) -> None:
+    def choose_label_keys(self, model: Any, criterion: Any, own_loss: Any) -> None:
         """Decide which entries of a dict are its label. `own_loss`: the `OwnLoss` of a model that computes its loss, or None."""
         takes_label, needed = len(required_arguments(criterion)) > 1, required_arguments(model)
-        self._take_dict_apart = own_loss.take_apart if own_loss is not None and criterion is not None else None
+        self._take_dict_apart = own_loss.unpack_batch if own_loss is not None and criterion is not None else None
         self._label_keys = tuple(key for key in ("labels", "label") if takes_label and key not in needed)
 
     @abstractmethod
@@ -96,15 +96,15 @@ class BaseSchedule(ABC):
                 "this schedule needs a data iterator on this rank, but got None; pass iter(dataloader)", code="C051"
             )
         batch = next(data_iter)
-        data, label = self.take_apart(batch)
-        self.batch_size = rows_of(data)
+        data, label = self.unpack_batch(batch)
+        self.batch_size = num_rows(data)
         if to_gpu:
             data, label = move(data, self.device), move(label, self.device)
         if self._same_batch is not None and self.uses_batch:
             self._same_batch.see(data, label)
         return data, label
 
-    def take_apart(self, batch: Any) -> tuple[Any, Any]:
+    def unpack_batch(self, batch: Any) -> tuple[Any, Any]:
         """(data, label) of a batch of the loader."""
         if self.data_process_func is not None:
             return self.data_process_func(batch)
@@ -143,6 +143,6 @@ def move(value: Any, device: torch.device) -> Any:
     return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, value)
 
 
-def rows_of(data: Any) -> int:
+def num_rows(data: Any) -> int:
     """The size of dimension 0 of the first tensor in a nested value; 0 if there is none."""
     return next((leaf.size(0) for leaf in tree_leaves(data) if isinstance(leaf, Tensor) and leaf.dim()), 0)

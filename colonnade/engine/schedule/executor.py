@@ -39,7 +39,7 @@ from colonnade.engine.schedule.actions import (
 )
 from colonnade.engine.schedule.check import Facts, check
 from colonnade.engine.schedule.loss import LossForm, count_on
-from colonnade.engine.schedule.micro_batch import FEED_ALIKE, MicroBatch, call_module
+from colonnade.engine.schedule.micro_batch import SAME_BATCHES_ADVICE, MicroBatch, call_module
 from colonnade.engine.schedule.programs import CONFIRMS, add_transfers, confirmation, peer_stage, receive_early
 from colonnade.engine.schedule.split_backward import RunBackward, StageInput, WeightWork, backward_input, run_backward
 from colonnade.engine.schedule.transfer import Incoming, Link, PeerFailed, describe, differentiable, rebuild
@@ -55,7 +55,7 @@ ForwardHook: TypeAlias = Callable[[int, nn.Module, Any, MicroBatch], Any]
 _CPU = torch.device("cpu")
 _ENDED = (
     "the data iterator has ended on this rank but not on all ranks of the pipeline, which need the same number of batches. "
-    + FEED_ALIKE
+    + SAME_BATCHES_ADVICE
 )
 _numbers: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
 """A counter per set of ranks. All ranks of a pipeline build their executors in the same order, so the numbers agree."""
@@ -395,7 +395,7 @@ class Executor:
         if fed is not None and here is not None and fed != here:
             raise ScheduleError(
                 f"micro-batch {micro_batch.index} has {fed} rows on the first stage of the pipeline and {here} on the last, "
-                f"so the labels belong to other rows: all ranks of a pipeline must be given the same batches. {FEED_ALIKE}",
+                f"so the labels belong to other rows: all ranks of a pipeline must be given the same batches. {SAME_BATCHES_ADVICE}",
                 code="C052",
             )
         if not micro_batch.counts:  # a copy that fills up a short batch

@@ -1,6 +1,6 @@
 """Micro-batches of a pipeline: a batch split along dimension 0, a stage called on one micro-batch, and results joined again.
 
-`cut_batch` and `join` are inverses. `call_module` calls a stage on the output of the previous one; if the stage cannot take it, the
+`split_into_micro_batches` and `join` are inverses. `call_module` calls a stage on the output of the previous one; if the stage cannot take it, the
 error shows both sides.
 """
 
@@ -19,7 +19,7 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 from colonnade.errors import ScheduleError
 from colonnade.parallel.split import Stage, call_layer
 
-FEED_ALIKE = (
+SAME_BATCHES_ADVICE = (
     "Use colonnade.utils.get_dataloader, or shard by gpc.get_local_rank(ParallelMode.DATA): a DistributedSampler without "
     "num_replicas= and rank= gives every rank of the world different samples"
 )
@@ -41,7 +41,7 @@ class MicroBatch:
     """Whether its loss and output count; False for a copy that fills up a short batch."""
 
 
-def cut_batch(data: Any, label: Any, count: int, fill: bool = False) -> list[MicroBatch]:
+def split_into_micro_batches(data: Any, label: Any, count: int, fill: bool = False) -> list[MicroBatch]:
     """Split a batch into `count` micro-batches, whose sizes differ by at most one row, larger ones first.
 
     Tensors are split along dimension 0, at any depth of tuples, lists and dicts; 0-d tensors and other values are part of every
@@ -58,7 +58,7 @@ def cut_batch(data: Any, label: Any, count: int, fill: bool = False) -> list[Mic
     """
     rows = _rows(data, label)
     if fill and 0 < rows < count:
-        pieces = cut_batch(data, label, rows)
+        pieces = split_into_micro_batches(data, label, rows)
         return pieces + [
             replace(pieces[-1], index=index, weight=0.0, rows=0, counts=False) for index in range(rows, count)
         ]

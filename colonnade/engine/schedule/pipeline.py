@@ -23,7 +23,7 @@ from colonnade.engine.schedule.base import BaseSchedule, StepResult
 from colonnade.engine.schedule.check import check
 from colonnade.engine.schedule.criterion import call_criterion, required_arguments
 from colonnade.engine.schedule.loss import DivisionWatch, LossForm, split_loss
-from colonnade.engine.schedule.micro_batch import MicroBatch, call_module, cut_batch, join
+from colonnade.engine.schedule.micro_batch import MicroBatch, call_module, join, split_into_micro_batches
 from colonnade.engine.schedule.orders import check_chunks, loop_stages, make_table
 from colonnade.errors import ScheduleError
 from colonnade.parallel.split import call_layer
@@ -250,7 +250,7 @@ class PipelineSchedule(BaseSchedule):
         if data_iter is None and not self.uses_batch:
             return [MicroBatch(index) for index in range(self.num_microbatches)], None
         data, label = self.load_batch(data_iter)  # type: ignore[arg-type]  # raises on None
-        pieces = cut_batch(data, label, self.num_microbatches, fill)
+        pieces = split_into_micro_batches(data, label, self.num_microbatches, fill)
         for piece in pieces:
             piece.weight = piece.weight if self._loss_reduction == "mean" else 1.0
             piece.data = (piece.data, piece.label) if self._stage_data_func else piece.data

@@ -16,7 +16,7 @@ from colonnade.nn.layer.arrangement import Arrangement, arrange, partition_input
 from colonnade.nn.layer.dropout import stream_of
 from colonnade.nn.layer.linear import Linear, own
 from colonnade.nn.sequence import SharedLengths, ring_attention, ulysses_attention
-from colonnade.nn.sequence.parts import parts_of, sequence_place
+from colonnade.nn.sequence.parts import parts_of, sequence_rank
 from colonnade.parallel.placement import Replicate
 
 # --- Rotary position embedding: queries and keys are rotated by their positions, so that scores depend on distances ---
@@ -179,7 +179,7 @@ class SelfAttention(nn.Module):
             raise ConfigError(f"over={over!r}: allowed are 'ring' and 'ulysses'; balanced={balanced} needs 'ring'")
         self.head_size, self.causal, self.over, self.balanced = head_size or hidden // heads, causal, over, balanced
         self.rotary, self.qk_norm, width = rotary, qk_norm, self.head_size * heads
-        self.window, self.dropout, self._is_split = window, dropout, sequence_place(here.context)[0] > 1
+        self.window, self.dropout, self._is_split = window, dropout, sequence_rank(here.context)[0] > 1
         self._shared_lengths = shared_lengths or SharedLengths()
         self._number = self._shared_lengths.join()
         # Query heads are sharded in groups: those that use one key head stay with it.
@@ -252,7 +252,7 @@ class SelfAttention(nn.Module):
             if self._is_split:
                 parts = parts_of(q.size(2), lengths, self.balanced, here.context)
                 lengths = parts.lengths
-                positions = parts.positions(sequence_place(here.context)[1], q.device)
+                positions = parts.positions(sequence_rank(here.context)[1], q.device)
             q, k = self.rotary(q, k, positions)
         mixed = self._attend(q, k, v, mask, lengths, documents)
         return self.out(mixed.transpose(1, 2).flatten(-2))

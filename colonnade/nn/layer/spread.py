@@ -21,7 +21,7 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.model import ModelFamily
 from colonnade.errors import PlacementError
 from colonnade.parallel import collectives
-from colonnade.parallel.held import whole_parameters
+from colonnade.parallel.held import replicated_parameters
 from colonnade.parallel.placement import Replicate, Shard, Spec
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ class FirstPass:
         ) or any(getattr(module, "_compiled_call_impl", None) for module in modules.values()):
             return
         self._names = {id(module): name for name, module in modules.items()}
-        self._replicated = whole_parameters(model, context, ParallelMode.TENSOR)
+        self._replicated = replicated_parameters(model, context, ParallelMode.TENSOR)
         for name, module in modules.items():
             replicated = [p for p in module.parameters(recurse=False) if id(p) in self._replicated]
             is_plain = type(module).__module__.startswith("torch.nn.") and not hasattr(module, "arrangement")

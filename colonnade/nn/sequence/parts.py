@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from colonnade.comm.messages import message_device
-from colonnade.comm.torch_versions import unwatched
+from colonnade.comm.torch_versions import hide_from_dispatch_modes
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.core import given_or_global
@@ -90,7 +90,7 @@ def split_sequence(
         balanced: Give each rank an early and a late run, for causal attention; see `Parts`.
         context: Defaults to the global one.
     """
-    size, at = sequence_place(given_or_global(context))
+    size, at = sequence_rank(given_or_global(context))
     if size == 1:
         return x
     runs = Parts.of(x.size(dim), size, balanced).segments[at]
@@ -144,11 +144,11 @@ def sequence_positions(
     Collective over the sequence group if `lengths` is not given.
     """
     context = given_or_global(context)
-    _, at = sequence_place(context)
+    _, at = sequence_rank(context)
     return parts_of(length, lengths, balanced, context).positions(at, device)
 
 
-def sequence_place(context: ParallelContext) -> tuple[int, int]:
+def sequence_rank(context: ParallelContext) -> tuple[int, int]:
     """(size of the sequence group, this rank's index in it); (1, 0) without one."""
     if not context.is_initialized(ParallelMode.SEQUENCE):
         return 1, 0
@@ -160,7 +160,7 @@ def parts_of(length: int, lengths: Sequence[int] | None, balanced: bool, context
 
     Without `lengths` the ranks exchange them: a small collective that synchronizes with the device.
     """
-    size, at = sequence_place(context)
+    size, at = sequence_rank(context)
     members = members_of(ParallelMode.SEQUENCE, context)
     if lengths is None and members is not None:
         lengths = [number for (number,) in wire.numbers_of_all([length], members, message_device(context.device))]
@@ -201,7 +201,7 @@ class SharedLengths:
         if not known or (this_pass == _FORWARD and layer != self._called[-1] + 1):
             # Another layer may exchange in the recomputation than in forward, so selective checkpointing, which expects the
             # same operations in both, must not see this one.
-            with unwatched():
+            with hide_from_dispatch_modes():
                 self._lengths = parts_of(length, None, False, context).lengths
             self._called, self._pass = [], this_pass
         self._called.append(layer)

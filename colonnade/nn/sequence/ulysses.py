@@ -12,7 +12,7 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.core import given_or_global
 from colonnade.errors import LayoutError
 from colonnade.nn.sequence.masks import Sight
-from colonnade.nn.sequence.parts import Parts, parts_of, sequence_place
+from colonnade.nn.sequence.parts import Parts, parts_of, sequence_rank
 from colonnade.nn.sequence.ring import attention_over, check_heads
 from colonnade.parallel.collectives import all_to_all
 
@@ -40,7 +40,7 @@ def ulysses_attention(
     """
     check_heads(q, k, v)
     context = given_or_global(context)
-    size, at = sequence_place(context)
+    size, at = sequence_rank(context)
     for name, tensor in (("q", q), ("k and v", k)):
         if tensor.size(1) % size:
             raise LayoutError(

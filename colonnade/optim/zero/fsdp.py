@@ -3,7 +3,7 @@
 `shard_model` decides three things and leaves the rest to `fully_shard`:
 
 - the ranks over which each parameter is sharded (`shard_modes_of`): the data group for most, the expert-data group for experts,
-  whose gradients are divided by all ranks that sent tokens. Parameters that FSDP2 cannot shard stay unsharded (`left_whole`);
+  whose gradients are divided by all ranks that sent tokens. Parameters that FSDP2 cannot shard stay unsharded (`unsharded_parameters`);
 - the FSDP units, modules whose parameters are gathered and freed together (`chosen_modules`): the blocks of a model, and experts
   separately;
 - the dtypes of all-gather and gradient reduction.
@@ -358,7 +358,7 @@ def shard_modes_by_parameter(
 ) -> dict[int, ShardModes | None]:
     """By id of each parameter that is not a DTensor yet: the modes that stage 3 shards it over; None: it is not sharded."""
     axis = replica_mode(layout, settings.replicate)
-    left = left_whole(model, list(model) if isinstance(model, nn.ModuleList) else [model])
+    left = unsharded_parameters(model, list(model) if isinstance(model, nn.ModuleList) else [model])
     return {
         id(p): None if id(p) in left else shard_modes_of(p, layout, rank, axis)
         for p in model.parameters()
@@ -403,7 +403,7 @@ def _sharded_apart(
     return [found for child in module.children() for found in _sharded_apart(child, shard_modes, usual)]
 
 
-def left_whole(model: nn.Module, roots: Sequence[nn.Module]) -> set[int]:
+def unsharded_parameters(model: nn.Module, roots: Sequence[nn.Module]) -> set[int]:
     """The ids of parameters that FSDP2 cannot shard; they stay unsharded, and gradient handlers reduce their gradients.
 
     Scalars, empty, complex and non-contiguous parameters, those with sparse gradients, and those shared by two model chunks.

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from colonnade.comm.rank_group import gather_json_by, gloo_beside
+from colonnade.comm.rank_group import gather_json_by, separate_gloo_gather
 from colonnade.comm.torch_versions import all_gather_flat, reduce_scatter_flat
 from colonnade.errors import GradientError, listed
-from colonnade.optim.optimizer_trial import kinds_of_groups, two_steps
+from colonnade.optim.optimizer_trial import groups_by_options, run_trial_steps
 from colonnade.parallel.split import Chunks
 from colonnade.texts import digest_of
 
@@ -58,7 +58,7 @@ class RunOrder:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.ranks = dist.get_process_group_ranks(group)
-        self._gather = gloo_beside(group)
+        self._gather = separate_gloo_gather(group)
         self._plan: list[_Planned] = []
         """The collectives of a step, each with a function that takes part in it with zeros; empty before the first step."""
         self._seen: list[_Planned] = []
@@ -381,8 +381,8 @@ def check_optimizer(optimizer: Any, mesh: Any) -> None:
 
     try:
         differences = []
-        for first, *_ in kinds_of_groups(optimizer):
-            full, (stepped,) = two_steps(optimizer, first, (2 * shards, 4), shards_of, mesh.device_type)
+        for first, *_ in groups_by_options(optimizer):
+            full, (stepped,) = run_trial_steps(optimizer, first, (2 * shards, 4), shards_of, mesh.device_type)
             (expected,) = shards_of(full)
             differences.append((stepped.to_local() - expected.to_local()).abs().max().item())
     except Exception as error:

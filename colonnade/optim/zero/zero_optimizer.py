@@ -43,7 +43,7 @@ from colonnade.gradients.synchroniser import Synchroniser
 from colonnade.logging import get_dist_logger
 from colonnade.optim.bucket_step import BucketStep, OwnedBucket, ShardedBucket, wants_flat
 from colonnade.optim.engine_optimizer import EngineOptimizer, GradientSlice
-from colonnade.optim.optimizer_trial import kinds_of_groups, twin_of, two_steps
+from colonnade.optim.optimizer_trial import groups_by_options, run_trial_steps, twin_of
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.flat import MASTER, FlatShard, flattened, view_like
 from colonnade.parallel.held import Held
@@ -99,7 +99,7 @@ class ZeroOptimizer(EngineOptimizer, Optimizer):
                 labels[id(parameter)] = f" in group {at} of the optimizer"
         settings = self.settings
         sharding = Sharding(
-            keep_whole=settings.stage == 1,
+            keep_full=settings.stage == 1,
             # A pipeline schedule runs many passes, each of which would communicate every gradient.
             every_pass=settings.stage == 2 and not pipeline,
             wide=settings.master_weights,
@@ -361,9 +361,9 @@ def check_elementwise(optimizer: Optimizer) -> None:
     Found by a trial for each kind of parameter group: two steps on a small matrix, in full and in two halves.
     """
     name = type(optimizer).__name__
-    for at, *_ in kinds_of_groups(optimizer):
+    for at, *_ in groups_by_options(optimizer):
         try:
-            full, halves = two_steps(
+            full, halves = run_trial_steps(
                 optimizer, at, (4, 6), lambda tensor: [half.clone() for half in tensor.view(-1).chunk(2)]
             )
         except Exception as error:

@@ -289,7 +289,7 @@ def _hold(bucket: Bucket, plan: GradientPlan, states: dict[torch.dtype, tuple[to
     if bucket.shard is not None and sharding is not None:
         owned, elements = bucket.shard.flat.dtype, sum(span.numel for span in bucket.spans)
         master = bucket.shard.flat.nbytes if owned is not dtype or sharding.device is not None else 0
-        apart = bucket.shard.flat.nbytes if not sharding.keep_whole or owned is not dtype or sharding.device else 0
+        apart = bucket.shard.flat.nbytes if not sharding.keep_full or owned is not dtype or sharding.device else 0
     state = sum(elements * each.itemsize for each in states[owned])
     if sharding is not None and sharding.device is not None:
         plan.host += state + master + apart

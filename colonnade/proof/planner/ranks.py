@@ -24,7 +24,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.checks import forms_of, same_stages
 from colonnade.engine.prepare import prepare_model, read_losses, read_numerics, read_stages
 from colonnade.engine.schedule.actions import Kind, Table
-from colonnade.engine.schedule.micro_batch import cut_batch
+from colonnade.engine.schedule.micro_batch import split_into_micro_batches
 from colonnade.engine.schedule.pipeline import NonPipelineSchedule, PipelineSchedule
 from colonnade.errors import ColonnadeError, ConfigError
 from colonnade.gradients.ledger import Ledger
@@ -204,11 +204,11 @@ class _Planning:
                 kinds.notes[ASSUMED_LOSS] = None
                 loss = no_loss
             self.criterion = self.precision.around(loss, torch.device("cpu"))
-            schedule.read_dicts_for(module, loss, own)
+            schedule.choose_label_keys(module, loss, own)
             with self.fake:
                 loaded = tree_map_only(Tensor, _faked, self.job.loaded(self.context))
-                kinds.data = data, label = schedule.take_apart(loaded)
-                self.first, *_ = cut_batch(data, label, kinds.num_microbatches)
+                kinds.data = data, label = schedule.unpack_batch(loaded)
+                self.first, *_ = split_into_micro_batches(data, label, kinds.num_microbatches)
         return kinds, whole
 
     def _model(self, rank: int, whole: Any, kinds: Kinds) -> nn.Module:

@@ -17,7 +17,7 @@ from colonnade.checkpoint import tensor_files
 from colonnade.checkpoint.tensor_files import stored_tensors
 from colonnade.checkpoint.weights_folder import INDEX, tensors_in
 from colonnade.errors import CheckpointError
-from colonnade.parallel.boxes import Box, whole_box
+from colonnade.parallel.boxes import Box, full_box
 from colonnade.testing import in_double
 
 TENSORS = {
@@ -58,7 +58,7 @@ def test_boxes_of_every_kind_are_read(file, monkeypatch, long_run, scratch):
         ("scalar", (), ()),
     ):
         box = Box(start, shape)
-        expected = TENSORS[key][box.slices_in(whole_box(TENSORS[key].shape))]
+        expected = TENSORS[key][box.slices_in(full_box(TENSORS[key].shape))]
         stored = stored_tensors(file)[key]
         assert stored.read(box).equal(expected)
         for target in (torch.zeros(shape, dtype=torch.float64), torch.zeros_like(expected).flatten().repeat(2)[::2]):

@@ -29,7 +29,7 @@ from colonnade.checkpoint.manifest import (
 )
 from colonnade.checkpoint.tensor_files import _NAMES, FileEntry, TensorReader, raw_bytes, write_tensors
 from colonnade.errors import CheckpointError
-from colonnade.parallel.boxes import Box, whole_box
+from colonnade.parallel.boxes import Box, full_box
 
 TYPES = list(_NAMES)
 
@@ -135,7 +135,7 @@ def test_any_box_is_read_from_any_rows_or_ranges(tmp_path_factory, data):
     start = [data.draw(st.integers(0, size)) for size in shape]
     box = Box(tuple(start), tuple(data.draw(st.integers(0, size - at)) for at, size in zip(start, shape, strict=True)))
     found = TensorReader(folder, manifest_of([record], cuts, files)).new(box, record)
-    assert torch.equal(found, whole[box.slices_in(whole_box(shape))])
+    assert torch.equal(found, whole[box.slices_in(full_box(shape))])
 
 
 def test_a_file_that_does_not_hold_what_the_manifest_says_is_damaged(tmp_path):

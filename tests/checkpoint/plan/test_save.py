@@ -15,7 +15,7 @@ from colonnade.checkpoint.optimizer_state import ParameterGroup, ParameterState
 from colonnade.checkpoint.save_plan import LocalState, SavePlan, plan_save
 from colonnade.checkpoint.values import encode
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.parallel.boxes import whole_box
+from colonnade.parallel.boxes import full_box
 from colonnade.parallel.flat import FlatShard
 from colonnade.parallel.placement import Placement
 from colonnade.parallel.whole import LocalTensor
@@ -25,7 +25,7 @@ RANKS = range(4)
 
 def parameter(holders: Sequence[int] = RANKS, sharers: Sequence[int] = RANKS) -> LocalTensor:
     local = torch.ones(2, 3)
-    places = ((whole_box(local.shape), whole_box(local.shape)),)
+    places = ((full_box(local.shape), full_box(local.shape)),)
     return LocalTensor("w", ("w",), local, Placement(), tuple(holders), tuple(sharers), {}, {}, (2, 3), places)
 
 

@@ -18,7 +18,7 @@ from colonnade.checkpoint.manifest import FileRecord
 from colonnade.checkpoint.save_plan import SavePlan, _plan_shard, merge_tensors
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.parallel.boxes import tiles, whole_box
+from colonnade.parallel.boxes import full_box, tiles
 from colonnade.parallel.flat import FlatShard, section_runs
 from colonnade.parallel.placement import Placement
 from colonnade.parallel.whole import (
@@ -139,7 +139,7 @@ def local_tensors(whole: torch.Tensor, dim: int, sections: list[int], ranks: int
         runs = section_runs(sections, at, ranks)
         part = torch.cat([whole.narrow(dim, *run) for run in runs], dim)
         local = part.permute(order).contiguous().permute([order.index(each) for each in range(part.dim())])
-        here = whole_box(part.shape)
+        here = full_box(part.shape)
         fields = dict(
             label="w",
             names=("w",),
@@ -166,12 +166,12 @@ def test_sections_cut_and_joined_are_the_whole(case, data):
     for at, tensor in enumerate(local_tensors(whole, dim, sections, ranks, order)):
         assert tiles([here for _, here in tensor.places], tuple(tensor.local.shape))
         for box, view in tensor.pieces(tensor.local):
-            by_pieces[box.slices_in(whole_box(whole.shape))] = view
+            by_pieces[box.slices_in(full_box(whole.shape))] = view
         flat = torch.as_strided(tensor.local, (tensor.local.numel(),), (1,))
         cuts = sorted({0, flat.numel(), *data.draw(st.lists(st.integers(0, flat.numel()), max_size=2))})
         for start, stop in pairwise(cuts):
             for box, view in boxes_in_memory(tensor, start, stop, flat[start:stop]):
-                by_ranges[box.slices_in(whole_box(whole.shape))] = view
+                by_ranges[box.slices_in(full_box(whole.shape))] = view
             _plan_shard(plans[at], tensor, FlatShard(start, stop, (0,), {}), "moment", flat[start:stop])
     assert torch.equal(by_pieces, whole)
     assert torch.equal(by_ranges, whole)

@@ -50,7 +50,7 @@ def _evaluate(engine: Any, through_engine: bool, mode: bool) -> torch.Tensor:
 
 def _alone(through_engine: bool, mode: bool, after: int, before: bool) -> str:
     """Rank 0 evaluates by itself after some steps; `before`: after all ranks have evaluated once."""
-    waits.SAY_AFTER = 0.3
+    waits.PUBLISH_AFTER = 0.3
     with launch(TENSOR, context=ParallelContext(), verbose=False) as gpc:
         rank, model = (
             gpc.get_global_rank(),
@@ -87,7 +87,7 @@ def test_one_rank_that_evaluates_alone_is_named_before_it_has_a_number(through_e
 
 def _part_alone(part: str) -> None:
     """Rank 0 evaluates a part of the model, or what a wrapper has inside, as `generate` of peft does."""
-    waits.SAY_AFTER = 0.3
+    waits.PUBLISH_AFTER = 0.3
     with launch(TENSOR, context=ParallelContext(), verbose=False) as gpc:
         wrapper = nn.Sequential(nn.Sequential(_net()))
         model = colonnade.parallelize(wrapper, {"0.0.*.up": "colwise", "0.0.*.down": "rowwise"}, context=gpc)

@@ -210,7 +210,7 @@ def test_what_has_come_apart_is_named_on_four_ranks(tmp_path):
 
 def skip_one(every: int) -> None:
     """Rank 1 leaves a sum of its fourth step out, and is one call ahead from then on; all sums are of as many elements."""
-    waits.SAY_AFTER = 0.6
+    waits.PUBLISH_AFTER = 0.6
     FirstByHand.skips = ((4, 1),)
     handlers = [{"type": "FirstByHand"}, {"type": "LastByHand"}]
 
@@ -237,7 +237,7 @@ def test_a_rank_that_skips_a_sum_is_named_where_the_others_would_wait_for_ever()
 
 def _keys_of_guards(seconds: float) -> tuple[int, int]:
     """How many keys this rank asks the store for while a guard is made, and while all ranks wait in it for the last one."""
-    waits.SAY_AFTER = 0.4
+    waits.PUBLISH_AFTER = 0.4
     gpc = launch({"guard": {"every": 1}}, context=ParallelContext(), verbose=False)
     store = distributed_c10d._world.pg_map[dist.group.WORLD][1]
     counted = Counted(store)

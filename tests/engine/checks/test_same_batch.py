@@ -139,7 +139,7 @@ def _forms() -> str:
 
 def _a_step_fewer() -> None:
     """Rank 1 comes late to the third step, and stays alive."""
-    waits.SAY_AFTER = 0.4
+    waits.PUBLISH_AFTER = 0.4
     with world() as gpc:
         engine = start(gpc)
         for step in range(3):

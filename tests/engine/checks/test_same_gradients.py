@@ -83,7 +83,7 @@ def other(monkeypatch) -> Any:
         return torch.stack([mine, other.row(mine.clone())])
 
     monkeypatch.setattr(checks, "gather_rows", gather)
-    monkeypatch.setattr(checks, "is_cut_by_plan", lambda model: hasattr(model, "plan"))
+    monkeypatch.setattr(checks, "is_sharded_by_plan", lambda model: hasattr(model, "plan"))
     return other
 
 

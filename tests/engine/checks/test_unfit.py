@@ -11,7 +11,7 @@ from torch import nn
 
 from colonnade.context.layout_builder import build_layout
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.engine.checks import _steps_otherwise, refuse_lazy, refuse_optimizer, refuse_parts
+from colonnade.engine.checks import _steps_otherwise, refuse_lazy, refuse_non_elementwise, refuse_optimizer
 from colonnade.errors import ConfigError, GradientError
 from colonnade.parallel.placement import Shard, place
 from tests.engine.test_habits import Normed
@@ -50,13 +50,13 @@ def test_only_what_is_split_over_several_ranks_is_tried():
         Normed(model.parameters(), lr=0.1),
         Normed([{"params": [one]} for one in model.parameters()], lr=0.1),
     ):
-        refuse_parts(optimizer, model, world(1))
+        refuse_non_elementwise(optimizer, model, world(1))
         with pytest.raises(GradientError, match=r"Normed steps differently on a shard .* '1.weight' is sharded"):
-            refuse_parts(optimizer, model, world(2, tensor=2))
-        refuse_parts(SimpleNamespace(param_groups=optimizer.param_groups), model, world(2, tensor=2))
+            refuse_non_elementwise(optimizer, model, world(2, tensor=2))
+        refuse_non_elementwise(SimpleNamespace(param_groups=optimizer.param_groups), model, world(2, tensor=2))
         optimizer.steps_on_parts = True
-        refuse_parts(optimizer, model, world(2, tensor=2))
-    refuse_parts(Normed(model[0].parameters(), lr=0.1), model, world(2, tensor=2))
+        refuse_non_elementwise(optimizer, model, world(2, tensor=2))
+    refuse_non_elementwise(Normed(model[0].parameters(), lr=0.1), model, world(2, tensor=2))
 
 
 def test_parameters_that_are_not_the_models_matter_where_ranks_see_other_data():

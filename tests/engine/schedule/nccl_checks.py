@@ -14,7 +14,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.schedule.check import check
 from colonnade.engine.schedule.executor import Executor
-from colonnade.engine.schedule.micro_batch import cut_batch
+from colonnade.engine.schedule.micro_batch import split_into_micro_batches
 from colonnade.engine.schedule.orders import chunks_of, make_table
 from colonnade.engine.schedule.pipeline import _transfer_groups
 from tests.device.check import Check
@@ -113,4 +113,4 @@ def make_executor(kind: models.Kind, order: str, gpc: ParallelContext) -> Execut
 
 def batch(kind: models.Kind, rows: int, gpc: ParallelContext) -> list:  # type: ignore[type-arg]
     data, label = tree_map_only(torch.Tensor, lambda tensor: tensor.to(gpc.device), models.batch_for(kind, rows))
-    return cut_batch(data, label, 8)
+    return split_into_micro_batches(data, label, 8)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from colonnade.engine.schedule.base import BaseSchedule, checked_result, move, rows_of
+from colonnade.engine.schedule.base import BaseSchedule, checked_result, move, num_rows
 from colonnade.engine.schedule.criterion import required_arguments
 from colonnade.errors import ScheduleError
 
@@ -59,7 +59,7 @@ def test_a_dict_goes_in_whole_where_nobody_else_takes_its_labels():
 
 
 def test_a_model_with_a_loss_of_its_own_says_how_a_dict_is_taken_apart():
-    own = SimpleNamespace(take_apart=lambda batch: (batch["x"], "label"))
+    own = SimpleNamespace(unpack_batch=lambda batch: (batch["x"], "label"))
     assert prepared(own_loss=own).load_batch(iter([{"x": ONE}])) == (ONE, "label")
     assert prepared(own_loss=own, criterion=None).load_batch(iter([{"x": ONE}])) == ({"x": ONE}, None)
     assert prepared(own_loss=own).load_batch(iter([(ONE, TWO)])) == (ONE, TWO)
@@ -123,9 +123,9 @@ def test_tensors_in_anything_are_moved_and_counted():
     moved = move({"a": [ONE, 3], "b": "text"}, torch.device("meta"))
     assert moved["a"][0].device.type == "meta"
     assert (moved["a"][1], moved["b"]) == (3, "text")
-    assert rows_of({"a": 1, "b": [torch.tensor(3.0), TWO, ONE]}) == 5
-    assert rows_of([ONE]) == 3
-    assert rows_of("text") == 0
+    assert num_rows({"a": 1, "b": [torch.tensor(3.0), TWO, ONE]}) == 5
+    assert num_rows([ONE]) == 3
+    assert num_rows("text") == 0
 
 
 def test_a_batch_goes_to_the_device_of_the_engine_unless_it_is_told_not_to():

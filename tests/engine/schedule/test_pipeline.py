@@ -272,7 +272,7 @@ def test_a_rank_in_the_middle_needs_no_data_and_the_loss_may_stay_where_it_is() 
     torch.testing.assert_close(last[2], models.truth(models.Simple, 3, 4)[1], rtol=0, atol=1e-10)
 
 
-def take_apart(stage_output: Any, micro_batch: Any) -> tuple[Any, Any]:
+def unpack_batch(stage_output: Any, micro_batch: Any) -> tuple[Any, Any]:
     """Each stage sees the micro-batch: the last one takes the label and data again."""
     data, label = micro_batch
     return (data if stage_output is None else stage_output + data), label * 2
@@ -280,7 +280,7 @@ def take_apart(stage_output: Any, micro_batch: Any) -> tuple[Any, Any]:
 
 def run_data_process_func() -> tuple[dict[str, Tensor | None], Any, tuple[list[int | None], int | None]]:
     with join_world(pipeline=2) as context:
-        schedule = PipelineSchedule(2, "interleaved_1f1b", num_chunks=2, data_process_func=take_apart)
+        schedule = PipelineSchedule(2, "interleaved_1f1b", num_chunks=2, data_process_func=unpack_batch)
         seen: list[int | None] = []
 
         def criterion(output: Tensor, target: Tensor) -> Tensor:

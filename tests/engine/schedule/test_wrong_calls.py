@@ -14,7 +14,7 @@ from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
 from colonnade.engine.schedule.criterion import call_criterion
-from colonnade.engine.schedule.micro_batch import cut_batch
+from colonnade.engine.schedule.micro_batch import split_into_micro_batches
 from colonnade.errors import ScheduleError
 from colonnade.testing import run_world
 
@@ -75,9 +75,9 @@ def test_a_batch_for_one_stage_is_refused_with_the_schedule_as_the_way():
 
 def test_a_batch_without_rows_is_named():
     with pytest.raises(ScheduleError, match=r"^a batch of 0 rows cannot be split: a pipeline.*\[C052\]$"):
-        cut_batch(torch.ones(0, 4), torch.ones(0), 2)
+        split_into_micro_batches(torch.ones(0, 4), torch.ones(0), 2)
     with pytest.raises(ScheduleError, match="Set num_microbatches to 1 or less"):
-        cut_batch(torch.ones(1, 4), torch.ones(1), 2)
+        split_into_micro_batches(torch.ones(1, 4), torch.ones(1), 2)
 
 
 def _two(output: Any, label: Any) -> Any:

@@ -219,11 +219,11 @@ def _trained(
         dropped: list[int] = []
         engine = train(gpc, model, plain, run, loss_of, after=balance_experts)
         assert torch.equal(model.moe.router.steps, plain.moe.router.steps)
-        rows_of = {row.parameter: row for row in engine.ledger().rows}
+        num_rows = {row.parameter: row for row in engine.ledger().rows}
         return {
             "mine": [value.item() for value in outputs],
             "plain": dropped,
-            "handler": rows_of["moe.experts.up"].done_by if "moe.experts.up" in rows_of else None,
+            "handler": num_rows["moe.experts.up"].done_by if "moe.experts.up" in num_rows else None,
             "shape": tuple(model.moe.experts.up.shape),
         }
 

@@ -25,7 +25,7 @@ from colonnade.nn.sequence import (
     ulysses_attention,
 )
 from colonnade.nn.sequence.exact_attention import Exact
-from colonnade.nn.sequence.parts import sequence_place
+from colonnade.nn.sequence.parts import sequence_rank
 from colonnade.parallel import wire
 from colonnade.parallel.wire import recorded
 from colonnade.testing import run_world
@@ -42,7 +42,7 @@ def _inputs(length: int, kv_heads: int) -> list[Tensor]:
 
 def _case(kind: str, causal: bool, split: tuple[int, ...], gpc: ParallelContext, kv_heads: int = 4, **more: Any):
     parts = Parts(split, more.get("balanced", False))
-    mine = parts.positions(sequence_place(gpc)[1])
+    mine = parts.positions(sequence_rank(gpc)[1])
     whole = _inputs(sum(split), kv_heads)
     weight = numbers(2, 4, sum(split), 3, seed=7)
     seen = seen_keys(sum(split), causal, more.get("window"), more.get("documents"))

@@ -12,7 +12,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import LayoutError
 from colonnade.nn.sequence import Parts, gather_sequence, sequence_positions, split_sequence
-from colonnade.nn.sequence.parts import sequence_place
+from colonnade.nn.sequence.parts import sequence_rank
 from colonnade.testing import run_world
 from tests.nn.sequence.training import close, numbers
 
@@ -41,7 +41,7 @@ def test_contiguous_parts_may_have_any_lengths_balanced_ones_may_not():
 def test_without_a_sequence_group_everything_is_here():
     x = torch.arange(5.0).reshape(1, 5)
     assert split_sequence(x) is x
-    assert sequence_place(ParallelContext()) == (1, 0)
+    assert sequence_rank(ParallelContext()) == (1, 0)
     assert torch.equal(gather_sequence(split_sequence(x)), x)
     assert sequence_positions(3).tolist() == [0, 1, 2]
     assert sequence_positions(3, lengths=[3]).tolist() == [0, 1, 2]

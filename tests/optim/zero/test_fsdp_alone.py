@@ -21,10 +21,10 @@ from colonnade.optim.zero.formula import dtypes_of, make_fp32
 from colonnade.optim.zero.fsdp import (
     ShardedModel,
     ShardModes,
-    left_whole,
     replica_mode,
     shard_modes_of,
     shards_between_hosts,
+    unsharded_parameters,
 )
 from colonnade.parallel.placement import Replicate, Shard, place, placement_of
 from tests.gradients.scenarios import MINE
@@ -224,7 +224,7 @@ def test_what_fsdp_cannot_shard_is_left_whole():
     first.rows, first.bags = nn.Embedding(2, 2, sparse=True), nn.EmbeddingBag(2, 2, sparse=True)
     second.rows, second.bags = nn.Embedding(2, 2), nn.EmbeddingBag(2, 2)
     names = {id(p): name for name, p in model.named_parameters()}
-    left = left_whole(model, [first, second])
+    left = unsharded_parameters(model, [first, second])
     assert {names[one] for one in left} == {"0.bias", "0.rows.weight", "0.bags.weight", *(f"0.{name}" for name in odd)}
 
 

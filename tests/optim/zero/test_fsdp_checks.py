@@ -36,7 +36,7 @@ class Other:
 def other(monkeypatch):
     rank = Other()
     monkeypatch.setattr(fsdp_checks.dist, "get_process_group_ranks", lambda group: [4, 6])
-    monkeypatch.setattr(fsdp_checks, "gloo_beside", lambda group: rank.gather)
+    monkeypatch.setattr(fsdp_checks, "separate_gloo_gather", lambda group: rank.gather)
     monkeypatch.setattr(fsdp_checks, "gather_json_by", lambda gather, size, mine: [mine, rank.text or mine])
     return rank
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from colonnade.config.settings import ZeroSettings
 from colonnade.errors import GradientError
-from colonnade.optim.optimizer_trial import _sample, _trial_of, kinds_of_groups, state_dtypes, two_steps
+from colonnade.optim.optimizer_trial import _sample, _trial_of, groups_by_options, run_trial_steps, state_dtypes
 from colonnade.optim.zero import ZeroOptimizer
 from colonnade.optim.zero.zero_optimizer import (
     ParameterShard,
@@ -87,10 +87,10 @@ def test_groups_are_of_one_kind_if_just_sizes_of_options_differ():
         ],
         lr=0.3,
     )
-    assert kinds_of_groups(optimizer) == [[0], [1, 3], [4]]
+    assert groups_by_options(optimizer) == [[0], [1, 3], [4]]
     optimizer.param_groups[0]["param_names"] = ["a"]
     optimizer.param_groups[4].update(foreach=None, param_names=["b"])
-    assert kinds_of_groups(optimizer) == [[0, 4], [1, 3]]
+    assert groups_by_options(optimizer) == [[0, 4], [1, 3]]
 
 
 def test_a_trial_takes_two_steps_on_both_and_leaves_no_trace():
@@ -101,7 +101,9 @@ def test_a_trial_takes_two_steps_on_both_and_leaves_no_trace():
     optimizer.register_step_post_hook(lambda *_: heard.append("after"))
     optimizer.step = lambda: heard.append("mine")  # as a scheduler's
     state = torch.random.get_rng_state()
-    whole, halves = two_steps(optimizer, 1, (4, 6), lambda tensor: [part.clone() for part in tensor.view(-1).chunk(2)])
+    whole, halves = run_trial_steps(
+        optimizer, 1, (4, 6), lambda tensor: [part.clone() for part in tensor.view(-1).chunk(2)]
+    )
     assert torch.equal(whole.view(-1), torch.cat(halves))
     assert (whole.dtype, len(halves)) == (torch.float64, 2)
     grads = [
@@ -205,7 +207,7 @@ def test_what_is_sharded_at_which_stage(stage, pipeline):
     model.bias.requires_grad_(False)
     shards = zero(ZeroSettings(stage, bucket_mb=3.0), model).plan_shards(pipeline)
     sharding = shards.sharding
-    assert (sharding.keep_whole, sharding.every_pass) == (stage == 1, stage == 2 and not pipeline)
+    assert (sharding.keep_full, sharding.every_pass) == (stage == 1, stage == 2 and not pipeline)
     assert (sharding.wide, sharding.device, sharding.give_back) == (True, None, False)
     assert (list(shards.labels), shards.bucket_mb) == ([id(model.weight)], 3.0)
     settings = ZeroSettings(stage, reduce_scatter=False, offload=True, master_weights=False)

@@ -124,7 +124,7 @@ def test_state_and_gradients_of_whole_parameters_come_and_go(stage, dtype):
         assert optimizer.numel == 4 * 3 + 4 + 2 * 4
         assert sorted(p.numel() for group in optimizer.stepped.param_groups for p in group["params"]) == [4, 8, 12]
         assert optimizer._ahead is None
-        assert not optimizer._bucket_step.measures_whole
+        assert not optimizer._bucket_step.measures_full_gradient
         for step in range(3):
             engine.zero_grad()
             truth.zero_grad()

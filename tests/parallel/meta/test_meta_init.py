@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from colonnade.engine.materialise import read_recipes
+from colonnade.engine.materialise import read_inits
 from colonnade.errors import PlacementError
 from colonnade.parallel import meta
 from colonnade.parallel.meta import (
@@ -376,7 +376,7 @@ def test_values_that_are_kept_somewhere_are_read_from_there():
 
 def test_names_are_those_of_the_whole_model_unless_stages_are_built_apart(everything):
     contexts = [SimpleNamespace(pipeline_parallel_size=size, get_local_rank=lambda mode: 1) for size in (1, 2)]
-    whole, stage = ({init.name for init in read_recipes(everything, context).values()} for context in contexts)
+    whole, stage = ({init.name for init in read_inits(everything, context).values()} for context in contexts)
     assert whole == {name for name, parameter in everything.named_parameters() if parameter.is_meta}
     assert stage == {f"stage 1: {name}" for name in whole}
 

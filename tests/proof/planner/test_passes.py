@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from colonnade.config.settings import ActivationSettings
 from colonnade.engine.activations import apply_activations
-from colonnade.engine.schedule.micro_batch import cut_batch
+from colonnade.engine.schedule.micro_batch import split_into_micro_batches
 from colonnade.models import GPT
 from colonnade.proof.planner.hardware import Clock, load_hardware
 from colonnade.proof.planner.planned_passes import StagePass, fake_module, run_stage
@@ -53,7 +53,7 @@ def _run(fake: bool, half: bool, recomputed: str) -> StagePass:
         if fake:
             fake_module(model)
         tokens = torch.zeros(8, 64, dtype=torch.long)
-        first, *_ = cut_batch(tokens, tokens, 1)
+        first, *_ = split_into_micro_batches(tokens, tokens, 1)
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
             return run_stage(
                 0, model, first, tokens, model.criterion(), recorder, False, set(map(id, model.parameters()))

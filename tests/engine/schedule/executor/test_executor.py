@@ -19,7 +19,7 @@ from colonnade.engine.schedule.actions import Kind, Table, parse_table
 from colonnade.engine.schedule.check import check
 from colonnade.engine.schedule.criterion import call_criterion
 from colonnade.engine.schedule.executor import ExecutedStep, Executor
-from colonnade.engine.schedule.micro_batch import MicroBatch, cut_batch, join
+from colonnade.engine.schedule.micro_batch import MicroBatch, join, split_into_micro_batches
 from colonnade.engine.schedule.orders import chunks_of, make_table
 from colonnade.engine.schedule.simulate import simulate
 from colonnade.engine.schedule.split_backward import Root, run_backward
@@ -63,8 +63,8 @@ def train(kind: models.Kind, tables: Sequence[Table], rows: int, calls: int) -> 
         data, label = models.batch_for(kind, rows)
         count = executor.facts.num_microbatches
         for _ in range(calls):
-            ran = executor.run(cut_batch(data, label, count), keep_outputs=True)
-        evaluated = executor.run(cut_batch(data, label, count), forward_only=True, keep_outputs=True)
+            ran = executor.run(split_into_micro_batches(data, label, count), keep_outputs=True)
+        evaluated = executor.run(split_into_micro_batches(data, label, count), forward_only=True, keep_outputs=True)
         results.append(
             {
                 "grads": grads_of(stages),
@@ -121,8 +121,8 @@ def sizes_change(rows: Sequence[int]) -> list[tuple[Any, Any]]:
         for stage in stages.values():
             stage.zero_grad()
         batch = models.batch_for(models.Simple, count)
-        ran = executor.run(cut_batch(*batch, 4))
-        executor.run(cut_batch(*models.batch_for(models.Simple, 3 * count), 4), forward_only=True)
+        ran = executor.run(split_into_micro_batches(*batch, 4))
+        executor.run(split_into_micro_batches(*models.batch_for(models.Simple, 3 * count), 4), forward_only=True)
         results.append((executor.share_loss(ran.loss)[0], copy.deepcopy(grads_of(stages))))
     return results
 
@@ -168,7 +168,7 @@ def test_a_pipeline_of_one_rank_needs_no_process_group(name: str, kind: models.K
     stages = models.build(kind, check(table).num_stages)
     executor = Executor(stages, table, loss_fn=loss_of)
     data, label = models.batch_for(kind, 5)
-    ran = executor.run(cut_batch(data, label, 3))
+    ran = executor.run(split_into_micro_batches(data, label, 3))
     _, loss, expected = models.truth(kind, len(stages), 5)
     torch.testing.assert_close(grads_of(dict(enumerate(stages))), expected, rtol=0, atol=1e-10)
     torch.testing.assert_close(executor.share_loss(ran.loss)[0], loss, rtol=0, atol=1e-10)
@@ -207,7 +207,7 @@ def run_recorded() -> dict[tuple[str, str], tuple[list[set[str]], list[bool]]]:
             table = make_table(name, dist.get_world_size(), 4, chunks_of(name) or 2)
             executor, stages = make_executor(kind, table, backward=recorder)
             recorder.watch(stages)
-            executor.run(cut_batch(*models.batch_for(kind, 4), 4))
+            executor.run(split_into_micro_batches(*models.batch_for(kind, 4), 4))
             found[name, kind.__name__] = (recorder.touched, recorder.last)
     return found
 
@@ -243,11 +243,11 @@ def run_broken(name: str) -> tuple[str, float]:
     executor, _ = make_executor(Broken, make_table(name, dist.get_world_size(), 4))
     start = time.monotonic()
     try:
-        executor.run(cut_batch(*models.batch_for(models.Simple, 4), 4))
+        executor.run(split_into_micro_batches(*models.batch_for(models.Simple, 4), 4))
     except (ScheduleError, ZeroDivisionError) as error:
         seconds = time.monotonic() - start
         with pytest.raises(ScheduleError, match=r"stopped in an earlier step .*a bug of the user.* cannot go on"):
-            executor.run(cut_batch(*models.batch_for(models.Simple, 4), 4))
+            executor.run(split_into_micro_batches(*models.batch_for(models.Simple, 4), 4))
         return f"{type(error).__name__}: {error}", seconds
     return "nothing", 0.0
 
@@ -293,7 +293,7 @@ def small_executor(**options: Any) -> Executor:
 
 
 def run_small(executor: Executor, **options: Any) -> ExecutedStep:
-    return executor.run(cut_batch(*models.batch_for(models.Simple, 2), 1), **options)
+    return executor.run(split_into_micro_batches(*models.batch_for(models.Simple, 2), 1), **options)
 
 
 def test_a_step_that_cannot_run_says_what_to_do() -> None:
@@ -316,7 +316,7 @@ def silent_peer() -> str:
     executor, _ = make_executor(models.Simple, make_table("1f1b", 2, 2), transfer_group=impatient)
     if dist.get_rank() == 1:
         with pytest.raises(ScheduleError) as caught:
-            executor.run(cut_batch(*models.batch_for(models.Simple, 2), 2))
+            executor.run(split_into_micro_batches(*models.batch_for(models.Simple, 2), 2))
         return str(caught.value)
     return ""
 

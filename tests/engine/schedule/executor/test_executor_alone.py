@@ -17,7 +17,7 @@ from colonnade.comm.waits import WaitWatch
 from colonnade.engine.schedule import executor as module
 from colonnade.engine.schedule.actions import Action, only_forward, parse_table
 from colonnade.engine.schedule.executor import Executor
-from colonnade.engine.schedule.micro_batch import cut_batch
+from colonnade.engine.schedule.micro_batch import split_into_micro_batches
 from colonnade.engine.schedule.orders import make_table
 from colonnade.engine.schedule.programs import add_transfers, confirmation, receive_early
 from colonnade.engine.schedule.transfer import PeerFailed
@@ -48,7 +48,7 @@ def test_losses_gradients_and_outputs_are_those_of_the_whole_model(chunks):
     made = executor(parts if chunks == 2 else [nn.Sequential(*parts)])
     assert made.has_first_stage
     assert made.has_last_stage
-    ran = made.run(cut_batch(X, Y, 3), keep_outputs=True)
+    ran = made.run(split_into_micro_batches(X, Y, 3), keep_outputs=True)
     torch.testing.assert_close(ran.loss, loss.detach())
     torch.testing.assert_close(torch.cat(ran.outputs), whole(X).detach())
     assert [len(output) for output in ran.outputs] == [3, 2, 2]
@@ -58,7 +58,7 @@ def test_losses_gradients_and_outputs_are_those_of_the_whole_model(chunks):
         torch.testing.assert_close(found.grad, truth.grad)
     assert ran.count is None
     # On top of the gradients that are there; the loss is not scaled.
-    again = made.run(cut_batch(X, Y, 3), backward_scale=torch.tensor(2.0))
+    again = made.run(split_into_micro_batches(X, Y, 3), backward_scale=torch.tensor(2.0))
     torch.testing.assert_close(again.loss, ran.loss)
     for found, truth in zip(nn.Sequential(*parts).parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(found.grad, 3 * truth.grad)
@@ -67,11 +67,11 @@ def test_losses_gradients_and_outputs_are_those_of_the_whole_model(chunks):
 def test_evaluation_makes_no_gradient_and_losses_and_outputs_only_where_asked():
     parts = stages()
     made = executor(parts)
-    ran = made.run(cut_batch(X, Y, 3), forward_only=True)
+    ran = made.run(split_into_micro_batches(X, Y, 3), forward_only=True)
     assert len(ran.losses) == 3
     assert ran.outputs == []
     made = executor(parts, loss_fn=None)  # not needed then
-    without = made.run(cut_batch(X, Y, 3), forward_only=True, with_loss=False, keep_outputs=True)
+    without = made.run(split_into_micro_batches(X, Y, 3), forward_only=True, with_loss=False, keep_outputs=True)
     assert without.losses == []
     assert without.loss is None
     assert len(without.outputs) == 3
@@ -82,7 +82,7 @@ def test_evaluation_makes_no_gradient_and_losses_and_outputs_only_where_asked():
 def test_sums_and_counts_make_the_mean_of_the_batch():
     parts = stages()
     made = executor(parts, loss_fn=lambda output, y: (F.mse_loss(output, y, reduction="sum"), y.numel()))
-    ran = made.run(cut_batch(X, Y, 3), sum_scale=0.5)
+    ran = made.run(split_into_micro_batches(X, Y, 3), sum_scale=0.5)
     whole = copy.deepcopy(nn.Sequential(*parts))
     whole.zero_grad()
     loss = F.mse_loss(whole(X), Y, reduction="sum")
@@ -129,8 +129,8 @@ def test_losses_of_training_and_of_evaluation_may_have_two_forms():
     assert made.form is made._forms[True]
     made.share_loss(torch.tensor(2.0), torch.tensor(3.0))
     with pytest.raises(GradientError, match="the loss was"):
-        made.run(cut_batch(X, Y, 3))
-    ran = made.run(cut_batch(X, Y, 3), forward_only=True)
+        made.run(split_into_micro_batches(X, Y, 3))
+    ran = made.run(split_into_micro_batches(X, Y, 3), forward_only=True)
     assert (made.form, made.form.counted, ran.count) == (made._forms[False], False, None)
 
 

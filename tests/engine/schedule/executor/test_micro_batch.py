@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colonnade.engine.schedule.micro_batch import cut_batch, join
+from colonnade.engine.schedule.micro_batch import join, split_into_micro_batches
 from colonnade.errors import ScheduleError
 
 Pair = namedtuple("Pair", "left right")
@@ -20,9 +20,9 @@ def test_pieces_are_near_equal_weighted_by_rows_and_join_to_the_batch(rows: int,
     data, label = torch.arange(rows * 2).view(rows, 2), torch.arange(rows)
     if rows < count:
         with pytest.raises(ScheduleError, match=f"{rows} rows cannot be split into {count} micro-batches"):
-            cut_batch(data, label, count)
+            split_into_micro_batches(data, label, count)
         return
-    pieces = cut_batch(data, label, count)
+    pieces = split_into_micro_batches(data, label, count)
     sizes = [piece.data.size(0) for piece in pieces]
     assert sum(sizes) == rows
     assert max(sizes) - min(sizes) <= 1
@@ -38,7 +38,7 @@ def test_nested_values_are_cut_and_the_rest_goes_whole_into_every_piece() -> Non
         "n": 7,
         "temperature": torch.tensor(2.0),
     }
-    pieces = cut_batch(data, Pair(torch.arange(4), "kind"), 2)
+    pieces = split_into_micro_batches(data, Pair(torch.arange(4), "kind"), 2)
     second = pieces[1]
     assert second.data["x"].tolist() == [2, 3]
     assert second.data["more"][1][0].shape == (2,)
@@ -50,15 +50,15 @@ def test_nested_values_are_cut_and_the_rest_goes_whole_into_every_piece() -> Non
 
 
 def test_a_batch_may_have_as_many_pieces_as_rows() -> None:
-    assert [piece.data.tolist() for piece in cut_batch(torch.arange(3), None, 3)] == [[0], [1], [2]]
-    assert [piece.rows for piece in cut_batch(torch.arange(5), None, 3)] == [2, 2, 1]
+    assert [piece.data.tolist() for piece in split_into_micro_batches(torch.arange(3), None, 3)] == [[0], [1], [2]]
+    assert [piece.rows for piece in split_into_micro_batches(torch.arange(5), None, 3)] == [2, 2, 1]
     with pytest.raises(ScheduleError, match="a batch of 3 rows cannot be split into 4 micro-batches"):
-        cut_batch(torch.arange(3), None, 4)
+        split_into_micro_batches(torch.arange(3), None, 4)
 
 
 def test_an_evaluation_fills_a_batch_of_few_rows_with_copies_that_do_not_count() -> None:
     data, label = torch.arange(2.0)[:, None], torch.arange(2)
-    pieces = cut_batch(data, label, 4, fill=True)
+    pieces = split_into_micro_batches(data, label, 4, fill=True)
     assert [piece.data.tolist() for piece in pieces] == [[[0.0]], [[1.0]], [[1.0]], [[1.0]]]
     assert [(piece.index, piece.rows, piece.weight, piece.counts) for piece in pieces] == [
         (0, 1, 0.5, True),
@@ -66,16 +66,16 @@ def test_an_evaluation_fills_a_batch_of_few_rows_with_copies_that_do_not_count()
         (2, 0, 0.0, False),
         (3, 0, 0.0, False),
     ]
-    assert all(piece.counts for piece in cut_batch(data, label, 2, fill=True))
+    assert all(piece.counts for piece in split_into_micro_batches(data, label, 2, fill=True))
     with pytest.raises(ScheduleError, match="0 rows"):
-        cut_batch(data[:0], label[:0], 2, fill=True)
+        split_into_micro_batches(data[:0], label[:0], 2, fill=True)
 
 
 def test_what_cannot_be_cut_is_told() -> None:
     with pytest.raises(ScheduleError, match=r"data\['x'\] has 4, data\['mask'\] has 2, label has 4"):
-        cut_batch({"x": torch.zeros(4), "mask": torch.zeros(2, 2)}, torch.zeros(4), 2)
+        split_into_micro_batches({"x": torch.zeros(4), "mask": torch.zeros(2, 2)}, torch.zeros(4), 2)
     with pytest.raises(ScheduleError, match="no tensor with rows"):
-        cut_batch({"n": 7}, None, 2)
+        split_into_micro_batches({"n": 7}, None, 2)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import nn
 from colonnade.engine.schedule import executor as step_module
 from colonnade.engine.schedule.actions import Action, parse_table
 from colonnade.engine.schedule.executor import Executor, StepState
-from colonnade.engine.schedule.micro_batch import MicroBatch, cut_batch
+from colonnade.engine.schedule.micro_batch import MicroBatch, split_into_micro_batches
 from colonnade.errors import ScheduleError
 from tests.engine.schedule import models
 from tests.engine.schedule.executor.test_executor import loss_of
@@ -40,7 +40,7 @@ def test_the_time_of_an_action_counts_in_its_phase():
     executor = Executor(
         models.build(models.Simple, 2), parse_table(["0F0 1F0 1I0 1W0 0B0"]), loss_fn=loss_of, waits=clock
     )
-    executor.run(cut_batch(*models.batch_for(models.Simple, 2), 1))
+    executor.run(split_into_micro_batches(*models.batch_for(models.Simple, 2), 1))
     assert clock.told == ["before", "forward", "forward", "backward", "backward", "backward"]
 
 
@@ -103,7 +103,7 @@ def test_a_stage_that_cannot_be_split_is_tried_once(monkeypatch):
     monkeypatch.setattr(step_module, "backward_input", watched)
     stages = models.build(models.Unsplittable, 2)
     executor = Executor(stages, parse_table(["0F0 1F0 1I0 0I0 0F1 1F1 1I1 0I1 0W0 1W0 0W1 1W1"]), loss_fn=loss_of)
-    executor.run(cut_batch(*models.batch_for(models.Unsplittable, 4), 2))
+    executor.run(split_into_micro_batches(*models.batch_for(models.Unsplittable, 4), 2))
     _, _, expected = models.truth(models.Unsplittable, 2, 4)
     found = {f"{at}.{name}": p.grad for at, stage in enumerate(stages) for name, p in stage.named_parameters()}
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from colonnade.engine.schedule import transfer as link_module
 from colonnade.engine.schedule.actions import Action
-from colonnade.engine.schedule.micro_batch import cut_batch
+from colonnade.engine.schedule.micro_batch import split_into_micro_batches
 from colonnade.engine.schedule.orders import chunks_of, make_table
 from colonnade.engine.schedule.transfer import Link, PeerFailed, Wire, _FrameSize, backends_of, describe, wait, with_cpu
 from colonnade.errors import ScheduleError
@@ -244,9 +244,9 @@ def fail_when_counted_on(order: str, steps: int) -> tuple[str, Any]:
     for stage in stages.values():
         stage.calls = -4 * steps  # type: ignore[assignment]
     for _ in range(steps):
-        executor.run(cut_batch(*models.batch_for(models.Simple, 9), 4))
+        executor.run(split_into_micro_batches(*models.batch_for(models.Simple, 9), 4))
     with pytest.raises((ScheduleError, ZeroDivisionError)) as caught:
-        executor.run(cut_batch(*models.batch_for(models.Simple, 9), 4))
+        executor.run(split_into_micro_batches(*models.batch_for(models.Simple, 9), 4))
     return str(caught.value), Diary.pages
 
 
@@ -302,9 +302,9 @@ def keep_diary(rows: Sequence[int]) -> list[Any]:
         for count in rows:
             for stage in stages.values():
                 stage.zero_grad()
-            executor.run(cut_batch(*models.batch_for(models.Simple, count), 8))
+            executor.run(split_into_micro_batches(*models.batch_for(models.Simple, count), 8))
             grads.append(copy.deepcopy(grads_of(stages)))
-            executor.run(cut_batch(*models.batch_for(models.Simple, 9), 8), forward_only=True)
+            executor.run(split_into_micro_batches(*models.batch_for(models.Simple, 9), 8), forward_only=True)
         diaries.append((Diary.pages, grads, executor.facts.num_stages))
     return diaries
 
