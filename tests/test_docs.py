@@ -65,7 +65,7 @@ def test_paths_that_pages_name_exist():
 def test_functions_that_the_tour_and_the_page_of_the_step_name_are_in_these_files():
     tour = re.findall(r"`([\w/]+)\.py`, `([A-Z_a-z.]+)`", (ROOT / "docs/design/tour.md").read_text(encoding="utf-8"))
     step = (ROOT / "docs/design/step.md").read_text(encoding="utf-8")
-    rows = [(path, name) for name, path in re.findall(r" ([\w.]+) +(\w+/\w+)\.py  ", step)]
+    rows = [(path, name) for name, path in re.findall(r"\| `([\w.]+)` \| `(\w+/\w+)\.py` \|", step)]
     assert len(tour) >= 15
     assert len(rows) >= 15
     for path, name in [*tour, *rows]:

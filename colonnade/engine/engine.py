@@ -432,7 +432,7 @@ class Engine(LastStep, WholeWeights):
                 not learn of it.
         """
         if self._failed:
-            self._give_up_step()
+            self._abandon_step()
         if self._passes == 0:
             self._stepper.report_skips(wait=False)
             self._optimizer.zero_grad(set_to_none=True)
@@ -621,14 +621,14 @@ class Engine(LastStep, WholeWeights):
             if self.context.world_size > 1 and not self._ranks_without_common_sum():
                 get_dist_logger().error(f"rank {self.context.get_global_rank()} abandons this step: {error}")
                 with suppress(GradientError):
-                    self._give_up_step(note_of(error))
+                    self._abandon_step(note_of(error))
             raise
 
     def _ranks_without_common_sum(self) -> list[int]:
         """The ranks that share no gradient all-reduce with this one, and so cannot learn that it abandons a step."""
         return sorted(set(range(self.context.world_size)).difference(*self._sync.synchroniser.groups))
 
-    def _give_up_step(self, why: str = "") -> None:
+    def _abandon_step(self, why: str = "") -> None:
         """Abandon the step on all ranks; with a reason (`why`), all ranks raise it as an error.
 
         The other ranks continue to the end of the step and wait for this one in its collectives. So this rank goes through the
@@ -736,7 +736,7 @@ class Engine(LastStep, WholeWeights):
                     yield batch
                     # A loop that has caught the error of its backward pass may leave the rest to this generator.
                     if self._failed:
-                        self._give_up_step()
+                        self._abandon_step()
                     passes = self._total_passes - before
                     if passes != 1 or self._passes == self.accumulation:
                         raise GradientError(
