@@ -37,6 +37,9 @@ def test_every_generated_part_can_be_made_in_both_forms():
 def test_the_reference_has_every_key_and_every_command():
     keys = generated.filled("<!-- generated: config_keys -->")
     assert all(f"`{key.path}`" in keys for key in all_keys())
+    assert "| `zero.master_weights` |" in keys
+    row = next(line for line in keys.splitlines() if line.startswith("| `clip_grad_norm.norm_type`"))
+    assert "| `2.0` |" in row  # the default
     commands = generated.filled("<!-- generated: command_line -->")
     assert all(f"## colonnade {name}\n" in commands for name in COMMANDS)
     assert "| `--max-restarts" in commands

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from math import inf, prod
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, cast
 
 from colonnade.config.fields import (
     AMP_MODE,
@@ -793,12 +793,16 @@ REFUSED: dict[str, str] = {
 
 
 class Key(NamedTuple):
-    """One key: its path (`zero.stage`; `NAME` stands for a custom name), allowed values and meaning."""
+    """One key: its path (`zero.stage`; `NAME` stands for a custom name), allowed values, meaning and default.
+
+    `default` is empty if the key is not set by default, or if its default depends on other keys.
+    """
 
     path: str
     allows: str
     means: str
     required: bool = False
+    default: str = ""
 
 
 def all_keys() -> list[Key]:
@@ -807,8 +811,11 @@ def all_keys() -> list[Key]:
 
 
 def _keys_below(section: type[AnySection], path: tuple[str, ...]) -> Iterator[Key]:
+    defaults = {item.name: item.default for item in fields(cast(Any, section))}
     for name, rule in keys_of(section).items():
-        yield Key(".".join((*path, name)), rule.allows, rule.purpose, name in section.required)
+        required = name in section.required
+        default = "" if required or defaults[name] in (MISSING, None, ()) else repr(defaults[name])
+        yield Key(".".join((*path, name)), rule.allows, rule.purpose, required, default)
         yield from _keys_in(rule, (*path, name))
     if section.others is not None:
         yield from _keys_in(section.others, (*path, "NAME"))

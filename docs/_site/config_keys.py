@@ -16,17 +16,18 @@ def markdown() -> str:
         if len(keys) > 1:
             lines += [f"## {name}", "", *_table(keys), ""]
     lines += ["## Other keys", "", *_table(single), ""]
-    lines += ["## Keys of other frameworks that are refused", "", "| key | what is said |", "|---|---|"]
+    lines += ["## Keys of other frameworks that raise an error", "", "| key | message |", "|---|---|"]
     lines += [f"| `{name}` | {_cell(said)} |" for name, said in REFUSED.items()]
     return "\n".join(lines) + "\n"
 
 
 def _table(keys: list[Key]) -> list[str]:
     rows = [
-        f"| `{key.path}`{' (required)' if key.required else ''} | {_cell(key.means)} | {_cell(key.allows)} |"
+        f"| `{key.path}`{' (required)' if key.required else ''} | {_cell(key.means)} | "
+        f"{f'`{key.default}`' if key.default else ''} | {_cell(key.allows)} |"
         for key in keys
     ]
-    return ["| key | means | may be |", "|---|---|---|", *rows]
+    return ["| key | meaning | default | allowed values |", "|---|---|---|---|", *rows]
 
 
 def _cell(text: str) -> str:
