@@ -31,7 +31,14 @@ def config(
             from colonnade.cli.tables import fitted_table
 
             console = Console(highlight=False)
-            rows = [(f"{key.path}{' (required)' if key.required else ''}", key.means, key.allows) for key in found]
+            rows = [
+                (
+                    f"{key.path}{' (required)' if key.required else ''}",
+                    f"{key.means} (default {key.default})" if key.default else key.means,
+                    key.allows,
+                )
+                for key in found
+            ]
             console.print(fitted_table(("key", "meaning", "allowed values"), rows, console.width))
         else:
             raise ConfigError(

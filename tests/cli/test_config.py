@@ -30,7 +30,9 @@ def test_every_key_is_listed_with_what_it_means_and_may_be(capsys: Any) -> None:
         "allows": "0, 1, 2 or 3",
         "means": "1: optimizer state is sharded, 2: and gradients, 3: and parameters",
         "required": True,
+        "default": "",
     }
+    assert listed["clip_grad_norm.norm_type"]["default"] == "2.0"
     assert {"clip_grad_norm.groups.NAME.max_norm", "gradient_handler[].type", "parallel.NAME.size"} <= set(listed)
 
 
