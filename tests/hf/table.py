@@ -1,4 +1,4 @@
-"""The table of docs/evidence/models.md: every architecture under every layout, beside one process.
+"""The table of docs/evidence/models.md: every architecture under every layout, compared with a single process.
 
 `python -m tests.hf.table [--only llama ...] [--layouts "tensor 2" ...] [--data 2] [--write docs/evidence/models.md]`
 """
@@ -22,7 +22,7 @@ from colonnade.testing import WorldResult, run_world
 from tests.hf.runs import LAYOUTS, Layout, run_all, truth_file
 from tests.hf.zoo import ARCHITECTURES, BY_NAME, Architecture, reference
 
-# Refusals and warnings of transformers are not what is asked; plain gloo is faster than the one that watches.
+# Errors and warnings of transformers would hide the results; gloo is faster without its checks of collectives.
 QUIET = {"TORCH_DISTRIBUTED_DEBUG": "OFF", "TRANSFORMERS_VERBOSITY": "error"}
 
 Cells = dict[tuple[str, str], str]
@@ -37,7 +37,7 @@ def make(
 ) -> Cells:
     """Run every architecture under every layout: one world for each layout, and one more after each failure.
 
-    `after` is told the cells of a layout as soon as they are known.
+    `after` is called with the cells of a layout when the layout is done.
     """
     cells: Cells = {}
     architectures = list(architectures)
@@ -72,7 +72,7 @@ def _run(layout: Layout, names: list[str], folder: str) -> dict[str, str]:
 
 
 def _story(result: WorldResult) -> str:
-    """What the first rank said that failed by itself."""
+    """The error of the first rank that failed for its own reason."""
     failed = [outcome for outcome in result.outcomes if not outcome.ok]
     first = min(failed, key=lambda outcome: (outcome.kind != "exception", outcome.time))
     return f"{first.type or first.kind}: {first.message}\n{first.traceback or first.stack}"
@@ -84,7 +84,7 @@ NOTHING = "–"
 
 
 def documented(text: str) -> Cells:
-    """The cells of a page. Of one that is not "ok" the note that it points to."""
+    """The cells of a page; for a cell that is not "ok", the text of its note."""
     _, _, rest = text.partition(BEGIN)
     table, _, _ = rest.partition(END)
     rows = [line.strip("| \n").split(" | ") for line in table.splitlines() if line.startswith("| ")]
@@ -100,7 +100,7 @@ def documented(text: str) -> Cells:
 
 
 def written(cells: Cells) -> str:
-    """The table, with what is not "ok" as numbered notes below it."""
+    """The table; the reasons of cells that are not "ok" are numbered notes below it."""
     notes: dict[str, int] = {}
 
     def text(cell: str | None) -> str:
@@ -119,7 +119,7 @@ def written(cells: Cells) -> str:
 
 
 def write(path: Path, cells: Cells) -> None:
-    """Give the table of a page these cells."""
+    """Replace these cells in the table of a page."""
     page = path.read_text(encoding="utf-8")
     before, _, rest = page.partition(BEGIN)
     after = rest.partition(END)[2]
@@ -127,7 +127,7 @@ def write(path: Path, cells: Cells) -> None:
 
 
 def short(cell: str) -> str:
-    """A reason in one sentence, the same for all models that it holds of."""
+    """A reason in one sentence without the class of the model, so that several models share a note."""
     line = next(line for line in cell.splitlines() if line.strip()).strip()
     sentence = re.split(r"\. (?=[A-Z])", line)[0]
     sentence = re.sub(r"\b[A-Z]\w*(For[A-Z]\w+|LMHeadModel)\b", "the model", sentence)
@@ -137,9 +137,9 @@ def short(cell: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", help="architectures")
-    parser.add_argument("--layouts", nargs="*", help="layouts by name")
-    parser.add_argument("--data", type=int, default=1, help="ranks of data parallelism on top")
-    parser.add_argument("--write", type=Path, help="a page whose table gets the cells that were run")
+    parser.add_argument("--layouts", nargs="*", help="names of layouts")
+    parser.add_argument("--data", type=int, default=1, help="data-parallel ranks for each layout")
+    parser.add_argument("--write", type=Path, help="the page in whose table these cells are replaced")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     chosen = [BY_NAME[name] for name in arguments.only] if arguments.only else ARCHITECTURES

@@ -1,6 +1,6 @@
-"""The grid: models under mixes of modes, each trained for three steps beside one process.
+"""The grid: models under combinations of modes, each trained for three steps and compared with a single process.
 
-`python -m tests.models.grid` runs all of it and prints the table that stands in the documents.
+`python -m tests.models.grid` runs all cases and prints the table of docs/evidence/grid.md.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _llama(heads: int, **options: Any) -> Llama:
 
 
 class Case(NamedTuple):
-    """A model on so many ranks."""
+    """A model, a parallel configuration and a number of ranks."""
 
     model: str
     parallel: dict[str, Any]
@@ -88,7 +88,7 @@ TENSOR = [
 
 
 def _has_heads(model: str, parallel: dict[str, Any]) -> bool:
-    """Two key heads are none for some of 4 ranks; test_models.py has that this is refused."""
+    """Two key heads are too few for 4 ranks: test_models.py checks the error."""
     return model != "Llama" or parallel != _tensor(4, "1d")
 
 
@@ -145,7 +145,7 @@ GRID = [
 
 
 def mixes() -> dict[str, list[Case]]:
-    """The cases by their mix and options: models that are split alike can share a world, the less new ones one of their own."""
+    """The cases by configuration and options. Models of one configuration share a world; long cases have their own."""
     found: dict[str, list[Case]] = {}
     for case in GRID:
         mix = f"{case.ranks} ranks: {str(case).split(': ', 1)[1]}"
@@ -154,7 +154,7 @@ def mixes() -> dict[str, list[Case]]:
 
 
 def is_long(case: Case) -> bool:
-    """Two ranks are quick; of more, every mode and every mix once, with each kind of model."""
+    """Two ranks are quick. With more, short tests run every mode and configuration once, with each kind of model."""
     again = case.model == "Llama, tied" and case.parallel == _tensor(4, "2.5d", depth=1)
     return case.ranks > 2 and (case.model in ("GPT", "ViT", "Llama") or again)
 
@@ -169,7 +169,7 @@ def batch(model: str, part: int, step: int) -> tuple[Tensor, Tensor]:
 
 
 def train_all(cases: list[Case]) -> None:
-    """On each rank: every case in turn."""
+    """On each rank: train all cases one after another."""
     for case in cases:
         try:
             trained(case)
@@ -179,7 +179,7 @@ def train_all(cases: list[Case]) -> None:
 
 
 def trained(case: Case, zero: Any = 0, **settings: Any) -> None:
-    """On each rank: three steps of the case and of one process; raises where they differ."""
+    """On each rank: three steps of the case and of a single process; raises if they differ."""
     piped = "pipeline" in case.parallel
     schedule = {"schedule": {"type": "OneFOneB", "num_microbatches": MICRO_BATCHES}} if piped else {}
     config = {"parallel": case.parallel, "clip_grad_norm": 1.0, "zero": zero, **schedule, **settings}
@@ -199,7 +199,7 @@ def trained(case: Case, zero: Any = 0, **settings: Any) -> None:
             parts = [batch(case.model, part, step) for part in range(gpc.data_parallel_size)]
             loss = torch.zeros((), device=gpc.device)
             for micro in range(MICRO_BATCHES if piped else 1):
-                # A micro-batch of all data ranks is one batch: that is what its auxiliary loss is taken over.
+                # A micro-batch of all data ranks is one batch, over which the auxiliary loss is computed.
                 rows = slice(micro * 2, micro * 2 + 2) if piped else slice(None)
                 x, y = (torch.cat([column[rows] for column in columns]) for columns in zip(*parts, strict=True))
                 out = plain(x)
@@ -215,7 +215,7 @@ def trained(case: Case, zero: Any = 0, **settings: Any) -> None:
 def main() -> int:
     failed = 0
     print(stamp("python -m tests.models.grid") + "\n")
-    print("| model | mix | ranks | equal to one process |\n|---|---|---|---|")
+    print("| model | configuration | ranks | matches |\n|---|---|---|---|")
     for case in GRID:
         begin = time.monotonic()
         result = run_world(case.ranks, trained, case, timeout=100, check=False)
