@@ -343,7 +343,7 @@ def why_divided(row: LedgerRow) -> str:
     if row.divisor == count:
         return f"its {count} ranks saw distinct data"
     if count == 1:
-        return f"{row.divisor:g} ranks saw distinct data; only this one stores the shard, and its gradient is of the data of all"
+        return f"{row.divisor:g} ranks saw distinct data; only this rank stores the shard, and its gradient covers the data of all of them"
     return f"{row.divisor:g} ranks saw distinct data; the gradients of these {count} are of the data of all of them"
 
 
