@@ -14,7 +14,7 @@ author = "The Colonnade developers"
 project_copyright = "The Colonnade developers. Apache-2.0"
 version = release = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "colonnade_site"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "colonnade_site"]
 exclude_patterns = ["_site", "_templates"]
 templates_path = ["_templates"]
 nitpicky = True
@@ -29,6 +29,9 @@ suppress_warnings = ["ref.python"]
 # A dash of an option and a quote of a snippet stay what one types.
 smartquotes = False
 
+# Args, Returns and Raises of docstrings become lists of fields.
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True

@@ -194,7 +194,7 @@ class Dropping(TorchFunctionMode):
 
                 # The dropout of recurrent layers and of attention between ranks is not a call that can be intercepted.
                 rate = vars(module).get("dropout")
-                in_kernel = isinstance(module, nn.RNNBase) or bool(getattr(module, "_reaches", False))
+                in_kernel = isinstance(module, nn.RNNBase) or bool(getattr(module, "is_split_over_ranks", False))
                 if isinstance(rate, float) and rate and in_kernel:
                     self.zeroed.add(own)
                     stack.callback(setattr, module, "dropout", rate)

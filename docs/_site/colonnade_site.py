@@ -16,7 +16,8 @@ from sphinx.application import Sphinx
 def setup(app: Sphinx) -> dict[str, Any]:
     """Connect each of them to its moment of a build."""
     app.connect("source-read", _fill)
-    app.connect("autodoc-process-docstring", docstrings.as_restructured_text)
+    # Before napoleon (priority 500), which reads the sections of the docstring.
+    app.connect("autodoc-process-docstring", docstrings.as_restructured_text, priority=400)
     app.connect("autodoc-skip-member", docstrings.is_left_out)
     app.connect("html-page-context", _say_levels)
     app.connect("build-finished", _after)

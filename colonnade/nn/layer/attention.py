@@ -179,7 +179,7 @@ class SelfAttention(nn.Module):
             raise ConfigError(f"over={over!r}: allowed are 'ring' and 'ulysses'; balanced={balanced} needs 'ring'")
         self.head_size, self.causal, self.over, self.balanced = head_size or hidden // heads, causal, over, balanced
         self.rotary, self.qk_norm, width = rotary, qk_norm, self.head_size * heads
-        self.window, self.dropout, self._is_split = window, dropout, sequence_rank(here.context)[0] > 1
+        self.window, self.dropout, self.is_split_over_ranks = window, dropout, sequence_rank(here.context)[0] > 1
         self._shared_lengths = shared_lengths or SharedLengths()
         self._number = self._shared_lengths.join()
         # Query heads are sharded in groups: those that use one key head stay with it.
@@ -243,13 +243,13 @@ class SelfAttention(nn.Module):
         here = self.arrangement
         projected = self.qkv(x).chunk(3, -1) if hasattr(self, "qkv") else (self.q(x), *self.kv(x).chunk(2, -1))
         q, k, v = (y.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for y in projected)
-        if self._is_split and lengths is None:
+        if self.is_split_over_ranks and lengths is None:
             lengths = self._exchanged_lengths(q.size(2))
         if self.qk_norm is not None:
             q, k = (F.rms_norm(x, (self.head_size,), w, self.qk_norm) for x, w in ((q, self.q_norm), (k, self.k_norm)))
         if self.rotary is not None:
             positions = None
-            if self._is_split:
+            if self.is_split_over_ranks:
                 parts = parts_of(q.size(2), lengths, self.balanced, here.context)
                 lengths = parts.lengths
                 positions = parts.positions(sequence_rank(here.context)[1], q.device)
@@ -270,7 +270,7 @@ class SelfAttention(nn.Module):
         here = self.arrangement
         dropout = self.dropout if self.training else 0.0
         with stream_of(here, "inner") if dropout else nullcontext():
-            if self._is_split or self.window is not None or documents is not None:
+            if self.is_split_over_ranks or self.window is not None or documents is not None:
                 if mask is not None:
                     raise ConfigError(
                         "attention with context parallelism, a window or documents takes no mask; use causal=True, or leave "
