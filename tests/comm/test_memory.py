@@ -59,23 +59,6 @@ def test_where_one_rank_has_no_room_no_rank_shares():
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
-@pytest.mark.parametrize(
-    ("shared", "sockets", "device", "expected"),
-    [
-        (True, True, "cpu", True),
-        (False, True, "cpu", False),
-        (True, False, "cpu", False),
-        (True, True, "meta", False),
-    ],
-)
-def test_memory_is_shared_on_the_host_where_ranks_are_connected_and_nobody_minds(shared, sockets, device, expected):
-    group = _group([None], [])
-    group.sockets = group.sockets if sockets else None
-    memory = allocate(group, 3, torch.float32, torch.device(device), shared)
-    assert (memory.every is not None) is expected
-    assert (memory.own.shape, memory.own.device.type) == ((3,), device)
-
-
 def test_memory_that_cannot_be_had_is_told_and_leaves_nothing_open():
     limits, before = resource.getrlimit(resource.RLIMIT_FSIZE), os.listdir("/proc/self/fd")
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))

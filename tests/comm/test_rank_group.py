@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch.distributed as dist
 
@@ -36,29 +34,6 @@ def test_why_memory_is_not_shared_is_said_or_raised():
         group.cannot_share("no room")
     assert len(said) == 1
     group.close()
-
-
-@pytest.mark.parametrize(("here", "there"), [(None, "no socket there"), ("no socket here", None)])
-def test_where_one_rank_cannot_be_reached_none_is_connected(monkeypatch, here, there):
-    said: list[str] = []
-    closed: list[bool] = []
-    sockets = SimpleNamespace(close=lambda: closed.append(True)) if here is None else None
-    monkeypatch.setattr(rank_group, "connect", lambda *_: (sockets, here))
-    group = RankGroup((3,), None, said.append)
-    monkeypatch.setattr(group, "gather_objects", lambda mine: [mine, there if mine == here else mine])
-    group.share_memory(must=False)
-    assert said == [f"gradients are sent by the process group, not by shared memory: {here or there}"]
-    assert group.sockets is None
-    assert closed == [True] * (here is None)
-
-
-def test_connections_are_closed_once():
-    group, closed = RankGroup((3,), None), []
-    group.sockets = SimpleNamespace(close=lambda: closed.append(True))  # type: ignore[assignment]
-    group.close()
-    group.close()
-    assert closed == [True]
-    assert group.sockets is None
 
 
 def _talk(opened: list[object]) -> None:

@@ -19,13 +19,6 @@ def layout_of(rows: list[list[int]], columns: list[list[int]]) -> Any:
     return SimpleNamespace(group_of=lambda mode, rank: next(group for group in groups[mode] if rank in group))
 
 
-def test_a_grid_is_the_same_from_every_rank_of_it():
-    layout = layout_of([[0, 2], [1, 3], [4, 6], [5, 7]], [[0, 1], [2, 3], [4, 5], [6, 7]])
-    assert [_rank_grid(layout, [ROWS, COLUMNS], rank) for rank in range(8)] == [[[0, 1], [2, 3]]] * 4 + [
-        [[4, 5], [6, 7]]
-    ] * 4
-
-
 @pytest.mark.parametrize(
     ("rows", "columns"),
     [

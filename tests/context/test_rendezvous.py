@@ -98,23 +98,6 @@ def test_one_busy_thread_of_several_is_waited_for(monkeypatch):
         done.set()
 
 
-def test_before_python_ends_threads_are_seen_at_rest_many_times_in_a_row(monkeypatch):
-    almost = [False] * (rendezvous._IDLE_LOOKS - 1)
-    states = iter([True, *almost, True, *almost, False])
-    monkeypatch.setattr(rendezvous, "Path", lambda path: SimpleNamespace(glob=lambda pattern: [path]))
-    monkeypatch.setattr(rendezvous, "_is_busy", lambda task: next(states))
-    rendezvous._wait_for_threads()
-    assert list(states) == []
-    states = iter([False] * rendezvous._IDLE_LOOKS)
-    begin = time.monotonic()
-    rendezvous._wait_for_threads()
-    assert list(states) == []
-    assert time.monotonic() - begin >= 0.001 * rendezvous._IDLE_LOOKS  # they are given time
-    monkeypatch.setattr(rendezvous, "_is_busy", lambda task: True)
-    monkeypatch.setattr(rendezvous, "_IDLE_SECONDS", 0.01)
-    rendezvous._wait_for_threads()  # not for ever
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_after_a_launch_that_failed_the_next_one_begins_as_the_first(monkeypatch, rank):
     monkeypatch.setattr(rendezvous, "_store", lambda *args: PrefixStore("launch", HashStore()))

@@ -185,10 +185,6 @@ def _frozen_and_thawed(accumulation: int = 1) -> None:
         engine.close()
 
 
-def test_layers_frozen_and_thawed_in_mid_run_equal_one_process():
-    run_world(2, _frozen_and_thawed)
-
-
 # -- what is refused --------------------------------------------------------------------------------------
 
 

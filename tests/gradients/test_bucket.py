@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from colonnade.comm.rank_group import GroupMemory
 from colonnade.errors import GradientError
-from colonnade.gradients.bucket import MISSING, TAIL, Bucket, Buffer, GradientShard, fill
+from colonnade.gradients.bucket import Bucket
 from colonnade.gradients.sums import Sharding, Sum, SyncOptions
 from colonnade.gradients.synchroniser import Synchroniser
 from colonnade.gradients.transport import CollectiveTransport, SharedMemoryTransport
@@ -25,21 +25,6 @@ MB = 1 << 20
 def _sum(*numels: int, ranks: tuple[int, ...] = (0, 1)) -> Sum:
     parameters = tuple(nn.Parameter(torch.zeros(numel)) for numel in numels)
     return Sum(tuple(f"p{i}" for i in range(len(numels))), parameters, ranks, None, 2.0)
-
-
-def test_buckets_keep_the_order_the_first_is_small_and_none_is_over_the_cap():
-    one = _sum(10, 20, 30, 40, 500, 60)
-    buckets = fill(one, [5, 4, 3, 2, 1, 0], cap=400, first=250, index=0)
-    assert [bucket.positions for bucket in buckets] == [(5,), (4,), (3, 2, 1, 0)]
-    assert [bucket.names for bucket in buckets][-1] == ("p3", "p2", "p1", "p0")
-
-
-def test_room_divides_among_the_ranks_in_whole_cache_lines():
-    for ranks in ((0,), (0, 1), (0, 1, 2), tuple(range(7))):
-        bucket = Bucket(_sum(5, 100, ranks=ranks), [0, 1], 0)
-        assert bucket.numel % (16 * len(ranks)) == 0
-        tail = TAIL if len(ranks) > 1 else 0
-        assert bucket.layout.numel + tail <= bucket.numel < bucket.layout.numel + tail + 16 * len(ranks)
 
 
 @pytest.mark.parametrize("overlap", ["auto", True, False])
@@ -55,98 +40,6 @@ def test_what_starts_early(overlap, between_stages, takes_turns):
     early = overlap is not False and not between_stages
     assert SharedMemoryTransport(bucket, GroupMemory(memory, [memory, memory]), group).early == (early and takes_turns)
     assert CollectiveTransport(bucket, GroupMemory(memory), group).early == early
-
-
-class Early:
-    """A transport without other ranks."""
-
-    early = True
-
-    def __init__(self, bucket: Bucket) -> None:
-        self._bucket = bucket
-
-    def start(self) -> None: ...
-
-    def finish(self, factor: float | Tensor) -> None:
-        self._bucket.gradient.mul_(factor)
-
-
-def _placed(*numels: int) -> Bucket:
-    bucket = Bucket(_sum(*numels), list(range(len(numels))), 0)
-    buffer = Buffer(bucket, GroupMemory(torch.ones(bucket.numel)))
-    buffer.transport = Early(bucket)
-    bucket.buffers.append(buffer)
-    bucket.use(buffer)
-    bucket.recording = True
-    return bucket
-
-
-def test_a_gradient_is_moved_once_and_autograd_then_adds_to_the_bucket():
-    bucket = _placed(5, 100)
-    bucket.begin()
-    for parameter in bucket.parameters:
-        assert not bucket.is_complete()
-        parameter.grad = torch.ones_like(parameter)
-    bucket.move_arrived()
-    assert bucket.is_complete()
-    versions = [view._version for view in bucket.views]
-    bucket.move(range(2))
-    assert [view._version for view in bucket.views] == versions
-    bucket.recording = False
-    bucket.begin()
-    for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-        assert parameter.grad is view
-        assert not bucket.is_complete()
-        (2 * parameter).sum().backward()
-        assert parameter.grad is view
-        assert bool((view == 3).all())
-    assert bucket.is_complete()
-    assert bucket.collect(early=False) == {}
-    bucket.send()
-
-
-def test_offered_views_are_zero_and_those_that_nobody_used_are_missing():
-    bucket = _placed(5, 100, 7)
-    bucket.parameters[2].grad = torch.ones(7)
-    bucket.recording = False
-    bucket.begin()
-    assert float(bucket.views[0].sum() + bucket.views[1].sum()) == 0
-    (2 * bucket.parameters[0]).sum().backward()
-    bucket.recording = False
-    bucket.begin()
-    assert not bucket.is_complete()
-    assert bucket.collect(early=False) == {1: MISSING}
-    bucket.send()
-    assert [parameter.grad is None for parameter in bucket.parameters] == [False, True, False]
-    bucket.finish(1.0)
-    # Ten and seven, divided by the two of the reduction.
-    assert float(bucket.views[0].sum() + bucket.views[2].sum()) == 8.5
-
-
-@pytest.mark.parametrize("early", [True, False])
-def test_after_a_sum_the_gradients_are_in_the_bucket_whenever_it_began(early):
-    bucket = _placed(5, 100)
-    for parameter in bucket.parameters:
-        parameter.grad = torch.full_like(parameter, 4.0)
-    bucket.begin()
-    assert bucket.collect(early=early) == {}
-    assert [parameter.grad is None for parameter in bucket.parameters] == [early] * 2
-    bucket.send()
-    bucket.finish(1.0)
-    for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-        assert parameter.grad is view
-        assert bool((view == 2).all())
-
-
-def test_a_sum_is_divided_before_it_goes_into_a_narrower_slice():
-    """The sum of fp16 gradients may be more than fp16 can hold; their mean is not."""
-    for factor in (0.5, torch.tensor(0.5)):
-        shard = GradientShard(torch.full((2,), torch.nan, dtype=torch.float16))
-        shard.land(torch.tensor([80000.0, 1.0]), factor)
-        assert shard.flat.tolist() == [40000.0, 0.5]
-        shard.landed = True
-        shard.land(torch.tensor([-71680.0, 1.0]), factor)
-        assert shard.flat.tolist() == [4160.0, 1.0]
 
 
 def _peak(steps: int, run) -> int:
@@ -221,18 +114,6 @@ def test_ranks_that_would_reduce_other_things_stop_before_the_first_step(kind, m
     outcomes = run_world(2, _different, kind, check=False).outcomes
     assert [outcome.type for outcome in outcomes] == ["colonnade.errors.GradientError"] * 2
     assert all(message in outcome.message for outcome in outcomes), outcomes[0].message
-
-
-def test_a_parameter_in_two_reductions_is_refused():
-    one = _sum(4, ranks=(0,))
-    with pytest.raises(GradientError, match="'p0' is in two sums"):
-        Synchroniser([one, Sum(("p0",), one.parameters, (0,), None, 1.0)])
-
-
-def test_a_divisor_of_zero_is_refused():
-    one = _sum(4, ranks=(0,))
-    with pytest.raises(GradientError, match="divisor"):
-        Synchroniser([Sum(one.names, one.parameters, (0,), None, 0.0)])
 
 
 def test_one_rank_and_no_group_only_divides():

@@ -62,17 +62,6 @@ def inside(bucket: Any) -> list[float | None]:
     return [view[0].item() if bool((view == view[0]).all()) else None for view in bucket.views]
 
 
-def test_a_new_bucket_has_not_begun_and_waits_for_every_gradient_once():
-    bucket = made(5, 100)
-    assert (bucket.started, bucket.full, bucket.recording) == (False, False, False)
-    assert (bucket.firings, bucket.left, bucket.last) == (1, 1, 0)
-    assert (bucket.absent, list(bucket.expected)) == (frozenset(), [0, 1])
-    bucket.firings = 3
-    bucket.full = True
-    bucket.begin()
-    assert (bucket.full, bucket.left) == (False, 3)
-
-
 @pytest.mark.parametrize(
     ("ranks", "sharding", "room"),
     [(1, None, 0), (2, None, TAIL), (2, Sharding(), 0), (1, Sharding(), 0), (3, None, TAIL)],
@@ -118,49 +107,6 @@ def test_which_buckets_carry_numbers_and_which_carry_counts():
     assert bucket.buffer.flat.tolist() == [1] * STEP + [7] * TAIL + [1] * (STEP - TAIL)
 
 
-def test_only_whole_buckets_of_plain_tensors_on_the_host_offer_their_views(monkeypatch):
-    assert made(5, 6)._offers
-    assert not made(5, 6, sharding=STAGED)._offers
-    some = made(5, 6)
-    monkeypatch.setattr(bucket_module, "is_dtensor", lambda parameter: parameter is some.parameters[1])
-    some.use(some.buffer)
-    assert not some._offers
-    some.begin()
-    assert [parameter.grad for parameter in some.parameters] == [None, None]
-    monkeypatch.undo()
-    with torch.device("meta"):
-        away = made(5, 6)
-    assert not away._offers
-
-
-def test_while_recording_nothing_is_offered_and_else_all_that_is_missing():
-    bucket = made(5, 6, 7)
-    bucket.recording = True
-    bucket.begin()
-    assert [parameter.grad for parameter in bucket.parameters] == [None] * 3
-    bucket.recording = False
-    bucket.attach(0)  # as it is after a step, and the others were set to None
-    bucket.begin()
-    assert all(parameter.grad is grad for parameter, grad in zip(bucket.parameters, bucket.grads, strict=True))
-    assert inside(bucket) == [1, 0, 0]
-    come(bucket, None, None, None)
-    bucket.begin()
-    assert inside(bucket) == [0, 0, 0]
-    one = made(5)
-    one.begin()
-    assert one.parameters[0].grad is one.grads[0]
-
-
-def test_a_sum_is_divided_by_its_divisor_and_multiplied_by_the_factor_of_the_step():
-    bucket = made(5, 6, divisor=4.0)
-    come(bucket, 4, 6)
-    bucket.collect(early=False)
-    bucket.send()
-    for factor in (1.0, torch.tensor(0.5)):
-        bucket.finish(factor)
-    assert bucket.transport.calls == ["start", 0.25, 0.125]
-
-
 def test_after_a_step_what_was_set_to_none_is_offered_again():
     bucket = made(5, 6)
     bucket.begin()
@@ -188,14 +134,6 @@ def test_views_that_were_given_other_memory_are_made_anew_and_others_are_left():
     bucket.begin()
     assert bucket.views[1] is not before[1]
     assert bucket.views[1].data_ptr() == bucket.buffer.flat.data_ptr() + 4 * STEP
-
-
-def test_what_is_attached_and_was_not_offered_has_come():
-    bucket = made(5, 6)
-    for index in range(2):
-        bucket.attach(index)
-    assert bucket.collect(early=False) == {}
-    assert bucket.started
 
 
 @pytest.mark.parametrize("numels", [(5,), (5, 6)])

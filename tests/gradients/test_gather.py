@@ -18,7 +18,6 @@ from colonnade.gradients.gather import Gather, GatherAhead
 from colonnade.gradients.sums import Sharding, Sum, SyncOptions
 from colonnade.gradients.synchroniser import Synchroniser
 from colonnade.testing import run_world
-from tests.gradients.test_values import group, values
 
 
 class Reaches(nn.Module):
@@ -131,19 +130,3 @@ def _slices(shared: bool) -> None:
 @pytest.mark.parametrize("shared", [False, True])
 def test_slices_reach_all_ranks_through_shared_memory_and_by_collectives(shared):
     run_world(2, _slices, shared)
-
-
-def test_a_gather_is_under_way_until_it_is_waited_for_and_then_the_parameters_are_the_new_ones():
-    some = [values([(3,), (2, 2)], torch.bfloat16, 1, 0, wide=wide) for wide in (False, True)]  # with masters too
-    gather = Gather(group(1, 0), some)
-    for one in some:
-        for part in one.parts:
-            part.detach().fill_(7)
-    gather.begin()
-    assert all(gather.is_under_way(one) for one in some)
-    gather.wait([some[0]])
-    assert [gather.is_under_way(one) for one in some] == [False, True]
-    gather.wait()
-    assert not any(gather.is_under_way(one) for one in some)
-    for one in some:
-        assert all(torch.equal(p, torch.full_like(p, 7)) for p in one.bucket.parameters)

@@ -11,13 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from colonnade._launch import launch
-from colonnade.comm.torch_versions import HashStore
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.errors import LedgerError
-from colonnade.gradients import probe
 from colonnade.gradients.probe import SameCalls, find_difference
 
 SUM = "calls all_reduce of 4 elements"
@@ -56,31 +52,6 @@ def test_the_first_of_those_who_differ_is_named_and_what_they_do_before_what_the
         found = find_difference(0, (0, 1, 2), dict(enumerate([state(), *others])), quiet)
         assert str(found).startswith(f"rank {name} {others[name - 1]['does']} where rank 0 {SUM} (after 0 equal calls")
     assert find_difference(0, (0, 1), dict(enumerate([state(), state(), state("calls other")])), True) is None
-
-
-@pytest.mark.parametrize(
-    ("error", "does", "raised"),
-    [
-        (None, "ends handle_gradient()", ""),
-        (LedgerError("the handler: ranks differ"), "stops with LedgerError: the handler: ranks differ", "ranks differ"),
-        (ValueError("no"), "stops with ValueError: no", ""),
-    ],
-)
-def test_how_a_rank_left_is_written_down(monkeypatch, error, does, raised):
-    store = HashStore()
-    monkeypatch.setattr(probe, "default_store", lambda: store)
-    calls = SameCalls("the handler", 3)
-    begun = json.loads(calls._store.get("rank/3"))
-    assert (begun["at"], begun["ended"], begun["raised"], begun["calls"]) == ("", False, "", {})
-    try:
-        with calls:
-            if error is not None:
-                raise error
-    except type(error or OSError()):
-        pass
-    left = json.loads(calls._store.get("rank/3"))
-    assert (left["does"], left["raised"], left["ended"]) == (does, raised, True)
-    assert _get_current_dispatch_mode() is None
 
 
 def test_what_is_no_collective_runs_as_it_is_and_one_of_a_single_rank_at_once():

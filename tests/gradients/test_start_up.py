@@ -82,11 +82,6 @@ def test_there_is_one_group_for_each_set_of_ranks():
     assert said == []
 
 
-def test_a_dtype_to_send_in_is_not_used_in_shared_memory_and_that_is_said():
-    assert "bfloat16 has no effect in shared memory" in opened((2, "cpu", {"compress": torch.bfloat16}))[1][0]
-    assert opened((2, "cpu", {"compress": torch.bfloat16, "shared_memory": False}))[1] == []
-
-
 def test_parameters_of_two_sums_and_divisors_that_are_none_are_refused():
     parameter = nn.Parameter(torch.zeros(1))
     one = Sum(("a",), (parameter,), (0,), None, 0.5)

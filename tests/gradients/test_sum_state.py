@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from colonnade.errors import GradientError
 from colonnade.gradients.bucket import (
     FAILED,
     FROZEN,
@@ -99,34 +97,6 @@ def test_buckets_of_several_sums_start_in_one_order():
     assert {id(bucket) for bucket in last_over_ranks(ordered)} == {id(one[2]), id(other[1]), id(none[0])}
 
 
-def test_all_buckets_lie_in_one_piece_of_memory_one_after_another():
-    state = state_of(8, 8, 8, 8)
-    flats = [bucket.buffer.flat for bucket in state.buckets]
-    for flat, following in pairwise(flats):
-        assert following.data_ptr() == flat.data_ptr() + flat.nbytes
-    assert all(len(bucket.buffers) == 1 for bucket in state.buckets)
-    where = flats[0].data_ptr()
-    state.places[3][0].move([])
-    for parameter, value in zip(state.sum.parameters, range(4), strict=True):
-        parameter.grad = torch.full_like(parameter, float(value))
-    state.lay_out()
-    assert state.buckets[0].buffer.flat.data_ptr() == where  # there is room, so it is taken again
-    values = [parameter.grad for parameter in state.sum.parameters]
-    assert [value.unique().tolist() for value in values] == [[0.0], [1.0], [2.0], [3.0]]
-    state._sparse = {0, 1}
-    state.lay_out()  # anew, with the gradients that are there, and nothing else
-    assert [bucket.positions for bucket in state.buckets] == [(3,), (2,)]
-    for position, value in ((2, 2.0), (3, 3.0)):
-        bucket, index = state.places[position]
-        assert state.sum.parameters[position].grad is bucket.grads[index]
-        assert bucket.views[index].unique().tolist() == [value]
-    assert sum(float(bucket.buffer.flat.sum()) for bucket in state.buckets) == 8 * (2.0 + 3.0)
-    for position in (0, 1):
-        grad = state.sum.parameters[position].grad
-        assert grad.unique().tolist() == [float(position)]
-        assert not where <= grad.data_ptr() < where + 4 * 1000
-
-
 def test_gradients_that_are_there_at_the_start_are_taken_in():
     one = sum_of(8, 8)
     one.parameters[1].grad = torch.full((8,), 3.0)
@@ -134,29 +104,6 @@ def test_gradients_that_are_there_at_the_start_are_taken_in():
     bucket, index = state.places[1]
     assert one.parameters[1].grad is bucket.grads[index]
     assert bucket.views[index].unique().tolist() == [3.0]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "sharding", "wide", "apart"),
-    [
-        (torch.float32, Sharding(), torch.float32, False),
-        (torch.float32, Sharding(wide=True), torch.float32, False),
-        (torch.bfloat16, Sharding(), torch.bfloat16, False),
-        (torch.bfloat16, Sharding(wide=True), torch.float32, True),
-        (torch.float32, Sharding(keep_full=False), torch.float32, True),
-        (torch.float32, Sharding(device=torch.device("meta")), torch.float32, True),
-    ],
-)
-def test_where_the_owned_slice_lies_and_in_which_type(dtype, sharding, wide, apart):
-    state = state_of(8, 8, dtype=dtype, sharding=sharding)
-    for bucket in state.buckets:
-        assert bucket.shard is not None
-        assert (bucket.shard.flat.dtype, bucket.shard.flat.numel()) == (wide, bucket.used)
-        assert bucket.shard.flat.device == (sharding.device or CPU)
-        assert len(bucket.buffers) == (1 if sharding.keep_full else 2)
-        inside = [flat.data_ptr() for flat in (buffer.flat[bucket.own] for buffer in bucket.buffers)]
-        assert (bucket.shard.flat.data_ptr() not in inside) is apart
-    assert state_of(8).buckets[0].shard is None
 
 
 class Notes:
@@ -225,17 +172,6 @@ def test_what_is_frozen_everywhere_has_no_bucket_and_what_is_nowhere_is_no_note(
     assert SumState(sum_of(8, 8, 8, frozen=(1,)), other).active == [True] * 3  # type: ignore[arg-type]
 
 
-def test_gradients_that_came_after_their_bucket_was_sent_are_noted():
-    state = state_of(8, 8, 8)
-    for bucket in state.buckets:
-        bucket.started = bucket is not state.buckets[0]
-    for parameter in state.sum.parameters:
-        parameter.grad = torch.ones(8)
-    state.sum.parameters[1].grad = sparse(state.sum.parameters[1])
-    state.open_notes(failed=False)
-    assert bytes(state.notes) == bytes([OUTSIDE, 0, 0])
-
-
 def test_a_gradient_is_missing_from_a_step_if_it_is_from_all_its_passes():
     state = state_of(8, 8, 8, sharding=Sharding(keep_full=False, every_pass=True))
     for values in ([1.0, None, None], [None, None, 1.0]):
@@ -254,36 +190,6 @@ def test_a_gradient_is_missing_from_a_step_if_it_is_from_all_its_passes():
             state.collect(bucket, early=True)
     state.open_notes(failed=False)
     assert state.close_notes() == bytes([SPARSE] * 3)
-
-
-def test_the_order_of_gradients_is_that_of_the_last_pass_and_buckets_start_as_the_first_ranks():
-    state = state_of(8, 8, 8, 8)  # buckets (3,), (2, 1), (0,)
-    state.begin_pass()
-    state.record(3)
-    state.begin_pass()
-    for position in (1, 0, 2, 1):
-        state.record(position)
-    before = list(state.buckets)
-    state.learn_order()
-    assert [list(bucket.expected) for bucket in before] == [[], [0, 1], [0]]
-    assert [(bucket.last, bucket.firings) for bucket in before] == [(0, 1), (1, 2), (0, 1)]
-    assert not any([state.recording, *(bucket.recording for bucket in before)])
-    assert state.buckets == [before[2], before[1], before[0]]  # what never came is last
-    assert state.laid_out == before
-    state.group.other = [1, 2, 0]  # type: ignore[attr-defined]
-    state.buckets = before
-    state.learn_order()
-    assert state.buckets == [before[1], before[2], before[0]]
-
-
-def test_parameters_of_another_kind_are_refused_by_name():
-    state = state_of(8, 8)
-    state.begin_pass()
-    state.sum.parameters[1].data = torch.zeros(8, dtype=torch.float64)
-    with pytest.raises(
-        GradientError, match=r"'p1' was torch.float32 on cpu at initialize\(\) and is torch.float64 on cpu now"
-    ):
-        state.begin_pass()
 
 
 def test_notes_of_all_ranks_say_whether_other_buckets_are_needed():

@@ -155,22 +155,6 @@ def test_without_a_factor_nothing_is_multiplied_and_a_log_runs_the_handlers():
     assert model.weight.grad.item() == 1.0
 
 
-def test_sockets_between_all_ranks_are_used_where_no_sum_is_sharded():
-    with launch({}, context=ParallelContext(), verbose=False):
-        synchroniser = Synchroniser()
-        sync = GradientSync([], synchroniser, None)  # type: ignore[arg-type]
-        assert sync.world is None
-        world = SimpleNamespace(sockets=None)
-        synchroniser.groups = {(0,): world}
-        assert sync.world is None
-        world.sockets = "sockets"
-        assert sync.world is world
-        synchroniser.buckets = [SimpleNamespace(is_sharded=False)]
-        assert sync.world is world
-        synchroniser.buckets += [SimpleNamespace(is_sharded=True)]
-        assert sync.world is None
-
-
 def test_what_cannot_be_built_or_has_no_handle_gradient_is_refused():
     model = nn.Linear(1, 1)
     assert isinstance(build_gradient_handler("SyncNotes", model, None), SyncNotes)

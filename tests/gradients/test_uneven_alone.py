@@ -17,27 +17,6 @@ from colonnade.gradients.synchroniser import Synchroniser
 from colonnade.gradients.uneven import GroupNotes, finish_uneven
 
 
-def alone(parameters: list[nn.Parameter], divisor: float = 1.0) -> Synchroniser:
-    names = tuple(f"p{at}" for at in range(len(parameters)))
-    return Synchroniser([Sum(names, tuple(parameters), (0,), None, divisor)])
-
-
-def test_one_process_divides_sparse_gradients_and_adds_what_is_given_late():
-    table, weight, unused = nn.Embedding(6, 2, sparse=True), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    reducer = alone([table.weight, weight, unused], divisor=4.0)
-    for _ in range(2):
-        table.weight.grad = weight.grad = unused.grad = None
-        reducer.prepare(last=True)
-        (table(torch.tensor([1, 1, 3])) * weight).sum().backward()
-        reducer.wait()
-        dense = table.weight.grad.to_dense() if table.weight.grad.is_sparse else table.weight.grad
-        expected = torch.zeros(6, 2)
-        expected[1], expected[3] = 2 / 4, 1 / 4
-        torch.testing.assert_close(dense, expected)
-        torch.testing.assert_close(weight.grad, table.weight[torch.tensor([1, 1, 3])].sum(0).detach() / 4)
-        assert unused.grad is None
-
-
 def test_what_lies_beside_a_sharded_bucket_goes_into_the_owned_slice_alone():
     weights = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(20))]
     reducer = Synchroniser([Sum(("p0", "p1"), tuple(weights), (0,), None, 2.0, sharding=Sharding())])
@@ -108,20 +87,3 @@ def test_notes_travel_only_where_they_differ():
     other = Heard((3).to_bytes(8, "little") + b"another!", b"xyz")
     assert agreed(other) == [[b"ab", b"xy"], [b"c", b"z"]]
     assert other.gathered == 1
-
-
-def test_ranks_at_different_steps_are_named():
-    with pytest.raises(GradientError, match="rank 4: 3, rank 6: 2"):
-        agreed(Heard((2).to_bytes(8, "little") + b"another!"))
-
-
-def test_a_gradient_outside_its_bucket_is_added_to_it():
-    weight = nn.Parameter(torch.ones(3))
-    reducer = alone([weight], divisor=2.0)
-    bucket = reducer.buckets[0]
-    one = SimpleNamespace(sum=bucket.sum, group=RankGroup((0,), None), places={0: (bucket, 0)}, buckets=[bucket])
-    bucket.views[0].fill_(1.0)
-    weight.grad = torch.full((3,), 6.0)
-    assert finish_uneven(one, [bytes([OUTSIDE])], 0.5) == {}
-    torch.testing.assert_close(weight.grad, torch.full((3,), 4.0))  # what was there, and half of what came late
-    assert weight.grad is bucket.grads[0]

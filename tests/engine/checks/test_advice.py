@@ -11,7 +11,7 @@ from torch import nn
 from colonnade.context.layout_builder import build_layout
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine import checks
-from colonnade.parallel.placement import Replicate, Shard, place
+from colonnade.parallel.placement import place
 
 
 @pytest.fixture
@@ -70,35 +70,3 @@ def model(spec: Any = None) -> nn.Module:
     if spec is not None:
         place(made.weight, {ParallelMode.TENSOR: spec})
     return made
-
-
-@pytest.mark.parametrize(
-    ("context", "given", "is_said"),
-    [
-        (world(2, tensor=2), model(), True),
-        (world(2, tensor=2), model(Shard(0)), False),
-        (world(2, tensor=2), model(Replicate(owes="sum")), False),
-        (world(2, tensor=2), nn.Tanh(), False),
-        (world(1), model(), False),
-        (world(2), model(), False),
-        (world(2, pipeline=2), model(), False),
-        (world(2, sequence=2), model(), False),
-    ],
-)
-def test_ranks_that_repeat_the_work_of_others(said, context, given, is_said):
-    checks.warn_of_repeated_work(given, context)
-    assert len(said) == is_said
-    if is_said:
-        assert said[0].startswith("no parameter of the model is split over the 2 ranks of TENSOR")
-
-
-@pytest.mark.parametrize("split", [(None, None), ("outer", None), (None, "inner"), ("outer", "inner")])
-@pytest.mark.parametrize("size", [1, 2])
-def test_layers_of_ours_that_split_nothing(said, split, size):
-    layers = [model(Shard(0)) for _ in split]
-    for layer, own in zip(layers, split, strict=True):
-        layer.arrangement = SimpleNamespace(is_split=lambda side, own=own: side == own)  # type: ignore[assignment]
-    checks.warn_of_repeated_work(nn.Sequential(*layers), world(2, tensor=2) if size == 2 else world(2))
-    assert [text.startswith("the layers of colonnade.nn in the model are replicated") for text in said] == [True] * (
-        size == 2 and split == (None, None)
-    )

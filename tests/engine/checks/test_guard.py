@@ -327,11 +327,6 @@ def told(**said: Any) -> Any:
     return json.loads(json.dumps({"calls": [], "groups": [], "planned": {}, "replicas": {}, **said}))
 
 
-def test_what_has_several_digests_is_apart():
-    everyone = [{1: 5, 2: 7}, {1: 5, 2: 8}, {1: 5, 3: 9}, {2: 7}]
-    assert module._apart(everyone) == {2: {7: [0, 3], 8: [1]}}
-
-
 def test_calls_that_part_are_said_of_all_ranks_of_an_opinion():
     groups = [[1, [0, 1, 2, 3]], [2, None]]
     said = {
@@ -347,34 +342,6 @@ def test_calls_that_part_are_said_of_all_ranks_of_an_opinion():
         "calls at step 1 (the order of handlers): rank 0, 1 Mine begins, rank 5, 6 Later begins"
     ]
     assert list(module._calls_apart({2: {7: [0, 1], 8: [2, 3]}}, said, 0)) == []
-
-
-def test_plans_that_part_are_said_with_the_first_sum():
-    plan = [[[0], "a"], [[1], "b"], [[2], "c"]]
-    said = {
-        0: told(planned={"1": plan}),
-        2: told(planned={"1": [plan[0], plan[2], plan[1]]}),
-        4: told(planned={"1": plan[:2]}),
-    }
-    assert list(module._plans_apart({1: {7: [0, 1], 8: [2, 3], 9: [4, 5]}, 2: {7: [0], 8: [2]}}, said)) == [
-        "the planned sums: rank 0, 1 starts that of 'b' where rank 2, 3 starts that of 'c'",
-        "the planned sums: rank 0, 1 starts that of 'another number of sums' where rank 4, 5 starts that of 'another "
-        "number of sums'",
-    ]
-
-
-def test_replicas_that_part_are_said_of_the_few():
-    def has(*sums: int) -> Any:
-        return told(replicas={"1": ["the weights of", ["a", "b", "c"], [[one, one] for one in sums]]})
-
-    said = {0: has(1, 9, 3), 2: has(1, 2, 3), 5: has(8, 2, 3)}
-    assert list(module._replicas_apart({1: {7: [0, 1], 8: [2, 3, 4], 9: [5, 6]}, 2: {7: [0], 8: [2]}}, said)) == [
-        "the weights of 'b': rank 0, 1 differs bitwise from rank 2, 3, 4",
-        "the weights of 'a': rank 5, 6 differs bitwise from rank 2, 3, 4",
-    ]
-    assert list(module._replicas_apart({1: {7: [2, 3], 8: [0, 1]}}, said)) == [
-        "the weights of 'b': rank 2, 3 differs bitwise from rank 0, 1"
-    ]
 
 
 @pytest.mark.parametrize(

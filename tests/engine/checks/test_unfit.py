@@ -11,8 +11,8 @@ from torch import nn
 
 from colonnade.context.layout_builder import build_layout
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.engine.checks import _steps_otherwise, refuse_lazy, refuse_non_elementwise, refuse_optimizer
-from colonnade.errors import ConfigError, GradientError
+from colonnade.engine.checks import _steps_otherwise, refuse_non_elementwise, refuse_optimizer
+from colonnade.errors import GradientError
 from colonnade.parallel.placement import Shard, place
 from tests.engine.test_habits import Normed
 
@@ -20,10 +20,6 @@ from tests.engine.test_habits import Normed
 class Broken(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:
         raise ValueError("it says why at its first step")
-
-
-class Asks(torch.optim.SGD):
-    def step(self, loss: Any, *rest: Any, closure: Any = None, **more: Any) -> None: ...
 
 
 def world(ranks: int, **parallel: int) -> Any:
@@ -69,13 +65,3 @@ def test_parameters_that_are_not_the_models_matter_where_ranks_see_other_data():
         refuse_optimizer(both, [model], world(2))
     other.requires_grad_(False)
     refuse_optimizer(both, [model], world(2))
-
-
-def test_a_step_that_wants_arguments_and_parameters_without_a_shape_are_refused():
-    model = nn.Linear(1, 1)
-    with pytest.raises(ConfigError, match=r"Asks.step\(\) needs 'loss', which"):
-        refuse_optimizer(Asks(model.parameters(), lr=0.1), [model], world(1))
-    refuse_optimizer(SimpleNamespace(param_groups=[]), [model], world(1))
-    refuse_lazy([model])
-    with pytest.raises(ConfigError, match="'weight', 'bias' have no shape yet"):
-        refuse_lazy([model, nn.LazyLinear(1)])

@@ -66,29 +66,3 @@ def test_a_model_without_parameters_takes_nothing():
     table = precision_table(nn.Tanh(), PlainOptimizer(SimpleNamespace(), nn.Module()), NOTHING, None)
     assert (table.parameters, table.bytes_per_parameter) == (1, 0.0)
     assert [row.dtypes for row in table.rows] == [()] * 6
-
-
-def test_gradients_of_buckets_are_whole_sharded_or_both():
-    def bucket(keeps: bool, shard: torch.dtype | None, reduced: torch.dtype | None) -> Any:
-        return SimpleNamespace(
-            layout=SimpleNamespace(dtype=torch.bfloat16),
-            transport=SimpleNamespace(reduced_in=reduced),
-            keeps_gradients=keeps,
-            numel=10,
-            shard=None if shard is None else SimpleNamespace(flat=torch.zeros(5, dtype=shard)),
-        )
-
-    half, full = torch.bfloat16, torch.float32
-    model = nn.Linear(10, 1, bias=False)
-    for keeps, shard, reduced, size, names in (
-        (True, None, full, 20, ("bfloat16",)),
-        (True, half, half, 20, ("bfloat16",)),  # the shard is a part of the whole
-        (True, full, None, 40, ("bfloat16", "float32")),
-        (False, full, None, 20, ("float32",)),
-        (False, half, None, 10, ("bfloat16",)),
-        (False, None, None, 0, ()),
-    ):
-        known: Any = SimpleNamespace(layout=[bucket(keeps, shard, reduced)], parameters={id(model.weight): 0})
-        table = precision_table(model, PlainOptimizer(None, nn.Module()), known, None)
-        assert (table["gradients"].bytes, table["gradients"].dtypes) == (size / 10, names)
-        assert table["reduced in"].dtypes == (() if reduced is None else (str(reduced).removeprefix("torch."),))

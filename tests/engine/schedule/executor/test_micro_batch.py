@@ -49,13 +49,6 @@ def test_nested_values_are_cut_and_the_rest_goes_whole_into_every_piece() -> Non
     assert second.label.right == "kind"
 
 
-def test_a_batch_may_have_as_many_pieces_as_rows() -> None:
-    assert [piece.data.tolist() for piece in split_into_micro_batches(torch.arange(3), None, 3)] == [[0], [1], [2]]
-    assert [piece.rows for piece in split_into_micro_batches(torch.arange(5), None, 3)] == [2, 2, 1]
-    with pytest.raises(ScheduleError, match="a batch of 3 rows cannot be split into 4 micro-batches"):
-        split_into_micro_batches(torch.arange(3), None, 4)
-
-
 def test_an_evaluation_fills_a_batch_of_few_rows_with_copies_that_do_not_count() -> None:
     data, label = torch.arange(2.0)[:, None], torch.arange(2)
     pieces = split_into_micro_batches(data, label, 4, fill=True)

@@ -5,15 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 from colonnade.engine.schedule import executor as step_module
-from colonnade.engine.schedule.actions import Action, parse_table
-from colonnade.engine.schedule.executor import Executor, StepState
-from colonnade.engine.schedule.micro_batch import MicroBatch, split_into_micro_batches
-from colonnade.errors import ScheduleError
+from colonnade.engine.schedule.actions import parse_table
+from colonnade.engine.schedule.executor import Executor
+from colonnade.engine.schedule.micro_batch import split_into_micro_batches
 from tests.engine.schedule import models
 from tests.engine.schedule.executor.test_executor import loss_of
 
@@ -29,12 +27,6 @@ class Clock:
         return self.told[-2]
 
 
-def executor_of_one() -> tuple[Any, StepState]:
-    """An executor without transfers, and the state of a step."""
-    made = Executor([nn.Identity()], parse_table(["0F0 0B0"]), loss_fn=loss_of)
-    return made, StepState([], True, True, False, 1.0, 1.0)
-
-
 def test_the_time_of_an_action_counts_in_its_phase():
     clock: Any = Clock()
     executor = Executor(
@@ -42,52 +34,6 @@ def test_the_time_of_an_action_counts_in_its_phase():
     )
     executor.run(split_into_micro_batches(*models.batch_for(models.Simple, 2), 1))
     assert clock.told == ["before", "forward", "forward", "backward", "backward", "backward"]
-
-
-def test_waiting_for_another_rank_is_communication_and_then_the_phase_goes_on():
-    made, state = executor_of_one()
-    made.waits = Clock()
-    made.link_over = lambda key: SimpleNamespace(take=lambda key: f"taken {key}")
-    assert made._take(state, Action.parse("1RECV_F0")) == "taken 1RECV_F0"
-    assert made.waits.told == ["before", "communication", "before"]
-
-
-@pytest.mark.parametrize(
-    ("fed", "here", "is_refused"), [(3, 3, False), (3, 2, True), (None, 2, False), (3, None, False)]
-)
-def test_labels_belong_to_the_rows_that_the_first_stage_was_given(fed, here, is_refused):
-    made, state = executor_of_one()
-    state.rows[4] = fed
-    batch = MicroBatch(4, rows=here, counts=False)
-    if is_refused:
-        with pytest.raises(
-            ScheduleError, match=r"^micro-batch 4 has 3 rows on the first stage of the pipeline and 2 on"
-        ):
-            made._compute_loss(state, None, batch)
-    else:
-        assert made._compute_loss(state, None, batch) == []
-
-
-@pytest.mark.parametrize(
-    ("promised", "output", "returned"),
-    [
-        (None, torch.ones(2, 3), None),
-        (None, "text", None),
-        ([2, 3], torch.ones(2, 3), None),
-        ([2, 4], torch.ones(2, 3), r"returned \(2, 3\)"),
-        ([2, 3], (torch.ones(2, 3),), "returned tuple"),
-    ],
-)
-def test_a_promised_shape_is_held(promised, output, returned):
-    made, state = executor_of_one()
-    made.tensor_shape, made.facts = promised, SimpleNamespace(stage_ranks=(0, 1), num_stages=2)
-    made.forward, state.micro_batches = lambda *given: output, [MicroBatch(0)]
-    if returned is None:
-        made._forward(state, Action.parse("0F0"))
-        assert list(state.outbox) == [Action.parse("0SEND_F0")]
-    else:
-        with pytest.raises(ScheduleError, match=returned):
-            made._forward(state, Action.parse("0F0"))
 
 
 def test_a_stage_that_cannot_be_split_is_tried_once(monkeypatch):
