@@ -23,7 +23,6 @@ from tests.gradients.scenarios import MINE, SCENARIOS, Plain, Scenario
 RTOL = 1e-12
 FAST = {"TORCH_DISTRIBUTED_DEBUG": "OFF"}
 """For the long tables: the mismatch checks of DETAIL double their time, and the short ones run with them."""
-by_name = pytest.mark.parametrize("name", SCENARIOS)
 
 
 def _start(scenario: Scenario, gpc: ParallelContext):
@@ -46,17 +45,18 @@ def _run(name: str, **config: object) -> str:
         return str(engine.ledger())
 
 
-@by_name
-def test_gradients_equal_one_process_on_the_joined_batch(name):
-    run_world(SCENARIOS[name].world, _run, name)
-
-
-def _run_with_each(name: str, settings: list[dict[str, object]]) -> None:
-    for sync in settings:
+def _run_with_each(names: list[str], settings: list[dict[str, object]]) -> None:
+    for name, sync in itertools.product(names, settings):
         try:
             _run(name, sync=sync)
         except ParityError as error:
             raise ParityError(f"{name} with {sync}: {error}") from error
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_gradients_equal_one_process_on_the_joined_batch(world):
+    names = [name for name, scenario in SCENARIOS.items() if scenario.world == world]
+    run_world(world, _run_with_each, names, [{}])
 
 
 @pytest.mark.slow
@@ -65,7 +65,7 @@ def _run_with_each(name: str, settings: list[dict[str, object]]) -> None:
 )
 def test_so_they_do_over_gloo_in_tiny_buckets_and_with_or_without_overlap(name):
     settings = [{"shared_memory": False}, {"bucket_mb": 0.0001}, {"overlap": True}, {"overlap": False}]
-    run_world(SCENARIOS[name].world, _run_with_each, name, settings, env=FAST)
+    run_world(SCENARIOS[name].world, _run_with_each, [name], settings, env=FAST)
 
 
 def _steps(name: str) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from threading import Barrier
 from typing import Any
 
 import pytest
@@ -14,8 +11,8 @@ from torch import nn
 
 from colonnade.errors import GradientError
 from colonnade.gradients import synchroniser
-from colonnade.gradients.sums import Sharding, Sum, SyncOptions
-from colonnade.gradients.synchroniser import check_alike, open_groups
+from colonnade.gradients.sums import Sum, SyncOptions
+from colonnade.gradients.synchroniser import open_groups
 
 
 class Group:
@@ -89,65 +86,6 @@ def test_parameters_of_two_sums_and_divisors_that_are_none_are_refused():
     for wrong in ([one, replace(one, names=("b",))], [replace(one, divisor=0.0)], [replace(one, divisor=-0.5)]):
         with pytest.raises(GradientError, match=r"is in two sums|a divisor must be greater than 0"):
             open_groups(wrong, print)
-
-
-def test_one_dtype_to_send_in_is_named_though_others_have_none():
-    said = opened((2, "cpu", {}), (2, "cpu", {"compress": torch.float16}))[1]
-    assert [text.split(" has no")[0] for text in said] == ["torch.float16"]
-
-
-class PairOfThreads:
-    """One rank of the group of ranks 4 and 6, which are two threads; `given` and `both` are what they share."""
-
-    ranks = (4, 6)
-
-    def __init__(self, index: int, given: list[Any], both: Barrier) -> None:
-        self.index, self.given, self.both = index, given, both
-
-    def gather_objects(self, own: Any) -> list[Any]:
-        self.given[self.index] = json.loads(json.dumps(own))  # as it arrives
-        self.both.wait(10)
-        gathered = list(self.given)
-        self.both.wait(10)
-        return gathered
-
-
-def refusals(sums_of_ranks: list[list[Sum]]) -> list[str | None]:
-    """The message of the error on each of two ranks that compare their sums, or None."""
-    given, both = [None, None], Barrier(2)
-
-    def compare(index: int) -> str | None:
-        group: Any = PairOfThreads(index, given, both)
-        try:
-            check_alike(sums_of_ranks[index], {(4, 6): group})
-        except GradientError as error:
-            return str(error)
-        return None
-
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(compare, range(2)))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({}, None),
-        ({"divisor": 3.0}, "ranks 4 and 6 would not sum the same gradients: 'divisor' is 2, 'divisor' is 3"),
-        ({"labels": ("x", "z")}, "'b' is (1,) torch.float32 cpuy, 'b' is (1,) torch.float32 cpuz"),
-        ({"names": ("c", "d")}, None),  # what is tied between stages has a name on each
-        ({"sharding": Sharding()}, "'options' is"),
-        (
-            {"names": ("a",), "parameters": (nn.Parameter(torch.zeros(1)),), "labels": ("x",)},
-            "ranks 4 and 6 have 4 and 3 entries to sum; the first that only one of them has is 'b'",
-        ),
-    ],
-)
-def test_ranks_that_would_sum_other_things_are_told_what_differs(changes, message):
-    pair = tuple(nn.Parameter(torch.zeros(1)) for _ in range(2))
-    mine = Sum(("a", "b"), pair, (4, 6), None, 2.0, labels=("x", "y"))
-    one, other = refusals([[mine], [replace(mine, **changes)]])
-    assert one == other  # both ranks are told, and the same
-    assert one is None if message is None else one is not None and message in one
 
 
 def test_a_group_that_must_share_and_cannot_is_an_error_after_the_others_were_opened(monkeypatch):
