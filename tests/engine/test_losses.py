@@ -288,7 +288,7 @@ def test_a_run_keeps_the_form_of_its_first_loss():
     with pytest.raises(GradientError, match=r"^the loss was a mean before and is \(sum, count\) now; use one form"):
         form.read((mean, 3))
     with pytest.raises(
-        GradientError, match=r"^a loss given as \(sum, count\) is known to all ranks: leave out loss_ev"
+        GradientError, match=r"^a loss given as \(sum, count\) is shared with all ranks: leave out loss_ev"
     ):
         LossForm(allow_counts=False).read((mean, 3))
     labelled = F.cross_entropy(numbers(3, 4, seed=0).requires_grad_(), torch.tensor([1, -100, 0]))
@@ -324,11 +324,11 @@ def test_where_a_model_that_makes_its_loss_has_it(output, loss):
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (torch.ones(2), "a loss is one number, not a tensor of shape (2,): return its mean, or (sum, count)"),
-        ("text", "a loss is one number, not str: return its mean, or (sum, count)"),
-        ((1, 2), "a loss is a scalar tensor (a mean) or (sum, count), not a tuple of 2"),
-        ([torch.ones(()), 1, 2], "a loss is a scalar tensor (a mean) or (sum, count), not a list of 3"),
-        ((torch.ones(2), 2), "a loss is one number, not a tensor of shape (2,): return its mean, or (sum, count)"),
+        (torch.ones(2), "a loss must be one number, not a tensor of shape (2,): return its mean, or (sum, count)"),
+        ("text", "a loss must be one number, not str: return its mean, or (sum, count)"),
+        ((1, 2), "a loss must be a scalar tensor (a mean) or (sum, count), not a tuple of 2"),
+        ([torch.ones(()), 1, 2], "a loss must be a scalar tensor (a mean) or (sum, count), not a list of 3"),
+        ((torch.ones(2), 2), "a loss must be one number, not a tensor of shape (2,): return its mean, or (sum, count)"),
     ],
 )
 def test_what_is_no_loss_is_said(loss, message):
