@@ -292,19 +292,6 @@ def _waits_in_vain(port: int) -> None:
         launch({}, 1, 3, "127.0.0.1", port, context=ParallelContext(), verbose=False, timeout=0.5)
 
 
-def test_a_connection_is_waited_for_a_little_longer_than_it_waits_itself():
-    def slow() -> str:
-        seen.append(threading.current_thread().daemon)
-        time.sleep(0.2)
-        return "store"
-
-    seen: list[bool] = []
-    assert rendezvous._within(timedelta(seconds=0.1), slow) == "store"
-    assert seen == [True]
-    with pytest.raises(KeyError):
-        rendezvous._within(timedelta(seconds=1), {}.popitem)
-
-
 def test_without_cuda_ranks_compute_on_the_cpu_and_talk_by_gloo(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -159,60 +160,7 @@ def test_ranks_that_use_other_parameters_get_the_right_gradient_and_a_word_in_th
     assert "branch.2" not in result.stderr[0]
 
 
-def _frozen_and_thawed(accumulation: int = 1) -> None:
-    """The last layer is thawed in step 2, the first frozen from step 3 to 4: clipped AdamW against one process."""
-    config = {"clip_grad_norm": 0.05, "gradient_accumulation": accumulation}
-    with launch(config, context=ParallelContext(), verbose=False) as gpc:
-        net, plain = model(), model()
-        net[2].requires_grad_(False)
-        engine = initialize(net, lambda _: torch.optim.AdamW(net.parameters(), lr=0.01), context=gpc)[0]
-        adamw = torch.optim.AdamW(plain.parameters(), lr=0.01)
-        for step in range(7):
-            for one in (net, plain):
-                one[0].requires_grad_(step not in (3, 4))
-                one[2].requires_grad_(step >= 2)
-            adamw.zero_grad()
-            for micro in range(accumulation):
-                parts = [numbers(3, 4, seed=100 * step + 10 * micro + rank) for rank in range(gpc.world_size)]
-                engine.zero_grad()
-                engine.backward(engine(parts[gpc.get_global_rank()]).square().mean())
-                engine.step()
-                (plain(torch.cat(parts)).square().mean() / accumulation).backward()
-            norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
-            adamw.step()
-            assert abs(engine.grad_norm.item() - norm.item()) <= RTOL * norm.item(), step
-            compare(dict(plain.named_parameters()), gather_weights(net, gpc), RTOL)
-        engine.close()
-
-
 # -- what is refused --------------------------------------------------------------------------------------
-
-
-def test_step_and_backward_out_of_order_are_said():
-    with world_of_one() as gpc:
-        engine = start(gpc)
-        with pytest.raises(GradientError, match=r"step\(\) before backward"):
-            engine.step()
-        x, y = numbers(3, 4, seed=0), numbers(3, 2, seed=1)
-        engine.backward(engine.criterion(engine(x), y))
-        with pytest.raises(GradientError, match="was called 2 times for one step, which has 1"):
-            engine.backward(engine.criterion(engine(x), y))
-        engine.step()
-
-
-@pytest.mark.parametrize("loss", [torch.zeros(3), 1.0, (torch.zeros(()), 1, 2), "loss"], ids=str)
-def test_a_loss_that_is_no_scalar_is_refused(loss):
-    with world_of_one() as gpc, pytest.raises(GradientError, match="loss"):
-        start(gpc).backward(loss)
-
-
-def test_means_and_sums_in_one_step_are_refused():
-    with world_of_one(gradient_accumulation=2) as gpc:
-        engine = start(gpc)
-        x, y = numbers(3, 4, seed=0), numbers(3, 2, seed=1)
-        engine.backward(engine.criterion(engine(x), y))
-        with pytest.raises(GradientError, match="use one form"):
-            engine.backward((engine.criterion(engine(x), y), 3))
 
 
 def compare_states(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -322,6 +270,8 @@ def test_a_schedule_that_is_set_later_is_prepared_too():
     [
         (lambda: 3, torch.optim.SGD, "model is a torch.nn.Module"),
         (model, lambda p: 3, "optimizer is a torch optimizer"),
+        (model, lambda p: SimpleNamespace(param_groups=[]), "optimizer is a torch optimizer"),
+        (model, lambda p: SimpleNamespace(step=print), "optimizer is a torch optimizer"),
     ],
 )
 def test_what_is_no_model_or_no_optimizer_is_refused(built, optimizer, part):
@@ -351,16 +301,6 @@ def test_options_that_torch_compile_refuses_are_named(options):
         pytest.raises(ConfigError, match=rf"compile: torch.compile cannot be called with {options}"),
     ):
         initialize(nn.Linear(2, 2), lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)
-
-
-def test_the_handlers_of_an_engine_are_those_of_the_config_in_their_order():
-    names = ["PipelineSharedModuleGradientHandler", "DataParallelGradientHandler"]
-    with world_of_one(gradient_handler=names) as gpc:
-        engine = start(gpc)
-        assert [type(handler).__name__ for handler in engine.gradient_handlers][:2] == names
-        engine.gradient_handlers.clear()  # a list of the caller's own
-        assert engine.gradient_handlers
-        engine.close()
 
 
 def test_an_engine_trains_until_it_is_told_to_evaluate():

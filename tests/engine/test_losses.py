@@ -22,7 +22,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
 from colonnade.engine.engine import LossBook
 from colonnade.engine.schedule import loss as loss_module
-from colonnade.engine.schedule.loss import LossForm, MeanWatch, count_on, own_loss, split_loss
+from colonnade.engine.schedule.loss import LossForm, MeanWatch, own_loss, split_loss
 from colonnade.errors import GradientError
 from colonnade.nn import CrossEntropyLoss
 from colonnade.parallel.split import split
@@ -377,20 +377,6 @@ def test_a_mean_that_leaves_entries_out_is_known_by_its_labels(labels, ignored, 
     x = numbers(3, 4, seed=0).requires_grad_()
     loss = F.cross_entropy(x, torch.tensor(labels), ignore_index=ignored, reduction=reduction)
     assert loss_module._leaves_out(loss.grad_fn) is is_said
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [(3, 3.0), (0.5, 0.5), (torch.tensor([2.0], requires_grad=True), 2.0), (torch.tensor(4), 4.0)],
-)
-def test_a_count_is_one_number_on_the_device(value, expected):
-    found = count_on(value, torch.device("cpu"))
-    assert (found.item(), found.shape, found.dtype, found.requires_grad) == (expected, (), torch.float64, False)
-    there = count_on(value, torch.device("meta"))
-    assert (there.device.type, there.dtype) == ("meta", torch.float64)
-    if isinstance(value, Tensor):
-        already = value.detach().to("meta")
-        assert count_on(already, torch.device("cpu")).device.type == "meta"
 
 
 @pytest.mark.parametrize(

@@ -334,25 +334,6 @@ def test_double_precision_as_the_default_dtype():
     run_world(2, _default_double)
 
 
-def _batch_norms() -> None:
-    def start(*layers: nn.Module, **config: Any) -> None:
-        with launch(config, context=ParallelContext(), verbose=False) as gpc:
-            model = nn.Sequential(nn.Linear(2, 2), *layers)
-            initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), context=gpc)[0].close()
-
-    start(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
-    for quiet in (nn.BatchNorm1d(2).eval(), nn.SyncBatchNorm(2), nn.LayerNorm(2)):
-        start(quiet)
-    start(nn.BatchNorm1d(2), parallel={"tensor": 2})
-
-
-def test_batch_norms_that_see_a_part_of_the_batch_are_said_once():
-    first, second = run_world(2, _batch_norms).stderr
-    assert first.count("BatchNorm1d (1, 2) normalises over the rows that one rank has") == 1
-    assert first.count("normalises over") == 1
-    assert "normalises over" not in second
-
-
 def _repeated() -> list[str]:
     """What is warned of, for each model."""
     said: list[str] = []

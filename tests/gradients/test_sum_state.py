@@ -12,10 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.gradients.bucket import (
-    FAILED,
-    FROZEN,
     MISSING,
-    OUTSIDE,
     SPARSE,
     BucketStorage,
     fill,
@@ -151,27 +148,6 @@ def test_buckets_without_memory_of_their_own_take_turns_in_two_pieces(shared):
     assert said == (["finish 1", "start 2", "finish 2"] if shared else expected)
 
 
-def test_what_is_frozen_everywhere_has_no_bucket_and_what_is_nowhere_is_no_note():
-    state = state_of(8, 8, 8, frozen=(1,))
-    assert state.active == [True, False, True]
-    assert [position for bucket in state.buckets for position in bucket.positions] == [2, 0]
-    state.open_notes(failed=False)
-    assert (bytes(state.notes), state.remarkable) == (bytes([0, FROZEN, 0]), False)
-    state.open_notes(failed=True)
-    assert state.remarkable
-    assert state.failed([bytes(state.notes), bytes([0, FROZEN, 0])]) == [4]
-    assert state.failed([bytes([0, FROZEN, FAILED]), bytes([FAILED, 0, 0])]) == [6]
-    assert state.failed([b"", b""]) == []
-    weight = state.sum.parameters[1].requires_grad_(True)
-    for grad, note in ((None, MISSING), (torch.ones(8), OUTSIDE), (sparse(weight), SPARSE)):
-        weight.grad = grad
-        state.open_notes(failed=False)
-        assert bytes(state.notes) == bytes([0, note, 0])
-    other = Two()
-    other.other = bytes([0, 0, 0])  # frozen here, and not there
-    assert SumState(sum_of(8, 8, 8, frozen=(1,)), other).active == [True] * 3  # type: ignore[arg-type]
-
-
 def test_a_gradient_is_missing_from_a_step_if_it_is_from_all_its_passes():
     state = state_of(8, 8, 8, sharding=Sharding(keep_full=False, every_pass=True))
     for values in ([1.0, None, None], [None, None, 1.0]):
@@ -190,23 +166,6 @@ def test_a_gradient_is_missing_from_a_step_if_it_is_from_all_its_passes():
             state.collect(bucket, early=True)
     state.open_notes(failed=False)
     assert state.close_notes() == bytes([SPARSE] * 3)
-
-
-def test_notes_of_all_ranks_say_whether_other_buckets_are_needed():
-    state = state_of(8, 8, frozen=(1,))
-    blank = bytes([0, FROZEN])
-    assert state.recording
-    assert not state.adapt([blank, blank])
-    assert not state.adapt([bytes([MISSING, FROZEN]), blank])
-    assert state.adapt([bytes([0, 0]), blank])  # thawed on one rank
-    assert state.active == [True, True]
-    assert state.adapt([bytes([0, SPARSE]), bytes([0, 0])])
-    assert not state.adapt([bytes([0, 0]), bytes([0, 0])])  # once sparse, it may be again
-    state.lay_out()
-    assert [position for bucket in state.buckets for position in bucket.positions] == [0]
-    assert state.adapt([blank, blank])
-    sharded = state_of(8, 8, frozen=(1,), sharding=Sharding())
-    assert not sharded.adapt([bytes(2), bytes(2)])
 
 
 def test_storage_uses_the_sizes_that_were_asked_for_else_those_of_the_transport():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,32 +74,3 @@ def test_a_master_copy_keeps_the_places_and_comes_back_rounded(shapes, ranks):
     for span, part in zip(one.bucket.spans, one.parts, strict=True):
         assert bool((one.bucket.parameters[span.index].flatten()[span.start : span.stop] == 1.0).all())
         assert bool((part != 1.0).all())
-
-
-def test_weights_that_were_written_by_hand_reach_the_masters():
-    one = values([(40,)], torch.bfloat16, 2, 1, wide=True)
-    ((part,), (parameter,)) = one.parts, one.bucket.parameters
-    before = part.clone()
-    part += 2**-12
-    one.publish()
-    one.refresh()
-    assert not torch.equal(part, before), "masters that nobody wrote to keep their digits"
-    with torch.no_grad():
-        parameter.add_(1)
-    one.refresh()
-    assert torch.equal(part, before + 1)
-    parameter.data.copy_(parameter.data + 2)  # a write that the parameter's own version counter does not see
-    one.refresh()
-    assert torch.equal(part, before + 3)
-    parameter.data = parameter.data + 1  # other memory
-    one.refresh()
-    assert torch.equal(part, before + 4)
-    part.fill_(0.5)
-    one.publish()
-    mine = one.bucket.spans[0]
-    assert bool((parameter[mine.start : mine.stop] == 0.5).all()), "the parameter has the bucket's memory again"
-
-
-def test_a_sum_that_is_not_sharded_is_owned_by_every_rank():
-    whole = replace(values([(5,), (3, 2)], torch.float32, 2, 1).bucket.sum, sharding=None)
-    assert [(span.index, span.start, span.stop) for span in Bucket(whole, [0, 1], 1).spans] == [(0, 0, 5), (1, 0, 6)]

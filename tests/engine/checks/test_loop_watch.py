@@ -6,7 +6,6 @@ import gc
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -31,20 +30,6 @@ def test_parameters_are_looked_at_in_the_first_steps_and_then_rarely(monkeypatch
     watch.close()
 
 
-def test_a_parameter_that_was_replaced_is_named():
-    model, _, watch = watched()
-    watch.end_step()
-    model.extra = nn.Parameter(torch.zeros(1))  # what is new is nobody's yet
-    watch.look()
-    model.bias = nn.Parameter(torch.zeros(2))
-    with pytest.raises(GradientError, match="'bias' is another parameter than at initialize"):
-        watch.end_step()
-    with pytest.raises(GradientError, match="'bias' is another parameter than at initialize"):
-        model.load_state_dict(model.state_dict())
-    watch.close()
-    model.load_state_dict(model.state_dict())  # nobody looks any more
-
-
 def test_a_watch_that_is_gone_looks_at_nothing_and_one_whose_model_is_gone_neither():
     model, _, watch = watched()
     model.bias = nn.Parameter(torch.zeros(2))
@@ -66,20 +51,6 @@ def steps(optimizer: torch.optim.Optimizer) -> bool:
     return True
 
 
-def test_an_optimizer_steps_on_no_gradient_that_was_not_summed():
-    _, optimizer, watch = watched()
-    assert not watch.unprepared_gradients
-    assert steps(optimizer)
-    watch.unsummed = True
-    assert not steps(optimizer)
-    watch.end_sums(complete=True)
-    assert steps(optimizer)
-    watch.unsummed = True
-    watch.close()
-    assert steps(optimizer)
-    assert not optimizer._optimizer_step_pre_hooks
-
-
 def test_of_two_engines_of_one_optimizer_either_may_have_summed():
     syncs = [SimpleNamespace(synchroniser=SimpleNamespace(unprepared_gradients=True)) for _ in range(2)]
     model, optimizer, one = watched(syncs[0])
@@ -98,13 +69,6 @@ def test_of_two_engines_of_one_optimizer_either_may_have_summed():
     del one
     gc.collect()
     assert steps(optimizer)
-
-
-def test_an_optimizer_that_is_none_of_torch_is_let_alone():
-    model = nn.Linear(2, 2)
-    watch = LoopWatch(model, SimpleNamespace(param_groups=[]), ParallelContext())
-    watch.end_step()
-    watch.close()
 
 
 def test_blocks_that_compute_activations_again_are_given_back():
