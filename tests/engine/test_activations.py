@@ -19,7 +19,7 @@ from colonnade.config.settings import ActivationSettings
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine import activations
-from colonnade.engine.activations import apply_activations, recomputes, release_blocks
+from colonnade.engine.activations import apply_activations, release_blocks
 from colonnade.engine.build import initialize
 from colonnade.errors import ConfigError
 from colonnade.models import GPT, MoEGPT
@@ -140,18 +140,6 @@ def test_what_a_block_keeps_goes_to_the_host_if_wanted(monkeypatch):
 )
 def test_what_a_config_says(given, expected):
     assert ActivationSettings.read(given) == ActivationSettings(**expected)
-
-
-def test_who_computes_again():
-    for given, again in (
-        (None, False),
-        ("full", True),
-        ({"every": 3, "mode": "selective"}, True),
-        ({"offload": True}, False),
-    ):
-        model = Model()
-        apply_activations(model, ActivationSettings.read(given), [model])
-        assert recomputes(model) is again, given
 
 
 class Lists(nn.Module):

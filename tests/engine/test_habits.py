@@ -210,30 +210,6 @@ def test_an_optimizer_that_needs_whole_weights_is_refused_where_they_are_split()
     run_world(2, _steps_on_parts)
 
 
-class Weighted(nn.Module):
-    """A loss that learns its own weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.log_weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
-
-    def forward(self, output: Tensor) -> Tensor:
-        return output.square().mean() * torch.exp(-self.log_weight) + self.log_weight
-
-
-def _parameters_elsewhere() -> None:
-    for config in CONFIGS:
-        with launch(config, context=ParallelContext(), verbose=False) as gpc:
-            model, criterion = Net(), Weighted()
-            optimizer = torch.optim.AdamW([*model.parameters(), *criterion.parameters()], lr=0.1)
-            with pytest.raises(GradientError, match=r"\(\).*not the model's.*submodule of the model"):
-                initialize(model, optimizer, criterion, context=gpc)
-
-
-def test_parameters_of_the_optimizer_that_are_not_the_models_are_refused():
-    run_world(2, _parameters_elsewhere)
-
-
 def _shared_memory() -> None:
     for config in CONFIGS:
         with launch(config, context=ParallelContext(), verbose=False) as gpc:

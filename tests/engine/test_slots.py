@@ -40,23 +40,11 @@ def test_without_a_norm_only_groups_are_clipped() -> None:
     assert settings.method_options == {"max_norm": math.inf}
 
 
-def test_one_slot_for_all_by_default() -> None:
-    slots = numbered(NAMES)
-    assert (slots.names, slots.group_of) == (("all",), (0,))
-    assert set(slots.of_parameter.values()) == {0}
-
-
 def test_one_slot_per_group_in_the_order_of_the_config_and_the_rest_last() -> None:
     slots = numbered(NAMES, groups={"z": {"params": "head.*"}, "a": {"params": ["embed.*", "scale"]}})
     assert slots.names == ("z", "a", "rest")
     assert slots.group_of == (0, 1, 2)
     assert slots.of_parameter == dict(zip(NAMES, [1, 2, 2, 2, 0, 1], strict=True))
-
-
-def test_the_first_group_that_fits_is_a_parameters_group() -> None:
-    slots = numbered(NAMES, groups={"bias": {"params": "*.bias"}, "first": {"params": "layers.0.*"}})
-    assert slots.of_parameter["layers.0.norm.bias"] == 0
-    assert slots.of_parameter["layers.0.attn.1.weight"] == 1
 
 
 def test_a_layer_is_a_name_up_to_its_first_number_else_the_module() -> None:
@@ -80,12 +68,6 @@ def test_a_layer_with_parameters_of_two_groups_has_two_slots_with_two_names() ->
     assert slots.names == ("layers.0 (bias)", "layers.1", "embed", "head", "layers.0 (rest)", "scale")
     assert slots.group_of == (0, 0, 1, 1, 1, 1)
     assert slots.of_parameter["layers.0.norm.bias"] != slots.of_parameter["layers.0.attn.1.weight"]
-
-
-def test_one_slot_per_parameter() -> None:
-    slots = numbered(NAMES, per="parameter")
-    assert slots.names == tuple(sorted(NAMES))
-    assert [slots.names[slots.of_parameter[name]] for name in NAMES] == NAMES
 
 
 def test_a_group_that_fits_nothing_is_an_error_with_the_nearest_name() -> None:

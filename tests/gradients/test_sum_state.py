@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from colonnade.gradients.bucket import (
     MISSING,
     SPARSE,
-    BucketStorage,
     fill,
     in_starting_order,
     last_over_ranks,
@@ -23,7 +20,6 @@ from colonnade.gradients.sums import Sharding, Sum, SyncOptions
 from colonnade.gradients.uneven import SumState
 
 MB = 1 << 20
-CPU = torch.device("cpu")
 
 
 class Two:
@@ -94,60 +90,6 @@ def test_buckets_of_several_sums_start_in_one_order():
     assert {id(bucket) for bucket in last_over_ranks(ordered)} == {id(one[2]), id(other[1]), id(none[0])}
 
 
-def test_gradients_that_are_there_at_the_start_are_taken_in():
-    one = sum_of(8, 8)
-    one.parameters[1].grad = torch.full((8,), 3.0)
-    state = SumState(one, Two())  # type: ignore[arg-type]
-    bucket, index = state.places[1]
-    assert one.parameters[1].grad is bucket.grads[index]
-    assert bucket.views[index].unique().tolist() == [3.0]
-
-
-class Notes:
-    """A transport that says when it is started and finished."""
-
-    early = carries = False
-
-    def __init__(self, name: str, said: list[str]) -> None:
-        self.name, self.said = name, said
-
-    def start(self) -> None:
-        self.said.append(f"start {self.name}")
-
-    def finish(self, factor: float) -> None:
-        assert factor == 0.5
-        self.said.append(f"finish {self.name}")
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_buckets_without_memory_of_their_own_take_turns_in_two_pieces(shared):
-    state = state_of(16, 16, 16, sharding=Sharding(keep_full=False))
-    said: list[str] = []
-    for at, bucket in enumerate(state.buckets):
-        assert [buffer.flat.numel() for buffer in bucket.buffers] == [32, 32]
-        assert bucket.buffers[0].flat.data_ptr() == state.buckets[0].buffers[0].flat.data_ptr()
-        assert bucket.buffers[1].flat.data_ptr() != bucket.buffers[0].flat.data_ptr()
-        for buffer in bucket.buffers:
-            buffer.transport = Notes(str(at), said)  # type: ignore[assignment]
-    (storage,) = state._storages.values()
-    if shared:
-        storage._memory = [replace(memory, every=[]) for memory in storage._memory]
-    first, second, third = state.buckets
-    state.start(first, early=True)
-    state.start(second, early=True)
-    assert said == (["start 0", "finish 0", "start 1"] if shared else ["start 0", "start 1"])
-    assert first.buffer.flat.data_ptr() != second.buffer.flat.data_ptr()
-    said.clear()
-    state.start(second, early=True)  # of an earlier pass, in its other piece
-    assert said == (["finish 1", "start 1"] if shared else ["finish 0", "finish 1", "start 1"])
-    said.clear()
-    state.start(third, early=True)
-    state.finish_staged()
-    state.finish_staged()
-    expected = ["start 2", "finish 1", "finish 2"]
-    assert said == (["finish 1", "start 2", "finish 2"] if shared else expected)
-
-
 def test_a_gradient_is_missing_from_a_step_if_it_is_from_all_its_passes():
     state = state_of(8, 8, 8, sharding=Sharding(keep_full=False, every_pass=True))
     for values in ([1.0, None, None], [None, None, 1.0]):
@@ -166,14 +108,3 @@ def test_a_gradient_is_missing_from_a_step_if_it_is_from_all_its_passes():
             state.collect(bucket, early=True)
     state.open_notes(failed=False)
     assert state.close_notes() == bytes([SPARSE] * 3)
-
-
-def test_storage_uses_the_sizes_that_were_asked_for_else_those_of_the_transport():
-    one = replace(sum_of(8, 8, 8), options=SyncOptions())
-    storage = BucketStorage(one, Two(), torch.float32, CPU)  # type: ignore[arg-type]
-    assert len(storage.lay_out([2, 1, 0])) == 1
-    one = replace(one, options=SyncOptions(bucket_mb=64 / MB))  # the first is not larger than that
-    assert len(BucketStorage(one, Two(), torch.float32, CPU).lay_out([2, 1, 0])) == 2  # type: ignore[arg-type]
-    one = replace(one, options=SyncOptions(first_bucket_mb=32 / MB))
-    buckets = BucketStorage(one, Two(), torch.float32, CPU).lay_out([2, 1, 0])  # type: ignore[arg-type]
-    assert [bucket.positions for bucket in buckets] == [(2,), (1, 0)]

@@ -28,18 +28,6 @@ def backward(parameters: tuple[nn.Parameter, ...], value: float = 4.0) -> None:
     sum((value * parameter).sum() for parameter in parameters).backward()
 
 
-def test_every_pass_begins_for_all_sums():
-    reducer, parameters = alone(8)
-    for _ in range(2):  # what a bucket waits for is what came in one pass
-        reducer.prepare(last=True)
-        backward(parameters)
-    reducer.wait()
-    assert [bucket.firings for bucket in reducer.buckets] == [1]
-    parameters[0].data = parameters[0].data.double()
-    with pytest.raises(GradientError, match=r"'p0' was torch\.float32 on cpu at initialize"):
-        reducer.prepare(last=True)
-
-
 @pytest.mark.parametrize("change", [None, "written", "replaced", "taken", "given"])
 def test_gradients_that_are_changed_between_backward_and_step_are_refused(change):
     reducer, (first, second) = alone(8, 8)
@@ -64,24 +52,6 @@ def test_gradients_that_are_changed_between_backward_and_step_are_refused(change
             reducer.check_untouched()
     reducer.check_untouched()  # asked once: from then on handlers may write
     reducer.wait()
-
-
-def test_gradients_of_a_pass_that_nobody_prepared_have_strayed_where_others_wait_for_them():
-    reducer, parameters = alone(8)
-    for prepared in (True, False):  # first while the order is recorded, then not
-        for others in (False, True):
-            (state,) = reducer._states
-            state.group.size = 2 if others else 1
-            parameters[0].grad = None
-            if prepared:
-                reducer.prepare(last=True)
-            backward(parameters)
-            assert reducer.unprepared_gradients is (others and not prepared)
-            state.group.size = 1
-            if prepared:
-                reducer.wait()
-    reducer.prepare(last=True)
-    assert not reducer.unprepared_gradients
 
 
 def test_a_step_that_flags_dropped_is_logged():

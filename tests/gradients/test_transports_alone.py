@@ -58,25 +58,6 @@ def test_each_rank_sums_its_slice_into_the_memory_of_all(monkeypatch, dtype, opt
     assert said == []  # they tell each other once for all buckets
 
 
-@pytest.mark.parametrize("takes_turns", [False, True])
-@pytest.mark.parametrize(("dtype", "wide"), [(F32, False), (B16, True), (F16, False)])
-def test_of_a_sharded_bucket_each_rank_has_its_slice(monkeypatch, dtype, wide, takes_turns):
-    monkeypatch.setattr(transport_module, "_CACHE_BYTES", 1)
-    sharding, ranks = Sharding(wide=wide, keep_full=not takes_turns), 3
-    buckets = [bucket_of(20_000, dtype, index, ranks, sharding=sharding) for index in range(ranks)]
-    every = [torch.arange(buckets[0].numel).remainder(7).add(at + 1).to(dtype) for at in range(ranks)]
-    before = [one.clone() for one in every]
-    total, said = sum(one.double() for one in every), []
-    for index, bucket in enumerate(buckets):
-        transport = SharedMemoryTransport(bucket, GroupMemory(every[index], every), group_of(index, ranks, said))
-        assert transport.reduced_in is (F32 if dtype in (F16, B16) else dtype)
-        transport.start()
-        transport.finish(0.5)
-        assert torch.equal(bucket.shard.flat.double(), total[bucket.own][: bucket.used] * 0.5)
-    assert all(torch.equal(one, was) for one, was in zip(every, before, strict=True))
-    assert said == [b"f", "collected"] * ranks * takes_turns
-
-
 @pytest.mark.parametrize(
     ("options", "dtype", "sharding", "carries", "reduced_in"),
     [
