@@ -1,4 +1,4 @@
-"""The engine's loop: accumulation, uneven data, ranks that use other parameters, and clear errors."""
+"""The engine's loop: accumulation, uneven data, ranks that use other parameters, clear errors; its observers, and its whole weights."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
+from colonnade.engine.engine import ON_ENGINE, Observer, announce
 from colonnade.engine.schedule.base import BaseSchedule
-from colonnade.errors import ConfigError, ContextError, GradientError
+from colonnade.errors import CheckpointError, ConfigError, ContextError, GradientError
 from colonnade.testing import compare, gather_gradients, gather_weights, plain_gradients, run_world
 
 RTOL = 1e-12
@@ -338,3 +340,86 @@ class _OwnLoss(BaseSchedule):
         if not forward_only:
             engine.backward(loss)
         return None, y, loss.detach()
+
+
+# -- observers ---
+class _Heard(Observer):
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.said = model, list[Any]()
+
+    def on_loss(self, loss: Any) -> None:
+        self.said.append("loss")
+
+    def on_reduced(self, scale: Any) -> None:
+        self.said.append(("reduced", all(p.grad is not None for p in self.model.parameters()), scale))
+
+    def on_stepped(self) -> None:
+        self.said.append("stepped")
+
+
+def test_an_observer_hears_every_pass_and_every_step_once():
+    with launch({"gradient_accumulation": 2}, context=ParallelContext(), verbose=False) as gpc:
+        model = nn.Linear(2, 2)
+        engine, *_ = initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), context=gpc)
+        heard = _Heard(model)
+        engine.observers.append(heard)
+        for _ in range(2):
+            engine.zero_grad()
+            engine.execute_schedule(iter([(torch.ones(1, 2), torch.zeros(1, 2))]))
+            engine.step()
+        assert heard.said == ["loss", "loss", ("reduced", True, None), "stepped"]
+        engine.observers.remove(heard)
+        engine.zero_grad()
+        engine.execute_schedule(iter([(torch.ones(1, 2), torch.zeros(1, 2))]))
+        assert len(heard.said) == 4
+
+
+SEEN = []
+
+
+def test_a_new_engine_is_shown_to_whom_the_environment_names(monkeypatch):
+    announce("nobody looks")
+    monkeypatch.setenv(ON_ENGINE, f"{__name__}:look")
+    announce("an engine")
+    assert SEEN == ["an engine"]
+
+
+def look(engine):
+    SEEN.append(engine)
+
+
+# -- whole weights ---
+def test_whole_weights_in_memory_and_in_a_file(tmp_path):
+    with world_of_one() as gpc:
+        engine = start(gpc)
+        engine.model.register_buffer("seen", torch.tensor([3]))
+        own = {name: value.detach() for name, value in engine.model.state_dict().items()}
+        for to in ("all", "first"):
+            found = engine.full_state_dict(to)
+            assert found.keys() == own.keys()
+            assert all(torch.equal(found[name], own[name]) and found[name].dtype == own[name].dtype for name in own)
+        half = engine.full_state_dict(dtype=torch.bfloat16)
+        assert {value.dtype for name, value in half.items() if name != "seen"} == {torch.bfloat16}
+        assert half["seen"].dtype == torch.int64
+        assert engine.full_state_dict(tmp_path / "x.safetensors") == {}
+        written = load_file(tmp_path / "x.safetensors")
+        assert all(torch.equal(written[name], own[name]) for name in own)
+        with pytest.raises(CheckpointError) as error:
+            engine.full_state_dict("every")
+        assert str(error.value).startswith(
+            "to is 'all', 'first' or the name of a .safetensors file to write, not 'every'"
+        )
+        engine.close()
+
+
+def test_weights_that_are_on_their_way_are_waited_for(tmp_path):
+    with world_of_one() as gpc:
+        engine, waited = start(gpc), list[str]()
+        engine.wait_for_weights()  # there is nothing to wait for
+        engine.engine_optimizer.wait = lambda: waited.append("waited")
+        engine.full_state_dict()
+        assert len(waited) == 1
+        with pytest.raises(CheckpointError):  # a model without a config of transformers
+            engine.save_pretrained(tmp_path / "folder")
+        assert len(waited) == 2
+        engine.close()

@@ -1,7 +1,8 @@
-"""A synchroniser in one process: when passes are open, what is noticed of gradients, and what a step leaves behind."""
+"""A synchroniser in one process: which groups share memory, what is refused, and what is noticed of gradients."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,10 +10,95 @@ import torch
 from torch import nn
 
 from colonnade.errors import GradientError
+from colonnade.gradients import synchroniser
 from colonnade.gradients.sums import Sum, SyncOptions
-from colonnade.gradients.synchroniser import Synchroniser
+from colonnade.gradients.synchroniser import Synchroniser, open_groups
 from colonnade.gradients.uneven import PiggybackedFlags
 
+
+class Group:
+    """Stands for the ranks of a group; three ranks cannot share."""
+
+    def __init__(self, ranks: tuple[int, ...], group: None, log: object) -> None:
+        self.ranks, self.alone = ranks, len(ranks) == 1
+        self.asked: bool | None = None
+        self.sockets: Any = None
+        self.closed = False
+
+    def share_memory(self, must: bool) -> None:
+        self.asked = must
+        if must and len(self.ranks) == 3:
+            raise GradientError("three cannot share")
+        self.sockets = object()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def opened(*sums: tuple[int, str, dict[str, Any]]) -> tuple[dict[tuple[int, ...], Any], list[str]]:
+    """The groups of sums over so many ranks, on that device and with those options; and what was said."""
+    made = [
+        Sum(
+            (f"p{at}",),
+            (nn.Parameter(torch.zeros(1, device=device)),),
+            tuple(range(ranks)),
+            None,
+            1.0,
+            SyncOptions(**options),
+        )
+        for at, (ranks, device, options) in enumerate(sums)
+    ]
+    said: list[str] = []
+    return open_groups(made, said.append), said  # type: ignore[return-value]
+
+
+@pytest.fixture
+def made_up(monkeypatch):
+    monkeypatch.setattr(synchroniser, "RankGroup", Group)
+
+
+@pytest.mark.parametrize(
+    ("sums", "asked"),
+    [
+        ([(2, "cpu", {})], False),
+        ([(2, "cpu", {"shared_memory": True})], True),
+        ([(2, "cpu", {"shared_memory": False})], None),
+        ([(2, "meta", {})], None),  # not in memory of the host
+        ([(1, "cpu", {"shared_memory": True})], None),  # with nobody
+        ([(2, "meta", {}), (2, "cpu", {})], False),
+        ([(2, "cpu", {"shared_memory": False}), (2, "cpu", {"shared_memory": True})], True),
+    ],
+)
+def test_memory_is_shared_where_it_is_wanted_and_lies_on_the_host(made_up, sums, asked):
+    (group,) = opened(*sums)[0].values()
+    assert group.asked is asked
+
+
+def test_there_is_one_group_for_each_set_of_ranks(made_up):
+    groups, said = opened((4, "cpu", {}), (2, "cpu", {}), (4, "cpu", {}))
+    assert list(groups) == [(0, 1), (0, 1, 2, 3)]
+    assert said == []
+
+
+def test_parameters_of_two_sums_and_divisors_that_are_none_are_refused():
+    parameter = nn.Parameter(torch.zeros(1))
+    one = Sum(("a",), (parameter,), (0,), None, 0.5)
+    assert open_groups([one], print)
+    for wrong in ([one, replace(one, names=("b",))], [replace(one, divisor=0.0)], [replace(one, divisor=-0.5)]):
+        with pytest.raises(GradientError, match=r"is in two sums|a divisor must be greater than 0"):
+            open_groups(wrong, print)
+
+
+def test_a_group_that_must_share_and_cannot_is_an_error_after_the_others_were_opened(monkeypatch):
+    made: list[Group] = []
+    monkeypatch.setattr(synchroniser, "RankGroup", lambda *args: made.append(Group(*args)) or made[-1])
+    with pytest.raises(GradientError, match="three cannot share"):
+        opened((3, "cpu", {"shared_memory": True}), (4, "cpu", {}))
+    assert [group.asked for group in made] == [True, False]
+    assert all(group.closed for group in made)
+
+
+# -- passes ---
 SMALL = SyncOptions(bucket_mb=64 / 2**20, first_bucket_mb=32 / 2**20)
 
 
@@ -73,3 +159,10 @@ def test_a_step_that_flags_dropped_is_logged():
     # Unsteady while it learns; in step 4 it is steady, and deviates; from then on it is noted.
     assert unsteady == [[0, 1], [0, 0], [0, 0], [0, 0], [1, 0], [0, 0], [0, 0]]
     assert [text[:18] for text in said] == ["step 4 was dropped"]
+
+
+def test_the_host_waits_where_one_transport_makes_it_wait():
+    reducer, _ = alone(8)
+    assert not reducer.host_waits
+    reducer.buckets[0].transport.host_waits = True  # type: ignore[misc]
+    assert reducer.host_waits
