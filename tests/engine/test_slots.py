@@ -99,9 +99,18 @@ def _stages(per: str) -> tuple[Slots, str]:
         return slots, ""
 
 
+def _all_stages() -> dict[str, tuple[Slots, str]]:
+    return {per: _stages(per) for per in ("group", "layer", "parameter")}
+
+
+@pytest.fixture(scope="module")
+def numbered_by_ranks() -> list[dict[str, tuple[Slots, str]]]:
+    return run_world(4, _all_stages).values
+
+
 @pytest.mark.parametrize("per", ["group", "layer", "parameter"])
-def test_ranks_that_hold_other_layers_number_them_alike(per: str) -> None:
-    values = run_world(4, _stages, per).values
+def test_ranks_that_hold_other_layers_number_them_alike(numbered_by_ranks, per: str) -> None:
+    values = [found[per] for found in numbered_by_ranks]
     assert len({(slots.names, slots.group_of) for slots, _ in values}) == 1
     names = values[0][0].names
     for rank, (slots, error) in enumerate(values):

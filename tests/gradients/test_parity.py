@@ -212,24 +212,23 @@ def _joint_sets(scenario, gpc):
     return [*sets, (rank,)]
 
 
-def _each_planted(name: str, bugs: list[str]) -> dict[str, tuple[str, str]]:
-    return {bug: _planted(name, bug) for bug in bugs}
+def _each_planted(planted: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    return [_planted(name, bug) for name, bug in planted]
 
 
 ONE_HOLDER = ("expert 4 in data 4", "twice")
 """Experts of size 4 have one holder: there is no second sum to see, only a second division."""
-PLANTED = [name for name in SCENARIOS if name != "accumulation 3, uneven"]
+PLANTED = {(name, bug) for name in SCENARIOS for bug in BUGS if name != "accumulation 3, uneven"} - {ONE_HOLDER}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PLANTED)
-def test_every_planted_bug_is_caught_by_the_ledger_and_by_the_comparison(name):
-    bugs = [bug for bug in BUGS if (name, bug) != ONE_HOLDER]
-    for rank, found in enumerate(run_world(SCENARIOS[name].world, _each_planted, name, bugs, env=FAST).values):
-        assert [*found] == bugs
-        for bug, (ledger, comparison) in found.items():
-            assert ledger.startswith("LedgerError"), (rank, bug, ledger)
-            assert comparison.startswith("ParityError"), (rank, bug, comparison)
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_every_planted_bug_is_caught_by_the_ledger_and_by_the_comparison(world):
+    planted = sorted(one for one in PLANTED if SCENARIOS[one[0]].world == world)
+    for rank, found in enumerate(run_world(world, _each_planted, planted, env=FAST, timeout=110).values):
+        for one, (ledger, comparison) in zip(planted, found, strict=True):
+            assert ledger.startswith("LedgerError"), (rank, one, ledger)
+            assert comparison.startswith("ParityError"), (rank, one, comparison)
 
 
 def test_the_same_handler_without_a_bug_is_found_to_do_what_is_owed():
