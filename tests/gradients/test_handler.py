@@ -14,18 +14,17 @@ from colonnade.context.layout import Layout
 from colonnade.context.layout_builder import build_layout
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode as M
+from colonnade.engine.build import initialize
 from colonnade.engine.gradient_handler import (
     BaseGradientHandler,
     DataParallelGradientHandler,
     PlannedGradientHandler,
     ZeROGradientHandler,
 )
-from colonnade.engine.gradient_sync import GradientSync
 from colonnade.errors import ConfigError, GradientError
 from colonnade.gradients.handler import attach_automatic, build_gradient_handler, build_handlers
 from colonnade.gradients.ledger import match
 from colonnade.gradients.sums import Reduction, read_demands
-from colonnade.gradients.synchroniser import StepOutcome
 from colonnade.parallel.placement import Replicate, Shard, place
 from colonnade.registry import GRADIENT_HANDLER
 
@@ -170,23 +169,6 @@ class SyncNothing:
     def __init__(self, model: Any, optimizer: Any) -> None: ...
 
 
-class Synchroniser:
-    """Notes what it is told; `groups` and `buckets` are what a test wants them to be."""
-
-    def __init__(self, outcome: StepOutcome | None = None) -> None:
-        self.told: list[Any] = []
-        self.groups: Any = {}
-        self.buckets: list[Any] = []
-        self._outcome = outcome or StepOutcome()
-
-    def wait(self, scale: Any = None, *, counts: bool = False) -> StepOutcome:
-        self.told.append(("wait", scale, counts))
-        return self._outcome
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *given: self.told.append((name, *given))
-
-
 class Sums(torch.optim.SGD):
     """One that sums gradients itself."""
 
@@ -232,40 +214,23 @@ def test_an_optimizer_that_sums_itself_is_told_what_it_wants_to_hear():
     assert [(one.names, one.ranks, one.divisor) for one in handler.covers()] == [(("weight",), (0, 1), 2)]
 
 
-@pytest.mark.parametrize(("failed", "scale"), [((), 5.0), ((1,), None)])
-def test_handlers_run_once_when_sums_have_ended(failed, scale):
-    model = nn.Linear(1, 1)
-    weight, bias = model.weight, model.bias
-    weight.grad, bias.grad = torch.ones(1, 1), torch.ones(1)
-    outcome = StepOutcome(scale, failed)
-    notes, scales, synchroniser = SyncNotes(model), SyncScales(model), Synchroniser(outcome)
-    unused = nn.Parameter(torch.ones(1))
-    sync = GradientSync([notes, scales], synchroniser, None, [(notes, [weight, unused]), (scales, [bias])])  # type: ignore[arg-type]
-    sync.prepare(True)
-    assert sync.finish(3.0, counts=True) is outcome
-    assert synchroniser.told == [("prepare", True), ("check_untouched",), ("wait", 3.0, True)]
-    for handler in (notes, scales):  # in a failed step there is no gradient to look at
-        assert handler.told == [("prepare", True), *([] if failed else [("scale", scale), "handle"])]
-    assert weight.grad.item() == (1.0 if failed else scale)  # its handler does not multiply
-    assert bias.grad.item() == 1.0
-    sync.finish(3.0, counts=True)  # without a pass in between the sums are there
-    assert len(synchroniser.told) == 3
-    sync.close()
-    assert (notes.told[-1], scales.told[-1], synchroniser.told[-1]) == ("close", "close", ("close",))
-
-
-def test_without_a_factor_nothing_is_multiplied_and_a_log_runs_the_handlers():
-    model = nn.Linear(1, 1)
-    model.weight.grad = torch.ones(1, 1)
-    notes, synchroniser, ran = SyncNotes(model), Synchroniser(), list[Any]()
-    begun: list[bool] = []
-    loose = [(None, [model.weight])]
-    sync = GradientSync([notes], synchroniser, None, loose, lambda: begun.append(True))  # type: ignore[arg-type]
-    sync.log = SimpleNamespace(run=ran.append)  # type: ignore[assignment]
-    sync.prepare(False)
-    sync.finish()
-    assert (begun, ran, notes.told) == ([True], [notes], [("prepare", False), ("scale", None)])
-    assert model.weight.grad.item() == 1.0
+@pytest.mark.parametrize("counted", [False, True])
+def test_a_handler_hears_of_every_pass_and_runs_when_the_sums_have_ended(counted):
+    config = {"gradient_handler": ["SyncNotes", "SyncScales"], "gradient_accumulation": 2}
+    with launch(config, context=ParallelContext(), verbose=False) as gpc:
+        model = nn.Linear(1, 1)
+        engine = initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), context=gpc)[0]
+        for _ in range(2):
+            loss = engine(torch.ones(1, 1)).sum()
+            engine.backward((loss, 2) if counted else loss)
+            engine.step()
+        for handler in engine.gradient_handlers[-2:]:
+            passes, (scale, factor), handled = handler.told[:2], handler.told[2], handler.told[3]
+            assert passes == [("prepare", False), ("prepare", True)]
+            assert (scale, None if factor is None else float(factor)) == ("scale", 0.25 if counted else None)
+            assert handled == "handle"
+        engine.close()
+        assert all(handler.told[-1] == "close" for handler in engine.gradient_handlers[-2:])
 
 
 def test_what_cannot_be_built_or_has_no_handle_gradient_is_refused():

@@ -108,11 +108,15 @@ def _by_hand() -> None:
         handler = [{"type": "ByHand", "part": part}]
         with launch({"gradient_handler": handler, **config}, context=ParallelContext(), verbose=False) as gpc:
             engine, plain = _start(scenario, gpc), Plain()
-            for _ in range(2):
+            for counts in (None, (3, 5)):  # a mean, then sums of unequal counts
                 engine.zero_grad()
-                scenario.run(engine, gpc)
+                if counts is None:
+                    scenario.run(engine, gpc)
+                else:
+                    x, y = scenario.batch(gpc.get_global_rank())
+                    engine.backward((F.mse_loss(engine(x), y), counts[gpc.get_global_rank()]))
                 engine.step()
-                loss = sum(F.mse_loss(plain(x), y) for x, y in map(scenario.batch, range(2))) / 2
+                loss = sum(F.mse_loss(plain(x), y) for x, y in map(scenario.batch, range(2))) / sum(counts or (1, 1))
                 plain_gradients(plain, loss)
                 torch.optim.SGD(plain.parameters(), lr=0.1).step()
             compare(dict(plain.named_parameters()), gather_weights(engine.model, gpc), RTOL)

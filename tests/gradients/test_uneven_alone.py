@@ -22,7 +22,7 @@ from colonnade.gradients.bucket import (
 )
 from colonnade.gradients.sums import Sharding, Sum, SyncOptions
 from colonnade.gradients.synchroniser import Synchroniser
-from colonnade.gradients.uneven import GroupNotes, SumState, finish_uneven
+from colonnade.gradients.uneven import SumState, finish_uneven
 
 MB = 1 << 20
 
@@ -150,39 +150,3 @@ def test_gradients_without_a_bucket_of_several_types_are_summed_and_kept_apart()
     assert parameters[0].grad.tolist() == [3.0] * 3
     assert parameters[1].grad.tolist() == [0.0] * 2
     assert parameters[2].grad.tolist() == [[0, 0], [1, 1], [0, 0], [0, 0]]
-
-
-class Heard:
-    """A group of two of which the other one says what it is told to."""
-
-    ranks, size = (4, 6), 2
-
-    def __init__(self, other: bytes | None, notes: bytes = b"") -> None:
-        self.other, self.notes, self.gathered = other, notes, 0
-
-    def signal(self, message: bytes) -> None:
-        self.mine = message
-
-    def collect(self) -> list[bytes]:
-        return [self.mine, self.mine if self.other is None else self.other]
-
-    def gather_bytes(self, own: bytes) -> list[bytes]:
-        self.gathered += 1
-        return [own, self.notes]
-
-
-def agreed(group: Any) -> list[list[bytes]]:
-    states = [SimpleNamespace(close_notes=lambda: b"ab"), SimpleNamespace(close_notes=lambda: b"c")]
-    agreement = GroupNotes(group, states)
-    agreement.announce(3)
-    assert agreement.resolve() is agreement.resolve()
-    return agreement.resolve()
-
-
-def test_notes_travel_only_where_they_differ():
-    same = Heard(None)
-    assert agreed(same) == [[b"ab", b"ab"], [b"c", b"c"]]
-    assert same.gathered == 0
-    other = Heard((3).to_bytes(8, "little") + b"another!", b"xyz")
-    assert agreed(other) == [[b"ab", b"xy"], [b"c", b"z"]]
-    assert other.gathered == 1
