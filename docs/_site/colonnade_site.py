@@ -6,6 +6,7 @@ import re
 from html import escape
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import aliases
 import docstrings
@@ -14,6 +15,9 @@ import plain
 import tables
 from sphinx.addnodes import toctree
 from sphinx.application import Sphinx
+
+VERSION = crc32(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.iterdir()) if path.is_file()))
+"""Sphinx reads pages again if code of this folder has changed, although their own text has not."""
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
@@ -26,7 +30,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     # After the theme (priority 500), which makes the tree.
     app.connect("html-page-context", _caption_sidebar, priority=900)
     app.connect("build-finished", _after)
-    return {"parallel_read_safe": True, "parallel_write_safe": True, "env_version": aliases.VERSION}
+    return {"parallel_read_safe": True, "parallel_write_safe": True, "env_version": VERSION}
 
 
 def _fill(app: Sphinx, page: str, source: list[str]) -> None:
@@ -47,7 +51,9 @@ def _caption_sidebar(app: Sphinx, page: str, template: str, context: dict[str, A
                 first = each["entries"][0][1]
                 link = app.builder.get_relative_uri(page, first) if first != page else "#"
                 item = rf'<li class="toctree-l2[^"]*"><a [^>]*href="{re.escape(link)}"'
-                tree = re.sub(item, lambda found, name=each["caption"]: f'<li class="group">{escape(name)}</li>{found[0]}', tree)
+                tree = re.sub(
+                    item, lambda found, name=each["caption"]: f'<li class="group">{escape(name)}</li>{found[0]}', tree
+                )
     context["furo_navigation_tree"] = tree
 
 
