@@ -55,7 +55,7 @@ def places_for(
     if any(shape != local for shape in shapes.values()) or len(local) != len(whole):
         return f"its input has different shapes on the ranks, for example {sorted(set(shapes.values()))[:4]}"
     if any(not size or full % size for size, full in zip(local, whole, strict=True)):
-        return f"its input has the shape {local} on each rank, which does not divide {whole}"
+        return f"its input has the shape {local} on each rank, which is not a shard of {whole}"
 
     # Every way to shard the tensor: each dimension over one mode or two, of which the first is the outer one. Different modes
     # may give the same shards, which count once.
