@@ -100,4 +100,4 @@ def counted_rows() -> bool:
 
 def test_rows_of_one_sequence_group_count_once():
     """The ranks of a sequence group load the same rows, of which each computes a part."""
-    assert list(run_world(4, counted_rows)) == [True, False, False, False]
+    assert run_world(4, counted_rows).values == [True, False, False, False]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from colonnade.paths import local_path
-from colonnade.proof.report.charts import COLORS, bar_chart
+from colonnade.proof.report.charts import COLORS, bar_chart, data_block
 from colonnade.proof.report.plan_tables import (
     FORMULAS,
     MEMORY,
@@ -32,7 +32,7 @@ from colonnade.proof.report.plan_tables import (
     timeline_words,
     title_of,
 )
-from colonnade.proof.report.shell import card, cards, folded, page, table, tiles
+from colonnade.proof.report.shell import card, cards, folded, page, script_of, table, tiles
 from colonnade.texts import format_bytes, format_count, format_seconds
 
 # --- Pictures as SVG files: the mesh by modes, the ledger as a matrix, the timeline of the pipeline ---
@@ -137,11 +137,10 @@ def plan_page(values: Values) -> str:
     search, plan = (values, values["best"]) if "fitting" in values else (None, values)
     parts = [] if search is None else [cards([_search(search)])]
     if plan is None:
-        return page("No layout fits", [hardware_line(values)], parts)
+        return page("No layout fits", [hardware_line(values)], parts, script_of("plan"))
     line = f"{plan['totals']['world_size']:,} ranks · {format_count(plan['totals']['parameters'])} parameters · {hardware_line(plan)}"
     parts += [_problems(plan), _figures(plan), cards(_cards(plan))]
-    script = (Path(__file__).parent / "plan.js").read_text(encoding="utf-8")
-    return page(f"Plan: {title_of(plan)}", [line], [*parts, _data(plan)], script)
+    return page(f"Plan: {title_of(plan)}", [line], [*parts, _data(plan)], script_of("plan"))
 
 
 def write_plan_pictures(values: Values, folder: str | Path) -> list[Path]:
@@ -153,8 +152,8 @@ def write_plan_pictures(values: Values, folder: str | Path) -> list[Path]:
     pictures = {"mesh": mesh_svg(plan)}
     if plan["classes"]:
         pictures["ledger"] = ledger_svg(plan)
-        pictures["memory"] = _memory_chart(plan, standalone=True)
-        pictures["communication"] = _communication_chart(plan, standalone=True)
+        pictures["memory"] = _memory_chart(plan, page=False)
+        pictures["communication"] = _communication_chart(plan, page=False)
     if plan["timeline"]:
         pictures["timeline"] = timeline_svg(plan)
     target.mkdir(parents=True, exist_ok=True)
@@ -222,17 +221,17 @@ def _timeline(plan: Values) -> str:
     return card("Pipeline", f'{legend}</div><canvas id="timeline"></canvas>', note, wide=True)
 
 
-def _memory_chart(plan: Values, standalone: bool = False) -> str:
+def _memory_chart(plan: Values, page: bool = True) -> str:
     kinds = spread(plan["classes"], 16)
     unit, name = _unit(
         max(one["memory"]["total"] for one in kinds), ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "bytes"))
     )
     used = [part for part in MEMORY if any(one["memory"][part] for one in kinds)]
     rows = [(one["name"], [one["memory"][part] / unit for part in used]) for one in reversed(kinds)]
-    return bar_chart(used, rows, x=name, standalone=standalone)
+    return bar_chart(used, rows, x=name, page=page)
 
 
-def _communication_chart(plan: Values, standalone: bool = False) -> str:
+def _communication_chart(plan: Values, page: bool = True) -> str:
     times: dict[str, list[float]] = {}
     for call in slowest_kind(plan)["collectives"]:
         spent = times.setdefault(call["mode"], [0.0, 0.0])
@@ -244,7 +243,7 @@ def _communication_chart(plan: Values, standalone: bool = False) -> str:
     rows = [
         (mode, [each / unit for each in spent]) for mode, spent in sorted(times.items(), key=lambda row: sum(row[1]))
     ]
-    return bar_chart(("hidden behind computation", "exposed"), rows, x=f"{name} in a step", standalone=standalone)
+    return bar_chart(("hidden behind computation", "exposed"), rows, x=f"{name} in a step", page=page)
 
 
 def _ledger(plan: Values) -> str:
@@ -309,8 +308,7 @@ def _data(plan: Values) -> str:
         "classes": [{"pipeline_rank": one["pipeline_rank"], "shards": _shards(one)} for one in plan["classes"]],
         "timeline": None if timeline is None else _compact(timeline),
     }
-    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    return f'<script type="application/json" id="plan-data">{text}</script>'
+    return data_block(data, "plan-data")
 
 
 def _mode(names: str, mode: Values) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from colonnade.parallel.held import held_tensors
 from colonnade.parallel.placement import logical_shape
 from colonnade.paths import local_path
 from colonnade.registry import HOOKS
+from colonnade.texts import flat_config
 from colonnade.trainer.hooks.hook import BaseHook, checked_interval
 from colonnade.version import __version__
 
@@ -378,15 +379,6 @@ def _clip_level(setting: Any) -> float | None:
     """The norm that gradients are clipped to, if there is a single fixed one."""
     level = setting.get("max_norm") if isinstance(setting, Mapping) and not setting.get("method") else setting
     return float(level) if isinstance(level, (int, float)) and 0 < level < float("inf") else None
-
-
-def flat_config(config: Mapping[str, Any], under: str = "") -> dict[str, Any]:
-    """The values of a config by dotted key."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        name = f"{under}{key}"
-        flat.update(flat_config(value, f"{name}.") if isinstance(value, Mapping) else {name: value})
-    return flat
 
 
 @HOOKS.register_module
