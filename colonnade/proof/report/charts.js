@@ -188,7 +188,7 @@ function tell(chart, made, plot) {
     if (value == null || (each.marks && Math.abs(plot.valToPos(x, "x") - left) > 12)) return;
     const [low, high] = each.range ? [each.range[0][own], each.range[1][own]] : [value, value];
     const shown = chart.spec.smooth && tools.smooth > 0 ? plot.data[at + 1][idxs[at + 1]] : value;
-    told.push([each.at, `${each.name}  ${number(value)}${shown !== value ? `, smoothed ${number(shown)}` : ""}${low < high ? `  (${number(low)} to ${number(high)})` : ""}`]);
+    told.push([each.at, `${each.name}: ${number(value)}${shown !== value ? `, smoothed ${number(shown)}` : ""}${low < high ? ` (${number(low)} to ${number(high)})` : ""}`]);
   });
   told.sort((a, b) => a[0] - b[0]);
   const box = plot.over.getBoundingClientRect();

@@ -295,12 +295,14 @@ def _charts(runs: list[Run]) -> list[str]:
     note = "rank 0; communication is only what no computation hides; other is hooks, checkpoints and the loop"
     made.append(card("Where the time of a step goes", _time_chart(runs), note))
 
-    slow = lines("busy/slowest", "slowest rank", 1, 1000.0)
-    if not several:
-        slow += lines("busy/fastest", "fastest rank", 2, 1000.0)
-    if any(each.points for each in slow):
+    busy = [value for run in runs for value in run.columns.get("busy/slowest", Column()).values]
+    if busy:
+        unit, name = _time_unit(max(busy))
+        slow = lines("busy/slowest", "slowest rank", 1, unit)
+        if not several:
+            slow += lines("busy/fastest", "fastest rank", 2, unit)
         note = "time of a step without communication and waiting"
-        chart = plot(slow, y="ms", from_zero=True, smooth=True)
+        chart = plot(slow, y=name, from_zero=True, smooth=True)
         made.append(card("Slowest rank" if several else "Slowest and fastest rank", chart, note))
 
     # The log has MiB. All numbers of the page are in powers of 1,000.
@@ -322,6 +324,11 @@ def _charts(runs: list[Run]) -> list[str]:
     for own in list(dict.fromkeys(name for run in runs for name in run.own_numbers()))[:MOST_OWN]:
         made.append(card(own, plot(lines(own, own), y=own, smooth=True), "logged by a hook or the script"))
     return made
+
+
+def _time_unit(seconds: float) -> tuple[float, str]:
+    """(units in a second, the unit) of an axis that reaches so far."""
+    return (1.0, "s") if seconds >= 1 else (1000.0, "ms")
 
 
 def _norm_marks(run: Run, at: int, several: bool) -> list[Series]:
@@ -351,12 +358,13 @@ def _time_chart(runs: list[Run]) -> str:
     names = [phase for phase in PHASES if any(f"time/{phase}" in run.columns for run in runs)]
     if not names:
         return '<p class="empty">this log has no times</p>'
+    unit, unit_name = _time_unit(median(value for run in runs for _, value in run.column("seconds")))
     if len(runs) > 1:
         bars = [
-            (run.name, [1000 * fmean([v for _, v in run.column(f"time/{phase}")] or [0.0]) for phase in names])
+            (run.name, [unit * fmean([v for _, v in run.column(f"time/{phase}")] or [0.0]) for phase in names])
             for run in runs
         ]
-        return bar_chart(names, bars, x="ms in a step, mean", page=True, colors=[PHASE_COLORS[name] for name in names])
+        return bar_chart(names, bars, x=f"{unit_name} in a step, mean", page=True, colors=[PHASE_COLORS[name] for name in names])
     (run,) = runs
     lasts = buckets(run.steps.steps, MOST_POINTS // 4)
     series = []
@@ -366,9 +374,9 @@ def _time_chart(runs: list[Run]) -> str:
         for after, last in pairwise([run.first - 1, *lasts]):
             begin, end = (bisect_right(column.steps, step) for step in (after, last))
             steps = bisect_right(run.steps.steps, last) - bisect_right(run.steps.steps, after)
-            points.append((last, 1000 * sum(column.values[begin:end]) / steps))
+            points.append((last, unit * sum(column.values[begin:end]) / steps))
         series.append(Series(name, points, color=PHASE_COLORS[name]))
-    return plot(series, y="ms in a step", from_zero=True, stacked=True)
+    return plot(series, y=f"{unit_name} in a step", from_zero=True, stacked=True)
 
 
 # --- Layers, events, facts ---

@@ -105,16 +105,24 @@ def folded(title: str, content: str, is_open: bool = False) -> str:
 def table(
     heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = (), names: Sequence[int] = ()
 ) -> str:
-    """Rows of text; columns of `numbers` are set to the right, those of `names` in a fixed width."""
+    """Rows of text; columns of `numbers` are set to the right, those of `names` in a fixed width.
+
+    On a phone, each row of a table with many columns becomes a list of its cells, with their heads.
+    """
+
+    is_wide = len(heads) > 4
 
     def kind(at: int) -> str:
         return ' class="number"' if at in numbers else ' class="name"' if at in names else ""
 
-    head = "".join(f"<th{kind(at) if at in numbers else ''}>{escape(name)}</th>" for at, name in enumerate(heads))
-    body = "".join(
-        "<tr>" + "".join(f"<td{kind(at)}>{escape(cell)}</td>" for at, cell in enumerate(row)) + "</tr>" for row in rows
-    )
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    def cell(at: int, text: str) -> str:
+        head = f' data-head="{escape(heads[at])}"' if is_wide else ""
+        return f"<td{kind(at)}{head}>{escape(text)}</td>"
+
+    titles = "".join(f"<th{kind(at) if at in numbers else ''}>{escape(name)}</th>" for at, name in enumerate(heads))
+    body = "".join("<tr>" + "".join(cell(at, text) for at, text in enumerate(row)) + "</tr>" for row in rows)
+    stack = ' class="stack"' if is_wide else ""
+    return f'<div class="scroll"><table{stack}><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 # --- Heat maps, which charts.js draws ---
