@@ -514,7 +514,8 @@ def test_memory_is_measured_once_in_a_while(tmp_path, monkeypatch):
 def test_the_page_of_a_run_is_written_by_who_wrote_the_file_and_is_asked_to(tmp_path, monkeypatch, rank, report, pages):
     import logging
 
-    monkeypatch.setattr(log, "run_facts", lambda trainer: {})
+    for name in ("run_facts", "world_facts"):
+        monkeypatch.setattr(log, name, lambda trainer: {})
     hook = JsonlHook(tmp_path / "run.jsonl", report=report)
     written: list[Path] = []
     monkeypatch.setattr("colonnade.proof.report.write_run_page", lambda logs, page: written.append(page))
@@ -572,9 +573,11 @@ def test_the_facts_of_a_run_are_plain_values():
         accumulation=4,
         model=nn.Linear(2, 3),
         ledger=lambda: SimpleNamespace(by_pattern=list),
+        precision_table=lambda: {"computed with": SimpleNamespace(dtypes=("bfloat16",))},
     )
     facts = log.run_facts(SimpleNamespace(engine=engine, context=context))  # type: ignore[arg-type]
     assert facts["layout"] == {"tensor": 2, "pipeline": 3}
+    assert facts["dtype"] == "bfloat16"
     assert facts["memory"] == {"parameters": 8, "gradients": 0, "state": 0}
     assert (facts["parameters"], facts["clip"], facts["accumulation"], facts["world_size"]) == (9, 2.0, 4, 6)
     assert facts["config"] == {"clip_grad_norm": 2, "x": "Infinity"}

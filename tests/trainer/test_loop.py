@@ -227,7 +227,7 @@ def test_flags_are_added_up_with_the_numbers_of_a_step_so_many_steps_ago(lag):
         sum=lambda numbers: [10 * each for each in numbers],
     )
     records: list[Any] = []
-    sums = StepSums(exchange, lag, records.append)
+    sums = StepSums(exchange, lag, records.append, 3)
     sums.wait()  # nothing was begun
     for value in (1.0, 2.0):
         sums.add(Numbers(value))  # type: ignore[arg-type]

@@ -10,7 +10,18 @@ import pytest
 import torch
 
 from colonnade.trainer import StepRecord, records
-from colonnade.trainer.records import _DIVISOR, _LOSS, _LR, _NORM, _WEIGHT, Draft, RecordBook, weigh
+from colonnade.trainer.records import (
+    _DIVISOR,
+    _LOSS,
+    _LR,
+    _NORM,
+    _WEIGHT,
+    Draft,
+    RecordBook,
+    count_tokens,
+    slots_of,
+    weigh,
+)
 
 
 class Clock:
@@ -90,9 +101,9 @@ def test_a_record_is_made_of_what_the_ranks_have_added_up(skip, divisor, clipped
     times: Any = None if skip is None else SimpleNamespace(read=lambda: {"data": 1.0})
     values = {_LR: 0.5, "mine": 3.0} | ({} if divisor is None else {_DIVISOR: divisor})
     tensors = {_LOSS: torch.tensor(6.0), _WEIGHT: torch.tensor(2.0), _NORM: torch.tensor([9.0])}
-    draft = Draft((7, 1, 0.25), 8, tensors, values, flag, times)
-    assert draft.sums() == [6.0, 2.0, 8.0]
-    found = draft.record([12.0, 4.0, 16.0])
+    draft = Draft((7, 1, 0.25), 8, tensors, values, flag, times, 80)
+    assert draft.sums() == [6.0, 2.0, 8.0, 80.0]
+    found = draft.record([12.0, 4.0, 16.0, 160.0])
     assert found == StepRecord(
         step=7,
         epoch=1,
@@ -102,6 +113,7 @@ def test_a_record_is_made_of_what_the_ranks_have_added_up(skip, divisor, clipped
         samples=16,
         seconds=0.25,
         weight=4.0,
+        tokens=160,
         clipped=clipped,
         skipped=skipped,
         times={} if skip is None else {"data": 1.0},
@@ -109,7 +121,7 @@ def test_a_record_is_made_of_what_the_ranks_have_added_up(skip, divisor, clipped
     )
     marks = {"clipped": 1.0} if clipped else {"skipped": 1.0} if skipped else {}
     assert found.numbers() == {
-        **dict(loss=3.0, lr=0.5, grad_norm=9.0, samples=16, seconds=0.25, mine=3.0),
+        **dict(loss=3.0, lr=0.5, grad_norm=9.0, samples=16, tokens=160, seconds=0.25, mine=3.0),
         **marks,
         **({} if skip is None else {"time/data": 1.0}),
     }
@@ -117,10 +129,44 @@ def test_a_record_is_made_of_what_the_ranks_have_added_up(skip, divisor, clipped
 
 def test_a_step_of_which_no_rank_tells_the_loss_has_none():
     draft = Draft((1, 0, 1.0), 0, {}, {})
-    assert draft.sums() == [0.0, 0.0, 0.0]
-    found = draft.record([0.0, 0.0, 4.0])
+    assert draft.sums() == [0.0, 0.0, 0.0, 0.0]
+    found = draft.record([0.0, 0.0, 4.0, 0.0])
     assert (found.loss, found.lr, found.grad_norm) == (None, None, None)
     assert found.numbers() == {"samples": 4, "seconds": 1.0}
+
+
+@pytest.mark.parametrize(("world", "late"), [(4, 2), (64, 63), (100, 99), (1000, 17)])
+def test_the_rank_that_the_others_wait_for_is_named(world, late):
+    """The time that it computes is the largest; beyond 64 ranks, the first of the neighbours that share a number."""
+    slots = slots_of(world)
+    assert [rank for ranks in slots for rank in ranks] == list(range(world))
+    assert len(slots) == min(world, 64)
+
+    def draft(rank: int) -> Draft:
+        busy = 3.0 if rank == late else 1.0
+        times: Any = SimpleNamespace(
+            read=lambda: {"forward": busy - 0.5, "communication": 2.0, "other": 2.0 - busy, "data": 0.5}
+        )
+        return Draft((1, 0, 4.0), 0, {}, {}, None, times, 0, slots, rank)
+
+    sums = [sum(each) for each in zip(*(draft(rank).sums() for rank in range(world)), strict=True)]
+    (ranks,) = (ranks for ranks in slots if late in ranks)
+    busy = draft(0).record(sums).busy
+    assert busy == {"slowest": 1.0 + 2.0 / len(ranks), "fastest": 1.0, "slowest_rank": ranks[0]}
+    assert draft(0).record(sums).numbers()["busy/fastest"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("batch", "count"),
+    [
+        ({"input_ids": torch.zeros(2, 5, dtype=torch.long), "labels": torch.zeros(2, 5, dtype=torch.long)}, 10),
+        ((torch.zeros(2, 3, 8), torch.zeros(2, dtype=torch.long)), 0),
+        ([torch.zeros(2, 3, dtype=torch.bool), (torch.zeros(2, 7, dtype=torch.int32),)], 14),
+        (None, 0),
+    ],
+)
+def test_tokens_are_the_integers_of_rows(batch, count):
+    assert count_tokens(batch) == count
 
 
 def test_numbers_of_the_host_join_those_of_a_device(monkeypatch):
