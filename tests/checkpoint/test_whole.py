@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -14,12 +11,10 @@ from torch import Tensor
 
 from colonnade.checkpoint import storage
 from colonnade.checkpoint.full_weights import FullTensors, save_full, save_pretrained
-from colonnade.checkpoint.tensor_files import FileEntry
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
 from colonnade.errors import CheckpointError
-from colonnade.parallel.boxes import full_box
 from colonnade.testing import run_world
 from tests.checkpoint.models import ALIAS, WAYS, Cut, Way, build, launched, whole, zero
 
@@ -67,35 +62,6 @@ def check_two() -> None:
 
 def test_of_two_ranks_each_gets_what_the_other_has() -> None:
     run_world(2, check_two, timeout=30)
-
-
-class Sender(FullTensors):
-    """The first of three ranks, which holds all of every tensor; what it sends is written down."""
-
-    def __init__(self, piece: Tensor) -> None:
-        self.log: list[str] = []
-        self._context = SimpleNamespace(world_size=3)  # type: ignore[assignment]
-        self._rank, self._gloo = 0, self
-        self._entries = {"w": FileEntry.of("w", piece)}
-
-    def _blocks(self, record: Any) -> Iterator[Any]:
-        yield 0, "w", full_box((3, 2))
-
-    def send(self, tensors: list[Tensor], to: int, tag: int) -> Any:
-        self.log.append(f"to {to}")
-        return SimpleNamespace(wait=lambda: self.log.append(f"{to} has it"))
-
-
-def test_a_copy_is_let_go_before_the_next_one_is_made() -> None:
-    columns = torch.arange(6.0).view(2, 3).t()  # out of order in memory
-    for piece, expected in (
-        (columns, ["to 1", "1 has it", "to 2", "2 has it"]),
-        (columns.contiguous(), ["to 1", "to 2", "1 has it", "2 has it"]),  # there is none
-    ):
-        sender = Sender(piece)
-        record: Any = SimpleNamespace(shape=(3, 2), dtype="F32")
-        assert sender.gather_to_ranks([(record, 1), (record, 2)]) is None
-        assert sender.log == expected
 
 
 def check(folder: Path) -> None:

@@ -18,7 +18,7 @@ from colonnade.engine.build import initialize
 from colonnade.engine.gradient_handler import BaseGradientHandler
 from colonnade.errors import GradientError
 from colonnade.optim import bucket_step
-from colonnade.optim.bucket_step import BucketStep, OwnedBucket, ReplicatedBucket, wants_flat
+from colonnade.optim.bucket_step import BucketStep, OwnedBucket, wants_flat
 from colonnade.optim.flat_step import FlatBucket
 from colonnade.optim.norm import GradientBlock, bucket_blocks, reduce_norms
 from colonnade.parallel.flat import FlatLayout
@@ -131,22 +131,6 @@ def test_a_rank_that_is_out_of_batches_steps_as_the_others_do(dtype):
     (grads, weights), (other_grads, other_weights) = run_world(2, _uneven_by_hand, dtype).values
     torch.testing.assert_close(other_grads, grads, rtol=0, atol=0)
     torch.testing.assert_close(other_weights, weights, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_rank_measures_its_half_of_what_two_hold_or_all_of_it(whole):
-    members = [nn.Parameter(torch.zeros(1000)), nn.Parameter(torch.zeros(24))]
-    layout = FlatLayout(members)
-    facts = SimpleNamespace(
-        sum=SimpleNamespace(ranks=(0, 1)), layout=layout, gradient=torch.ones(layout.numel), parameters=members
-    )
-    measured = 0
-    for index in (0, 1):
-        entries = [SimpleNamespace(holding=SimpleNamespace(count=2, index=index, ranks=(0, 1)))] * 2
-        blocks = ReplicatedBucket(facts, entries, [0, 0], whole).blocks([])  # type: ignore[arg-type]
-        assert len(blocks) == 1
-        measured += blocks[0].owned.numel()
-    assert measured == (2 if whole else 1) * layout.numel
 
 
 def test_a_step_that_is_to_be_recorded_is_the_same_before_it_is(monkeypatch):

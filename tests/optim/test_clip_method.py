@@ -185,14 +185,6 @@ def test_a_norm_as_large_as_the_bound_is_no_spike() -> None:
         assert bool(verdict.skip) is skipped
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_a_bad_first_step_leaves_no_trace(name: str) -> None:
-    method, other = METHODS[name](), METHODS[name]()
-    method(seen(math.nan))
-    for norm in noisy(12):
-        assert torch.equal(method(seen(norm)).divisor, other(seen(norm)).divisor)
-
-
 def test_the_averages_of_several_slots_are_restored() -> None:
     method, other = AdaGC(warmup=1), AdaGC(warmup=1)
     for row in ((1.0, 2.0, 0.5), (1.5, 1.0, 0.0)):
@@ -232,9 +224,9 @@ def test_adagc_meets_a_slot_after_the_warm_up() -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_a_bad_step_is_not_remembered(name: str) -> None:
     method, other = METHODS[name](), METHODS[name]()
+    method(seen(math.nan))
     for step, norm in enumerate(noisy(12)):
-        method(seen(norm))
-        other(seen(norm))
+        assert torch.equal(method(seen(norm)).divisor, other(seen(norm)).divisor)
         if step % 3 == 0:
             method(seen(math.nan if step % 2 else math.inf))
     assert all(torch.equal(other.state[key], value) for key, value in method.state.items())
@@ -268,12 +260,6 @@ def test_a_state_of_other_settings_is_refused() -> None:
     method(seen(1.0))
     with pytest.raises(CheckpointError, match="PercentileClip needs"):
         PercentileClip(window=8).load_state_dict(method.state_dict())
-
-
-def test_settings_out_of_range() -> None:
-    for make in (lambda: ZClip(alpha=1.0), lambda: PercentileClip(0), lambda: AdaGC(warmup=0)):
-        with pytest.raises(ConfigError):
-            make()
 
 
 STEPS = [0, -1, 1_000_001, True, 2.0, "3", None]

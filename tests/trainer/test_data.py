@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from colonnade.context.layout import Layout, world_axes
 from colonnade.context.layout_builder import run_initializers
-from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError
 from colonnade.trainer import data
 from colonnade.trainer.data import EpochPosition, Feed, Lengths, moves_together, read_lengths
@@ -154,15 +153,6 @@ def test_what_is_in_the_middle_of_a_batch_is_read_again_where_a_loader_cannot_be
         assert [batch[0].tolist() for batch in ours.open(0, EpochPosition(3, 6))] == [[6, 7, 8, 9], [10, 11]]
 
 
-def test_the_length_of_a_loader_is_asked_of_it_and_what_is_no_loader_is_refused():
-    with world_of_one() as gpc:
-        assert read_lengths([1, 2], gpc) == Lengths((2,))
-        assert read_lengths(iter([1, 2]), gpc) == Lengths((None,))
-        for wrong in (torch.zeros(2, 2), {"a": 1}, TensorDataset(torch.zeros(2)), "text", 3, None):
-            with pytest.raises(ConfigError, match="rank 0: a data loader is an iterable of batches, not"):
-                read_lengths(wrong, gpc)
-
-
 @pytest.mark.parametrize("own", [True, False])
 def test_a_loader_that_shuffles_goes_on_with_the_batches_of_its_epoch(own):
     """With a generator of its own, or with torch's random numbers; the streams are then left where they are told."""
@@ -207,25 +197,6 @@ def test_a_batch_that_was_fetched_ahead_is_drawn_again_as_it_was():
         rest = other.open(0, other.load_state_dict(EpochPosition(1, None), own), then)
         assert [next(rest), next(rest)] == [ahead, third]
         assert other.own_state()["ahead"] is None
-
-
-def test_which_axes_meet_in_forward_passes():
-    def axis(name: str, size: int, data: str, mode: Any = None) -> Any:
-        return SimpleNamespace(name=name, size=size, data=data, mode=mode)
-
-    axes = [
-        axis("data", 2, "distinct", ParallelMode.DATA),
-        axis("mine", 2, "distinct"),
-        axis("single", 1, "distinct"),
-        axis("tensor", 2, "same"),
-    ]
-    for initialized, experts, expected in ((False, 4, ["mine"]), (True, 1, ["mine"]), (True, 2, ["data", "mine"])):
-        context: Any = SimpleNamespace(
-            layout=SimpleNamespace(axes=axes),
-            is_initialized=lambda mode, initialized=initialized: initialized and mode is ParallelMode.EXPERT,
-            get_world_size=lambda mode, experts=experts: experts,
-        )
-        assert data._other_distinct(context) == expected
 
 
 def test_what_may_be_a_loader():

@@ -1,22 +1,18 @@
-"""Who speaks for whom, and which group and memory numbers take: without ranks."""
+"""Who speaks for whom, and which values are gathered."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from colonnade._launch import launch
-from colonnade.comm.messages import is_alone
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.engine.schedule.transfer import Meta
 from colonnade.testing import run_world
 from colonnade.trainer import records
-from colonnade.trainer.records import Exchange, is_first_with_data
+from colonnade.trainer.records import is_first_with_data
 from tests.trainer.test_data import world
 
 
@@ -42,68 +38,6 @@ def test_the_first_rank_of_those_that_see_the_same_data_speaks(context, stage, a
     assert (speakers(False), speakers(True)) == (stage, all_stages)
 
 
-@pytest.mark.parametrize(("launched", "size", "alone"), [(False, 4, True), (True, 1, True), (True, 2, False)])
-def test_who_has_nobody_to_talk_to(launched, size, alone):
-    assert is_alone(SimpleNamespace(is_launched=launched, world_size=size)) is alone  # type: ignore[arg-type]
-
-
-def context(size: int) -> Any:
-    waits = SimpleNamespace(during=lambda what: nullcontext())
-    return SimpleNamespace(
-        is_launched=True,
-        world_size=size,
-        waits=waits,
-        get_group=lambda mode: "world",
-        get_second_group=lambda mode, backend: f"{backend} group",
-        device=torch.device("meta"),
-    )
-
-
-@pytest.mark.parametrize(("backend", "group"), [("gloo", "world"), ("nccl", "gloo group")])
-def test_sums_are_made_on_the_host_and_read_when_they_are_there(monkeypatch, backend, group):
-    begun: list[Any] = []
-
-    def all_reduce(values: torch.Tensor, group: Any, async_op: bool) -> Any:
-        begun.append((group, async_op, values.dtype))
-        return SimpleNamespace(wait=lambda: values.mul_(2))
-
-    monkeypatch.setattr(dist, "get_backend", lambda group: backend)
-    monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    told = Exchange(context(2))
-    sums = told.start([1.0, 2.5])
-    assert begun == [(group, True, torch.float64)]
-    assert sums() == [2.0, 5.0]
-    assert told.sum([3.0]) == [6.0]
-    assert Exchange(context(1)).sum([3.0, 4.0]) == [3.0, 4.0]
-    assert len(begun) == 2
-
-
-class Sent(Exception):
-    """What is broadcast, by which rank."""
-
-
-@pytest.mark.parametrize(("backend", "device"), [("gloo", "cpu"), ("nccl", "meta")])
-@pytest.mark.parametrize("is_mine", [True, False])
-def test_values_travel_as_bytes_of_the_memory_that_the_backend_moves(monkeypatch, backend, device, is_mine):
-    def broadcast(value: torch.Tensor, rank: int, group: Any) -> None:
-        raise Sent(value.device.type, value.dtype, value.shape, rank, group)
-
-    monkeypatch.setattr(dist, "get_backend", lambda group: backend)
-    monkeypatch.setattr(dist, "broadcast", broadcast)
-    mine = iter([torch.ones(2, 3)]) if is_mine else None
-    with pytest.raises(Sent) as sent:
-        records._broadcast_tensor(5, mine, context(2), Meta(torch.float32, (2, 3), False))
-    assert sent.value.args == (device, torch.uint8, (24,), 5, "world")
-    if device == "cpu":  # nothing is sent of a tensor without elements
-        assert records._broadcast_tensor(5, None, context(2), Meta(torch.float32, (0, 3), False)).shape == (0, 3)
-
-
-def test_sums_of_a_device_are_those_of_all_ranks(monkeypatch):
-    monkeypatch.setattr(dist, "all_reduce", lambda values, group: values.mul_(10 if group == "world" else 0))
-    assert records.sum_over_world(torch.ones(2), context(1)).tolist() == [1, 1]
-    assert records.sum_over_world(torch.ones(2), context(2)).tolist() == [10, 10]
-
-
 def gathered() -> list[Any]:
     with launch({}, context=ParallelContext(), verbose=False) as gpc:
         rank = gpc.get_global_rank()
@@ -119,5 +53,5 @@ def test_values_of_the_ranks_that_have_one_are_gathered_in_their_order():
             assert (found["a"].tolist(), found["a"].dtype) == ([rank, rank], torch.bfloat16)
             assert (found["b"][0], found["b"][1].tolist()) == (rank, [[True, True]] * rank)
     value = {"a": torch.ones(2)}
-    assert records.gather_values(value, True, context(1)) == [value]
-    assert records.gather_values(value, False, context(1)) == []
+    assert records.gather_values(value, True, ParallelContext()) == [value]
+    assert records.gather_values(value, False, ParallelContext()) == []

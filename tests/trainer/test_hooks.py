@@ -17,7 +17,7 @@ from colonnade.registry import HOOKS
 from colonnade.testing import run_world
 from colonnade.trainer import BaseHook, Trainer
 from colonnade.trainer.hooks import EarlyStopHook, LoadCheckpointHook, LossHook, LRSchedulerHook, SaveCheckpointHook
-from colonnade.trainer.hooks.hook import POINTS, HookList, build_hook
+from colonnade.trainer.hooks.hook import POINTS, build_hook
 from tests.trainer.runs import PIPELINE, cut, make_trainer
 
 HEARD: list[str] = []
@@ -174,29 +174,6 @@ def test_every_built_in_hook_is_registered_under_its_name():
         assert HOOKS.get_module(name) is getattr(hooks, name)
 
 
-@pytest.mark.parametrize(
-    ("by_epoch", "interval", "expected"),
-    [
-        (True, 1, ["epoch 0", "epoch 1", "epoch 2", "epoch 3"]),
-        (True, 2, ["epoch 1", "epoch 3"]),
-        (True, 3, ["epoch 2"]),
-        (False, 1, ["step 1", "step 2", "step 3", "step 4"]),
-        (False, 3, ["step 3"]),
-    ],
-)
-def test_when_a_checkpoint_is_saved(monkeypatch, by_epoch, interval, expected):
-    saved: list[str] = []
-    hook = SaveCheckpointHook(interval, by_epoch=by_epoch)
-    monkeypatch.setattr(hook, "_save", lambda trainer: saved.append(trainer.place))
-    for at in range(4):
-        for done in (False, True):
-            step = SimpleNamespace(step_done=done, cur_step=at + 1, place=f"step {at + 1}")
-            hook.after_train_iter(step, None, None, None)  # type: ignore[arg-type]
-            epoch = SimpleNamespace(epoch_done=done, cur_epoch=at, place=f"epoch {at}")
-            hook.after_train_epoch(epoch)  # type: ignore[arg-type]
-    assert saved == expected
-
-
 class Stateless(BaseHook):
     def state_dict(self) -> dict[str, Any]:
         raise ValueError("no state today")
@@ -334,15 +311,3 @@ def test_an_early_stop_waits_for_so_many_epochs_and_goes_on_where_it_was():
         with pytest.raises(ConfigError, match="EarlyStopHook"):
             EarlyStopHook(**wrong)
     assert EarlyStopHook(patience=0).state_dict() == {"best": None, "waited": 0}
-
-
-def test_the_states_of_hooks_of_one_class_are_told_apart():
-    hooks = [EarlyStopHook(), Listener("without a state"), EarlyStopHook(), EarlyStopHook()]
-    for number, hook in enumerate(hooks):
-        hook.best = float(number)  # type: ignore[attr-defined]
-    states = HookList.state_dict(known := SimpleNamespace(hooks=hooks, _named=lambda: HookList._named(known)))  # type: ignore[arg-type]
-    assert {name: state["best"] for name, state in states.items()} == {
-        "EarlyStopHook": 0.0,
-        "EarlyStopHook 2": 2.0,
-        "EarlyStopHook 3": 3.0,
-    }

@@ -3,58 +3,11 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from colonnade.trainer import StepRecord, records
-from colonnade.trainer.records import _DIVISOR, _LOSS, _LR, _NORM, _WEIGHT, Draft, RecordBook, weigh
-
-
-class Clock:
-    restarts = 0
-
-    def restart(self) -> None:
-        self.restarts += 1
-
-    def end_step(self) -> None: ...
-
-
-def engine(*rates: float, norm: Any = None, divisor: Any = None) -> Any:
-    groups = [{"lr": rate} for rate in rates]
-    return SimpleNamespace(
-        optimizer=SimpleNamespace(param_groups=groups), grad_norm=norm, clip_divisor=divisor, last_skip_flag=None
-    )
-
-
-def test_a_record_has_the_loss_of_all_passes_and_the_rate_of_the_first_group():
-    clock: Any = Clock()
-    book = RecordBook(clock)
-    assert clock.restarts == 1
-    assert book.draft() is None
-    book.add_pass(torch.tensor(6.0), 2.0, 4)
-    book.add_pass(torch.tensor(3.0), 1.0, 3)
-    book.add_pass(None, 9.0, 2)
-    book.add({"mine": 5, "other": torch.tensor(7.0)})
-    book.end_step(8, 2, engine(0.5, 0.25, norm=torch.tensor(3.0)))
-    book.add({"late": 1.0})
-    assert book._samples == 9
-    assert book._values["mine"] == 5.0
-    assert book._values[_LR] == 0.5
-    assert book._values["late"] == 1.0
-    assert book._tensors["other"].item() == 7.0
-    assert book._tensors[_LOSS].item() == 9.0
-    assert book._weight == 3.0
-    assert book._place is not None
-    assert book._place[:2] == (8, 2)
-    assert 0 <= book._place[2] < 60
-    assert book.draft() is not None
-    assert book.draft() is None
-    assert (book._samples, book._weight, book._tensors, book._values) == (0, 0.0, {}, {})
-    book.end_step(9, 2, engine())
-    assert _LR not in book._values
+from colonnade.trainer.records import Draft, weigh
 
 
 @pytest.mark.parametrize(
@@ -74,59 +27,9 @@ def test_a_batch_weighs_what_its_criterion_counted_or_its_rows(count, rows, weig
     assert weigh(None, count, rows) == (None, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("skip", "divisor", "clipped", "skipped"),
-    [
-        (None, None, False, False),
-        (None, 1.0, False, False),
-        (None, 2.0, True, False),
-        (0.0, 2.0, True, False),
-        (1.0, 2.0, False, True),
-        (1.0, None, False, True),
-    ],
-)
-def test_a_record_is_made_of_what_the_ranks_have_added_up(skip, divisor, clipped, skipped):
-    flag: Any = None if skip is None else SimpleNamespace(read=lambda: skip)
-    times: Any = None if skip is None else SimpleNamespace(read=lambda: {"data": 1.0})
-    values = {_LR: 0.5, "mine": 3.0} | ({} if divisor is None else {_DIVISOR: divisor})
-    tensors = {_LOSS: torch.tensor(6.0), _WEIGHT: torch.tensor(2.0), _NORM: torch.tensor([9.0])}
-    draft = Draft((7, 1, 0.25), 8, tensors, values, flag, times)
-    assert draft.sums() == [6.0, 2.0, 8.0]
-    found = draft.record([12.0, 4.0, 16.0])
-    assert found == StepRecord(
-        step=7,
-        epoch=1,
-        loss=3.0,
-        lr=0.5,
-        grad_norm=9.0,
-        samples=16,
-        seconds=0.25,
-        weight=4.0,
-        clipped=clipped,
-        skipped=skipped,
-        times={} if skip is None else {"data": 1.0},
-        values={"mine": 3.0},
-    )
-    marks = {"clipped": 1.0} if clipped else {"skipped": 1.0} if skipped else {}
-    assert found.numbers() == {
-        **dict(loss=3.0, lr=0.5, grad_norm=9.0, samples=16, seconds=0.25, mine=3.0),
-        **marks,
-        **({} if skip is None else {"time/data": 1.0}),
-    }
-
-
 def test_a_step_of_which_no_rank_tells_the_loss_has_none():
     draft = Draft((1, 0, 1.0), 0, {}, {})
     assert draft.sums() == [0.0, 0.0, 0.0]
     found = draft.record([0.0, 0.0, 4.0])
     assert (found.loss, found.lr, found.grad_norm) == (None, None, None)
     assert found.numbers() == {"samples": 4, "seconds": 1.0}
-
-
-def test_numbers_of_the_host_join_those_of_a_device(monkeypatch):
-    copied: list[torch.Tensor] = []
-    monkeypatch.setattr(records, "HostCopy", copied.append)
-    for devices, device in ((("cpu", "meta", "cpu"), "meta"), (("cpu", "cpu"), "cpu")):
-        Draft((1, 0, 1.0), 0, {str(at): torch.ones((), device=each) for at, each in enumerate(devices)}, {})
-        stacked = copied.pop()
-        assert (stacked.device.type, stacked.dtype, stacked.shape) == (device, torch.float64, (len(devices),))

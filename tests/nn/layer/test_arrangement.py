@@ -138,31 +138,6 @@ def test_the_first_weights_do_not_depend_on_the_mode(config):
         assert torch.equal(found[name], parameter.double()), name
 
 
-def _refused(config: dict[str, object]) -> list[str]:
-    messages = []
-    with launch(config, context=ParallelContext(), verbose=False) as gpc:
-        here = arrange(gpc)
-        for build in (
-            lambda: colonnade.nn.Linear(4, 7, arrangement=here),
-            lambda: colonnade.nn.LayerNorm(5, arrangement=here),
-            lambda: colonnade.nn.SelfAttention(12, 3, arrangement=here),
-            lambda: colonnade.nn.partition_input(torch.zeros(3, 2, 4), arrangement=here),
-            lambda: arrange(gpc, sequence_split=True),
-        ):
-            with pytest.raises((PlacementError, ConfigError)) as caught:
-                build()
-            messages.append(str(caught.value))
-    return messages
-
-
-@pytest.mark.slow
-def test_what_a_square_cannot_split_is_said_when_it_is_built():
-    messages = run_world(4, _refused, tensor(4, "2d")).values[0]
-    wanted = ("out_features of size 7", "features of size 5", "features of size 3 x 4", "batch of size 3", "mode '1d'")
-    for message, part in zip(messages, wanted, strict=True):
-        assert part in message, message
-
-
 def _refused_by_lines() -> list[str]:
     messages = []
     with launch(tensor(2, "1d"), context=ParallelContext(), verbose=False) as gpc:

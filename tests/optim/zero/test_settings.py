@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from types import SimpleNamespace
-
 import pytest
-import torch
 
 from colonnade.config import load_config
 from colonnade.config.settings import ZeroSettings
 from colonnade.errors import ConfigError
-from colonnade.optim.zero import fsdp
-from colonnade.optim.zero.fsdp import ShardedModel
 
 
 @pytest.mark.parametrize(
@@ -47,24 +41,3 @@ def test_forms(given, expected):
 def test_options_of_another_stage_are_refused(given):
     with pytest.raises(ConfigError, match=r"zero\."):
         ZeroSettings.read(given)
-
-
-@pytest.mark.parametrize("is_torchs", [True, False])
-def test_before_a_step_the_ranks_compare_and_everything_gathered_is_given_back(monkeypatch, is_torchs):
-    said: list[str] = []
-
-    class Step(torch.optim.SGD if is_torchs else SimpleNamespace):  # type: ignore[misc]
-        def step(self) -> None:
-            said.append("step")
-
-    optimizer = Step([torch.nn.Parameter(torch.zeros(1))]) if is_torchs else Step(param_groups=[])
-    monkeypatch.setattr(fsdp, "agreed_errors", lambda device: nullcontext())
-    units = SimpleNamespace(
-        context=SimpleNamespace(device=None),
-        meshes=[],
-        order=SimpleNamespace(step=lambda: said.append("compare")),
-        guards=[SimpleNamespace(give_back=lambda: said.append("give back"))] * 2,
-    )
-    ShardedModel.guard(SimpleNamespace(_units=units), optimizer)  # type: ignore[arg-type]
-    optimizer.step()
-    assert said == ["compare", "give back", "give back", "step"]
