@@ -262,34 +262,3 @@ def _stages() -> tuple[float, float]:
 def test_dtensors_of_pipeline_stages_need_a_context_which_knows_that_they_are_no_copies() -> None:
     for norm, true in run_world(4, _stages).values:
         assert norm == pytest.approx(true, rel=1e-12)
-
-
-def _meshes() -> None:
-    """Without a context: DTensors with every placement on meshes of the world and of a part of it, and plain tensors."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate as TorchReplicate
-    from torch.distributed.tensor import Shard as TorchShard
-    from torch.distributed.tensor import distribute_tensor
-
-    square, line = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns")), init_device_mesh("cpu", (4,))
-    full = torch.randn(4, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    plain = nn.Parameter(torch.zeros(3, dtype=torch.float64))
-    plain.grad = torch.arange(3.0, dtype=torch.float64)
-    kinds = [TorchReplicate(), TorchShard(0), TorchShard(1)]
-    meshes = [(square, [one, other]) for one in kinds for other in kinds]
-    meshes += [(mesh, [one]) for mesh in (line, square["rows"], square["columns"]) for one in kinds]
-    for mesh, placements in meshes:
-        parameter = nn.Parameter(distribute_tensor(full, mesh, placements, src_data_rank=None))
-        parameter.grad = distribute_tensor(full, mesh, placements, src_data_rank=None)
-        for tensors, true in (
-            ([parameter], full.norm()),
-            ([plain, parameter], math.hypot(full.norm(), plain.grad.norm())),
-        ):
-            assert grad_norm(tensors).item() == pytest.approx(float(true), rel=1e-12), placements
-    # Other gradients at the same coordinates: ranks of a column, which are taken for replicas, differ.
-    parameter.grad.to_local().mul_(1.0 + square.get_local_rank("rows"))
-    assert math.isnan(grad_norm([plain, parameter]).item())
-
-
-def test_dtensors_on_any_mesh_count_once_without_a_context() -> None:
-    run_world(4, _meshes)

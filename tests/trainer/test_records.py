@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from colonnade.trainer.records import Draft, weigh
+from colonnade._launch import launch
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.testing import run_world
+from colonnade.trainer import records
+from colonnade.trainer.records import Draft, is_first_with_data, weigh
+from tests.trainer.test_data import world
 
 
 @pytest.mark.parametrize(
@@ -33,3 +40,48 @@ def test_a_step_of_which_no_rank_tells_the_loss_has_none():
     found = draft.record([0.0, 0.0, 4.0])
     assert (found.loss, found.lr, found.grad_norm) == (None, None, None)
     assert found.numbers() == {"samples": 4, "seconds": 1.0}
+
+
+# -- exchange ---------------------------------------------------------------------------------------------
+# Who speaks for whom, and which values are gathered.
+
+
+@pytest.mark.parametrize(
+    ("context", "stage", "all_stages"),
+    [
+        (world(2), [0, 1], [0, 1]),
+        (world(4, tensor=2), [0, 2], [0, 2]),
+        (world(4, pipeline=2), [0, 1, 2, 3], [0, 2]),
+        (world(4, pipeline=2, tensor=2), [0, 2], [0]),
+        (world(8, pipeline=2, tensor=2), [0, 2, 4, 6], [0, 4]),
+    ],
+)
+def test_the_first_rank_of_those_that_see_the_same_data_speaks(context, stage, all_stages):
+    def speakers(pipeline: bool) -> list[int]:
+        found = []
+        for rank in range(context.world_size):
+            here: Any = SimpleNamespace(layout=context.layout, get_global_rank=lambda rank=rank: rank)
+            assert is_first_with_data(here) == is_first_with_data(here, pipeline=False)
+            found += [rank] if is_first_with_data(here, pipeline) else []
+        return found
+
+    assert (speakers(False), speakers(True)) == (stage, all_stages)
+
+
+def gathered() -> list[Any]:
+    with launch({}, context=ParallelContext(), verbose=False) as gpc:
+        rank = gpc.get_global_rank()
+        value = {"a": torch.full((2,), float(rank), dtype=torch.bfloat16), "b": [rank, torch.ones(rank, 2) > 0]}
+        found = records.gather_values(value, rank != 1, gpc)
+        assert records.gather_values(value, False, gpc) == []
+        return found
+
+
+def test_values_of_the_ranks_that_have_one_are_gathered_in_their_order():
+    for first, third in run_world(3, gathered).values:
+        for rank, found in ((0, first), (2, third)):
+            assert (found["a"].tolist(), found["a"].dtype) == ([rank, rank], torch.bfloat16)
+            assert (found["b"][0], found["b"][1].tolist()) == (rank, [[True, True]] * rank)
+    value = {"a": torch.ones(2)}
+    assert records.gather_values(value, True, ParallelContext()) == [value]
+    assert records.gather_values(value, False, ParallelContext()) == []

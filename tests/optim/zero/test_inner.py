@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from colonnade.config import load_config
 from colonnade.config.settings import ZeroSettings
-from colonnade.errors import GradientError
+from colonnade.errors import ConfigError, GradientError
 from colonnade.optim.optimizer_trial import _sample, _trial_of, groups_by_options, run_trial_steps, state_dtypes
 from colonnade.optim.zero import ZeroOptimizer
 from colonnade.optim.zero.zero_optimizer import (
@@ -228,3 +229,42 @@ def test_what_cannot_be_sharded_is_told():
     model.weight.grad = torch.ones(2, 2)
     optimizer.zero_grad()
     assert model.weight.grad is None
+
+
+# -- settings ---------------------------------------------------------------------------------------------
+# The `zero` section: its forms, and options that belong to another stage.
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, ZeroSettings()),
+        (2, ZeroSettings(stage=2)),
+        ({"stage": 1, "offload": "cpu", "gather_ahead": True}, ZeroSettings(stage=1, offload=True, gather_ahead=True)),
+        ({"stage": 3, "wrap": "Block", "prefetch": 2}, ZeroSettings(stage=3, wrap=("Block",), prefetch=2)),
+        ({"stage": 2, "reduce_scatter": True}, ZeroSettings(stage=2)),
+        ({"stage": 1, "reduce_scatter": False, "offload": True}, ZeroSettings(1, reduce_scatter=False, offload=True)),
+        ({"stage": 1, "offload": False, "bucket_mb": 2.5}, ZeroSettings(stage=1, bucket_mb=2.5)),
+        ({"stage": 3, "wrap": ["a", "b"], "reshard": False}, ZeroSettings(stage=3, wrap=("a", "b"), reshard=False)),
+    ],
+)
+def test_forms(given, expected):
+    assert ZeroSettings.read(load_config({"zero": given}).get("zero")) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"stage": 2, "reduce_scatter": False}, "requires ZeRO stage 1"),
+        ({"stage": 1, "wrap": "Block"}, "requires ZeRO stage 3"),
+        ({"stage": 2, "replicate": "mine"}, "requires ZeRO stage 3"),
+        ({"stage": 3, "bucket_mb": 1.0}, "requires ZeRO stage 1 or 2"),
+        ({"stage": 3, "gather_ahead": True}, "requires ZeRO stage 1 or 2"),
+        ({"stage": 1, "prefetch": 2}, "requires ZeRO stage 3"),
+        ({"stage": 1, "offload": "nvme"}, "must be True, False or 'cpu'"),
+    ],
+    ids=str,
+)
+def test_options_of_another_stage_are_refused(given, told):
+    with pytest.raises(ConfigError, match=rf"zero\..*{told}"):
+        ZeroSettings.read(given)
