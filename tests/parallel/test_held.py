@@ -229,13 +229,6 @@ def test_weights_are_compared_among_holders_with_the_same_seed():
     assert {ranks: [entry.name for entry in group] for ranks, group in found.items()} == {(4, 5): ["plain", "tied"]}
 
 
-def test_what_is_broadcast_at_once_takes_little_memory(monkeypatch):
-    monkeypatch.setattr(held, "_BROADCAST_BYTES", 16)
-    batches = list(held._batches([torch.zeros(size, dtype=torch.int8) for size in (8, 8, 1, 15, 1, 20, 3)]))
-    assert [[len(tensor) for tensor in batch] for batch in batches] == [[8, 8], [1, 15], [1], [20], [3]]
-    assert list(held._batches([])) == []
-
-
 def test_weights_that_differ_are_shown_by_their_first_numbers_and_all_bits():
     tensors = [torch.tensor([-1]), torch.tensor([0.5, 2.0, -1.0, 7.0])]
     entries = [held.Held(name, each, Placement(), Holding((0, 1), 0)) for name, each in zip("ab", tensors, strict=True)]

@@ -195,13 +195,6 @@ def test_a_hooked_container_is_not_taken_apart(how: str) -> None:
     assert torch.equal(run_all(parts.stages, x), model(x))
 
 
-def test_stages_are_balanced_by_parameters() -> None:
-    sizes = [1, 1, 1, 9, 1, 1, 1, 1]
-    model = nn.Sequential(*(nn.Linear(size, 10, bias=False) for size in sizes))
-    parts = split(model, num_stages=3)
-    assert layer_names(parts.stages) == [("0", "1", "2"), ("3",), ("4", "5", "6", "7")]
-
-
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=8), st.integers(1, 8))
 @example([1, 18, 6, 11, 13, 5], 5)
 def test_no_other_cut_is_better_balanced(weights: list[int], parts: int) -> None:

@@ -59,30 +59,6 @@ def arranged(name: str, rank: int, **more: Any) -> Iterator[Arrangement]:
         yield arrange(context)
 
 
-@pytest.mark.parametrize(
-    ("name", "uneven", "splits_sequence", "multiplies_blocks", "outer", "inner"),
-    [
-        ("1d", True, True, True, False, True),
-        ("1d, sequence split", True, True, True, True, True),
-        ("2d", False, False, False, True, True),
-        ("2.5d", False, False, False, True, True),
-        ("3d", False, False, True, True, True),
-    ],
-)
-def test_what_each_mode_can_do(name, uneven, splits_sequence, multiplies_blocks, outer, inner):
-    with arranged(name, 0) as here:
-        assert (here.uneven, here.splits_sequence, here.multiplies_blocks) == (
-            uneven,
-            splits_sequence,
-            multiplies_blocks,
-        )
-        assert (here.is_split("outer"), here.is_split("inner")) == (outer, inner)
-        assert here.sequence_split == (name == "1d, sequence split")
-    alone = Whole(ParallelContext())
-    assert (alone.uneven, alone.splits_sequence, alone.multiplies_blocks) == (False, True, True)
-    assert not alone.is_split("outer")
-
-
 @pytest.mark.parametrize("name", MODES)
 def test_small_sizes_are_cut_and_every_rank_has_its_own_block(name):
     """Two features on two ranks: one each. A number of an embedding's rows that two does not divide is cut in 1d."""
