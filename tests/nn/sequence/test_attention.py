@@ -127,10 +127,14 @@ def _all_cases(kind: str, size: int) -> None:
                     _case(kind, causal, Parts.of(total, size, True).lengths, gpc, balanced=True)
 
 
+def _both_kinds(size: int) -> None:
+    for kind in ATTENTION:
+        _all_cases(kind, size)
+
+
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ATTENTION)
-def test_outputs_and_gradients_equal_one_process(kind, size):
-    run_world(size, _all_cases, kind, size)
+def test_outputs_and_gradients_equal_one_process(size):
+    run_world(size, _both_kinds, size)
 
 
 def test_in_one_process_they_are_plain_attention(monkeypatch):
