@@ -93,20 +93,6 @@ def test_keep_is_a_whole_number(tmp_path, keep):
         CheckpointManager(tmp_path, ParallelContext(), keep=keep)
 
 
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [
-        ({"set": {1, 2}}, r"extra\['set'\] is a builtins.set"),
-        ({"deep": {"a": [object()]}}, r"extra\['deep'\]\['a'\]\[0\] is a builtins.object"),
-        ({"lambda": print}, r"extra\['lambda'\] is a"),
-    ],
-)
-def test_extra_state_that_is_neither_json_nor_tensors_is_named(manager, extra, message):
-    with pytest.raises(CheckpointError, match=message):
-        manager.save(1, nn.Linear(1, 1), extra=extra)
-    assert names(manager) == []
-
-
 def test_a_model_or_optimizer_that_cannot_be_saved_is_named(manager):
     complex_model = nn.Module()
     complex_model.weight = nn.Parameter(torch.zeros(1, dtype=torch.complex128))

@@ -12,11 +12,10 @@ from torch import Tensor
 from colonnade.checkpoint import storage
 from colonnade.checkpoint.full_weights import FullTensors, save_full, save_pretrained
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
 from colonnade.errors import CheckpointError
 from colonnade.testing import run_world
-from tests.checkpoint.models import ALIAS, WAYS, Cut, Way, build, launched, whole, zero
+from tests.checkpoint.models import ALIAS, WAYS, Way, build, launched, whole, zero
 
 
 def wrong(found: dict[str, Tensor]) -> list[str]:
@@ -41,27 +40,6 @@ def test_one_process_needs_no_world() -> None:
         found = tensors.gather_to_ranks([(record, 0)])
         assert found is not None
         assert wrong({record.names[0]: found}) == []
-
-
-def check_two() -> None:
-    """Tensor ranks, so that each has what the other has not."""
-    way = Way(
-        2,
-        {"tensor": 2},
-        {"up.weight": Cut(mode=ParallelMode.TENSOR), "down.weight": Cut(mode=ParallelMode.TENSOR, dim=1)},
-    )
-    with launched(way) as context:
-        tensors = FullTensors(build(way, context, 3).model, context)
-        assert wrong({name: tensors.gather(record) for record in tensors.records for name in record.names}) == []
-        assert wrong({name: found for record, found in tensors.gather_all() for name in record.names}) == []
-        for record in tensors.records:
-            found = tensors.gather_to_ranks([(record, 1)])
-            assert (found is None) == (context.get_global_rank() == 0)
-            assert found is None or wrong({record.names[0]: found}) == []
-
-
-def test_of_two_ranks_each_gets_what_the_other_has() -> None:
-    run_world(2, check_two, timeout=30)
 
 
 def check(folder: Path) -> None:

@@ -26,14 +26,6 @@ from colonnade.optim.norm import (
 from colonnade.parallel.flat import FlatLayout
 
 
-@settings(deadline=None)
-@given(numel=st.integers(0, 700), count=st.integers(1, 9))
-def test_slices_of_all_holders_are_the_block(numel: int, count: int) -> None:
-    tensor = torch.arange(float(numel))
-    slices = [GradientBlock(tensor, count, index).owned for index in range(count)]
-    assert torch.equal(torch.cat(slices), tensor)
-
-
 def test_slices_are_even_and_views() -> None:
     tensor = torch.arange(64.0 * 100).view(100, 64)
     slices = [GradientBlock(tensor, 4, index).owned for index in range(4)]

@@ -14,25 +14,11 @@ from colonnade.errors import CheckpointError, ConfigError, GradientError
 from colonnade.optim.clip import ClipPolicy, _Masks
 from colonnade.optim.clip_method import NormClip, SkipOnSpike, ZClip
 from colonnade.optim.norm import Norms
-from tests.optim.watch import Operations
 
 
 def norms(*values: float, p: float = 2.0) -> Norms:
     tensor = torch.tensor(values, dtype=torch.float64)
     return Norms(p, tensor if math.isinf(p) else tensor**p, tensor.isfinite().logical_not().double())
-
-
-def test_one_group_by_default() -> None:
-    decision = ClipPolicy(NormClip(1.0)).decide(norms(4.0))
-    assert decision.norm.item() == 4.0
-    assert decision.divisor.tolist() == [4.0 + 1e-6]
-    assert decision.found_inf.item() == 0.0
-    assert decision.found_inf.dtype == torch.float32
-
-
-def test_several_slots_of_one_group_get_a_divisor_each() -> None:
-    decision = ClipPolicy(NormClip(1.0), group_of=(0, 0)).decide(norms(3.0, 4.0))
-    assert decision.divisor.tolist() == [5.0 + 1e-6] * 2
 
 
 @pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
@@ -131,15 +117,6 @@ def test_history_goes_through_a_checkpoint() -> None:
     assert torch.equal(policy.decide(norms(9.0)).divisor, other.decide(norms(9.0)).divisor)
     with pytest.raises(CheckpointError, match="the clip state was saved by ZClip, but this run clips with NormClip"):
         ClipPolicy(NormClip(1.0)).load_state_dict(policy.state_dict())
-
-
-def test_nothing_is_read_on_the_host() -> None:
-    groups = [ClipGroup("body"), ClipGroup("head", max_norm=0.5)]
-    policy = ClipPolicy(NormClip(1.0), groups, [0, 1])
-    measured = norms(1.0, 2.0)
-    with Operations() as watched:
-        policy.decide(measured)
-    assert watched.host_reads == 0
 
 
 def test_wrong_settings_are_said_at_once() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -197,22 +197,37 @@ def test_state_from_before_is_taken_over_and_a_fresh_state_starts_anew() -> None
         assert other.state[b]["step"] == one.state[a]["step"] == 1
 
 
-def test_one_divisor_per_slot() -> None:
+def step_beside_torch(
+    slots: Sequence[int] = (0,) * 7, divisors: Sequence[float] = (1.0,), frozen: Sequence[int] = (), count: int = 7
+) -> tuple[list[Tensor], Optimizer]:
+    """One step on the first `count` parameters, equal to torch's on divided gradients: our parameters, our optimizer."""
     theirs, ours = parameters(torch.float32, "cpu"), parameters(torch.float32, "cpu")
-    one, other = AdamW(theirs, fused=True), AdamW(ours, fused=True)
-    slots = [0, 2, 2, 1, 0, 1, 1]
+    for at in frozen:
+        theirs[at].requires_grad_(False)
+        ours[at].requires_grad_(False)
+    one, other = AdamW(theirs[:count], fused=True), AdamW(ours[:count], fused=True)
     buckets = buckets_of(ours, [4, 3], slots)
     views = [view for bucket in buckets for view in bucket.layout.views(bucket.grad)]
     flat = FlatStep(other, buckets)
-    divisor = torch.tensor([1.0, 3.0, 7.0], dtype=torch.float64)
     for a, b, view, slot in zip(theirs, ours, views, slots, strict=True):
-        view.normal_()
-        b.grad = view
-        a.grad = view / divisor[slot].float()
+        if a.requires_grad:
+            view.normal_()
+            a.grad, b.grad = view / divisors[slot], view
     one.step()
-    flat.step(divisor, torch.zeros(()))
+    flat.step(torch.tensor(divisors, dtype=torch.float64), torch.zeros(()), absent=frozen)
     for a, b in zip(theirs, ours, strict=True):
         torch.testing.assert_close(b, a, rtol=1e-6, atol=1e-7)
+    return ours, other
+
+
+def test_one_divisor_per_slot() -> None:
+    step_beside_torch([0, 2, 2, 1, 0, 1, 1], [1.0, 3.0, 7.0])
+
+
+def test_parameters_that_are_frozen_or_not_in_the_optimizer() -> None:
+    ours, optimizer = step_beside_torch(frozen=[2], count=5)
+    assert ours[2] not in optimizer.state
+    assert ours[5] not in optimizer.state
 
 
 def test_gradients_of_another_dtype() -> None:
@@ -228,26 +243,6 @@ def test_gradients_of_another_dtype() -> None:
     flat.step(torch.tensor([3.0]), torch.zeros(()), absent=[])
     for a, b in zip(theirs, ours, strict=True):
         torch.testing.assert_close(b, a, rtol=1e-6, atol=1e-7)
-
-
-def test_parameters_that_are_frozen_or_not_in_the_optimizer() -> None:
-    theirs, ours = parameters(torch.float32, "cpu"), parameters(torch.float32, "cpu")
-    for tensors in (theirs, ours):
-        tensors[2].requires_grad_(False)
-    one, other = AdamW(theirs[:5], fused=True), AdamW(ours[:5], fused=True)
-    buckets = buckets_of(ours, [6, 1])
-    views = [view for bucket in buckets for view in bucket.layout.views(bucket.grad)]
-    flat = FlatStep(other, buckets)
-    for a, b, view in zip(theirs, ours, views, strict=True):
-        if a.requires_grad:
-            view.normal_()
-            a.grad, b.grad = view.clone(), view
-    one.step()
-    flat.step(torch.ones(()), torch.zeros(()), absent=[2])
-    for a, b in zip(theirs, ours, strict=True):
-        torch.testing.assert_close(b, a, rtol=1e-6, atol=1e-7)
-    assert ours[2] not in other.state
-    assert ours[5] not in other.state
 
 
 def test_parameters_keep_identity_shape_and_memory_format() -> None:
@@ -466,19 +461,25 @@ def test_others_stay_apart(buckets: list[FlatBucket], lengths: list[int]) -> Non
     assert [len(bucket.members) for bucket in join_neighbours(buckets)] == lengths
 
 
-def test_where_one_buffer_ends_another_one_does_not_go_on() -> None:
-    """The offsets would fit, but the memory is another one."""
+@pytest.mark.parametrize(
+    "other", ["memory", "dtype of parameters", "scattered gradients", "scattered gradients of both"]
+)
+def test_what_would_fit_by_its_offsets_stays_apart_all_the_same(other: str) -> None:
     first, second, *_ = buckets_in([torch.float32] * 4)
-    other = torch.zeros(400)[second.grad.storage_offset() :][: second.grad.numel()]
-    assert len(join_neighbours([first, FlatBucket(second.layout, second.members, other, second.slots)])) == 2
-
-
-def test_parameters_of_two_dtypes_stay_apart_beside_gradients_of_one() -> None:
-    first, second, *_ = buckets_in([torch.float32] * 4)
-    halves = [torch.nn.Parameter(member.detach().bfloat16()) for member in second.members]
-    layout = FlatLayout(halves)
-    grad = first.grad.as_strided((layout.numel,), (1,), second.grad.storage_offset())
-    assert len(join_neighbours([first, FlatBucket(layout, halves, grad, second.slots)])) == 2
+    layout, members, grad = second.layout, second.members, second.grad
+    if other == "memory":
+        grad = torch.zeros(400)[grad.storage_offset() :][: grad.numel()]
+    elif other == "dtype of parameters":
+        members = [torch.nn.Parameter(member.detach().bfloat16()) for member in members]
+        layout = FlatLayout(members)
+        grad = first.grad.as_strided((layout.numel,), (1,), grad.storage_offset())
+    else:
+        grad = ScatteredGradient(layout)
+    if other.endswith("both"):
+        first = FlatBucket(first.layout, first.members, ScatteredGradient(first.layout), first.slots)
+    pair = [first, FlatBucket(layout, members, grad, second.slots)]
+    for order in (pair, pair[::-1]):
+        assert all(one is before for one, before in zip(join_neighbours(order), order, strict=True))
 
 
 def test_parameters_that_have_a_flat_buffer_already_keep_it() -> None:
@@ -494,21 +495,6 @@ def test_what_is_joined_has_a_limit(limit: int, lengths: list[int], monkeypatch:
     monkeypatch.setattr(flat_step, "JOINED", limit)
     joined = join_neighbours(buckets_in([torch.float32] * 4))
     assert [bucket.grad.numel() for bucket in joined] == lengths
-
-
-def test_a_bucket_without_a_neighbour_stays_the_object_it_is() -> None:
-    buckets = buckets_in([torch.float32, torch.float64] * 2)
-    assert all(one is other for one, other in zip(join_neighbours(buckets), buckets, strict=True))
-
-
-def test_gradients_that_are_scattered_have_no_neighbours() -> None:
-    first, second, *_ = buckets_in([torch.float32] * 4)
-    for one, other in ((True, False), (False, True), (True, True)):
-        pair = [
-            FlatBucket(b.layout, b.members, ScatteredGradient(b.layout) if is_scattered else b.grad, b.slots)
-            for b, is_scattered in ((first, one), (second, other))
-        ]
-        assert len(join_neighbours(pair)) == 2
 
 
 def test_addresses_are_written_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:

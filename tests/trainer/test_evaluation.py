@@ -8,11 +8,9 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
 
-from colonnade.engine.schedule.micro_batch import join
 from colonnade.errors import ConfigError
 from colonnade.trainer.evaluation import (
     _filled,
-    _in_dataset_order,
     _indices,
     _join_padded,
 )
@@ -77,19 +75,3 @@ def test_outputs_of_unequal_lengths_are_filled_up():
     assert joined["b"].tolist() == [1, 0]
     other = [{"a": torch.ones(1, 2)}, {"a": torch.ones(1, 2)}, {"b": torch.ones(1, 2)}]
     assert all(one is two for one, two in zip(_join_padded(other), other, strict=True))
-
-
-def test_outputs_stand_in_the_order_of_the_dataset_and_each_once():
-    def part(indices: list[int] | None, *rows: float) -> dict[str, Any]:
-        output = {"x": torch.tensor(rows), "one": torch.tensor([9.0, 9.0]), "wide": torch.tensor(rows)[:, None]}
-        return {"indices": None if indices is None else torch.tensor(indices), "output": output}
-
-    assert _in_dataset_order([], join) is None
-    found = _in_dataset_order([part([0, 2, 0], 10.0, 12.0, 99.0), part([1, 3], 11.0, 13.0)], join)
-    assert found["x"].tolist() == [10.0, 11.0, 12.0, 13.0]  # the first output of each
-    assert found["wide"].tolist() == [[10.0], [11.0], [12.0], [13.0]]
-    assert found["one"].tolist() == [9.0] * 4
-    twice = [part([*range(3000)], *map(float, range(3000))), part([*range(3000)], *[-1.0] * 3000)]
-    assert _in_dataset_order(twice, join)["x"].tolist() == [*range(3000)]
-    unknown = _in_dataset_order([part([1], 11.0), part(None, 10.0)], join)
-    assert unknown["x"].tolist() == [11.0, 10.0]

@@ -16,7 +16,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError, PlacementError
 from colonnade.nn.layer import ARRANGEMENT, Arrangement, Spread, Whole, arrange
-from colonnade.nn.layer.arrangement import masked_rows
+from colonnade.nn.layer.layer_norm import LayerNorm, RMSNorm
 from colonnade.parallel import collectives
 from colonnade.parallel.dtensor import check_ties
 from colonnade.parallel.placement import placement_of
@@ -219,15 +219,11 @@ def test_an_arrangement_of_ones_own_is_found_by_its_mode():
     run_world(2, _own_mode)
 
 
-@pytest.mark.parametrize("padding", [None, 0, 1, 3, 4, 5])
-@pytest.mark.parametrize("shape", [(6,), (2, 3), (1, 2, 3)])
-def test_the_rows_of_the_pieces_of_a_vocabulary_add_up_to_the_whole_ones(shape, padding):
-    tokens = torch.tensor([0, 3, 5, 2, 1, 4]).view(shape)
-    whole = torch.arange(24.0).view(6, 4).requires_grad_()
-    pieces = [part.detach().clone().requires_grad_() for part in whole.split([1, 3, 2])]
-    parts = [masked_rows(tokens, piece, start, padding) for piece, start in zip(pieces, (0, 1, 4), strict=True)]
-    parts.append(masked_rows(tokens, torch.zeros(0, 4), 6, padding))
-    expected = F.embedding(tokens, whole, padding)
-    assert torch.equal(sum(parts), expected)
-    (expected.square().sum() + sum(part.square().sum() for part in parts)).backward()
-    assert torch.equal(torch.cat([piece.grad for piece in pieces]), whole.grad)
+# -- norm -------------------------------------------------------------------------------------------------
+# Norms in a single process are those of torch; `test_parity.py` compares sharded ones.
+
+
+@pytest.mark.parametrize("ours", [LayerNorm, RMSNorm])
+def test_only_a_norm_over_one_dimension_is_taken(ours):
+    with pytest.raises(ConfigError, match=r"a norm over the dimensions \(2, 3\) cannot be converted"):
+        ours.from_module(getattr(nn, ours.__name__)((2, 3)))

@@ -11,7 +11,7 @@ from torch import nn
 from colonnade.config import load_config
 from colonnade.config.settings import ZeroSettings
 from colonnade.errors import ConfigError, GradientError
-from colonnade.optim.optimizer_trial import _sample, _trial_of, groups_by_options, run_trial_steps, state_dtypes
+from colonnade.optim.optimizer_trial import _trial_of, groups_by_options, run_trial_steps, state_dtypes
 from colonnade.optim.zero import ZeroOptimizer
 from colonnade.optim.zero.zero_optimizer import (
     ParameterShard,
@@ -152,15 +152,6 @@ def test_a_trial_gets_a_sample_of_the_state_that_is_made_before():
     nothing = torch.optim.Adagrad([empty], initial_accumulator_value=0.25)
     assert torch.equal(_trial_of(nothing, 0, [small]).state[small]["sum"], torch.zeros(4, 6))
     assert not _trial_of(torch.optim.SGD([first], lr=0.1), 0, [small]).state[small]
-
-
-def test_samples():
-    like, small = torch.zeros(2, 3), torch.zeros(4)
-    value = torch.arange(6.0).reshape(2, 3) + 5
-    assert torch.equal(_sample(value, like, small, "sum"), torch.full((4,), 5.0))
-    assert _sample(value, like, small, "step").item() == 0.0
-    assert torch.equal(_sample(torch.tensor(3.0), like, small, "scale"), torch.tensor(3.0))
-    assert _sample(7, like, small, "step") == 7
 
 
 def test_state_is_told_of_the_first_group_for_every_dtype():
