@@ -16,7 +16,6 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError, ScheduleError, TrainerError
 from colonnade.testing import compare, gather_weights, run_world
-from colonnade.trainer import Trainer
 from colonnade.trainer.data import Lengths, read_lengths
 from colonnade.trainer.hooks import LossHook, LRSchedulerHook
 from colonnade.utils import get_dataloader
@@ -229,15 +228,3 @@ def test_lengths_speak_of_ranks():
     assert str(Lengths((5, 3))) == "rank 0 has 5, rank 1 has 3"
     with pytest.raises(ConfigError, match="no batches"):
         read_lengths([], ParallelContext())
-
-
-def test_fit_without_batches_and_a_trainer_without_an_engine_are_refused():
-    run_world(1, _nothing)
-
-
-def _nothing() -> None:
-    trainer = make_trainer({})
-    with pytest.raises(ConfigError, match="no batches"):
-        trainer.fit(Unsized([]), max_steps=3)
-    with pytest.raises(ConfigError, match="engine"):
-        Trainer(trainer)  # type: ignore[arg-type]

@@ -187,14 +187,11 @@ def test_a_decay_is_from_0_to_below_1():
 
 
 def test_what_they_refuse():
-    for wrong in (
-        partial(EMAHook, 1.0),
-        partial(EMAHook, -0.1),
-        partial(EvaluateHook, [], 0),
-        partial(ProfilerHook, "trace", steps=0),
-    ):
-        with pytest.raises(ConfigError):
-            wrong()
+    with pytest.raises(ConfigError, match="interval must be an int >= 1"):
+        EvaluateHook([], 0)
+    for steps, skip in ((0, 0), (-1, 0), (1, -1)):
+        with pytest.raises(ConfigError, match=f"^ProfilerHook: steps={steps} must be an int >= 1, skip={skip} an int"):
+            ProfilerHook("trace", steps, skip)
 
 
 def test_the_average_of_half_precision_weights_is_saved_unrounded(tmp_path):

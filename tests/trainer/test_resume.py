@@ -180,13 +180,6 @@ def test_lines_of_an_epoch_are_there_once(tmp_path):
     assert [line["step"] for line in steps_of(tmp_path)] == list(range(1, STEPS + 1))
 
 
-def test_a_run_that_begins_anew_puts_an_older_file_aside(tmp_path):
-    (tmp_path / "log.jsonl").write_text("older\n")
-    run_world(1, train, tmp_path, {}, "ours", 50, None)
-    assert (tmp_path / "log.jsonl.1").read_text() == "older\n"
-    assert len(steps_of(tmp_path)) == STEPS
-
-
 @pytest.mark.slow
 def test_another_number_of_ranks_goes_on_after_as_many_samples(tmp_path):
     run_world(2, train, tmp_path, {}, "ours", 3, (4, signal.SIGKILL, 0), check=False)

@@ -163,17 +163,6 @@ def test_records_have_the_loss_and_the_samples_of_all_ranks():
             assert math.hypot(*norms) == pytest.approx(expected[0][1], rel=1e-9)
 
 
-def scheduled() -> tuple[int, int, int]:
-    trainer = make_trainer({"gradient_accumulation": 2})
-    scheduler = torch.optim.lr_scheduler.StepLR(trainer.engine.optimizer, 100)
-    trainer.fit(cut(range(20), 20), epochs=2, hooks=[hooks.LRSchedulerHook(scheduler, by_epoch=False)])
-    return trainer.cur_step, scheduler.last_epoch, trainer.steps_per_epoch
-
-
-def test_a_step_is_an_optimizer_step_and_the_last_of_an_epoch_may_have_fewer_batches():
-    assert run_world(1, scheduled).values[0] == (6, 6, 3)
-
-
 def stopped_early() -> tuple[int, str]:
     trainer = make_trainer({}, lr=0.0)
     batches = cut(range(8), 8)

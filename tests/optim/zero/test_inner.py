@@ -11,7 +11,7 @@ from torch import nn
 from colonnade.config import load_config
 from colonnade.config.settings import ZeroSettings
 from colonnade.errors import ConfigError, GradientError
-from colonnade.optim.optimizer_trial import _trial_of, groups_by_options, run_trial_steps, state_dtypes
+from colonnade.optim.optimizer_trial import groups_by_options, run_trial_steps, state_dtypes
 from colonnade.optim.zero import ZeroOptimizer
 from colonnade.optim.zero.zero_optimizer import (
     ParameterShard,
@@ -117,41 +117,6 @@ def test_a_trial_takes_two_steps_on_both_and_leaves_no_trace():
     assert torch.equal(torch.random.get_rng_state(), state)
     assert optimizer.param_groups[1]["params"][0] is second
     assert not optimizer.state
-
-
-def test_a_trial_is_on_the_host_without_what_only_makes_it_fast():
-    first, second = made()
-    optimizer = torch.optim.AdamW(
-        [{"params": [first], "lr": 0.5}, {"params": [second], "betas": (0.5, 0.6)}], fused=True
-    )
-    small = [torch.zeros(2)]
-    trial = _trial_of(optimizer, 1, small)
-    (group,) = trial.param_groups
-    assert group["params"][0] is small[0]
-    assert group["betas"] == (0.5, 0.6)
-    assert [group[name] for name in ("fused", "foreach", "capturable", "differentiable")] == [False] * 4
-    assert optimizer.param_groups[1]["fused"] is True
-    assert "fused" not in _trial_of(Plain([first], {"rate": 0.1}), 0, small).param_groups[0]
-
-
-class Plain(torch.optim.Optimizer):
-    def step(self, closure: Any = None) -> None: ...  # type: ignore[override]
-
-
-def test_a_trial_gets_a_sample_of_the_state_that_is_made_before():
-    empty, first, second = nn.Parameter(torch.zeros(0, 3)), *made()
-    optimizer = torch.optim.Adagrad([empty, first, second], initial_accumulator_value=0.25)
-    optimizer.state[first]["sum"][0, 1] = 9.0
-    optimizer.state[first]["other"] = {"a": 1}
-    small = torch.zeros(4, 6)
-    kept = _trial_of(optimizer, 0, [small]).state[small]
-    assert torch.equal(kept["sum"], torch.full((4, 6), 0.25))
-    assert kept["step"].item() == 0.0
-    assert kept["other"] == {"a": 1}
-    assert kept["other"] is not optimizer.state[first]["other"]
-    nothing = torch.optim.Adagrad([empty], initial_accumulator_value=0.25)
-    assert torch.equal(_trial_of(nothing, 0, [small]).state[small]["sum"], torch.zeros(4, 6))
-    assert not _trial_of(torch.optim.SGD([first], lr=0.1), 0, [small]).state[small]
 
 
 def test_state_is_told_of_the_first_group_for_every_dtype():
