@@ -14,10 +14,49 @@ from colonnade.engine.build import initialize
 from colonnade.errors import CheckpointError, GradientError
 from colonnade.optim.optimizer_trial import state_dtypes
 from colonnade.optim.zero import ZeroOptimizer
-from colonnade.optim.zero.zero_optimizer import ParameterShard, _decoded, _kind
+from colonnade.optim.zero.zero_optimizer import ParameterShard, _as_shard, _decoded, _kind, shard_of
 
 WHOLE = nn.Parameter(torch.arange(6.0).reshape(2, 3))
 PART = ParameterShard(WHOLE, 0, 1, 4, torch.tensor([1.0, 2.0, 3.0]))
+
+
+def test_a_state_is_cut_as_its_parameter_unless_it_is_a_step():
+    state = 10 * WHOLE.detach()
+    assert torch.equal(shard_of(state, PART, "exp_avg"), torch.tensor([10.0, 20.0, 30.0]))
+    assert torch.equal(shard_of(state.t().contiguous().t(), PART, "exp_avg"), torch.tensor([10.0, 20.0, 30.0]))
+    assert torch.equal(shard_of(state, PART, "step"), state)
+    found = shard_of(state, PART, "exp_avg")
+    found.zero_()
+    assert state[0, 1] == 10.0  # a copy
+    step = torch.tensor(3.0)
+    taken = shard_of(step, PART, "step")
+    assert torch.equal(taken, step)
+    assert taken is not step
+    value = {"a": [1]}
+    assert shard_of(value, PART, "other") == value
+    assert shard_of(value, PART, "other") is not value
+    assert PART.local.shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("value", "name", "expected"),
+    [
+        (torch.tensor([7.0, 8.0, 9.0]), "exp_avg", [7.0, 8.0, 9.0]),
+        (WHOLE.detach(), "exp_avg", [1.0, 2.0, 3.0]),
+        (torch.tensor([7.0, 8.0]), "exp_avg", [7.0, 8.0]),
+        (torch.tensor([[7.0, 8.0, 9.0]]), "exp_avg", [[7.0, 8.0, 9.0]]),
+        (torch.tensor(5.0), "step", 5.0),
+    ],
+)
+def test_what_was_loaded_is_cut_where_it_is_for_the_whole(value, name, expected):
+    assert _as_shard(value, PART, name).tolist() == expected
+
+
+def test_a_slice_that_fits_is_taken_itself_and_a_step_is_not():
+    slices = torch.tensor([7.0, 8.0, 9.0])
+    assert _as_shard(slices, PART, "exp_avg") is slices
+    assert _as_shard(slices, PART, "step") is not slices
+    assert _as_shard(3, PART, "count") == 3
 
 
 def test_kinds_of_state():
