@@ -179,21 +179,18 @@ class Stateless(BaseHook):
         raise ValueError("no state today")
 
 
-def _fails_while_saving(folder: Path) -> None:
+def test_a_run_that_fails_closes_the_checkpoints_of_its_hook(tmp_path):
     trainer = make_trainer({})
-    hook = SaveCheckpointHook(1, folder, by_epoch=False, background=True)
+    hook = SaveCheckpointHook(1, tmp_path, by_epoch=False, background=True)
     with pytest.raises(HookError, match="Failing"):
         trainer.fit(cut(range(24), 24), epochs=1, hooks=[hook, Failing("after_train_iter", 0, 1)])
     assert hook._manager is None
     told = "hook Stateless failed in state_dict .*no state today"
     with pytest.raises(HookError, match=told):
-        trainer.fit(cut(range(24), 24), epochs=9, hooks=[SaveCheckpointHook(1, folder, by_epoch=False), Stateless()])
-    with CheckpointManager(folder, trainer.context):  # nobody else holds the folder
+        trainer.fit(cut(range(24), 24), epochs=9, hooks=[SaveCheckpointHook(1, tmp_path, by_epoch=False), Stateless()])
+    with CheckpointManager(tmp_path, trainer.context):  # nobody else holds the folder
         pass
-
-
-def test_a_run_that_fails_closes_the_checkpoints_of_its_hook(tmp_path):
-    run_world(1, _fails_while_saving, tmp_path)
+    trainer.context.destroy()
 
 
 def _state_of(trainer: Trainer) -> list[Any]:
@@ -203,12 +200,12 @@ def _state_of(trainer: Trainer) -> list[Any]:
     return [tensor.tolist() for tensor in (*state, *clip["state"].values())]
 
 
-def _refused(folder: Path) -> None:
+def test_a_checkpoint_that_the_trainer_refuses_changes_nothing(tmp_path):
     """Of checkpoints that the trainer does not take: weights, momentum and the history of clipping stay as they are."""
     sgd = partial(torch.optim.SGD, momentum=0.9)
     saved = make_trainer({"clip_grad_norm": {"method": "zclip"}}, lr=0.1, optimizer=sgd)
-    saved.fit(cut(range(24), 24), epochs=1, hooks=[SaveCheckpointHook(100, folder / "zclip", by_epoch=False)])
-    with CheckpointManager(folder / "plain", saved.context) as manager:
+    saved.fit(cut(range(24), 24), epochs=1, hooks=[SaveCheckpointHook(100, tmp_path / "zclip", by_epoch=False)])
+    with CheckpointManager(tmp_path / "plain", saved.context) as manager:
         manager.save(1, saved.engine.model, saved.engine.optimizer)
     saved.context.destroy()
     trainer = make_trainer({"clip_grad_norm": {"method": "percentile"}}, lr=0.1, optimizer=sgd)
@@ -216,13 +213,10 @@ def _refused(folder: Path) -> None:
     before, place = _state_of(trainer), (trainer.cur_epoch, trainer.cur_step)
     for name, told in (("zclip", "the clip state was saved by ZClip"), ("plain", "no SaveCheckpointHook saved it")):
         with pytest.raises(HookError, match=told):
-            trainer.fit(cut(range(8), 24), epochs=9, hooks=[LoadCheckpointHook(folder / name)])
+            trainer.fit(cut(range(8), 24), epochs=9, hooks=[LoadCheckpointHook(tmp_path / name)])
         assert _state_of(trainer) == before, name
         assert (trainer.cur_epoch, trainer.cur_step) == place
-
-
-def test_a_checkpoint_that_the_trainer_refuses_changes_nothing(tmp_path):
-    run_world(1, _refused, tmp_path)
+    trainer.context.destroy()
 
 
 def _noted(folder: Path) -> list[str]:
@@ -248,7 +242,7 @@ def _noted(folder: Path) -> list[str]:
 
 
 def test_a_run_that_goes_on_tells_the_launcher_from_where(tmp_path):
-    saved, loaded, own = run_world(1, _noted, tmp_path).values[0]
+    saved, loaded, own = _noted(tmp_path)
     folder = tmp_path / "run" / "step-00000002"
     assert saved == loaded == f"step 2 in {folder}; a run with a LoadCheckpointHook resumes from it"
     assert own.startswith(f"step 3 in {tmp_path / 'own' / 'step-00000003'}; a loop that calls CheckpointManager.load()")

@@ -111,17 +111,14 @@ def test_predictions_are_in_the_order_of_the_samples_on_every_rank(ranks, config
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
 
-def random_order() -> None:
+def test_a_loader_of_random_order_cannot_be_predicted_in_order():
     trainer = make_trainer({})
     with pytest.raises(ConfigError, match="shuffle=False"):
         trainer.predict(DataLoader(dataset(8), shuffle=True))
     assert trainer.engine.training
     assert not trainer.predict(DataLoader(dataset(8))).requires_grad
     assert trainer.engine.training
-
-
-def test_a_loader_of_random_order_cannot_be_predicted_in_order():
-    assert run_world(1, random_order).ok
+    trainer.context.destroy()
 
 
 class Told(BaseHook):
@@ -177,7 +174,7 @@ def test_a_run_that_does_not_get_better_stops_on_every_rank():
         assert "Accuracy has not improved for 3 epochs" in reason
 
 
-def many_things() -> None:
+def test_arguments_and_what_is_missing():
     trainer = make_trainer({})
     batches = cut(range(16), 16)
     with pytest.raises(HookError, match=r"no test metric 'Los'.*Did you mean 'Loss'"):
@@ -196,10 +193,7 @@ def many_things() -> None:
     trainer.fit(batches, epochs=5)  # the two batches that are left
     assert trainer.cur_epoch == 5
     assert trainer.steps_per_epoch == 4
-
-
-def test_arguments_and_what_is_missing():
-    assert run_world(1, many_things).ok
+    trainer.context.destroy()
 
 
 class OwnLoss(nn.Module):
@@ -214,7 +208,7 @@ class OwnLoss(nn.Module):
         return {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
 
-def without_criterion() -> None:
+def test_a_model_with_a_loss_of_its_own_needs_no_criterion():
     gpc = launch({}, context=ParallelContext(), verbose=False)
     built = OwnLoss()
     engine, *_ = initialize(built, torch.optim.SGD(built.parameters(), lr=0.0), context=gpc)
@@ -228,10 +222,7 @@ def without_criterion() -> None:
         assert trainer.metric_values(kind) == {"Loss": pytest.approx(expected)}
     assert trainer.evaluate(batches, hooks=[]) == {}
     assert trainer.predict(batches)["logits"].shape == (10, 3)
-
-
-def test_a_model_with_a_loss_of_its_own_needs_no_criterion():
-    run_world(1, without_criterion)
+    gpc.destroy()
 
 
 class Twice(BaseSchedule):
@@ -245,15 +236,12 @@ class Twice(BaseSchedule):
         return None, None, loss.detach()
 
 
-def own_schedule() -> float:
-    trainer = make_trainer({})
-    trainer = Trainer(trainer.engine, schedule=Twice())
-    return trainer.evaluate(cut(range(8), 8))["Loss"]
-
-
 def test_a_schedule_of_the_users():
     x, y = samples(8)
-    assert run_world(1, own_schedule).values[0] == pytest.approx(2 * F.cross_entropy(model()(x), y).item())
+    trainer = Trainer(make_trainer({}).engine, schedule=Twice())
+    found = trainer.evaluate(cut(range(8), 8))["Loss"]
+    trainer.context.destroy()
+    assert found == pytest.approx(2 * F.cross_entropy(model()(x), y).item())
 
 
 class Slow(BaseHook):
