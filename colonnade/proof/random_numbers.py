@@ -201,7 +201,7 @@ class Draw:
     """The numbers are indices below this one, such as those of a permutation."""
     is_dropout: bool = False
     input: Tensor | None = None
-    """The tensor that the numbers are for, of the first call in a module, from which the places of the ranks are found."""
+    """The tensor that the numbers are for, of the first call of the operator in a module, from which the places of the ranks are found."""
 
 
 Draws = dict[str, list[Draw]]
@@ -475,21 +475,15 @@ class RecordedDraws(RandomNumbers):
             return None
         self._seen.add(state)
         some = self.draws.setdefault(self._here + _BACKWARD * _is_backward(), [])
-        numbers, given, unknown = draw.numbers, draw.input if self._first and not some else None, draw.unknown
-        if numbers is not None:
-            if draw.operator.startswith("bernoulli") and numbers.is_floating_point():
-                numbers = numbers != 0  # an eighth of the memory
-            size = numbers.numel() * numbers.element_size() + (
-                0 if given is None else given.numel() * given.element_size()
-            )
-            if self._room < size:
-                numbers, given, unknown = (
-                    None,
-                    None,
-                    f"the random numbers of a rank take more than {DRAWN_BYTES >> 20} MiB",
-                )
-            else:
-                self._room -= size
+        is_first = self._first and all(one.operator != draw.operator for one in some)
+        numbers, given, unknown = draw.numbers, draw.input if is_first else None, draw.unknown
+        if numbers is not None and draw.operator.startswith("bernoulli") and numbers.is_floating_point():
+            numbers = numbers != 0  # an eighth of the memory
+        size = sum(kept.numel() * kept.element_size() for kept in (numbers, given) if kept is not None)
+        if self._room < size:
+            numbers, given, size = None, None, 0
+            unknown = f"the random numbers of a rank take more than {DRAWN_BYTES >> 20} MiB"
+        self._room -= size
         some.append(
             Draw(
                 draw.operator,
