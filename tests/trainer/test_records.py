@@ -81,25 +81,26 @@ def test_tokens_are_the_integers_of_rows(batch, count):
 
 
 @pytest.mark.parametrize(
-    ("context", "stage", "all_stages"),
+    ("context", "data", "rows"),
     [
         (world(2), [0, 1], [0, 1]),
         (world(4, tensor=2), [0, 2], [0, 2]),
         (world(4, pipeline=2), [0, 1, 2, 3], [0, 2]),
+        (world(4, sequence=2), [0, 1, 2, 3], [0, 2]),
         (world(4, pipeline=2, tensor=2), [0, 2], [0]),
         (world(8, pipeline=2, tensor=2), [0, 2, 4, 6], [0, 4]),
     ],
 )
-def test_the_first_rank_of_those_that_see_the_same_data_speaks(context, stage, all_stages):
-    def speakers(pipeline: bool) -> list[int]:
+def test_the_first_rank_of_those_that_see_the_same_data_speaks(context, data, rows):
+    def speakers(rows: bool) -> list[int]:
         found = []
         for rank in range(context.world_size):
             here: Any = SimpleNamespace(layout=context.layout, get_global_rank=lambda rank=rank: rank)
-            assert is_first_with_data(here) == is_first_with_data(here, pipeline=False)
-            found += [rank] if is_first_with_data(here, pipeline) else []
+            assert is_first_with_data(here) == is_first_with_data(here, rows=False)
+            found += [rank] if is_first_with_data(here, rows) else []
         return found
 
-    assert (speakers(False), speakers(True)) == (stage, all_stages)
+    assert (speakers(False), speakers(True)) == (data, rows)
 
 
 def gathered() -> list[Any]:
