@@ -158,7 +158,7 @@ def test_a_step_that_flags_dropped_is_logged():
         flags.take(outcome.unsent_flags)
     # Unsteady while it learns; in step 4 it is steady, and deviates; from then on it is noted.
     assert unsteady == [[0, 1], [0, 0], [0, 0], [0, 0], [1, 0], [0, 0], [0, 0]]
-    assert [text[:18] for text in said] == ["step 4 was dropped"]
+    assert [text[:18] for text in said] == ["step 4 was skipped"]
 
 
 def test_the_host_waits_where_one_transport_makes_it_wait():
