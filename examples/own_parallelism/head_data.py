@@ -26,7 +26,13 @@ from colonnade.constants import INITIALIZER_MAPPING
 from colonnade.context.dist_group_initializer import ProcessGroupInitializer
 from colonnade.engine.gradient_handler import DemandGradientHandler
 from colonnade.errors import LayoutError
-from colonnade.parallel.collectives import all_gather, gather, reduce_scatter, scatter, split_sizes
+from colonnade.parallel.collectives import (
+    all_gather,
+    gather,
+    reduce_scatter,
+    scatter,
+    split_sizes,
+)
 from colonnade.registry import DIST_GROUP_INITIALIZER, GRADIENT_HANDLER
 
 HEAD_DATA = ParallelMode.register("HEAD_DATA", "head_data", data="same")
@@ -40,7 +46,9 @@ class HeadDataInitializer(ProcessGroupInitializer):
     def __init__(self, *six: Any, heads: int) -> None:
         super().__init__(*six)
         own = [axis for axis in self.axes if axis.mode is HEAD_DATA]
-        self.axis = own[0] if own else next(axis for axis in self.axes if axis.name == "tensor")
+        self.axis = (
+            own[0] if own else next(axis for axis in self.axes if axis.name == "tensor")
+        )
         if self.axis.size > heads:
             raise LayoutError(
                 f"parallel.{self.axis.name}: size={self.axis.size} leaves ranks without a head of {heads}; "
@@ -78,7 +86,8 @@ class HeadDataAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         samples = all_gather(x, HEAD_DATA, dim=0)
-        qkv = self.qkv(samples).unflatten(-1, (-1, 3, self.head_width))  # sample, position, head, (q, k, v), width
+        # dimensions: sample, position, head, q or k or v, width
+        qkv = self.qkv(samples).unflatten(-1, (-1, 3, self.head_width))
         mixed = F.scaled_dot_product_attention(*qkv.permute(3, 0, 2, 1, 4))
         part = F.linear(mixed.transpose(1, 2).flatten(2), self.out.weight)
         return reduce_scatter(part, HEAD_DATA, dim=0) + self.out.bias
