@@ -364,7 +364,9 @@ def _time_chart(runs: list[Run]) -> str:
             (run.name, [unit * fmean([v for _, v in run.column(f"time/{phase}")] or [0.0]) for phase in names])
             for run in runs
         ]
-        return bar_chart(names, bars, x=f"{unit_name} in a step, mean", page=True, colors=[PHASE_COLORS[name] for name in names])
+        return bar_chart(
+            names, bars, x=f"{unit_name} in a step, mean", page=True, colors=[PHASE_COLORS[name] for name in names]
+        )
     (run,) = runs
     lasts = buckets(run.steps.steps, MOST_POINTS // 4)
     series = []
