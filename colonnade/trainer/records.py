@@ -290,7 +290,7 @@ class Exchange:
         work = dist.all_reduce(values, group=self._group, async_op=True)
 
         def sums() -> list[float]:
-            with self._waits.during("waiting for the others beside the steps"):
+            with self._waits.during("waiting for other ranks, between steps"):
                 work.wait()
             return [float(value) for value in values.tolist()]
 

@@ -96,6 +96,17 @@ class Trainer:
         engine: the engine that `initialize` returns first.
         logger: default: `get_dist_logger()`.
         schedule: replaces the schedule of the engine.
+
+    Example::
+
+        from colonnade.trainer import hooks
+
+        gpc = colonnade.launch({})
+        model = nn.Linear(4, 2)
+        engine, *_ = colonnade.initialize(model, torch.optim.AdamW(model.parameters()), nn.MSELoss())
+        trainer = colonnade.Trainer(engine)
+        trainer.fit([(torch.ones(8, 4), torch.ones(8, 2))] * 10, epochs=2, hooks=[hooks.LossHook()])
+        print(trainer.evaluate([(torch.ones(8, 4), torch.ones(8, 2))]))
     """
 
     def __init__(
@@ -277,7 +288,7 @@ class Trainer:
         return {name: metric.get_accumulated_value() for name, metric in self.states["metrics"][kind].items()}
 
     def settle(self) -> None:
-        """Complete the records of all steps so far now instead of one step later. Collective over the world."""
+        """Complete the records of all finished steps now, instead of one step later. Collective over the world."""
         if self._fit is not None:
             self._fit.sums.wait()
             self._fit.sums.add(self._book.draft())
