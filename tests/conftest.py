@@ -108,6 +108,7 @@ LONG = (
 ONE_WORKER = (
     "cli/test_ckpt.py",
     "corpus/test_corpus.py",
+    "gradients/test_ledger.py",
     "gradients/test_probe.py",
     "hf/test_weights.py",
     "optim/test_field_bugs.py",

@@ -236,7 +236,8 @@ def test_a_table_that_was_cut_off_before_its_first_line_has_one_again(tmp_path):
 def test_the_page_of_a_run_is_written_by_who_wrote_the_file_and_is_asked_to(tmp_path, monkeypatch, rank, report, pages):
     import logging
 
-    monkeypatch.setattr(log, "run_facts", lambda trainer: {})
+    for name in ("run_facts", "world_facts"):
+        monkeypatch.setattr(log, name, lambda trainer: {})
     hook = JsonlHook(tmp_path / "run.jsonl", report=report)
     written: list[Path] = []
     monkeypatch.setattr("colonnade.proof.report.write_run_page", lambda logs, page: written.append(page))

@@ -13,7 +13,7 @@ from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.testing import run_world
 from colonnade.trainer import records
-from colonnade.trainer.records import Draft, is_first_with_data, weigh
+from colonnade.trainer.records import Draft, count_tokens, is_first_with_data, slots_of, weigh
 from tests.trainer.test_data import world
 
 
@@ -36,10 +36,44 @@ def test_a_batch_weighs_what_its_criterion_counted_or_its_rows(count, rows, weig
 
 def test_a_step_of_which_no_rank_tells_the_loss_has_none():
     draft = Draft((1, 0, 1.0), 0, {}, {})
-    assert draft.sums() == [0.0, 0.0, 0.0]
-    found = draft.record([0.0, 0.0, 4.0])
+    assert draft.sums() == [0.0, 0.0, 0.0, 0.0]
+    found = draft.record([0.0, 0.0, 4.0, 0.0])
     assert (found.loss, found.lr, found.grad_norm) == (None, None, None)
     assert found.numbers() == {"samples": 4, "seconds": 1.0}
+
+
+@pytest.mark.parametrize(("world", "late"), [(4, 2), (64, 63), (100, 99), (1000, 17)])
+def test_the_rank_that_the_others_wait_for_is_named(world, late):
+    """The time that it computes is the largest; beyond 64 ranks, the first of the neighbours that share a number."""
+    slots = slots_of(world)
+    assert [rank for ranks in slots for rank in ranks] == list(range(world))
+    assert len(slots) == min(world, 64)
+
+    def draft(rank: int) -> Draft:
+        busy = 3.0 if rank == late else 1.0
+        times: Any = SimpleNamespace(
+            read=lambda: {"forward": busy - 0.5, "communication": 2.0, "other": 2.0 - busy, "data": 0.5}
+        )
+        return Draft((1, 0, 4.0), 0, {}, {}, None, times, 0, slots, rank)
+
+    sums = [sum(each) for each in zip(*(draft(rank).sums() for rank in range(world)), strict=True)]
+    (ranks,) = (ranks for ranks in slots if late in ranks)
+    busy = draft(0).record(sums).busy
+    assert busy == {"slowest": 1.0 + 2.0 / len(ranks), "fastest": 1.0, "slowest_rank": ranks[0]}
+    assert draft(0).record(sums).numbers()["busy/fastest"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("batch", "count"),
+    [
+        ({"input_ids": torch.zeros(2, 5, dtype=torch.long), "labels": torch.zeros(2, 5, dtype=torch.long)}, 10),
+        ((torch.zeros(2, 3, 8), torch.zeros(2, dtype=torch.long)), 0),
+        ([torch.zeros(2, 3, dtype=torch.bool), (torch.zeros(2, 7, dtype=torch.int32),)], 14),
+        (None, 0),
+    ],
+)
+def test_tokens_are_the_integers_of_rows(batch, count):
+    assert count_tokens(batch) == count
 
 
 # -- exchange ---------------------------------------------------------------------------------------------
@@ -47,25 +81,26 @@ def test_a_step_of_which_no_rank_tells_the_loss_has_none():
 
 
 @pytest.mark.parametrize(
-    ("context", "stage", "all_stages"),
+    ("context", "data", "rows"),
     [
         (world(2), [0, 1], [0, 1]),
         (world(4, tensor=2), [0, 2], [0, 2]),
         (world(4, pipeline=2), [0, 1, 2, 3], [0, 2]),
+        (world(4, sequence=2), [0, 1, 2, 3], [0, 2]),
         (world(4, pipeline=2, tensor=2), [0, 2], [0]),
         (world(8, pipeline=2, tensor=2), [0, 2, 4, 6], [0, 4]),
     ],
 )
-def test_the_first_rank_of_those_that_see_the_same_data_speaks(context, stage, all_stages):
-    def speakers(pipeline: bool) -> list[int]:
+def test_the_first_rank_of_those_that_see_the_same_data_speaks(context, data, rows):
+    def speakers(rows: bool) -> list[int]:
         found = []
         for rank in range(context.world_size):
             here: Any = SimpleNamespace(layout=context.layout, get_global_rank=lambda rank=rank: rank)
-            assert is_first_with_data(here) == is_first_with_data(here, pipeline=False)
-            found += [rank] if is_first_with_data(here, pipeline) else []
+            assert is_first_with_data(here) == is_first_with_data(here, rows=False)
+            found += [rank] if is_first_with_data(here, rows) else []
         return found
 
-    assert (speakers(False), speakers(True)) == (stage, all_stages)
+    assert (speakers(False), speakers(True)) == (data, rows)
 
 
 def gathered() -> list[Any]:
