@@ -129,6 +129,8 @@ def sum_not_made(case: GradientCase, missing: Sequence[str], what: str) -> Claim
 CAUSES: Mapping[str, str] = {
     "not-finite": "NaN or infinity, with the first value and its ranks",
     "weights-differ-at-start": "the ranks do not start with the weights of one model",
+    "changed-between-steps": "weights, buffers or optimizer state were changed outside of the step, on some ranks",
+    "rows-differ": "the ranks together ran on more or fewer rows of the batch than a single process",
     "masks-differ": "dropout drops other elements on ranks that have the same activation",
     "forward-differs": "an activation differs from the reference, with the first module",
     "loss-differs": "the activations agree, but the reported loss does not",
@@ -157,6 +159,7 @@ CAUSES: Mapping[str, str] = {
     "micro-batch-twice": "one micro-batch counts twice",
     "micro-batch-missing": "one micro-batch is lost",
     "mean-of-means": "batches with different token counts have equal weights",
+    "own-decision": "each rank decides something, or takes statistics, from its own batch instead of the global batch",
     "stale-gradient": "the gradient of the previous step",
     "missing-gradient": "no gradient, or zero",
     "norm-counts-replicas": "elements that several ranks store count several times in the norm",

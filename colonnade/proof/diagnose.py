@@ -28,7 +28,10 @@ from colonnade.proof.compare import (
     MODE,
     NORM,
     NORMS,
+    OPTION,
     RECOMPUTED,
+    STARTED,
+    STATE,
     WEIGHTS,
     WEIGHTS_AT_START,
     Compared,
@@ -89,6 +92,10 @@ class _Diagnosis:
                 for mode in self.evidence.sliced_differently
             ]
 
+        # Weights and state that changed since the previous step, by code outside of the step.
+        if between := self._between_steps():
+            return between
+
         # The forward pass. Different masks make different activations, so masks come first. If the output of a module changes
         # when it is recomputed, either of the two outputs may be the right one: then only the recomputation is reported.
         again = self._recomputed()
@@ -105,7 +112,7 @@ class _Diagnosis:
 
         # Norm, clipped gradient and weight: each follows from the one before.
         if not backward:
-            found += self._norm() or self._clipped() or self._weights()
+            found += self._norm() or self._clipped() or self._options() or self._weights()
 
         # Buffers (running statistics) follow from activations only.
         if not forward:
@@ -167,6 +174,45 @@ class _Diagnosis:
             source = "; look at the data of these ranks"
         sentence = f"{_called(row)} is the first value that is not finite, on {self._ranks(row.ranks)}{source}."
         return [Finding("not-finite", (row.name,), row.step, sentence)]
+
+    def _between_steps(self) -> list[Finding]:
+        """Weights, buffers and optimizer state that were right at the end of the previous step and are wrong at the start of this one."""
+        rows, kinds = self.num_rows(STARTED, STATE), dict[tuple[str, tuple[int, ...]], list[str]]()
+        since = f"between step {self.at - 1} and step {self.at}" if self.at else "between the start and step 0"
+        for row in rows:
+            ranks, step = row.ranks, self.step
+            on = step.changed_on.get(row.name, ())
+            if row.name in step.changed_in_reference and not set(on) & set(ranks):
+                where = f" (on {self._ranks(on)} {since})" if on else f" {since}"
+                how = f"was not changed on {self._ranks(ranks)} as in a single process{where}"
+            elif row.name not in step.changed_in_reference:
+                how = f"was changed {since} on {self._ranks(ranks)}, but not in a single process"
+            else:
+                how = f"was changed {since} on {self._ranks(ranks)} in another way than in a single process"
+            kinds.setdefault((how, ranks), []).append(row.name)
+        return [
+            Finding(
+                "changed-between-steps",
+                tuple(names),
+                self.at,
+                f"{_shortened(names)} {how}; look at code outside of the step that only some ranks run: averages of weights "
+                f"and teachers, weights that are swapped for an evaluation, and loading.",
+            )
+            for (how, _), names in kinds.items()
+        ]
+
+    def _options(self) -> list[Finding]:
+        """Options of the optimizer that differ between ranks, of which the weights follow."""
+        return [
+            Finding(
+                "optimizer-differs",
+                (),
+                self.at,
+                f"{row.name} of the optimizer is {row.detail}; look at schedulers that each rank steps by values of its own, such as "
+                f"its loss or its number of batches.",
+            )
+            for row in self.num_rows(OPTION)
+        ]
 
     def _masks(self) -> list[Finding]:
         if in_eval := self.num_rows(MODE):

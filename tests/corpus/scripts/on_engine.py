@@ -76,16 +76,12 @@ def gate_backward():
 
 
 def gate_after():
-    """The same, by code that runs after the backward pass."""
+    """The same by a hook that comes after the hooks of the engine."""
     context = start(parallel=dict(expert=2))
     engine = built(Experts(context))
-
-    for x, y in batches(context, 6):
-        engine.zero_grad()
-        engine.backward(engine.criterion(engine(x), y))
-        if wrong:
-            engine.model.moe.router.weight.grad *= size(context, ParallelMode.EXPERT)
-        engine.step()
+    if wrong:
+        engine.model.moe.router.weight.register_hook(lambda grad: grad * size(context, ParallelMode.EXPERT))
+    train(engine, batches(context, 6))
 
 
 def gate_forward():
@@ -165,14 +161,12 @@ class Fours(BaseSchedule):
     def forward_back_step(self, engine, data_iter, forward_only=False, return_loss=True, return_output_label=True):
         x, y = self.load_batch(data_iter)
         count = len(x) // 4 if wrong else -(-len(x) // 4)
-        total = 0
-        for at in range(count):
-            rows = slice(4 * at, 4 * at + 4)
-            loss = engine.criterion(engine(x[rows]), y[rows]) * len(x[rows]) / (4 * count if wrong else len(x))
-            if not forward_only:
-                engine.backward(loss)
-            total = total + loss.detach()
-        return None, y, total
+        losses = [engine.criterion(engine(x[4 * at : 4 * at + 4]), y[4 * at : 4 * at + 4]) for at in range(count)]
+        weights = [len(x[4 * at : 4 * at + 4]) for at in range(count)]
+        loss = sum(value * weight for value, weight in zip(losses, weights, strict=True)) / sum(weights)
+        if not forward_only:
+            engine.backward(loss)
+        return None, y, loss.detach()
 
 
 def schedule_rest():

@@ -251,15 +251,15 @@ def plateau():
     """A scheduler lowers the learning rate by the loss of its own rank."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0, threshold=10.0)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0)
 
     def after(loss):
-        if not wrong:
+        if not wrong and world > 1:
             dist.all_reduce(loss)
             loss /= world
-        scheduler.step(float(loss) if rank == 0 or not wrong else -1000 * (1 - float(loss)))
+        scheduler.step(float(loss))
 
-    scheduler.step(100.0)
+    scheduler.step(1.15)
     train(DDP(model), batches(), optimizer=optimizer, after=after)
 
 
