@@ -93,7 +93,7 @@ class Forward:
     unplaced: Mapping[str, Unplaced] = field(default_factory=dict)
     """By module: outputs that cannot be compared."""
     tokens: Mapping[str, tuple[int, Mapping[int, tuple[int, ...]]]] = field(default_factory=dict)
-    """By module with an output that is sharded along one dimension: that dimension, and by rank the indices along it."""
+    """By module with an output that is sharded along one dimension: its size there, and by rank the indices along it."""
     rows: tuple[str, int, tuple[int, ...]] | None = None
     """The first module, its rows in the reference, and its rows on each data rank, of all calls; None: unknown."""
 
@@ -605,27 +605,31 @@ class _SideBySide:
 
 
 Tokens = tuple[int, Mapping[int, tuple[int, ...]]]
-"""A dimension, and the indices along it that each rank has."""
+"""The size of a dimension, and the indices along it that each rank has."""
 _MOST_TOKENS = 4096
 
 
 def _tokens_of(values: Sequence[tuple[Record, Tensor]], truth: Tensor) -> Tokens | None:
-    """The dimension along which a value is sharded, and the indices at which each rank's slices are in the reference."""
+    """The indices at which each rank's slices are in the reference, if a value is sharded along one dimension but the last."""
     if not values:
         return None
     shape = values[0][1].shape
     shorter = [dim for dim in range(truth.dim()) if len(shape) == truth.dim() and shape[dim] != truth.shape[dim]]
-    if len(shorter) != 1 or any(value.shape != shape for _, value in values) or truth.shape[shorter[0]] > _MOST_TOKENS:
+    if len(shorter) != 1 or shorter[0] == truth.dim() - 1 or any(value.shape != shape for _, value in values):
         return None
     (dim,) = shorter
+    if truth.shape[dim] > _MOST_TOKENS:
+        return None
     whole, found = truth.double().movedim(dim, 0).flatten(1), {}
+    if len(whole.unique(dim=0)) < len(whole):
+        return None  # equal slices have no place of their own
     for record, value in values:
         apart = torch.cdist(value.double().movedim(dim, 0).flatten(1), whole)
         nearest, at = apart.min(1)
         if not bool((nearest <= 1e-6 * whole.norm(dim=1)[at]).all()):
             return None
         found[record.rank] = tuple(at.tolist())
-    return dim, found
+    return len(whole), found
 
 
 def _error(compared: Compared) -> float:

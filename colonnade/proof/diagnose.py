@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations
 from math import isclose
 
 from torch import Tensor
@@ -40,9 +41,13 @@ from colonnade.proof.compare import (
     Report,
     Row,
     StepEvidence,
+    Tolerance,
+    Unplaced,
     compare,
+    compare_tensor,
     differing_elements,
     short_ranks,
+    typical_spread,
 )
 from colonnade.texts import pattern_of
 
@@ -183,12 +188,12 @@ class _Diagnosis:
             ranks, step = row.ranks, self.step
             on = step.changed_on.get(row.name, ())
             if row.name in step.changed_in_reference and not set(on) & set(ranks):
-                where = f" (on {self._ranks(on)} {since})" if on else f" {since}"
-                how = f"was not changed on {self._ranks(ranks)} as in a single process{where}"
+                others = f" and on {self._ranks(on)}" if on else ""
+                how = f"changed {since} in a single process{others}, but not on {self._ranks(ranks)}"
             elif row.name not in step.changed_in_reference:
-                how = f"was changed {since} on {self._ranks(ranks)}, but not in a single process"
+                how = f"changed {since} on {self._ranks(ranks)}, but not in a single process"
             else:
-                how = f"was changed {since} on {self._ranks(ranks)} in another way than in a single process"
+                how = f"changed {since} on {self._ranks(ranks)} in another way than in a single process"
             kinds.setdefault((how, ranks), []).append(row.name)
         return [
             Finding(
@@ -239,37 +244,110 @@ class _Diagnosis:
         ]
 
     def _forward(self) -> list[Finding]:
-        row = next(iter(self.num_rows(ACTIVATION)), None)
-        if row is None:
+        """The first input or output of a module that differs, with the modules before it that could not be compared."""
+        forward, outputs = self.step.forward, {row.name: row for row in self.rows if row.quantity == ACTIVATION}
+        first_module, differing = next(iter(self.step.activations), None), self.num_rows(ACTIVATION)
+
+        # Rows that are dropped or taken twice change everything that comes after.
+        if forward.rows is not None and (not outputs or (differing and differing[0].name == first_module)):
+            name, count, own = forward.rows
+            if sum(own) != count:
+                shown = " and ".join(map(str, own)) if len(own) <= 4 else f"{own[0]}, {own[1]}, ..."
+                sentence = (
+                    f"{_module(name)} ran on {sum(own)} rows in this step on the ranks ({shown} on each data rank), and on {count} "
+                    f"rows in a single process; look at how a batch is split into micro-batches, and at rows that are dropped."
+                )
+                return [Finding("rows-differ", (name,), self.at, sentence)]
+        if not differing:
             return []
-        case, module = (
-            self._case(self.step.activations[row.name], row),
-            f"module {row.name}" if row.name else "the model",
-        )
-        rounded = claims("activation", case)
-        best = _simplest([*claims("tensor", case), *rounded])
 
         # The output of the first module depends on nothing but the batch and its weights, and the weights are right.
-        if best is not None and best not in rounded and row.name == next(iter(self.step.activations)):
-            if best.cause == "replicas-differ":
+        row = differing[0]
+        case = self._case(self.step.activations[row.name], row)
+        rounded = claims("activation", case)
+        best = _simplest([*claims("tensor", case), *rounded])
+        if best is not None and best not in rounded and row.name == first_module:
+            if best.cause == "replicas-differ" and self._share_data(row.ranks):
                 sentence = f"the output of the first module, {row.name}, {best.what}: ranks of one data rank were given different batches."
                 return [Finding("replicas-differ", (row.name,), self.at, sentence)]
             if best.cause == "shards-swapped" and len(row.ranks) < len(self.step.activations[row.name].found):
                 sentence = f"the output of the first module, {row.name}, {best.what}: some ranks were given the batch of another rank; look at the loader."
                 return [Finding("micro-batch-twice", (row.name,), self.at, sentence)]
 
-        # The ledger tells which reductions the parameters of the module have; the first parameter is representative.
-        inside = (name for name in self.evidence.parameters if name.startswith(f"{row.name}."))
-        ledger = next((text for name in inside if (text := _ledger_line(self.evidence, name))), "")
-        how = f"its output {best.what}" if best else f"its output is off by {row.error:.3g} tolerances"
-        where = f"that module, and {best.where}" if best else "that module"
-        sentence = (
-            f"{module} is the first whose output differs, on {self._ranks(row.ranks)}: {how}, while everything recorded "
-            f"before it agrees; look at {where}{ledger}."
-        )
+        # The values before that output, in the order of the forward pass. If the input of a module is wrong, and so is its
+        # output as far as it is known, then the mistake is before that module.
+        tolerance = Tolerance.for_run(self.evidence)
+        typical = typical_spread(self.step.activations.values())
+        known, unknown, wrong_input, input_is_right = "", list[str](), None, False
+        for kind, name in forward.events:
+            if kind == "in" and (values := forward.inputs.get(name)):
+                compared = [value for value in values if isinstance(value, Compared)]
+                found = [
+                    (value, compare_tensor(value, tolerance.of(value, typical), "input", name, self.at)) for value in compared
+                ]
+                off = [(value, entry) for value, entry in found if not entry.ok]
+                if off and not (name in outputs and outputs[name].ok):
+                    wrong_input = (name, *off[0])
+                    break
+                if not off and len(compared) == len(values):
+                    known, input_is_right = f"the input of {_module(name)}", name == row.name
+            elif (kind, name) == ("out", row.name):
+                break
+            elif kind == "out" and name in forward.unplaced:
+                unknown.append(name)
+            elif kind == "out" and name in outputs and outputs[name].ok and not outputs[name].detail:
+                known = f"the output of {_module(name)}"
+                # A module inside this one, or one that it took its input from, has done nothing wrong.
+                taken = {value.shape for value in forward.inputs.get(name, ()) if isinstance(value, Unplaced)}
+                unknown = [
+                    other
+                    for other in unknown
+                    if not (other.startswith(f"{name}.") or not name) and forward.unplaced[other].shape not in taken
+                ]
+        hidden = f"{_shortened(unknown)}, which could not be compared ({forward.unplaced[unknown[0]]})" if unknown else ""
+        hidden += self._unlike_tokens()
+
+        if wrong_input is not None:
+            name, value, row = wrong_input
+            case = self._case(value, row)
+            rounded = claims("activation", case)
+            best = _simplest([*claims("tensor", case), *rounded])
+            how = f"it {best.what}" if best else f"it is off by {row.error:.3g} tolerances"
+            where = f"the code between {known} and {_module(name)}" if known else f"the code before {_module(name)}"
+            before = f", while {known}, the last value before it that could be compared, agrees" if known else ""
+            sentence = (
+                f"the input of {_module(name)} is the first value that differs, on {self._ranks(row.ranks)}: {how}{before}; "
+                f"look at {where}{f', and at {hidden}' if hidden else ''}{f', and at {best.where}' if best else ''}."
+            )
+        else:
+            name = row.name
+            how = f"its output {best.what}" if best else f"its output is off by {row.error:.3g} tolerances"
+            also = ", while everything recorded before it agrees" if not hidden else ""
+            also = ", while its input agrees" if hidden and input_is_right else also
+            where = f"that module{f', and {best.where}' if best else ''}{f', and {hidden}' if hidden else ''}"
+            sentence = f"{_module(name)} is the first whose output differs, on {self._ranks(row.ranks)}: {how}{also}; look at {where}."
         if best is not None and best in rounded:
-            return [Finding("rounded", (row.name,), self.at, sentence)]
-        return [Finding("forward-differs", (row.name,), self.at, sentence, best.factor if best else None)]
+            return [Finding("rounded", (name,), self.at, sentence)]
+        return [Finding("forward-differs", (name,), self.at, sentence, best.factor if best else None)]
+
+    def _share_data(self, wrong: Sequence[int]) -> bool:
+        """Whether one of these ranks is to have the same data as a rank that is not one of them."""
+        ranks = range(self.evidence.world_size)
+        return any(
+            other not in wrong and other not in self.groups.joint([self.groups.name(mode) for mode in self.groups.distinct], rank)
+            for rank in wrong
+            for other in ranks
+        )
+
+    def _unlike_tokens(self) -> str:
+        """Two modules whose outputs are those of the reference at different places of a dimension, on one rank."""
+        tokens = list(self.step.forward.tokens.items())
+        for (a, (size, own)), (b, (other_size, other)) in combinations(tokens, 2):
+            for rank in own.keys() & other.keys() if size == other_size else ():
+                if own[rank] != other[rank] and len(own[rank]) == len(other[rank]):
+                    places = f"the places {_places(own[rank])} of {a} and {_places(other[rank])} of {b}"
+                    return f" (rank {rank} has {places}, counted in a single process)"
+        return ""
 
     def _recomputed(self) -> list[Finding]:
         """Modules whose output changes when they are recomputed in the backward pass, whichever output is right."""
@@ -296,10 +374,17 @@ class _Diagnosis:
             how += f", a factor of {digits(factor)}{either(products)}"
         elif found:
             how += ", and differs between ranks"
+        unplaced = list(self.step.forward.unplaced.items())
         seen = "all recorded activations agree" if self.step.activations else "no activation was recorded"
-        sentence = (
-            f"the loss is {how}, while {seen}; look at how the loss is averaged over micro-batches, tokens and ranks."
-        )
+        where = "how the loss is averaged over micro-batches, tokens and ranks"
+        if unplaced:
+            names, (_, first) = [name or "the model" for name, _ in unplaced], unplaced[0]
+            seen = "all activations that could be compared agree" if self.step.activations else "no activation could be compared"
+            where = (
+                f"{where}, or at the forward pass of {_shortened(names)}, whose outputs could not be compared "
+                f"({first}){self._unlike_tokens()}"
+            )
+        sentence = f"the loss is {how}, while {seen}; look at {where}."
         return [Finding("loss-differs", (), self.at, sentence, factor)]
 
     # --- Gradients ---
@@ -478,6 +563,14 @@ def _called(row: Row) -> str:
     singular = {WEIGHTS: "weight", WEIGHTS_AT_START: "initial weight", NORMS: "norm of", GRADIENT: "gradient of"}
     singular |= {ACTIVATION: "output of", RECOMPUTED: "recomputed output of", CLIPPED: "clipped gradient of"}
     return f"the {singular.get(row.quantity, row.quantity)} {row.name}"
+
+
+def _module(name: str) -> str:
+    return f"module {name}" if name else "the model"
+
+
+def _places(indices: Sequence[int]) -> str:
+    return str(list(indices)) if len(indices) <= 8 else f"[{', '.join(map(str, indices[:4]))}, ... {indices[-1]}]"
 
 
 def _shortened(names: Sequence[str]) -> str:

@@ -381,9 +381,8 @@ class StepRecorder:
             self._begin_step()
         step = self._step
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        sizes = [len(leaf) for leaf in tensors if leaf.dim()]
-        if sizes and (not step.rows or name in step.rows):
-            step.rows[name] = step.rows.get(name, 0) + sizes[0]
+        if tensors and tensors[0].dim() and (not step.rows or name in step.rows):
+            step.rows[name] = step.rows.get(name, 0) + len(tensors[0])
         if self._seen_room and tensors and name not in step.inputs:
             copies = [self._copies.of(leaf) for leaf in tensors[:INPUTS]]
             step.inputs[name] = [value for value in copies if value is not None]

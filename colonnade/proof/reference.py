@@ -555,6 +555,8 @@ def watched(model: nn.Module, truth: Truth) -> Iterator[None]:
 
     def look_before(name: str, arguments: Any) -> None:
         tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        if tensors and tensors[0].dim() and (not truth.rows or name in truth.rows):
+            truth.rows[name] = truth.rows.get(name, 0) + len(tensors[0])
         if tensors and name not in truth.inputs:
             some = [copies.of(leaf) for leaf in tensors[:INPUTS]]
             known = [value for value in some if value is not None]
