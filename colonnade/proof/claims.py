@@ -48,6 +48,9 @@ class Claim:
     doubt: int = 0
     """Evidence against it, such as healthy parameters that would share the mistake. Counts after `rank`."""
 
+    is_local: bool = False
+    """The mistake is no part of a reduction, so the sentence quotes no ledger row."""
+
     @property
     def key(self) -> tuple[str, str]:
         """Claims with equal keys on several parameters are one finding."""

@@ -79,7 +79,7 @@ class Unplaced:
     of_truth: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"of shape {self.shape} on a rank, {self.of_truth} in a single process"
+        return f"shape {self.shape} on a rank, {self.of_truth} in a single process"
 
 
 @dataclass(frozen=True)

@@ -304,8 +304,7 @@ class _Diagnosis:
                     for other in unknown
                     if not (other.startswith(f"{name}.") or not name) and forward.unplaced[other].shape not in taken
                 ]
-        hidden = f"{_shortened(unknown)}, which could not be compared ({forward.unplaced[unknown[0]]})" if unknown else ""
-        hidden += self._unlike_tokens()
+        hidden = f"{_shortened(unknown)} ({forward.unplaced[unknown[0]]}), which could not be compared" if unknown else ""
 
         if wrong_input is not None:
             name, value, row = wrong_input
@@ -317,7 +316,7 @@ class _Diagnosis:
             before = f", while {known}, the last value before it that could be compared, agrees" if known else ""
             sentence = (
                 f"the input of {_module(name)} is the first value that differs, on {self._ranks(row.ranks)}: {how}{before}; "
-                f"look at {where}{f', and at {hidden}' if hidden else ''}{f', and at {best.where}' if best else ''}."
+                f"look at {where}{f', and at {hidden}' if hidden else ''}{f', and at {best.where}' if best else ''}.{self._unlike_tokens()}"
             )
         else:
             name = row.name
@@ -325,7 +324,7 @@ class _Diagnosis:
             also = ", while everything recorded before it agrees" if not hidden else ""
             also = ", while its input agrees" if hidden and input_is_right else also
             where = f"that module{f', and {best.where}' if best else ''}{f', and {hidden}' if hidden else ''}"
-            sentence = f"{_module(name)} is the first whose output differs, on {self._ranks(row.ranks)}: {how}{also}; look at {where}."
+            sentence = f"{_module(name)} is the first whose output differs, on {self._ranks(row.ranks)}: {how}{also}; look at {where}.{self._unlike_tokens()}"
         if best is not None and best in rounded:
             return [Finding("rounded", (name,), self.at, sentence)]
         return [Finding("forward-differs", (name,), self.at, sentence, best.factor if best else None)]
@@ -345,8 +344,10 @@ class _Diagnosis:
         for (a, (size, own)), (b, (other_size, other)) in combinations(tokens, 2):
             for rank in own.keys() & other.keys() if size == other_size else ():
                 if own[rank] != other[rank] and len(own[rank]) == len(other[rank]):
-                    places = f"the places {_places(own[rank])} of {a} and {_places(other[rank])} of {b}"
-                    return f" (rank {rank} has {places}, counted in a single process)"
+                    return (
+                        f" On rank {rank}, the output of {_module(a)} has the positions {_places(own[rank])} of a single process, "
+                        f"and the output of {_module(b)} has {_places(other[rank])}."
+                    )
         return ""
 
     def _recomputed(self) -> list[Finding]:
@@ -381,10 +382,9 @@ class _Diagnosis:
             names, (_, first) = [name or "the model" for name, _ in unplaced], unplaced[0]
             seen = "all activations that could be compared agree" if self.step.activations else "no activation could be compared"
             where = (
-                f"{where}, or at the forward pass of {_shortened(names)}, whose outputs could not be compared "
-                f"({first}){self._unlike_tokens()}"
+                f"{where}, or at the forward pass: the outputs of {_shortened(names)} could not be compared ({first})"
             )
-        sentence = f"the loss is {how}, while {seen}; look at {where}."
+        sentence = f"the loss is {how}, while {seen}; look at {where}.{self._unlike_tokens()}"
         return [Finding("loss-differs", (), self.at, sentence, factor)]
 
     # --- Gradients ---
@@ -587,6 +587,8 @@ def _simplest(some: Sequence[Claim]) -> Claim | None:
 def _ledger_line(evidence: Evidence, name: str, claim: Claim | None = None) -> str:
     """The reduction that the ledger plans for a parameter, over the modes of the claim."""
     info = evidence.parameters.get(name)
+    if claim is not None and claim.is_local:
+        return ""
     if info is None or not info.ledger:
         has_one = info is not None and any(other.ledger for other in evidence.parameters.values())
         return " (ledger: no reduction is planned for it)" if has_one else ""
