@@ -117,7 +117,10 @@ def sum_not_made(case: GradientCase, missing: Sequence[str], what: str) -> Claim
     """The claim that the required reduction over these modes is not made. Its cause depends on the kind of reduction."""
     over = " and ".join(missing)
     if any(case.required.get(mode, 1.0) > 1 for mode in missing):
-        return Claim("not-reduced", what, f"the handler that sums it over {over}", modes=tuple(missing))
+        where = f"the handler that sums it over {over}"
+        if not case.info.ledger:
+            where = f"the code that sums it over {over}, and whether the step waits for that (wait() of async_op=True)"
+        return Claim("not-reduced", what, where, modes=tuple(missing))
     if case.info.tied or any("PIPELINE" in mode.upper() for mode in missing):
         what = f"is that of only one of its copies: tied weights are not summed over {over}"
         where = "the handler of tied weights, and the declaration of the copies as tied"

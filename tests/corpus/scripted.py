@@ -46,7 +46,7 @@ PLANTED = {
     "schedule_rest": Planted("on_engine.py", ("rows-differ",), ("rows",), ("same data", "given other batches")),
     "left_in_eval": Planted("on_engine.py", ("forward-differs",), ("evaluation mode", "rank 0"), (), steps=3),
     "nn_all_reduce": Planted(
-        "on_torch.py", ("scaled-by-mode",), ("1.up, 1.down", "MODEL", "backward"), ("has all of it", "full gradient")
+        "on_torch.py", ("scaled-by-mode",), ("MODEL", "backward"), ("has all of it", "full gradient")
     ),
     "stochastic": Planted("on_torch.py", ("replicas-differ", "optimizer-differs"), ("rank 1|ranks \\[1\\]",), ("float16",)),
     "own_skip": Planted("on_torch.py", ("own-decision",), ("its own batch",), ("token counts",)),

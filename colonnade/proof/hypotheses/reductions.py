@@ -31,7 +31,11 @@ def nothing_arrived(case: GradientCase) -> Iterator[Claim]:
 
     Signature: all zero, or absent.
     """
-    if not case.compared.found:
+    if not case.compared.found and case.gradient.held:
+        what = "is accumulated by FSDP on every rank, but not reduced: gradient synchronization is off when the optimizer steps"
+        where = "calls of set_requires_gradient_sync: it has to be on in the last backward pass of a step"
+        yield Claim("missing-gradient", what, where, rank=-1)
+    elif not case.compared.found:
         where = "what disconnects it from the loss (detach, no_grad, requires_grad, a stage that does not use it)"
         yield Claim("missing-gradient", "is missing on every rank", where)
     elif left := uncovered(case.compared):
@@ -188,14 +192,15 @@ def _meaning(case: GradientCase, factor: Factor) -> Claim:
         after = f", while the gradient of {sorted(case.healthy)[0]} is right" if case.healthy else ""
         if name == ACCUMULATION:
             what = f"is {size} before any reduction, in each micro-batch{after}"
-            return Claim("scaled-by-mode", what, f"hooks on it, and {_BY_HAND}", is_local=True, rank=1)
+            return Claim("scaled-by-mode", what, f"hooks on it, and {_BY_HAND}", is_local=True)
         words = (
             f"sums over {name} a value that each of its ranks has in full"
             if power > 0
             else f"divides by the size of {name}"
         )
         what = f"is {size} before any reduction{after}: a hook scales it, or a backward pass {words}"
-        where = "hooks on it, and the backward pass of the layer's collectives (that of torch.distributed.nn.functional.all_reduce sums too)"
+        sums = " (that of torch.distributed.nn.functional.all_reduce sums too)" if power > 0 else ""
+        where = f"hooks on it, and the backward pass of the layer's collectives{sums}"
         return Claim("scaled-by-mode", what, where, is_local=True)
 
     divisor = case.required.get(name)
@@ -252,6 +257,9 @@ def over_other_ranks(case: GradientCase) -> Iterator[Claim]:
     for modes in case.groups.subsets():
         missing = [mode for mode in case.required if not _reaches(case, modes, (mode,))]
         extra = [mode for mode in modes if not _reaches(case, tuple(case.required), (mode,))]
+        # A sum too many is the mistake only if the gradient is right without it.
+        if extra and not missing and case.backward_is_right is False:
+            continue
         candidate = case.raw_sum(modes)
         fitted = case.fit(candidate) if missing or extra else None
         if fitted is None:
