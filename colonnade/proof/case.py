@@ -294,11 +294,11 @@ class GradientCase(Case):
 
     def shared_with(self, mode: str) -> str | None:
         """A healthy parameter with the same reduction by the same handler. A mistake there would have affected it too."""
-        divisor, own = self.required.get(mode), self.info.ledger
+        divisor, own = self.required.get(mode), {line.rsplit(" by ")[-1] for line in self.info.ledger}
         for name in sorted(self.healthy & self.evidence.parameters.keys()):
             info = self.evidence.parameters[name]
             is_same = any(self.groups.name(other) == mode and by == divisor for other, _, by in info.required)
-            if is_same and (not own or not info.ledger or set(own) & set(info.ledger)):
+            if is_same and (not own or not info.ledger or own & {line.rsplit(" by ")[-1] for line in info.ledger}):
                 return name
         return None
 
@@ -486,8 +486,12 @@ def places_in(part: LocalValue, holder: LocalValue) -> Tensor | None:
     return order[at] if torch.equal(held[order[at]], wanted) else None
 
 
+_SAME_DIRECTION = 0.03
+"""More than the rounding of bf16."""
+
+
 def raw_scale(evidence: Evidence, groups: Groups, step: StepEvidence, wrong: Collection[str]) -> float:
-    """The factor between reduced local gradients and the total, read off up to 20 healthy parameters; 1 if there are none."""
+    """The factor between reduced local gradients and the total, if up to 20 healthy parameters agree on one; else 1."""
     ratios: list[float] = []
     for name, gradient in step.gradients.items():
         if name in wrong or not gradient.raw or not gradient.total.found or len(ratios) == 20:
@@ -507,8 +511,12 @@ def raw_scale(evidence: Evidence, groups: Groups, step: StepEvidence, wrong: Col
         part = gradient.total.found[0]
         due, truth = case.due(part), case.truth(part)
         if due is not None and truth is not None and float(due @ due) > 0:
-            ratios.append(float(truth @ due) / float(due @ due))
-    return median(ratios) if ratios else 1.0
+            ratio = float(truth @ due) / float(due @ due)
+            # A script may add something to gradients, or clear them between passes. Then there is no such factor.
+            if length(truth - ratio * due) <= _SAME_DIRECTION * length(truth):
+                ratios.append(ratio)
+    usual = median(ratios) if ratios else 1.0
+    return usual if all(abs(ratio - usual) <= _SAME_DIRECTION * abs(usual) for ratio in ratios) else 1.0
 
 
 # --- Norms and clipped gradients ---

@@ -778,11 +778,21 @@ def compare(evidence: Evidence) -> list[Row]:
         rows += _tensors(CLIPPED, at, clipped, tolerance)
         weights = list(_tensors(WEIGHTS, at, step.weights, tolerance))
         rows += weights
+        if not loss.ok and step.root_losses:
+            followers = [row for row in rows if row.step == at and row.quantity in (GRADIENT, CLIPPED, WEIGHTS)]
+            if scale := _scale_of_loss(evidence, step) if all(row.ok for row in followers) and step.gradients else "":
+                rows[rows.index(loss)] = replace(loss, status="equal", error=0.0, ranks=(), detail=scale)
         for name, by_value in step.options.items() if not all(row.ok for row in weights) else ():
             shown = " and ".join(f"{value:g} on {_these(ranks)}" for value, ranks in by_value.items())
             rows.append(Row(OPTION, name, at, "differs", inf, 0.0, min(by_value.values(), key=len), shown))
         rows += _tensors(BUFFER, at, step.buffers, tolerance)
     return rows
+
+
+def notes_of_rows(rows: Sequence[Row]) -> list[str]:
+    """Notes on values that differ without an effect."""
+    scaled = next((row for row in rows if row.quantity == LOSS and row.ok and "times the loss" in row.detail), None)
+    return [f"the value that backward() starts from is {scaled.detail}, so it counts as a scale of the loss"] if scaled else []
 
 
 def compare_tensor(compared: Compared, allowed: float, quantity: str, name: str, step: int | None) -> Row:
@@ -911,6 +921,18 @@ def _loss(at: int, step: StepEvidence, tolerance: Tolerance) -> Row:
     if row.status == "differs" and in_units(abs(mean - step.loss), allowed) <= 1:
         return Row(LOSS, "loss", at, "equal", in_units(abs(mean - step.loss), allowed), allowed, (), "as a mean")
     return row
+
+
+def _scale_of_loss(evidence: Evidence, step: StepEvidence) -> str:
+    """The factor of the loss, if it is the size of a group: a scale that the script takes out of the gradients."""
+    found = [value for value in step.found_loss if value is not None]
+    factor = sum(found) / len(found) / step.loss if found and step.loss else 0.0
+    sizes = {evidence.world_size, *(len(group) for groups in evidence.groups.values() for group in groups)}
+    for size in sorted(sizes - {1}):
+        for value in (float(size), 1 / size):
+            if abs(factor - value) <= max(1e-9, 2 * step.loss_spread / abs(step.loss)) * value:
+                return f"{value:g} times the loss of a single process, while every gradient and weight agrees"
+    return ""
 
 
 def _norms(at: int, step: StepEvidence, tolerance: Tolerance) -> Iterator[Row]:

@@ -38,6 +38,8 @@ from colonnade.proof.compare import (
     Compared,
     Evidence,
     Finding,
+    GradientEvidence,
+    LocalValue,
     Report,
     Row,
     StepEvidence,
@@ -46,6 +48,7 @@ from colonnade.proof.compare import (
     compare,
     compare_tensor,
     differing_elements,
+    notes_of_rows,
     short_ranks,
     typical_spread,
 )
@@ -53,6 +56,7 @@ from colonnade.texts import pattern_of
 
 _SURE = 80
 """Claims of this rank and above state that something differs, but hardly why."""
+_FEW = 8
 _TESTED_ELEMENTS = 20_000_000
 """Up to this many elements in total, every differing gradient is tested on its own."""
 
@@ -62,7 +66,7 @@ def diagnose(evidence: Evidence) -> Report:
     rows = compare(evidence)
     wrong = [row for row in rows if not row.ok]
     findings = _Diagnosis(evidence, rows).findings() if wrong else []
-    return Report(tuple(findings), tuple(rows), tuple(evidence.notes))
+    return Report(tuple(findings), tuple(rows), (*evidence.notes, *notes_of_rows(rows)))
 
 
 class _Diagnosis:
@@ -107,7 +111,7 @@ class _Diagnosis:
         forward = self._masks() or ([] if again else self._forward())
 
         # Gradients follow from activations, so they are examined only if the activations are right.
-        backward = forward or again or self._gradients()
+        backward = forward or again or self._first_pass() or self._gradients()
 
         # A reported loss can be wrong without any effect on gradients, as a mean over the wrong ranks. But it can also be the
         # reason of gradients that no hypothesis explains; then the loss is the better thing to report.
@@ -221,17 +225,12 @@ class _Diagnosis:
 
     def _masks(self) -> list[Finding]:
         if in_eval := self.num_rows(MODE):
-            names = tuple(row.name or "the model" for row in in_eval)
+            names = tuple(row.name for row in in_eval if row.name)
+            names = ("the model",) if len(names) < len(in_eval) else names  # then its modules follow it
             verb, kind = ("are", "modules ") if len(names) > 1 else ("is", "" if names == ("the model",) else "module ")
             where = f"{verb} in evaluation mode on {self._ranks(in_eval[0].ranks)} and in training mode on the others"
-            return [
-                Finding(
-                    "forward-differs",
-                    names,
-                    None,
-                    f"{kind}{_shortened(names)} {where}; look for calls of eval() there.",
-                )
-            ]
+            sentence = f"{kind}{_shortened(names)} {where}; look for calls of eval() there."
+            return [Finding("forward-differs", names, self.at, sentence)]
         return [
             Finding(
                 "masks-differ",
@@ -389,6 +388,52 @@ class _Diagnosis:
 
     # --- Gradients ---
 
+    def _first_pass(self) -> list[Finding]:
+        """The mistakes in the gradients of one pass, if later passes of the step started from weights that they changed.
+
+        Sharpness-aware minimization and LBFGS step between the passes, so everything differs after the first wrong gradient.
+        """
+        tolerance, wrong = Tolerance.for_run(self.evidence), list[dict[str, Compared]]()
+        for name, gradient in self.step.gradients.items() if self.num_rows(LOSS) else ():
+            if len(gradient.raw) != len(gradient.truth_of_passes) or not gradient.total.found:
+                return []
+            wrong = wrong or [{} for _ in gradient.raw]
+            if len(wrong) != len(gradient.raw):
+                return []
+            for at, (raw, truth) in enumerate(zip(gradient.raw, gradient.truth_of_passes, strict=True)):
+                row = Row(GRADIENT, name, self.at, "equal", 0.0, 0.0)
+                case = self._gradient_case(row, replace(gradient, raw=[raw]), self.step)
+                found = [
+                    LocalValue(part.rank, due, part.positions)
+                    for part in gradient.total.found
+                    if (due := case.due(part)) is not None
+                ]
+                compared = Compared(truth, found, gradient.total.spread, gradient.total.terms)
+                if found and not compare_tensor(compared, 10 * tolerance.of(compared), GRADIENT, name, self.at).ok:
+                    wrong[at][name] = compared
+        first = next((at for at, some in enumerate(wrong) if some), len(wrong))
+        if not any(wrong[first].keys() < later.keys() for later in wrong[first + 1 :]):
+            return []
+
+        # The step as if it had ended with this pass.
+        gradients = {}
+        for name, gradient in self.step.gradients.items():
+            truth = gradient.truth_of_passes[first]
+            total = wrong[first].get(name, Compared(truth, (), gradient.total.spread, gradient.total.terms))
+            gradients[name] = GradientEvidence(total, [gradient.raw[first]], [truth])
+        steps = [*self.evidence.steps]
+        steps[self.at] = replace(self.step, gradients=gradients, found_loss=[self.step.loss], norms={})
+        rows = [
+            compare_tensor(compared, 10 * tolerance.of(compared), GRADIENT, name, self.at)
+            for name, compared in wrong[first].items()
+        ]
+        findings = _Diagnosis(replace(self.evidence, steps=steps), rows)._gradients()
+        in_pass = f"in pass {first} of {len(wrong)}, "
+        after = "; the later passes start from weights that this changed."
+        return [
+            replace(finding, sentence=in_pass + finding.sentence.removesuffix(".") + after) for finding in findings
+        ]
+
     def _gradients(self) -> list[Finding]:
         rows = self.num_rows(GRADIENT)
         if not rows:
@@ -414,16 +459,9 @@ class _Diagnosis:
         tested = {}
         for row in chosen:
             before = total(self.at - 1, row.name)
-            case = GradientCase(
-                evidence=self.evidence,
-                groups=self.groups,
-                compared=gradients[row.name].total,
-                row=row,
+            case = replace(
+                self._gradient_case(row, gradients[row.name], self.step),
                 before=None if before is None else before.truth,
-                name=row.name,
-                gradient=gradients[row.name],
-                step=self.step,
-                at=self.at,
                 later=total(self.at + 1, row.name),
                 healthy=healthy,
                 raw_scale=scale,
@@ -440,6 +478,9 @@ class _Diagnosis:
             elements = differing_elements(case.compared, case.row.tolerance)
             some = case.within(elements) if elements is not None else None
             inside = [] if some is None else [claim for kind in kinds for claim in claims(kind, some)]
+            # A few numbers are numbers of a narrower dtype by chance.
+            few = elements is not None and len(elements) < _FEW
+            inside = [claim for claim in inside if not few or claim.cause != "rounded"]
             named = [replace(claim, what=f"(in some of its elements) {claim.what}") for claim in inside]
             found = [claim for claim in named if claim.rank < _SURE] or found or named
         return found
@@ -489,6 +530,18 @@ class _Diagnosis:
 
     def _case(self, tensor: Compared, row: Row, before: Tensor | None = None) -> Case:
         return Case(evidence=self.evidence, groups=self.groups, compared=tensor, row=row, before=before)
+
+    def _gradient_case(self, row: Row, gradient: GradientEvidence, step: StepEvidence) -> GradientCase:
+        return GradientCase(
+            evidence=self.evidence,
+            groups=self.groups,
+            compared=gradient.total,
+            row=row,
+            name=row.name,
+            gradient=gradient,
+            step=step,
+            at=self.at,
+        )
 
     def _group(
         self,

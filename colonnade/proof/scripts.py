@@ -42,7 +42,7 @@ from colonnade.proof.reference import (
     spreads_of,
     without_unjoinable_dropout,
 )
-from colonnade.proof.script_job import JOINED, MASKS, OPTIONS, REFERENCE, START, VARIABLE, ScriptPart
+from colonnade.proof.script_job import IN_EVAL, JOINED, MASKS, OPTIONS, REFERENCE, START, VARIABLE, ScriptPart
 from colonnade.proof.watch import with_layout
 from colonnade.testing.world import loopback_socket
 
@@ -329,6 +329,8 @@ def join_batches(records: Sequence[Record], path: Path, data_rank: int | None) -
                     f"all ranks batches whose shapes differ in dimension 0 only"
                 )
             joined.setdefault(key, []).append(batch)
+    if all(step.in_eval.get("", False) for record in records for step in record.steps):
+        joined[IN_EVAL] = [True]
     torch.save(joined, path)
 
 

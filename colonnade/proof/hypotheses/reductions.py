@@ -119,8 +119,9 @@ def wrong_factor(case: GradientCase) -> Iterator[Claim]:
     for factor in explained:
         residual = case.residual(case.truth, factor.value)
         modes = tuple(name for name, _ in factor.powers)
-        doubt = sum(case.shared_with(mode) is not None for mode in modes)
-        yield replace(_meaning(case, factor), factor=factor.value, modes=modes, residual=residual, doubt=doubt)
+        claim = _meaning(case, factor)
+        doubt = 0 if claim.is_local else sum(case.shared_with(mode) is not None for mode in modes)
+        yield replace(claim, factor=factor.value, modes=modes, residual=residual, doubt=doubt)
     # A single number is a multiple of any other, so a factor that is no product of sizes means nothing there.
     if explained or (case.wrong[0].value.numel() == 1 and case.compared.truth.numel() < 3):
         return

@@ -165,6 +165,15 @@ def another_of_rank_1(world, value, name, at, rank):
     return value + (sent - world.raw_sum(name, at, 1)) / world.data
 
 
+def mixed_with_a_turned_one(world, value, name, at, rank):
+    """The two weights have as many elements; rank 1 reduces them in the other order."""
+    if name not in ("up.weight", "down.weight"):
+        return value
+    other = "up.weight" if name == "down.weight" else "down.weight"
+    own, theirs = world.raw_sum(name, at, rank), world.raw_sum(other, at, 1 - rank).reshape(value.shape)
+    return (own + theirs) / world.data
+
+
 def first_pass_reduced(world, value, name, at, rank):
     first = sum(world.raw(name, at, 0, other) for other in world.group("DATA", rank)) / world.data
     return first + world.raw(name, at, 1, rank)
@@ -192,6 +201,30 @@ def clipped_after_each_pass(world, value, name, at, rank):
 
 def of_its_neighbour(world, value, name, at, rank):
     return world.truth("down.weight", at).reshape(value.shape) if name == "up.weight" else value
+
+
+def of_own_batch(value):
+    return value + 0.1 * value.sin()
+
+
+def mean_of_own(world, value, name, at, rank):
+    own = [of_own_batch(torch.stack(some).mean(0)) for some in world.true[at][name]]
+    return world.cut(name, rank, torch.stack(own).mean(0))
+
+
+def swapped_on_rank_1(world, value, name, at, rank):
+    return value * 0.9 if (name, at, rank) == ("up.weight", 1, 1) else value
+
+
+def own_factor(world, value, name, rank, **_):
+    return value * (1.3 + 0.4 * rank) if world.tensor > 1 else value
+
+
+def only_split(change):
+    def plant(world, value, name, rank, **where):
+        return change(world, value, name=name, rank=rank, **where) if name.startswith("up.") else value
+
+    return plant
 
 
 def in_half(world, value, name, **_):
@@ -275,6 +308,10 @@ def more(world, value, **_):
     return value + 1
 
 
+def more_in_step_1(world, value, at, **_):
+    return value + at
+
+
 PLANTED = {
     "summed-not-averaged": [
         (World(2, 1), {"total": times(2)}),
@@ -286,6 +323,7 @@ PLANTED = {
         (World(2, 1), {"total": times(0.5)}),
         (World(3, 2), {"total": times(2 / 3, ["up.weight"])}),
         (World(2, 1), {"raw": times(1.37)}),
+        (World(1, 2), {"total": only_split(own_factor)}),
     ],
     "averaged-not-summed": [(World(2, 2), {"total": times(0.5, ["norm.weight"])})],
     "reduced-twice": [
@@ -324,6 +362,7 @@ PLANTED = {
     "gradients-exchanged": [
         (World(2, 1), {"total": of_its_neighbour}),
         (World(2, 1), {"total": another_of_rank_1}),
+        (World(2, 1), {"total": mixed_with_a_turned_one}),
     ],
     "rounded": [
         (World(2, 1), {"total": in_half}),
@@ -356,6 +395,21 @@ PLANTED = {
     ],
     "micro-batch-twice": [
         (World(2, 1, accumulation=3), {"total": passes([1, 2, 1])}),
+    ],
+    "own-decision": [
+        (World(2, 1), {"total": mean_of_own, "of_data_rank": lambda world, value: of_own_batch(value)}),
+    ],
+    "changed-between-steps": [(World(2, 1), {"started": swapped_on_rank_1, "loss": more_in_step_1})],
+    "rows-differ": [
+        (
+            World(2, 1),
+            {
+                "rows": lambda world, value: ("embed", 12, (4, 4)),
+                "activation": times(1.1),
+                "recomputed": times(1.1),
+                "loss": more,
+            },
+        )
     ],
     "mean-of-means": [(World(2, 1, weights_of_shares=(0.3, 0.7)), {"total": plain_mean})],
     "stale-gradient": [
