@@ -346,8 +346,9 @@ def own_factor(case: GradientCase) -> Iterator[Claim]:
         if part.positions is None or len(truth) != part.value.numel() or not bool(truth.any()):
             return
         factors[part.rank] = float(flat(part.value) @ truth) / float(truth @ truth)
-    spread = max(factors.values(), default=1.0) - min(factors.values(), default=1.0)
-    if spread <= 1e-6 * max(map(abs, factors.values()), default=0.0):
+    # A rank with zeros has no gradient. Replicas with unlike factors differ for another reason.
+    most, least = max(factors.values(), default=1.0), min(factors.values(), default=1.0)
+    if most - least <= 1e-6 * abs(most) or least <= 1e-3 or any(part.positions is None for part in case.wrong):
         return
 
     def candidate(part: LocalValue) -> Tensor | None:

@@ -170,8 +170,9 @@ def _meaning(case: GradientCase, factor: Factor) -> Claim:
         return Claim("wrong-divisor", what, "the divisor of its reductions")
 
     name, power = factor.powers[0]
-    # A loss that is not divided by the number of passes scales every gradient that they reach.
-    if name == ACCUMULATION and not (in_backward and case.healthy and local is not None):
+    # A loss (or a term of it) that is not divided by the number of passes scales all parameters of a module.
+    module = case.name.rpartition(".")[0]
+    if name == ACCUMULATION and not (in_backward and any(other.rpartition(".")[0] == module for other in case.healthy)):
         words = "is not divided by" if power > 0 else "is divided once too often by"
         what = f"is {size}: it {words} the number of micro-batches"
         where = "the divisor of each micro-batch's loss"
