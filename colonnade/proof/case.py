@@ -423,7 +423,10 @@ class GradientCase(Case):
                 above, below = above + float(due @ wanted), below + float(wanted @ wanted)
         if below == 0:
             return None
-        factor, allowed = above / below, self.row.tolerance * max(1.0, abs(above / below))
+        # A script may scale gradients after the backward pass, so those of a pass may be larger than the total.
+        factor = above / below
+        size = max(length(wanted) for _, wanted in pairs) / (length(self.compared.truth) or 1.0)
+        allowed = self.row.tolerance * max(1.0, abs(factor)) * max(1.0, size)
         return factor if all(length(due - factor * wanted) <= allowed for due, wanted in pairs) else None
 
     @cached_property

@@ -127,6 +127,8 @@ class StepEvidence:
     """By module that trains on some ranks only: the ranks on which it is in evaluation mode."""
     options: Mapping[str, Mapping[float, tuple[int, ...]]] = field(default_factory=dict)
     """By option of the optimizer (with its parameter group) that differs between ranks: the ranks, by value."""
+    evaluations: Sequence[int] = ()
+    """By rank: the number of passes of the model without gradients since the previous step."""
     root_losses: bool = False
     """The losses are the values that backward passes start at. Nobody reports them."""
 
@@ -350,6 +352,7 @@ class _SideBySide:
             loss_spread=spread.loss,
             root_losses=not any(record.run.has_engine for record in self.records),
             options=self._options(at),
+            evaluations=[step.evaluations for step in steps],
             **self._between_steps(at, truth, spread),
         )
 
@@ -369,7 +372,10 @@ class _SideBySide:
         # A tensor that did not change has its value of the end of the previous step.
         def started(record: Record) -> Mapping[str, Tensor]:
             before = record.steps[at - 1] if at else None
-            return {**(record.start if before is None else {**before.weights, **before.buffers}), **record.steps[at].changed}
+            return {
+                **(record.start if before is None else {**before.weights, **before.buffers}),
+                **record.steps[at].changed,
+            }
 
         compared = {
             name: self._compared(
@@ -385,7 +391,9 @@ class _SideBySide:
         return {
             "changed": {name: entry for name, entry in compared.items() if entry.found},
             "changed_on": {name: tuple(ranks) for name, ranks in on_ranks.items()},
-            "changed_in_reference": frozenset([*truth.changed, *(f"{key} of {name}" for key, name in truth.changed_state)]),
+            "changed_in_reference": frozenset(
+                [*truth.changed, *(f"{key} of {name}" for key, name in truth.changed_state)]
+            ),
             "in_eval": {name: tuple(ranks[True]) for name, ranks in modes.items() if len(ranks) > 1},
         }
 
@@ -482,9 +490,7 @@ class _SideBySide:
         for name, value in truth.activations.items():
             if not name and is_staged:
                 continue  # the output of a stage is not that of the model
-            outputs = [
-                (record, some[name]) for record, some in zip(self.records, seen, strict=True) if name in some
-            ]
+            outputs = [(record, some[name]) for record, some in zip(self.records, seen, strict=True) if name in some]
             compared = self._placed(outputs, value, spread, name)
             if isinstance(compared, Compared):
                 found[name] = compared
@@ -507,7 +513,11 @@ class _SideBySide:
         for name, values in truth.inputs.items():
             if not name and is_staged:
                 continue
-            some = [(record, step.inputs[name]) for record, step in zip(self.records, steps, strict=True) if name in step.inputs]
+            some = [
+                (record, step.inputs[name])
+                for record, step in zip(self.records, steps, strict=True)
+                if name in step.inputs
+            ]
             if not some or not values or any(len(own) != len(values) for _, own in some):
                 continue
             placed = [
@@ -796,7 +806,11 @@ def compare(evidence: Evidence) -> list[Row]:
 def notes_of_rows(rows: Sequence[Row]) -> list[str]:
     """Notes on values that differ without an effect."""
     scaled = next((row for row in rows if row.quantity == LOSS and row.ok and "times the loss" in row.detail), None)
-    return [f"the value that backward() starts from is {scaled.detail}, so it counts as a scale of the loss"] if scaled else []
+    return (
+        [f"the value that backward() starts from is {scaled.detail}, so it counts as a scale of the loss"]
+        if scaled
+        else []
+    )
 
 
 def compare_tensor(compared: Compared, allowed: float, quantity: str, name: str, step: int | None) -> Row:

@@ -205,10 +205,23 @@ class _Diagnosis:
                 tuple(names),
                 self.at,
                 f"{_shortened(names)} {how}; look at code outside of the step that only some ranks run: averages of weights "
-                f"and teachers, weights that are swapped for an evaluation, and loading.",
+                f"and teachers, weights that are swapped for an evaluation, and loading{self._evaluations()}.",
             )
             for (how, _), names in kinds.items()
         ]
+
+    def _evaluations(self) -> str:
+        """The passes without gradients before this step, if some ranks ran more of them."""
+        counts = {
+            count: [rank for rank, own in enumerate(self.step.evaluations) if own == count]
+            for count in self.step.evaluations
+        }
+        if len(counts) < 2:
+            return ""
+        shown = " and ".join(
+            f"{count} on {self._ranks(ranks)}" for count, ranks in sorted(counts.items(), reverse=True)
+        )
+        return f" (passes without gradients before this step: {shown})"
 
     def _options(self) -> list[Finding]:
         """Options of the optimizer that differ between ranks, of which the weights follow."""
@@ -229,7 +242,7 @@ class _Diagnosis:
             names = ("the model",) if len(names) < len(in_eval) else names  # then its modules follow it
             verb, kind = ("are", "modules ") if len(names) > 1 else ("is", "" if names == ("the model",) else "module ")
             where = f"{verb} in evaluation mode on {self._ranks(in_eval[0].ranks)} and in training mode on the others"
-            sentence = f"{kind}{_shortened(names)} {where}; look for calls of eval() there."
+            sentence = f"{kind}{_shortened(names)} {where}; look for calls of eval() there{self._evaluations()}."
             return [Finding("forward-differs", names, self.at, sentence)]
         return [
             Finding(
@@ -282,7 +295,8 @@ class _Diagnosis:
             if kind == "in" and (values := forward.inputs.get(name)):
                 compared = [value for value in values if isinstance(value, Compared)]
                 found = [
-                    (value, compare_tensor(value, tolerance.of(value, typical), "input", name, self.at)) for value in compared
+                    (value, compare_tensor(value, tolerance.of(value, typical), "input", name, self.at))
+                    for value in compared
                 ]
                 off = [(value, entry) for value, entry in found if not entry.ok]
                 if off and not (name in outputs and outputs[name].ok):
@@ -303,7 +317,9 @@ class _Diagnosis:
                     for other in unknown
                     if not (other.startswith(f"{name}.") or not name) and forward.unplaced[other].shape not in taken
                 ]
-        hidden = f"{_shortened(unknown)} ({forward.unplaced[unknown[0]]}), which could not be compared" if unknown else ""
+        hidden = (
+            f"{_shortened(unknown)} ({forward.unplaced[unknown[0]]}), which could not be compared" if unknown else ""
+        )
 
         if wrong_input is not None:
             name, value, row = wrong_input
@@ -332,7 +348,8 @@ class _Diagnosis:
         """Whether one of these ranks is to have the same data as a rank that is not one of them."""
         ranks = range(self.evidence.world_size)
         return any(
-            other not in wrong and other not in self.groups.joint([self.groups.name(mode) for mode in self.groups.distinct], rank)
+            other not in wrong
+            and other not in self.groups.joint([self.groups.name(mode) for mode in self.groups.distinct], rank)
             for rank in wrong
             for other in ranks
         )
@@ -379,7 +396,11 @@ class _Diagnosis:
         where = "how the loss is averaged over micro-batches, tokens and ranks"
         if unplaced:
             names, (_, first) = [name or "the model" for name, _ in unplaced], unplaced[0]
-            seen = "all activations that could be compared agree" if self.step.activations else "no activation could be compared"
+            seen = (
+                "all activations that could be compared agree"
+                if self.step.activations
+                else "no activation could be compared"
+            )
             where = (
                 f"{where}, or at the forward pass: the outputs of {_shortened(names)} could not be compared ({first})"
             )
@@ -430,9 +451,7 @@ class _Diagnosis:
         findings = _Diagnosis(replace(self.evidence, steps=steps), rows)._gradients()
         in_pass = f"in pass {first} of {len(wrong)}, "
         after = "; the later passes start from weights that this changed."
-        return [
-            replace(finding, sentence=in_pass + finding.sentence.removesuffix(".") + after) for finding in findings
-        ]
+        return [replace(finding, sentence=in_pass + finding.sentence.removesuffix(".") + after) for finding in findings]
 
     def _gradients(self) -> list[Finding]:
         rows = self.num_rows(GRADIENT)
@@ -613,7 +632,13 @@ def _called(row: Row) -> str:
         return f"the {row.name}"
     if row.quantity in (ACTIVATION, RECOMPUTED) and not row.name:
         return "the output of the model"
-    singular = {WEIGHTS: "weight", WEIGHTS_AT_START: "initial weight", NORMS: "norm of", GRADIENT: "gradient of"}
+    singular = {
+        STARTED: "value at the start of the step of",
+        WEIGHTS: "weight",
+        WEIGHTS_AT_START: "initial weight",
+        NORMS: "norm of",
+        GRADIENT: "gradient of",
+    }
     singular |= {ACTIVATION: "output of", RECOMPUTED: "recomputed output of", CLIPPED: "clipped gradient of"}
     return f"the {singular.get(row.quantity, row.quantity)} {row.name}"
 

@@ -125,6 +125,8 @@ class RecordedStep:
     """Tensors of the optimizer's state that changed between the steps."""
     in_eval: dict[str, bool] = field(default_factory=dict)
     """By module that ran: whether it was in evaluation mode."""
+    evaluations: int = 0
+    """The number of passes of the model without gradients since the previous step."""
     masks: Masks = field(default_factory=dict)
     """The dropout masks."""
     options: Options = field(default_factory=list)
@@ -240,6 +242,9 @@ class StepRecorder:
         self._bits: dict[str | StateName, list[int]] = {}
         """Checksums of weights, buffers and optimizer state at the end of the previous step."""
         self._begun = False
+        self._model = model
+        self._counted: nn.Module | None = None
+        """The module whose rows are counted: a wrapper has the name of the model inside it."""
         self._coarsest: torch.dtype | None = None
         self.note_start()
         for entry in self.tracked:
@@ -343,7 +348,7 @@ class StepRecorder:
         self._bits, self._begun = dict(self._checksums()), False
 
     def _checksums(self) -> Iterator[tuple[str | StateName, list[int]]]:
-        own = [(entry.name, local_part(entry.tensor)) for entry in self.tracked]
+        own: list[tuple[str | StateName, Tensor]] = [(entry.name, local_part(entry.tensor)) for entry in self.tracked]
         for name, tensor in [*own, *self.state()]:
             yield name, checksum(tensor.detach().contiguous()).tolist() if tensor.numel() else []
 
@@ -375,13 +380,17 @@ class StepRecorder:
 
     def _on_input(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Module hook: the inputs of the first call in the first step, before the module can change them."""
+        step = self._step
+        if not torch.is_grad_enabled() and module is self._model:
+            step.evaluations += 1
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return
         if not self._begun:
             self._begin_step()
-        step = self._step
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if tensors and tensors[0].dim() and (not step.rows or name in step.rows):
+        if tensors and tensors[0].dim() and not step.rows:
+            self._counted = module
+        if tensors and tensors[0].dim() and module is self._counted:
             step.rows[name] = step.rows.get(name, 0) + len(tensors[0])
         if self._seen_room and tensors and name not in step.inputs:
             copies = [self._copies.of(leaf) for leaf in tensors[:INPUTS]]

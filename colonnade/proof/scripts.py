@@ -189,7 +189,9 @@ def same_tensors(a: Any, b: Any) -> bool:
 def truth_of_step(record: Record, at: int) -> Truth:
     """One step of the single-process run. The script itself ran its passes, clipping and optimizer; here they are only read."""
     step, before = record.steps[at], record.steps[at - 1] if at else None
-    total = unsharded(step.total or step.stepped)  # an optimizer that runs the passes itself has gradients only in its step
+    total = unsharded(
+        step.total or step.stepped
+    )  # an optimizer that runs the passes itself has gradients only in its step
     passes = sorted({number for by_pass in step.raw.values() for number in by_pass})
     loss = mean_of(step.losses)
 

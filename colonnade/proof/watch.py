@@ -182,7 +182,8 @@ def held_by_fsdp(model: nn.Module, tracked: Sequence[Tracked]) -> list[str]:
     names, held = {id(entry.tensor): entry.name for entry in tracked}, []
     for module in model.modules():
         # torch has no public attribute that tells whether synchronization is on. Without this one, nothing counts as held.
-        state: Any = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+        find: Any = getattr(module, "_get_fsdp_state", None)
+        state = None if find is None else find()
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
         for group in groups:
             if getattr(group, "reduce_grads", True) is False:

@@ -48,7 +48,9 @@ PLANTED = {
     "nn_all_reduce": Planted(
         "on_torch.py", ("scaled-by-mode",), ("MODEL", "backward"), ("has all of it", "full gradient")
     ),
-    "stochastic": Planted("on_torch.py", ("replicas-differ", "optimizer-differs"), ("rank 1|ranks \\[1\\]",), ("float16",)),
+    "stochastic": Planted(
+        "on_torch.py", ("replicas-differ", "optimizer-differs"), ("rank 1|ranks \\[1\\]",), ("float16",)
+    ),
     "own_skip": Planted("on_torch.py", ("own-decision",), ("its own batch",), ("token counts",)),
     "class_weights": Planted("on_torch.py", ("own-decision",), ("its own batch",), ("token counts",)),
     "teacher": Planted("on_torch.py", ("changed-between-steps",), ("teacher", "\\[1\\]|rank 1"), ("averaged over",)),

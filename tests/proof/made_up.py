@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colonnade.proof.compare import Compared, Evidence, Forward, GradientEvidence, LocalValue, ParameterInfo, StepEvidence
+from colonnade.proof.compare import (
+    Compared,
+    Evidence,
+    Forward,
+    GradientEvidence,
+    LocalValue,
+    ParameterInfo,
+    StepEvidence,
+)
 
 LEARNING_RATE = 0.1
 

@@ -369,7 +369,9 @@ def own_factor(case: GradientCase) -> Iterator[Claim]:
         yield Claim("norm-misses-shards", what, where, residual=residual, is_local=True)
     else:
         what = f"is multiplied on each rank by a factor of its own: {shown}"
-        yield Claim("wrong-divisor", what, "what each rank multiplies its own shards by", residual=residual, is_local=True)
+        yield Claim(
+            "wrong-divisor", what, "what each rank multiplies its own shards by", residual=residual, is_local=True
+        )
 
 
 @hypothesis("gradient")

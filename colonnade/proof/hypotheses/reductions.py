@@ -128,7 +128,11 @@ def wrong_factor(case: GradientCase) -> Iterator[Claim]:
 
     # Any other constant.
     residual = case.residual(case.truth, value)
-    if is_loss_scale(value, 1e-6):
+    local = case.local_factor
+    after = (
+        local is not None and abs(local - 1) <= 1e-6
+    )  # the local gradients are right, so it comes after the backward pass
+    if is_loss_scale(value, 1e-6) or (after and value >= 16 and is_loss_scale(256 * value, 1e-6)):
         what = f"is {value:g} times what it should be, a power of two as loss scales are"
         yield Claim("loss-scale-left", what, "where gradients are unscaled", value, residual=residual, rank=50)
     elif case.healthy and case.forward_is_right and case.backward_is_right is False and case.reduction_is_right:
@@ -137,6 +141,10 @@ def wrong_factor(case: GradientCase) -> Iterator[Claim]:
             f"{sorted(case.healthy)[0]} is right"
         )
         yield Claim("backward-differs", what, _BY_HAND, value, residual=residual, rank=50)
+    elif after:
+        what = f"is {digits(value)} times what it should be, which is no product of group sizes, while the local gradients are right"
+        where = "code that scales gradients between the backward pass and the step of the optimizer"
+        yield Claim("wrong-divisor", what, where, value, residual=residual, rank=50)
     else:
         what = f"is {digits(value)} times what it should be, which is no product of group sizes"
         where = "the divisor of the loss: a count that includes padding tokens, or only the tokens of this rank"

@@ -34,7 +34,9 @@ def size(context, mode):
 
 def batches(context, *shape, out=4, count=6):
     draw = torch.Generator().manual_seed(5 + data_rank(context))
-    return [(torch.randn(*shape, WIDTH, generator=draw), torch.randn(*shape, out, generator=draw)) for _ in range(count)]
+    return [
+        (torch.randn(*shape, WIDTH, generator=draw), torch.randn(*shape, out, generator=draw)) for _ in range(count)
+    ]
 
 
 def built(model):

@@ -298,7 +298,9 @@ def fsdp_clip_local():
 
 def order_by_rank():
     """Ranks reduce two gradients of one shape in different orders."""
-    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 4))
+    model = nn.Sequential(
+        nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 4)
+    )
 
     def reduce():
         some = list(model.parameters())
