@@ -25,14 +25,15 @@ from colonnade.proof.compare import (
     CLIPPED,
     GRADIENT,
     LOSS,
-    MASKS,
     MODE,
     NORM,
     NORMS,
     OPTION,
+    RANDOM,
     RECOMPUTED,
     STARTED,
     STATE,
+    UNCERTAIN,
     WEIGHTS,
     WEIGHTS_AT_START,
     Compared,
@@ -51,6 +52,7 @@ from colonnade.proof.compare import (
     notes_of_rows,
     short_ranks,
     typical_spread,
+    why_uncertain,
 )
 from colonnade.texts import pattern_of
 
@@ -64,9 +66,10 @@ _TESTED_ELEMENTS = 20_000_000
 def diagnose(evidence: Evidence) -> Report:
     """Compare everything and name the mistakes. Differences that follow from an earlier one are only in the table."""
     rows = compare(evidence)
-    wrong = [row for row in rows if not row.ok]
+    wrong = [row for row in rows if not row.ok and row.status != UNCERTAIN]
     findings = _Diagnosis(evidence, rows).findings() if wrong else []
-    return Report(tuple(findings), tuple(rows), (*evidence.notes, *notes_of_rows(rows)))
+    notes = (*evidence.notes, *notes_of_rows(rows))
+    return Report(tuple(findings), tuple(rows), notes, why_uncertain(evidence, rows))
 
 
 class _Diagnosis:
@@ -74,7 +77,7 @@ class _Diagnosis:
 
     def __init__(self, evidence: Evidence, rows: Sequence[Row]) -> None:
         self.evidence, self.rows, self.groups = evidence, rows, Groups(evidence)
-        self.wrong = [row for row in rows if not row.ok]
+        self.wrong = [row for row in rows if not row.ok and row.status != UNCERTAIN]
         self.at = next((row.step for row in self.wrong if row.step is not None), 0)
 
     def findings(self) -> list[Finding]:
@@ -249,10 +252,10 @@ class _Diagnosis:
                 "masks-differ",
                 (row.name,),
                 None,
-                f"dropout in {f'module {row.name}' if row.name else 'the model'} drops other elements on {self._ranks(row.ranks)} than on the first rank "
-                f"that has the same activation; look at the random seeds of these ranks.",
+                f"{f'module {row.name}' if row.name else 'the model'} draws other random numbers on {self._ranks(row.ranks)} than on the first rank "
+                f"that has the same activation (dropout, for example); look at the random seeds of these ranks.",
             )
-            for row in self.num_rows(MASKS)[:1]
+            for row in self.num_rows(RANDOM)[:1]
         ]
 
     def _forward(self) -> list[Finding]:
