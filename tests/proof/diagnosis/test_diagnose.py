@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from colonnade.proof.claims import CAUSES, HYPOTHESES, Claim, hypothesis
+from colonnade.proof.compare import Compared, Forward, LocalValue, ParameterInfo, Unplaced
 from colonnade.proof.diagnose import diagnose
 from tests.proof.made_up import World
 
@@ -525,10 +526,85 @@ def test_ranks_that_slice_different_batches_are_named():
 
 
 def test_the_sentence_has_the_ledgers_line_and_the_factor():
-    finding = only(diagnose(World(4, 2, plant={"total": times(4, ["up.weight"])}).evidence()))
+    finding = only(diagnose(World(4, 1, plant={"total": times(4)}).evidence()))
     assert "SomeDataHandler" in finding.sentence
     assert finding.factor == 4
+
+
+def test_a_handler_that_is_right_for_other_parameters_is_not_blamed():
+    finding = only(diagnose(World(4, 2, plant={"total": times(4, ["up.weight"])}).evidence()))
+    assert "Handler" not in finding.sentence
+    assert "which has the same reduction, is right" in finding.sentence
+    assert finding.factor == 4
     assert finding.parameters == ("up.weight",)
+
+
+def test_a_mode_with_the_same_groups_is_offered_if_a_placement_names_it():
+    evidence = World(2, 1, plant={"total": times(2)}).evidence()
+    groups = {**evidence.groups, "EXPERT": evidence.groups["DATA"]}
+    assert "EXPERT" not in only(diagnose(replace(evidence, groups=groups))).sentence
+    parameters = {**evidence.parameters, "up.bias": ParameterInfo("Shard(0) on EXPERT")}
+    sentences = [
+        finding.sentence for finding in diagnose(replace(evidence, groups=groups, parameters=parameters)).findings
+    ]
+    assert "size of DATA or size of EXPERT" in " ".join(sentences)
+
+
+def test_an_option_that_differs_between_ranks_is_named_with_them():
+    evidence = World(
+        2, 1, plant={"weights": lambda w, value, rank, before, **_: value if rank == 0 else before}
+    ).evidence()
+    step = replace(evidence.steps[0], options={"lr": {0.1: (0,), 0.01: (1,)}})
+    assert (
+        "lr of the optimizer is 0.1 on rank 0 and 0.01 on rank 1"
+        in only(diagnose(replace(evidence, steps=[step]))).sentence
+    )
+
+
+def test_a_scale_of_the_loss_alone_is_a_note_where_nobody_reports_the_loss():
+    evidence = World(2, 1, plant={"loss": lambda world, value, **_: 2 * value}).evidence()
+    assert diagnose(evidence).causes == ["loss-differs"]
+    roots = diagnose(replace(evidence, steps=[replace(step, root_losses=True) for step in evidence.steps]))
+    assert roots.ok
+    assert "2 times the loss of a single process" in roots.notes[-1]
+
+
+def known(value, rank=None):
+    return Compared(value, [LocalValue(r, value + (r == rank)) for r in range(2)], 1e-15)
+
+
+@pytest.mark.parametrize("norm_is_known", [True, False])
+def test_the_mistake_is_before_a_module_with_a_wrong_input(norm_is_known):
+    value = torch.randn(4, 6, dtype=torch.float64)
+    evidence = World(2, 1, plant={"loss": more}).evidence()
+    outputs = {"enter": known(value), "head": known(value, 1)}
+    forward = Forward(
+        [("in", "enter"), ("out", "enter"), ("in", "norm"), ("out", "norm"), ("in", "head"), ("out", "head")],
+        {"enter": [known(value)], "head": [known(value, 1)], **({"norm": [known(value)]} if norm_is_known else {})},
+        {} if norm_is_known else {"norm": Unplaced((4, 3), (4, 6))},
+    )
+    if norm_is_known:
+        outputs = {"enter": outputs["enter"], "norm": known(value), "head": outputs["head"]}
+    step = replace(evidence.steps[0], activations=outputs, recomputed={}, forward=forward)
+    sentence = only(diagnose(replace(evidence, steps=[step]))).sentence
+    last = "norm" if norm_is_known else "enter"
+    assert f"the code between the output of module {last} and module head" in sentence
+    assert (
+        "norm (shape (4, 3) on a rank, (4, 6) in a single process), which could not be compared" in sentence
+    ) != norm_is_known
+
+
+def test_outputs_with_other_positions_are_named():
+    evidence = World(2, 1, plant={"loss": more}).evidence()
+    tokens = {"words": (8, {0: (0, 1, 6, 7)}), "places": (8, {0: (0, 1, 2, 3)}), "other": (16, {0: (0, 1, 2, 3)})}
+    forward = Forward(unplaced={"words": Unplaced((3, 4, 8), (3, 8, 8))}, tokens=tokens)
+    step = replace(evidence.steps[0], forward=forward)
+    sentence = only(diagnose(replace(evidence, steps=[step]))).sentence
+    assert "words could not be compared" in sentence
+    assert (
+        "module words has the positions [0, 1, 6, 7] of a single process, and the output of module places has [0, 1, 2, 3]"
+        in sentence
+    )
 
 
 def test_what_the_numbers_cannot_tell_apart_is_named_too():
