@@ -97,6 +97,16 @@ def verify(
 
     Raises:
         ParityError: the run cannot be compared, for example because the reference is a different model.
+
+    Example::
+
+        gpc = colonnade.launch(dict(clip_grad_norm=1.0))
+        model = nn.Linear(4, 2)
+        engine, *_ = colonnade.initialize(model, torch.optim.AdamW(model.parameters()), nn.MSELoss())
+        batch = torch.randn(8, 4), torch.randn(8, 2)
+        report = colonnade.verify(engine, batches=[[batch]])  # one step with one batch
+        print(report)
+        assert report.ok
     """
     evidence = gather_evidence(engine, reference, batches, steps, criterion=criterion, dropout=dropout)
     return shared(engine.context, lambda: diagnose(evidence) if evidence is not None else None)

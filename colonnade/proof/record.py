@@ -526,7 +526,7 @@ class EngineRecorder(Observer):
             positions=entry.positions,
             placement=entry.placement,
             ledger=tuple(
-                f"{row.mode} {list(row.ranks)} / {row.divisor:g} by {row.done_by or 'nobody'}" for row in rows
+                f"{row.mode} {list(row.ranks)} / {row.divisor:g} by {row.done_by or 'no handler'}" for row in rows
             ),
             required=tuple((factor.mode.name, factor.ranks, float(factor.divisor)) for factor in factors),
             slot=self._slots.get(id(entry.tensor), (None, 0))[0],
