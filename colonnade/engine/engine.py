@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colonnade.comm.host_copy import HostCopy
-from colonnade.comm.messages import error_of, gather_from_all, note_of
+from colonnade.comm.messages import HostCopy, error_of, gather_from_all, note_of
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.checks import LoopWatch, SameBatch, refuse_batch
@@ -28,8 +27,8 @@ from colonnade.engine.gradient_sync import GradientSync
 from colonnade.engine.memory import MemoryTable, memory_table
 from colonnade.engine.model import TrainingLoss, family, own_format_of
 from colonnade.engine.precision import LossScaler, Precision, PrecisionTable, precision_table
-from colonnade.engine.schedule.base import BaseSchedule, StepResult, checked_result
 from colonnade.engine.schedule.loss import Count, DivisionWatch, LossForm, MeanWatch, count_on, split_loss
+from colonnade.engine.schedule.schedules import BaseSchedule, StepResult, checked_result
 from colonnade.engine.stepper import Stepper
 from colonnade.errors import CheckpointError, GradientError, ScheduleError, listed
 from colonnade.gradients.ledger import Ledger

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from colonnade.comm.groups import RankGroup
 from colonnade.comm.messages import agreed_errors, note_of
-from colonnade.comm.rank_group import RankGroup
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import GradientError
-from colonnade.gradients.handler import BaseGradientHandler, BuiltHandler, describe
+from colonnade.gradients.handler import BaseGradientHandler, BuiltHandler, describe, plan_sums, waived_patterns
 from colonnade.gradients.ledger import Ledger, is_waived
-from colonnade.gradients.sum_plan import plan_sums, waived_patterns
 from colonnade.gradients.sums import Claim, Shards, read_demands, with_groups
 from colonnade.gradients.synchroniser import StepOutcome, Synchroniser
 from colonnade.logging import get_dist_logger

@@ -19,8 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colonnade.comm.host_copy import HOST_COPY_DELAY, HostCopy
-from colonnade.comm.messages import agreed_errors, gather_numbers, gather_texts, is_same_everywhere
+from colonnade.comm.messages import (
+    HOST_COPY_DELAY,
+    HostCopy,
+    agreed_errors,
+    gather_numbers,
+    gather_texts,
+    is_same_everywhere,
+)
 from colonnade.config.settings import ClipSettings, Per, SyncSettings
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode

@@ -18,12 +18,11 @@ from operator import attrgetter, eq, is_
 import torch
 from torch import Tensor
 
-from colonnade.comm.rank_group import GroupMemory, RankGroup, allocate
+from colonnade.comm.groups import GroupMemory, RankGroup, allocate
 from colonnade.gradients.sums import HALVES, Sum
 from colonnade.gradients.transport import TRANSPORTS, Transport, is_one
-from colonnade.parallel.dtensor import as_dtensor, local_part
 from colonnade.parallel.flat import ALIGN_BYTES, FlatLayout, flattened
-from colonnade.parallel.placement import is_dtensor
+from colonnade.parallel.placement import as_dtensor, is_dtensor, local_part
 
 # --- Memory: of all gradients of a bucket, and of the slice that a rank owns ---
 

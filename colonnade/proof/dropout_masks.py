@@ -22,9 +22,9 @@ from torch.overrides import TorchFunctionMode
 
 from colonnade.comm.torch_versions import BACKWARD, backward_inside
 from colonnade.errors import listed
-from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.forward import ModelHook
 from colonnade.parallel.held import checksum
+from colonnade.parallel.placement import local_part
 
 # --- Places: the shard of the full tensor that each rank has, from shapes, process groups and numbers ---
 

@@ -1,6 +1,6 @@
 """`colonnade explain`: for each class of parameters, its sharding and the reductions of its gradients, with reasons.
 
-Each kind of rank is prepared with the functions that `initialize` uses (`engine.prepare`, `gradients.sum_plan`), on a model
+Each kind of rank is prepared with the functions that `initialize` uses (`engine.prepare`, `gradients.handler`), on a model
 on the meta device. No process is started and no process group is made.
 """
 
@@ -19,9 +19,8 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.prepare import prepare_optimizer, prepare_sums, read_numerics
 from colonnade.errors import ColonnadeError, ConfigError, RegistryError, did_you_mean
-from colonnade.gradients.handler import AUTOMATIC, ZeROGradientHandler
+from colonnade.gradients.handler import AUTOMATIC, ZeROGradientHandler, plan_sums
 from colonnade.gradients.ledger import Ledger, LedgerRow, match
-from colonnade.gradients.sum_plan import plan_sums
 from colonnade.gradients.sums import read_demands
 from colonnade.optim.zero.fsdp import place_as_sharded
 from colonnade.parallel.demand import check_same_data, holding, owed

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from colonnade.comm.host_copy import HostCopy
-from colonnade.comm.messages import gather_from_all, is_alone
+from colonnade.comm.messages import HostCopy, gather_from_all, is_alone
 from colonnade.comm.waits import PhaseClock, PhaseTimes
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode

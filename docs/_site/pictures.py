@@ -8,7 +8,7 @@ from html import escape
 from colonnade.context import ParallelMode, build_layout
 from colonnade.context.layout import Layout
 from colonnade.engine.schedule.orders import make_table
-from colonnade.engine.schedule.simulate import simulate
+from colonnade.engine.schedule.replay import simulate
 from colonnade.optim.zero.formula import bytes_held
 from colonnade.parallel.demand import holding, owed
 from colonnade.parallel.placement import Placement, Replicate, Shard, Tied

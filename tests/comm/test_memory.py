@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from colonnade.comm.rank_group import GroupMemory, allocate, allocate_shared, keep_heap
+from colonnade.comm.groups import GroupMemory, allocate, allocate_shared, keep_heap
 from colonnade.testing import run_world
 
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from colonnade.comm import rank_group
-from colonnade.comm.rank_group import RankGroup, own_gloo
+from colonnade.comm import groups
+from colonnade.comm.groups import RankGroup, own_gloo
 from colonnade.errors import GradientError
 from colonnade.testing import run_world
 
@@ -43,7 +43,7 @@ def test_where_one_rank_cannot_be_reached_none_is_connected(monkeypatch, here, t
     said: list[str] = []
     closed: list[bool] = []
     sockets = SimpleNamespace(close=lambda: closed.append(True)) if here is None else None
-    monkeypatch.setattr(rank_group, "connect", lambda *_: (sockets, here))
+    monkeypatch.setattr(groups, "connect", lambda *_: (sockets, here))
     group = RankGroup((3,), None, said.append)
     monkeypatch.setattr(group, "gather_objects", lambda mine: [mine, there if mine == here else mine])
     group.share_memory(must=False)
@@ -63,8 +63,8 @@ def test_connections_are_closed_once():
 
 def _talk(opened: list[object]) -> None:
     """Over the group where it moves CPU tensors, else over connections of their own."""
-    original = rank_group.own_gloo
-    rank_group.own_gloo = lambda group: opened.append(group) or original(group)
+    original = groups.own_gloo
+    groups.own_gloo = lambda group: opened.append(group) or original(group)
     for count, config in enumerate([dist.get_backend_config, lambda group: "cuda:nccl"]):
         dist.get_backend_config = config
         group = RankGroup((0, 1), dist.group.WORLD)

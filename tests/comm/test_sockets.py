@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from colonnade.comm import rank_group as sockets_module
-from colonnade.comm.rank_group import HostSockets, connect, host_identity
+from colonnade.comm import groups as sockets_module
+from colonnade.comm.groups import HostSockets, connect, host_identity
 
 
 def _pair() -> list[HostSockets]:

@@ -23,7 +23,7 @@ from colonnade.engine import build, compile, prepare
 from colonnade.engine import engine as engine_module
 from colonnade.engine.build import initialize
 from colonnade.engine.precision import Precision
-from colonnade.engine.schedule.pipeline import PipelineSchedule
+from colonnade.engine.schedule.schedules import PipelineSchedule
 from colonnade.engine.stepper import SkipAwareScheduler
 from colonnade.errors import ConfigError
 from colonnade.gradients import synchroniser

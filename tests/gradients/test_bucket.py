@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colonnade.comm.rank_group import GroupMemory
+from colonnade.comm.groups import GroupMemory
 from colonnade.errors import GradientError
 from colonnade.gradients.bucket import MISSING, TAIL, Bucket, Buffer, GradientShard, fill
 from colonnade.gradients.sums import Sharding, Sum, SyncOptions

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from colonnade.comm.rank_group import GroupMemory
+from colonnade.comm.groups import GroupMemory
 from colonnade.gradients import bucket as bucket_module
 from colonnade.gradients.bucket import MISSING, SPARSE, TAIL, Bucket, Buffer, GradientShard
 from colonnade.gradients.sums import Sharding, Sum

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from colonnade.comm.rank_group import RankGroup
+from colonnade.comm.groups import RankGroup
 from colonnade.errors import GradientError
 from colonnade.gradients.bucket import MISSING, OUTSIDE, SPARSE
 from colonnade.gradients.sums import Sharding, Sum, SyncOptions

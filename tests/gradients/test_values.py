@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from colonnade.comm.rank_group import GroupMemory
+from colonnade.comm.groups import GroupMemory
 from colonnade.gradients.bucket import Bucket, BucketValues, Buffer, GradientShard
 from colonnade.gradients.sums import Sharding, Sum
 from colonnade.gradients.transport import LocalTransport

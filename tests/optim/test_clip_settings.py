@@ -8,8 +8,7 @@ import pytest
 
 from colonnade.config.settings import ClipGroup, ClipSettings
 from colonnade.errors import ConfigError
-from colonnade.optim.clip import ClipPolicy
-from colonnade.optim.clip_method import NormClip
+from colonnade.optim.clip import ClipPolicy, NormClip
 
 HEAD = {"head": {"params": "head.*", "max_norm": 2}}
 HEAD_GROUP = (ClipGroup("head", ("head.*",), 2.0),)

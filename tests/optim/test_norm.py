@@ -278,7 +278,7 @@ def add_ranges(values: Tensor, ranges: Tensor) -> Tensor:
 def test_the_launches_of_a_gpu_read_every_row_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of two buffers in turn, one of several chunks, an empty one; the kernels are written in Python."""
     fake = SimpleNamespace(square_sums=square_sums, add_ranges=add_ranges)
-    monkeypatch.setitem(sys.modules, "colonnade.optim.kernels.norm_kernels", fake)
+    monkeypatch.setitem(sys.modules, "colonnade.optim.optim_kernels", fake)
     monkeypatch.setattr(kernels, "norm_kernels", fake, raising=False)
     one, other = torch.randn(200_000), torch.randn(4000).bfloat16()
     rows = [one[64:160], other[80:160], one[1600:181_600], one[:0], other[800:1600], one[199_968:]]

@@ -37,7 +37,7 @@ def sgd(
 @pytest.fixture
 def python_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = SimpleNamespace(sgd=sgd)
-    monkeypatch.setitem(sys.modules, "colonnade.optim.kernels.step_kernels", fake)
+    monkeypatch.setitem(sys.modules, "colonnade.optim.optim_kernels", fake)
     monkeypatch.setattr(kernels, "step_kernels", fake, raising=False)
     monkeypatch.setattr(flat_step, "prepare_launch", flat_step.TritonLaunch)
     monkeypatch.setattr(flat_step, "pinned", lambda numbers: numbers)
@@ -48,7 +48,7 @@ def test_what_a_launch_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of at most a chunk with the places of their counts, and the options of the group, for both kinds of memory."""
     given: list[tuple[Any, ...]] = []
     fake = SimpleNamespace(adam=lambda *all: given.append(all), sgd=lambda *all: given.append(all))
-    monkeypatch.setitem(sys.modules, "colonnade.optim.kernels.step_kernels", fake)
+    monkeypatch.setitem(sys.modules, "colonnade.optim.optim_kernels", fake)
     monkeypatch.setattr(kernels, "step_kernels", fake, raising=False)
     members: list[Tensor] = [nn.Parameter(torch.zeros(shape)) for shape in ((1200,), (5,), (40,))]
     layout, steps = FlatLayout(members), torch.zeros(9)

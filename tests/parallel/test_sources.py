@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from colonnade.errors import PlacementError
-from colonnade.parallel.dtensor import check_ties, note_source
+from colonnade.parallel.placement import check_ties, note_source
 
 
 def layers(trained: bool = True) -> tuple[nn.Linear, nn.Linear]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from colonnade.checkpoint.optimizer_state import ParameterGroup, ParameterState
-from colonnade.checkpoint.save_plan import LocalState, SavePlan, plan_save
+from colonnade.checkpoint.save import LocalState, SavePlan, plan_save
 from colonnade.checkpoint.values import encode
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.parallel.boxes import full_box

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from colonnade.engine.schedule import executor as executor_module
-from colonnade.engine.schedule import pipeline, transfer
-from colonnade.engine.schedule.pipeline import PipelineSchedule, TableSchedule, _virtual_rank_switch
+from colonnade.engine.schedule import schedules, transfer
+from colonnade.engine.schedule.schedules import PipelineSchedule, TableSchedule, _virtual_rank_switch
 from colonnade.errors import ScheduleError
 from colonnade.registry import SCHEDULE
 
@@ -147,7 +147,7 @@ def test_what_an_executor_is_made_of(monkeypatch, ranks, first, last, by_stage, 
         return SimpleNamespace(has_first_stage=first, has_last_stage=last, facts=facts)
 
     monkeypatch.setattr(executor_module, "Executor", executor)
-    monkeypatch.setattr(pipeline, "_transfer_groups", lambda context: ("both", "down"))
+    monkeypatch.setattr(schedules, "_transfer_groups", lambda context: ("both", "down"))
     context = SimpleNamespace(
         device=torch.device("cpu"),
         waits="waits",
@@ -177,7 +177,7 @@ def test_what_an_executor_is_made_of(monkeypatch, ranks, first, last, by_stage, 
 
 def test_groups_for_transfers_are_opened_where_there_is_a_pipeline(monkeypatch):
     opened: list[Any] = []
-    monkeypatch.setattr(pipeline, "_transfer_groups", opened.append)
+    monkeypatch.setattr(schedules, "_transfer_groups", opened.append)
     for size in (1, 2, 3):
         context: Any = SimpleNamespace(pipeline_parallel_size=size)
         PipelineSchedule(2).open_groups(context)
@@ -190,10 +190,10 @@ def test_groups_for_transfers_are_opened_where_there_is_a_pipeline(monkeypatch):
     [({"cpu": "gloo"}, ("both", None)), ({"cpu": "gloo", "cuda": "nccl"}, ("both", "cuda:nccl"))],
 )
 def test_a_group_for_each_direction_is_opened_over_backends_with_a_queue(monkeypatch, backends, groups):
-    monkeypatch.setattr(pipeline, "backends_of", lambda group: backends)
+    monkeypatch.setattr(schedules, "backends_of", lambda group: backends)
     monkeypatch.setattr(transfer, "with_cpu", lambda group: "both")
     context: Any = SimpleNamespace(get_group=lambda mode: "own", get_second_group=lambda mode, backend: backend)
-    assert pipeline._transfer_groups(context) == groups
+    assert schedules._transfer_groups(context) == groups
 
 
 def test_an_order_is_checked_when_it_is_named_and_a_table_has_its_own():

@@ -10,7 +10,7 @@ from torch import nn
 
 from colonnade.config.settings import ZeroSettings
 from colonnade.errors import GradientError
-from colonnade.optim.optimizer_trial import _sample, _trial_of, groups_by_options, run_trial_steps, state_dtypes
+from colonnade.optim.engine_optimizer import _sample, _trial_of, groups_by_options, run_trial_steps, state_dtypes
 from colonnade.optim.zero import ZeroOptimizer
 from colonnade.optim.zero.zero_optimizer import (
     ParameterShard,

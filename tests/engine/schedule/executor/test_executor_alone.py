@@ -19,7 +19,7 @@ from colonnade.engine.schedule.actions import Action, only_forward, parse_table
 from colonnade.engine.schedule.executor import Executor
 from colonnade.engine.schedule.micro_batch import split_into_micro_batches
 from colonnade.engine.schedule.orders import make_table
-from colonnade.engine.schedule.programs import add_transfers, confirmation, receive_early
+from colonnade.engine.schedule.replay import add_transfers, confirmation, receive_early
 from colonnade.engine.schedule.transfer import PeerFailed
 from colonnade.errors import GradientError, ScheduleError
 
