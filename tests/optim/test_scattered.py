@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from colonnade import optim
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
-from colonnade.optim import bucket_step, engine_optimizer, flat_step, kernels
+from colonnade.optim import bucket_step, engine_optimizer, flat_step
 from colonnade.optim.flat_step import FlatBucket, Fragment
 from colonnade.optim.norm import UNIT
 from colonnade.parallel.flat import FlatLayout
@@ -38,7 +39,7 @@ def sgd(
 def python_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = SimpleNamespace(sgd=sgd)
     monkeypatch.setitem(sys.modules, "colonnade.optim.optim_kernels", fake)
-    monkeypatch.setattr(kernels, "step_kernels", fake, raising=False)
+    monkeypatch.setattr(optim, "optim_kernels", fake, raising=False)
     monkeypatch.setattr(flat_step, "prepare_launch", flat_step.TritonLaunch)
     monkeypatch.setattr(flat_step, "pinned", lambda numbers: numbers)
     monkeypatch.setattr(engine_optimizer, "can_scatter", lambda *_: True)
@@ -49,7 +50,7 @@ def test_what_a_launch_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[tuple[Any, ...]] = []
     fake = SimpleNamespace(adam=lambda *all: given.append(all), sgd=lambda *all: given.append(all))
     monkeypatch.setitem(sys.modules, "colonnade.optim.optim_kernels", fake)
-    monkeypatch.setattr(kernels, "step_kernels", fake, raising=False)
+    monkeypatch.setattr(optim, "optim_kernels", fake, raising=False)
     members: list[Tensor] = [nn.Parameter(torch.zeros(shape)) for shape in ((1200,), (5,), (40,))]
     layout, steps = FlatLayout(members), torch.zeros(9)
     fragments = [Fragment(0, 1216, 7), Fragment(1216, 1264, 4)]
