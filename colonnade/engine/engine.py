@@ -399,6 +399,8 @@ class Engine(LastStep, WholeWeights):
         self._passes, self._total_passes, self._failed = 0, 0, False
         self._watch = LoopWatch(model, optimizer, context, sync)
         self.context, self.accumulation, self.training = context, accumulation, True
+        self.uses_pipeline = context.pipeline_parallel_size > 1
+        """Whether the model is split over pipeline stages."""
         self.loss_count: Count | None = None
         """The number of labels that the last loss is a mean over; None if this rank does not know."""
         # Set later by `execute_schedule` too: a model may be trained on a loss that only its schedule computes.
@@ -414,7 +416,7 @@ class Engine(LastStep, WholeWeights):
 
         In a pipeline this runs the forward pass of this rank's stage, on activations; pass batches to `execute_schedule`.
         """
-        if self.context.pipeline_parallel_size == 1:
+        if not self.uses_pipeline:
             self.same_batch.see((args, kwargs))
         else:
             refuse_batch(self._model, args, kwargs)
@@ -832,11 +834,6 @@ class Engine(LastStep, WholeWeights):
     def schedule(self, schedule: BaseSchedule) -> None:
         schedule.pre_processing(self)
         self._schedule = schedule
-
-    @property
-    def uses_pipeline(self) -> bool:
-        """Whether the model is split over pipeline stages."""
-        return self.context.pipeline_parallel_size > 1
 
     @property
     def gradient_handlers(self) -> list[Any]:

@@ -171,6 +171,7 @@ class Bucket:
         self.absent: frozenset[int] = frozenset()
         self.expected: Sequence[int] = range(len(self.parameters))
         self._small = len(small)
+        self._small_end = self.layout.spans[self._small - 1].stop if small else 0
         self._nothing_offered = [-1] * len(self.parameters)
         self._offered = self._nothing_offered
         self._versions: list[int] = []
@@ -235,7 +236,7 @@ class Bucket:
             offered = [i for i, parameter in enumerate(self.parameters[: self._small]) if parameter.grad is None]
             if offered:
                 if len(offered) == self._small:
-                    self._flat[: self.layout.spans[self._small - 1].stop].zero_()
+                    self._flat[: self._small_end].zero_()
                 else:
                     torch._foreach_zero_([self.views[i] for i in offered])
                 self._offered = list(self._offered)

@@ -60,13 +60,13 @@ def split_loss(loss: Any, implicit: bool = True) -> tuple[Tensor, Count | None]:
 
 def _counted_mean(mean: Tensor) -> tuple[Tensor, Tensor] | None:
     """(sum, count) of a mean that torch's cross-entropy or NLL loss has just made; None for any other."""
-    node: Any = mean.grad_fn if not is_dtensor(mean) else None
+    node: Any = mean.grad_fn
     if node is not None and node.name() == "AddBackward0":
         # Label smoothing: (1 - smoothing) * nll + smoothing / classes * (sum over entries not ignored) / count, both terms
         # of one log_softmax. The count of the NLL is that of the whole loss.
         nll, smooth = _below(node, 0, "Add", "Mul"), _below(node, 1, "Add", "Mul", "Div", "Sum", "MaskedFill")
         node = nll if smooth is not None and _source(nll) is _source(smooth) else None
-    if node is None or node.name() not in _NLL or node._saved_reduction != _MEAN:
+    if node is None or node.name() not in _NLL or node._saved_reduction != _MEAN or is_dtensor(mean):
         return None
     weights = node._saved_total_weight
     # If nothing is counted the mean is NaN, but no gradient comes from it.
