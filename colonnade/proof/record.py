@@ -27,7 +27,7 @@ from colonnade.parallel.forward import ModelHook
 from colonnade.parallel.held import checksum, held_tensors
 from colonnade.parallel.placement import is_dtensor, local_part
 from colonnade.parallel.whole import LocalTensor, locate_tensors, memory_order, prefix_of
-from colonnade.proof.dropout_masks import Dropping, Masks, Nothing, Noting, Replays
+from colonnade.proof.random_numbers import Draws, RandomNumbers, RecordedDraws, Replays
 
 Batch = tuple[Any, Any]
 """(data, label)"""
@@ -101,8 +101,8 @@ class RecordedStep:
     activations: dict[str, Tensor] = field(default_factory=dict)
     recomputed: dict[str, Tensor] = field(default_factory=dict)
     """Outputs of modules that were recomputed in the backward pass."""
-    masks: Masks = field(default_factory=dict)
-    """The dropout masks."""
+    draws: Draws = field(default_factory=dict)
+    """The results of random operators."""
     options: Options = field(default_factory=list)
     """The options of the optimizer in this step."""
 
@@ -158,7 +158,9 @@ class RunInfo:
     names: dict[str, str] = field(default_factory=dict)
     """A script in a single process: the first name of each tensor, by all its names."""
     replays: Replays = field(default_factory=Replays)
-    """A script in a single process: the outcome of repeating the ranks' dropout masks."""
+    """A script in a single process: the outcome of repeating the ranks' random numbers."""
+    host: dict[str, list[int]] = field(default_factory=dict)
+    """By module that draws from Python's or NumPy's generator: a checksum of their states after each draw."""
 
 
 @dataclass
@@ -187,7 +189,7 @@ class StepRecorder:
         by_count: Number the passes of a parameter by the order of its hooks instead of by the losses recorded before.
         gradients: Yields the final gradients that this process stores; default: those in `.grad`.
         rename: Names of modules in the unsharded model.
-        dropping: The dropout mode of the run.
+        dropping: Sees the random operators of the run.
     """
 
     def __init__(
@@ -198,10 +200,10 @@ class StepRecorder:
         by_count: bool = False,
         gradients: Callable[[], Iterator[tuple[Tracked, Piece]]] | None = None,
         rename: Callable[[str], str] = lambda name: name,
-        dropping: Dropping | None = None,
+        dropping: RandomNumbers | None = None,
     ) -> None:
         self.record = Record(rank)
-        self.dropping = dropping if dropping is not None else Nothing()
+        self.dropping = dropping if dropping is not None else RandomNumbers()
         self.tracked = list(tracked)
         self._by_count, self._rename = by_count, rename
         self._gradients = gradients or self._own_gradients
@@ -234,7 +236,6 @@ class StepRecorder:
     def note_start(self) -> None:
         """Training starts from the current weights."""
         self.record.start = {entry.name: copied(local_part(entry.tensor)) for entry in self.tracked}
-        self.dropping.begin_step(0, self.dropping.data_rank)
 
     def note_loss(self, loss: Loss | None) -> None:
         self._step.losses.append(loss)
@@ -275,8 +276,8 @@ class StepRecorder:
         if self._coarsest is not None and self.record.run.dtype:
             own = getattr(torch, self.record.run.dtype)
             self.record.run.dtype = str(coarser(self._coarsest, own)).removeprefix("torch.")
-        if isinstance(self.dropping, Noting):
-            step.masks = self.dropping.masks
+        if isinstance(self.dropping, RecordedDraws):
+            step.draws = self.dropping.draws
         self.record.steps.append(step)
         self.dropping.begin_step(len(self.record.steps), self.dropping.data_rank)
         self._step, self._fired, self._seen_room = RecordedStep(), {}, 0
@@ -395,7 +396,7 @@ _FP16_SCALE = 256.0
 class EngineRecorder(Observer):
     """Records the steps of an engine until `close`. Collective over the world to make."""
 
-    def __init__(self, engine: Engine, dropping: Dropping | None = None) -> None:
+    def __init__(self, engine: Engine, dropping: RandomNumbers | None = None) -> None:
         self._engine = engine
         context = engine.context
         located = locate_tensors(engine.model, context, "verifying")
@@ -510,7 +511,7 @@ class EngineRecorder(Observer):
             positions=entry.positions,
             placement=entry.placement,
             ledger=tuple(
-                f"{row.mode} {list(row.ranks)} / {row.divisor:g} by {row.done_by or 'nobody'}" for row in rows
+                f"{row.mode} {list(row.ranks)} / {row.divisor:g} by {row.done_by or 'no handler'}" for row in rows
             ),
             required=tuple((factor.mode.name, factor.ranks, float(factor.divisor)) for factor in factors),
             slot=self._slots.get(id(entry.tensor), (None, 0))[0],

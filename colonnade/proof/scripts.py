@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from colonnade.errors import ParityError
 from colonnade.launching.outcome import end_with_parent
-from colonnade.proof.compare import Report, assemble, dropped_by, full_shapes, full_tensors, mean_of
+from colonnade.proof.compare import Report, assemble, drawn_by, full_shapes, full_tensors, mean_of
 from colonnade.proof.diagnose import diagnose
 from colonnade.proof.record import Piece, Record
 from colonnade.proof.reference import (
@@ -42,7 +42,7 @@ from colonnade.proof.reference import (
     spreads_of,
     without_unjoinable_dropout,
 )
-from colonnade.proof.script_job import JOINED, MASKS, OPTIONS, REFERENCE, START, VARIABLE, ScriptPart
+from colonnade.proof.script_job import DRAWS, JOINED, OPTIONS, REFERENCE, START, VARIABLE, ScriptPart
 from colonnade.proof.watch import with_layout
 from colonnade.testing.world import loopback_socket
 
@@ -111,15 +111,16 @@ class SingleProcessScript:
         self._shard_records: list[Record] | None = None
 
         # The processes below start from the weights of the ranks, and replay their batches (joined) and dropout masks.
-        off = script.off or {}
         torch.save(full_tensors(records, {}), folder / START)
-        torch.save(dropped_by(records, off), folder / MASKS)
+        torch.save(drawn_by(records, script.off), folder / DRAWS)
         options, dtype = [step.options for step in records[0].steps], getattr(torch, records[0].run.dtype)
         torch.save((options, dtype, records[0].run.config), folder / OPTIONS)
         join_batches(records, folder / JOINED.format(data_rank=""), None)
 
         # The reference and the runs that start one ulp away do not depend on each other, so all of them run at once.
-        parts = [self._part(REFERENCE), *(self._part(f"moved{seed}.pt", noise=seed) for seed in range(PERTURBED_RUNS))]
+        reseeds = any(record.run.host != records[0].run.host for record in records)
+        moved = [self._part(f"moved{n}.pt", noise=n, reseeds_host=reseeds) for n in range(PERTURBED_RUNS)]
+        parts = [self._part(REFERENCE), *moved]
         what = f"the reference and {PERTURBED_RUNS} runs with weights moved by one ulp"
         self._truth, *self._moved = _in_single_processes(script, folder, parts, what)
         self.not_joined: Mapping[str, str] = self._truth.run.replays.not_joined
@@ -136,7 +137,8 @@ class SingleProcessScript:
             names,
             _most_terms(records),
             [*self._truth.notes, *warn_of_same_batches(records), *warn_of_uncleared_gradients(self._truth)],
-            self._truth.run.replays.differing,
+            self._truth.run.replays,
+            self._truth.run.host,
         )
         report = diagnose(assemble(records, truth))
         if report.ok:
@@ -160,8 +162,8 @@ class SingleProcessScript:
         """Whether a run had the same weights, batches and random numbers as the one that this reference was made for."""
 
         def inputs(record: Record) -> Any:
-            masks = [[mask.kept for calls in step.masks.values() for mask in calls] for step in record.steps]
-            return record.start, record.run.given, masks
+            draws = [[draw.numbers for calls in step.draws.values() for draw in calls] for step in record.steps]
+            return record.start, record.run.given, draws
 
         return all(same_tensors(inputs(a), inputs(b)) for a, b in zip(records, self._records, strict=True))
 

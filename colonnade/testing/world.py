@@ -99,6 +99,20 @@ def run_world(
 
     Returns:
         The values, outcomes and output of all ranks.
+
+    Script::
+
+        import torch
+        import torch.distributed as dist
+        from colonnade.testing import run_world
+
+        def add_up(value):
+            total = torch.tensor(float(value))
+            dist.all_reduce(total)
+            return total.item()
+
+        if __name__ == "__main__":
+            assert run_world(4, add_up, 1).values == [4.0] * 4
     """
     if n < 1:
         raise LaunchError(f"n={n} ranks cannot be run; give at least 1.", code="C101")
@@ -523,6 +537,14 @@ def run_in_notebook(fn: Callable[..., Any], *args: Any, nproc: int = 2, timeout:
     Raises:
         WorldError: a rank failed; with its traceback.
         LaunchError: the notebook has already used a GPU, which cannot be shared with copies of the process.
+
+    Notebook cell::
+
+        def train():
+            with colonnade.launch(dict(clip_grad_norm=1.0)) as gpc:
+                return gpc.world_size
+
+        colonnade.run_in_notebook(train, nproc=2)
     """
     plain = {"TORCH_DISTRIBUTED_DEBUG": "OFF"}
     return run_world(nproc, fn, *args, timeout=timeout, backend=None, env=plain, show=True, **kwargs).values[0]

@@ -1,25 +1,88 @@
-"""What ranks write down before a collective, and who waits in vain, from one process."""
+"""The probe in one process: a handler is as it was before the look, and ranks that call different things are found."""
 
 from __future__ import annotations
 
 import json
+import random
 import re
+from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from colonnade._launch import launch
-from colonnade.comm.torch_versions import HashStore
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.errors import LedgerError
-from colonnade.gradients import probe
-from colonnade.gradients.probe import SameCalls, find_difference
+from colonnade.gradients.probe import SameCalls, find_difference, state_put_back
 
+
+def use(handler: Any) -> None:
+    torch.rand(1)
+    random.random()
+    torch.rand(1, generator=handler.generator)
+    handler.number, handler.new = 2, "new"
+    handler.tensor.resize_(5).fill_(7)
+    handler.entries["a"].add_(1)
+    handler.entries["b"].append(3)
+    del handler.entries["a"]
+    handler.lists[1]["c"] = 2
+    handler.lists.clear()
+    handler.past.append(3)
+    handler.seen.add(3)
+    handler.pair[0].add_(1)
+    handler.pair[1].clear()
+    handler.ring.clear()
+    with torch.no_grad():
+        handler.weight.add_(1)
+    raise KeyError
+
+
+def test_everything_it_holds_gets_its_content_back_in_place():
+    weight, ring = nn.Parameter(torch.ones(2)), [1]
+    ring.append(ring)  # type: ignore[arg-type]
+    handler = SimpleNamespace(
+        number=1,
+        tensor=torch.ones(3),
+        generator=torch.Generator().manual_seed(3),
+        entries={"a": torch.zeros(2), "b": [1, 2]},
+        lists=[torch.zeros(1), {"c": 1}],
+        past=deque([1, 2], maxlen=2),
+        seen={1, 2},
+        pair=(torch.zeros(2), [5]),
+        weight=weight,
+        ring=ring,
+    )
+    before = dict(vars(handler))
+    draw = torch.rand(1, generator=torch.Generator().manual_seed(3))
+    with launch({}, context=ParallelContext(), verbose=False) as gpc:
+        state, own = torch.get_rng_state(), random.getstate()
+        with pytest.raises(KeyError), state_put_back(handler, gpc):
+            use(handler)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert random.getstate() == own
+    assert vars(handler).keys() == before.keys()
+    assert all(vars(handler)[name] is value for name, value in before.items())
+    assert handler.number == 1
+    assert torch.equal(handler.tensor, torch.ones(3))
+    assert torch.equal(torch.rand(1, generator=handler.generator), draw)
+    assert torch.equal(handler.entries["a"], torch.zeros(2))
+    assert handler.entries["b"] == [1, 2]
+    assert handler.lists[1] == {"c": 1}
+    assert list(handler.past) == [1, 2]
+    assert handler.seen == {1, 2}
+    assert torch.equal(handler.pair[0], torch.zeros(2))
+    assert handler.pair[1] == [5]
+    assert ring[0] == 1
+    assert ring[1] is ring
+    assert torch.equal(weight.detach(), torch.full((2,), 2.0))  # not the handler's own
+
+
+# -- what ranks write down before a collective ---
 SUM = "calls all_reduce of 4 elements"
 
 
@@ -56,31 +119,6 @@ def test_the_first_of_those_who_differ_is_named_and_what_they_do_before_what_the
         found = find_difference(0, (0, 1, 2), dict(enumerate([state(), *others])), quiet)
         assert str(found).startswith(f"rank {name} {others[name - 1]['does']} where rank 0 {SUM} (after 0 equal calls")
     assert find_difference(0, (0, 1), dict(enumerate([state(), state(), state("calls other")])), True) is None
-
-
-@pytest.mark.parametrize(
-    ("error", "does", "raised"),
-    [
-        (None, "ends handle_gradient()", ""),
-        (LedgerError("the handler: ranks differ"), "stops with LedgerError: the handler: ranks differ", "ranks differ"),
-        (ValueError("no"), "stops with ValueError: no", ""),
-    ],
-)
-def test_how_a_rank_left_is_written_down(monkeypatch, error, does, raised):
-    store = HashStore()
-    monkeypatch.setattr(probe, "default_store", lambda: store)
-    calls = SameCalls("the handler", 3)
-    begun = json.loads(calls._store.get("rank/3"))
-    assert (begun["at"], begun["ended"], begun["raised"], begun["calls"]) == ("", False, "", {})
-    try:
-        with calls:
-            if error is not None:
-                raise error
-    except type(error or OSError()):
-        pass
-    left = json.loads(calls._store.get("rank/3"))
-    assert (left["does"], left["raised"], left["ended"]) == (does, raised, True)
-    assert _get_current_dispatch_mode() is None
 
 
 def test_what_is_no_collective_runs_as_it_is_and_one_of_a_single_rank_at_once():
