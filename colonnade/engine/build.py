@@ -149,9 +149,14 @@ def initialize(
     # Reductions: the ledger is checked and buckets are laid out. A sharded optimizer steps on its slices of the buckets.
     if isinstance(schedule, PipelineSchedule):
         schedule.open_groups(context)
-    options, wait = dict(config.get("sync") or {}), sums.optimizer.wait
     sync = build_sync(
-        built, sums.user_optimizer, context, sums.handlers, options, sums.bucket_all, sums.shards, before_pass=wait
+        built,
+        sums.user_optimizer,
+        context,
+        sums.handlers,
+        bucket_all=sums.bucket_all,
+        shards=sums.shards,
+        before_pass=sums.optimizer.wait,
     )
     sums.optimizer.attach(sync.synchroniser, context.waits)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from colonnade.config.settings import SyncOptions
+from colonnade.config.settings import SyncOptions, SyncSettings
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ColonnadeError, ConfigError, GradientError
@@ -456,7 +456,6 @@ def plan_sums(
     optimizer: Any,
     context: ParallelContext,
     claims: Sequence[Claim],
-    options: Mapping[str, Any],
     *,
     bucket_all: bool = False,
     shards: Shards | None = None,
@@ -468,9 +467,8 @@ def plan_sums(
     Args:
         model: The model of this rank.
         optimizer: The optimizer as it was given to `initialize`.
-        context: The parallel context; its layout suffices.
+        context: The parallel context; its config (`sync`) and its layout suffice.
         claims: The named handlers and their reductions.
-        options: The config's `sync`.
         bucket_all: Put gradients that need no reduction into buckets, too, for a flat optimizer step.
         shards: The parameters whose gradients are sharded (ZeRO 1 and 2).
         touched: By the names of waived parameters, the handlers that were seen to change their gradients.
@@ -483,8 +481,10 @@ def plan_sums(
     rank = context.get_global_rank()
     demands = read_demands(model, context.layout, rank)
     covered = [(type(handler).__name__, reduction) for handler, reductions in claims for reduction in reductions]
-    ledger = match(demands, covered, context.layout, rank, waived_patterns(options), touched or {})
-    attached, ledger = attach_automatic(ledger, model, optimizer) if options.get("automatic", True) else ([], ledger)
+    given = context.config.get("sync") or {}
+    settings = SyncSettings.read(given)
+    ledger = match(demands, covered, context.layout, rank, settings.waive, touched or {})
+    attached, ledger = attach_automatic(ledger, model, optimizer) if settings.automatic else ([], ledger)
     if complete:
         require_complete(ledger)
     # Handlers that call collectives themselves expect full gradients in `.grad`. Sharded gradients exist as slices only when
@@ -513,12 +513,7 @@ def plan_sums(
         for demand in demands
         if bucket_all or (shards is not None and id(demand.parameter) in shards.labels)
     ]
-    transport = {key: value for key, value in options.items() if key not in ("waive", "automatic")}
-    sums = sums_of(planned, context, transport, unsummed, shards)
+    # The given options as they are: the options of a handler take their place before they are read.
+    options = {key: value for key, value in given.items() if key not in ("waive", "automatic")}
+    sums = sums_of(planned, context, options, unsummed, shards)
     return SumPlan(sums, ledger, attached, [handler for handler, _ in planned])
-
-
-def waived_patterns(options: Mapping[str, Any]) -> Sequence[str]:
-    """Name patterns of the parameters that are exempt from the ledger check, from the config's `sync`."""
-    waive = options.get("waive") or ()
-    return (waive,) if isinstance(waive, str) else tuple(waive)

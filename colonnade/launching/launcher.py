@@ -302,7 +302,7 @@ class RankLogs(LogsSpecs):
             self._console.drain()
             first = first_failure(self._notes().values())
             if first is not None and first.lost_a_peer:
-                reason = f"{who_failed(first)} ({first.cause})" if first.told_of else "a rank died"
+                reason = f"{who_failed(first)} ({first.cause})" if first.named_ranks else "a rank died"
             else:
                 reason = first.headline if first is not None else "a rank died"
             self._console.say(f"colonnade: {reason}; restart {restart}")

@@ -224,7 +224,7 @@ def _ledger(
         claims = [(handler, planned) for handler, planned in sums.handlers if planned is not None]
         # If a handler is unknown, the ledger may be incomplete: that handler may do the reductions that are open here.
         found = plan_sums(
-            role.model, sums.user_optimizer, context, claims, config.get("sync") or {},
+            role.model, sums.user_optimizer, context, claims,
             bucket_all=sums.bucket_all, shards=sums.shards, complete=not unknown,
         )  # fmt: skip
     except ColonnadeError as error:

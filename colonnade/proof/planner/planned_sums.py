@@ -136,7 +136,7 @@ def plan_gradients(
                 ] = None
             claims.append((handler, said))
         found = plan_sums(
-            model, settings.user_optimizer, context, claims, dict(config.get("sync") or {}),
+            model, settings.user_optimizer, context, claims,
             bucket_all=settings.bucket_all, shards=settings.shards,
         )  # fmt: skip
     except ColonnadeError as error:
