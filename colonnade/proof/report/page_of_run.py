@@ -191,7 +191,7 @@ def _utilisation(run: Run) -> list[tuple[str, str]]:
     reached, peak = flops * median(rates), _peak(run)
     if peak:
         return [(f"{reached / peak:.1%}", f"MFU: {how}")]
-    return [(f"{format_count(reached)}flop/s", f"of the model: {how}")]
+    return [(format_count(reached), f"flop/s: {how}")]
 
 
 def _count_name(run: Run) -> str:
@@ -364,7 +364,9 @@ def _time_chart(runs: list[Run]) -> str:
             (run.name, [unit * fmean([v for _, v in run.column(f"time/{phase}")] or [0.0]) for phase in names])
             for run in runs
         ]
-        return bar_chart(names, bars, x=f"{unit_name} in a step, mean", page=True, colors=[PHASE_COLORS[name] for name in names])
+        return bar_chart(
+            names, bars, x=f"{unit_name} in a step, mean", page=True, colors=[PHASE_COLORS[name] for name in names]
+        )
     (run,) = runs
     lasts = buckets(run.steps.steps, MOST_POINTS // 4)
     series = []
