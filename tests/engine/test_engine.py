@@ -165,6 +165,36 @@ def test_ranks_that_use_other_parameters_get_the_right_gradient_and_a_word_in_th
 # -- what is refused --------------------------------------------------------------------------------------
 
 
+def _frozen_and_thawed(accumulation: int = 1) -> None:
+    """The last layer is thawed in step 2, the first frozen from step 3 to 4: clipped AdamW against one process."""
+    config = {"clip_grad_norm": 0.05, "gradient_accumulation": accumulation}
+    with launch(config, context=ParallelContext(), verbose=False) as gpc:
+        net, plain = model(), model()
+        net[2].requires_grad_(False)
+        engine = initialize(net, lambda _: torch.optim.AdamW(net.parameters(), lr=0.01), context=gpc)[0]
+        adamw = torch.optim.AdamW(plain.parameters(), lr=0.01)
+        for step in range(7):
+            for one in (net, plain):
+                one[0].requires_grad_(step not in (3, 4))
+                one[2].requires_grad_(step >= 2)
+            adamw.zero_grad()
+            for micro in range(accumulation):
+                parts = [numbers(3, 4, seed=100 * step + 10 * micro + rank) for rank in range(gpc.world_size)]
+                engine.zero_grad()
+                engine.backward(engine(parts[gpc.get_global_rank()]).square().mean())
+                engine.step()
+                (plain(torch.cat(parts)).square().mean() / accumulation).backward()
+            norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+            adamw.step()
+            assert abs(engine.grad_norm.item() - norm.item()) <= RTOL * norm.item(), step
+            compare(dict(plain.named_parameters()), gather_weights(net, gpc), RTOL)
+        engine.close()
+
+
+def test_layers_frozen_and_thawed_in_mid_run_equal_one_process():
+    run_world(2, _frozen_and_thawed)
+
+
 def compare_states(found: dict[str, Any], expected: dict[str, Any]) -> None:
     one, other = ({**extra["engine.clip"]["state"], **extra["engine.scaler"]} for extra in (found, expected))
     torch.testing.assert_close(one, other, equal_nan=True)
