@@ -244,7 +244,9 @@ def why_no_cut(recording: Recording, at: int) -> str:
     known = {number for number, _ in _values_at_hand(recording, at)}
     for user, value in _values_from_before(recording, at):
         if value.made >= call.time or value.number not in known:
-            return f"{user} uses a value computed before {call.name!r} that is neither an argument nor a result of a layer"
+            return (
+                f"{user} uses a value computed before {call.name!r} that is neither an argument nor a result of a layer"
+            )
     # The model's result is returned by the last stage, and messages are for arguments of calls only.
     old = [value for value in recording.results if value.oldest < call.time]
     return f"the model returns a value computed before {call.name!r}" if old else ""
