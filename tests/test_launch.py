@@ -170,7 +170,7 @@ def _bad(config: dict) -> str:
     ("config", "part"),
     [
         ({"gradient_clipping": 1.0}, "clip_grad_norm"),
-        ({"parallel": {"pipeline": 3}}, "does not divide the world of 4"),
+        ({"parallel": {"pipeline": 3}}, "does not divide world_size=4"),
         ({"parallel": {"tensor": {"size": 2, "mode": "2d"}}}, "square"),
         ({"parallel": {"tensor": -2}}, "parallel.tensor"),
     ],

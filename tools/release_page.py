@@ -16,7 +16,7 @@ def page(version: str) -> str:
     """The text of the release, in Markdown."""
     return f"""# Colonnade {version}
 
-Parallel training on PyTorch whose gradients are proven equal to one process.
+Multi-dimensional parallel training for PyTorch, checked against a single-process run.
 
 ```sh
 pip install colonnade{"" if version == "Unreleased" else f"=={version}"}

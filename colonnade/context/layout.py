@@ -563,19 +563,21 @@ def world_axes(config: Any, world_size: int) -> tuple[Axis, ...]:
     # The size of the data axis.
     named = {"pipeline": sizes.pipeline, **{axis.name: axis.size for axis in further}, "tensor": sizes.tensor}
     rest = prod(named.values())
-    product = " x ".join(f"{name} {size}" for name, size in named.items() if size > 1) or "no other axis"
+    factors = [f"{name}={size}" for name, size in named.items() if size > 1]
+    product = " x ".join(factors) + (f" = {rest}" if len(factors) > 1 else "")
     data = world_size // rest
     if world_size % rest:
         near = sorted({rest * max(1, data), rest * (data + 1)})
         raise LayoutError(
-            f"parallel: {product} = {rest} does not divide the world of {world_size} ranks. "
-            f"What would fit: {_fitting(named, world_size)}a world of {listed(near)} ranks.",
+            f"parallel: {product} does not divide world_size={world_size}. "
+            f"Possible: {_fitting(named, world_size)}a world of {listed(near)} ranks.",
             code="C010",
         )
     if sizes.data is not None and sizes.data != data:
+        factors = [f"data={sizes.data}", *factors]
+        product = " x ".join(factors) + (f" = {sizes.data * rest}" if len(factors) > 1 else "")
         raise LayoutError(
-            f"parallel: data {sizes.data} x {product} = {sizes.data * rest} is not the world of {world_size} "
-            f"ranks; data={data} would fit. Leave `data` out to give the axis all remaining ranks.",
+            f"parallel: {product} is not world_size={world_size}; data={data} would fit. Leave `data` out to give the axis all remaining ranks.",
             code="C010",
         )
 

@@ -238,16 +238,18 @@ def why_no_cut(recording: Recording, at: int) -> str:
     """The reason why no stage can begin with this call; empty if one can."""
     call = recording.calls[at]
     if call.form is None or not call.inputs:
-        return f"{call.name!r} takes no value from before it"
+        return f"{call.name!r} takes no value computed before it"
     # Stages see only arguments and results of calls. A value that forward() itself computes from older results, before
     # this call or after it, cannot be sent.
     known = {number for number, _ in _values_at_hand(recording, at)}
     for user, value in _values_from_before(recording, at):
         if value.made >= call.time or value.number not in known:
-            return f"{user} uses a value from before {call.name!r} that is neither an argument nor a result of a layer"
+            return (
+                f"{user} uses a value computed before {call.name!r} that is neither an argument nor a result of a layer"
+            )
     # The model's result is returned by the last stage, and messages are for arguments of calls only.
     old = [value for value in recording.results if value.oldest < call.time]
-    return f"the model returns a value from before {call.name!r}" if old else ""
+    return f"the model returns a value computed before {call.name!r}" if old else ""
 
 
 def _values_from_before(recording: Recording, at: int) -> Iterator[tuple[str, Value]]:

@@ -1149,9 +1149,9 @@ class Report:
         return json.dumps(_plain(whole), indent=1)
 
     def __str__(self) -> str:
-        verdict = "equal to one process" if self.ok else "NOT equal to one process"
+        verdict = "matches a single-process run" if self.ok else "does NOT match a single-process run"
         if self.is_uncertain:
-            verdict = "cannot tell whether the run is equal to one process"
+            verdict = "cannot tell whether the run matches a single-process run"
         lines = [verdict, *([self.uncertain] if self.uncertain else [])]
         for at, finding in enumerate(self.findings, 1):
             step = "" if finding.step is None else f" (step {finding.step})"

@@ -371,12 +371,13 @@ def _grid() -> tuple[Drawing, str]:
 
 def _schemes() -> tuple[Drawing, str]:
     """The blocks of a column-parallel weight and of a row-parallel one, as the layers shard them."""
-    full, side = torch.arange(64).view(8, 8), 96
+    full, side = torch.arange(64).view(8, 8), 120
     cases = (("1d", 4, {}), ("2d", 4, {}), ("2.5d", 8, {"depth": 2}), ("3d", 8, {}))
     drawing = Drawing()
     for at, (mode, size, more) in enumerate(cases):
         config = load_config({"parallel": {"tensor": {"size": size, "mode": mode, **more}}})
-        drawing.words(90 + at * 226 + side, 10, f"{mode}, {size} ranks", "title")
+        start, high = 84 + at % 2 * 300, at // 2 * 190
+        drawing.words(start + side + 7, high + 10, f"{mode}, {size} ranks", "title")
         for column, split in enumerate(("column", "row")):
             blocks: dict[tuple[int, int, int, int], list[int]] = {}
             for rank in range(size):
@@ -385,12 +386,16 @@ def _schemes() -> tuple[Drawing, str]:
                     block = arrange(context).take_weight(full, split)
                 top, left = divmod(int(block.min()), 8)
                 blocks.setdefault((top, left, *block.shape), []).append(rank)
-            x, unit = 84 + at * 226 + column * (side + 14), side / 8
-            drawing.words(x + side / 2, 28, f"{split}-parallel", "small")
-            for (top, left, high, wide), ranks in blocks.items():
-                drawing.box(x + left * unit, 40 + top * unit, wide * unit - 2, high * unit - 2, f"c{ranks[0] % 6}")
+            x, unit = start + column * (side + 14), side / 8
+            drawing.words(x + side / 2, high + 28, f"{split}-parallel", "small")
+            for (top, left, rows, columns), ranks in blocks.items():
+                drawing.box(
+                    x + left * unit, high + 40 + top * unit, columns * unit - 2, rows * unit - 2, f"c{ranks[0] % 6}"
+                )
                 told = ", ".join(map(str, ranks))
-                drawing.words(x + (left + wide / 2) * unit - 1, 40 + (top + high / 2) * unit - 1, told, "inside small")
+                drawing.words(
+                    x + (left + columns / 2) * unit - 1, high + 40 + (top + rows / 2) * unit - 1, told, "inside small"
+                )
     drawing.words(4, 52, "out", "left small")
     drawing.words(4, 72, "features", "left small")
     return drawing, (

@@ -123,7 +123,7 @@ def test_what_initialize_would_refuse_is_exit_code_1(explain, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--world-size", "3"], "does not divide the world of 3 ranks"),
+        (["--world-size", "3"], "does not divide world_size=3"),
         (["--world-size", "0"], "a world has at least one rank, not 0"),
         (["--model", "nothing"], "write MODULE:FUNCTION"),
         (["--model", "nowhere_at_all:build"], "'nowhere_at_all' cannot be imported"),

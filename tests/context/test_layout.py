@@ -164,23 +164,23 @@ def test_a_finer_grid_and_what_is_refused():
 @pytest.mark.parametrize(
     ("parallel", "world_size", "product", "fits"),
     [
-        ({"pipeline": 3}, 8, "pipeline 3 = 3", "pipeline=2, or a world of 6, 9 ranks"),
-        ({"pipeline": 3, "tensor": 2}, 8, "pipeline 3 x tensor 2 = 6", "pipeline=2, or a world of 6, 12 ranks"),
-        ({"pipeline": 2, "tensor": 6}, 8, "pipeline 2 x tensor 6 = 12", "tensor=4, or a world of 12 ranks"),
+        ({"pipeline": 3}, 8, "pipeline=3", "pipeline=2, or a world of 6, 9 ranks"),
+        ({"pipeline": 3, "tensor": 2}, 8, "pipeline=3 x tensor=2 = 6", "pipeline=2, or a world of 6, 12 ranks"),
+        ({"pipeline": 2, "tensor": 6}, 8, "pipeline=2 x tensor=6 = 12", "tensor=4, or a world of 12 ranks"),
         (
             {"pipeline": 4, "tensor": 4},
             8,
-            "pipeline 4 x tensor 4 = 16",
+            "pipeline=4 x tensor=4 = 16",
             "pipeline=2, or tensor=2, or a world of 16 ranks",
         ),
-        ({"pipeline": 7}, 5, "pipeline 7 = 7", "pipeline=5, or a world of 7 ranks"),
-        ({"pipeline": 2}, 5, "pipeline 2 = 2", "pipeline=1, or a world of 4, 6 ranks"),
+        ({"pipeline": 7}, 5, "pipeline=7", "pipeline=5, or a world of 7 ranks"),
+        ({"pipeline": 2}, 5, "pipeline=2", "pipeline=1, or a world of 4, 6 ranks"),
     ],
 )
 def test_sizes_that_do_not_divide_the_world_are_told_with_all_that_would_fit(parallel, world_size, product, fits):
     with pytest.raises(LayoutError) as error:
         world_axes({"parallel": parallel}, world_size)
-    told = f"parallel: {product} does not divide the world of {world_size} ranks. What would fit: {fits}."
+    told = f"parallel: {product} does not divide world_size={world_size}. Possible: {fits}."
     assert str(error.value).startswith(told)
 
 
@@ -190,9 +190,9 @@ def test_sizes_that_do_not_divide_the_world_are_told_with_all_that_would_fit(par
         (
             {"data": 3, "tensor": 2},
             8,
-            "parallel: data 3 x tensor 2 = 6 is not the world of 8 ranks; data=4 would fit. ",
+            "parallel: data=3 x tensor=2 = 6 is not world_size=8; data=4 would fit. ",
         ),
-        ({"data": 3}, 8, "parallel: data 3 x no other axis = 3 is not the world of 8 ranks; data=8 would fit. "),
+        ({"data": 3}, 8, "parallel: data=3 is not world_size=8; data=8 would fit. "),
         ({}, 0, "a world has at least one rank, not 0"),
         (
             {"sequence": 2, "tensor": {"size": 2, "mode": "sequence"}},

@@ -176,7 +176,7 @@ def test_the_layout_is_planned_without_processes():
     assert layout.distinct_data == 8
     with pytest.raises(LayoutError, match=r"parallel\.head_data: size=8 leaves ranks without a head of 6; .* size=6"):
         build_layout({"parallel": {"head_data": {"size": 8, "heads": 6}}}, world_size=64)
-    with pytest.raises(LayoutError, match=r"HeadDataInitializer cannot be built .*heads"):
+    with pytest.raises(LayoutError, match=r"HeadDataInitializer could not be built .*heads"):
         build_layout({"parallel": {"head_data": {"size": 2}}}, world_size=4)
 
 

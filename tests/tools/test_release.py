@@ -24,9 +24,9 @@ def test_the_page_of_a_release_has_its_changes_and_the_table():
     page = run("tools/release_page.py", __version__)
     assert page.startswith(f"# Colonnade {__version__}\n")
     assert "| benchmark | case | Colonnade | alternative | ratio |" in page
-    assert "Layouts for data, pipeline, tensor" in page
+    assert "Layouts of data, pipeline, tensor" in page
     assert "### " in page
-    assert "Renamed and gone" in page
+    assert "Renamed and removed" in page
 
 
 def test_the_number_of_the_version_is_the_same_everywhere():

@@ -194,7 +194,7 @@ class SharedLengths:
         return self._layers
 
     def of(self, layer: int, length: int, context: ParallelContext) -> tuple[int, ...]:
-        """The lengths for a layer by number, with `length` tokens on this rank."""
+        """The lengths of all parts, for the layer with this number; `length` is that of this rank's part."""
         # Activation checkpointing calls layers again inside a backward pass, in another order.
         this_pass = torch._C._current_graph_task_id()
         known = self._pass == this_pass and self._called and layer not in self._called

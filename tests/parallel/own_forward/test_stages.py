@@ -177,7 +177,7 @@ def test_a_buffer_under_two_names_is_saved_under_both_by_the_stage_that_uses_it(
 def test_what_is_made_before_a_cut_and_first_given_after_it_is_in_the_way() -> None:
     own = ForwardSplitter(Late(), lambda run: run(torch.randn(3, WIDTH)))
     assert [name for name, _ in own.layers] == ["stem", "join", "layers.1"]
-    assert "'join' uses a value from before 'layers.0'" in own.why_not("layers.0")
+    assert "'join' uses a value computed before 'layers.0'" in own.why_not("layers.0")
     assert own.why_not("join") == own.why_not("nowhere") == ""
 
 
@@ -227,8 +227,8 @@ def test_what_is_made_of_a_result_goes_into_every_layer() -> None:
 def test_what_goes_past_layers_is_in_the_way_of_every_cut(in_place: bool) -> None:
     own = ForwardSplitter(Residual(in_place), lambda run: run(torch.randn(3, WIDTH)))
     assert [name for name, _ in own.layers] == ["stem"]
-    assert "'layers.1' uses a value from before 'layers.0'" in own.why_not("layers.0")
-    assert "returns a value from before 'layers.2'" in own.why_not("layers.2")
+    assert "'layers.1' uses a value computed before 'layers.0'" in own.why_not("layers.0")
+    assert "returns a value computed before 'layers.2'" in own.why_not("layers.2")
 
 
 def test_a_weight_by_the_name_of_a_layer_that_is_never_called() -> None:
@@ -305,7 +305,7 @@ def test_results_of_long_before_go_along() -> None:
 def test_a_cut_that_forward_reaches_across_is_refused_by_name() -> None:
     model, x = Net(in_forward=True), torch.randn(3, WIDTH)
     with pytest.raises(
-        ScheduleError, match=r"no stage can begin with 'up\.0': .*'up\.1' uses a value from before 'up\.0'"
+        ScheduleError, match=r"no stage can begin with 'up\.0': .*'up\.1' uses a value computed before 'up\.0'"
     ):
         split(model, at="up.0", sample=x)
     with pytest.raises(ScheduleError, match=r"2 layers cannot make 4 stages.*stem, down\.0 \[C050\]$"):
@@ -320,7 +320,7 @@ def test_what_is_written_in_place_is_followed() -> None:
     model, x = Writing().double(), torch.randn(3, WIDTH, dtype=torch.float64)
     own = ForwardSplitter(model, lambda run: run(x))
     assert [name for name, _ in own.layers] == ["stem", "layers.2", "layers.3"]
-    assert "'layers.2' uses a value from before 'layers.1'" in own.why_not("layers.1")
+    assert "'layers.2' uses a value computed before 'layers.1'" in own.why_not("layers.1")
     with torch.no_grad():
         for firsts in ([0, 1], [0, 2], [0, 1, 2]):
             torch.testing.assert_close(run_all(own.stages(firsts), x), model(x), rtol=0, atol=0)
@@ -333,7 +333,7 @@ def test_what_cannot_be_cut_says_what_to_do() -> None:
         split(nn.Bilinear(2, 2, 2), num_stages=2)
     with pytest.raises(ScheduleError, match=r"balance='time' needs an nn\.Sequential"):
         split(Decoder(), num_stages=2, balance="time", sample=ids())
-    with pytest.raises(ScheduleError, match=r"layers of Telling.*give another result.*pass that value as an argument"):
+    with pytest.raises(ScheduleError, match=r"layers of Telling.*give another result.*pass it as an argument"):
         split(Telling(), num_stages=2, sample=torch.ones(2, WIDTH))
     hooked = Decoder()
     hooked.register_forward_hook(lambda module, args, result: None)

@@ -16,7 +16,7 @@ WRONG = [
 
 def test_healthy_rows_are_one_line_and_the_worst_is_first():
     lines = str(Report((), (*HEALTHY, *WRONG))).splitlines()
-    assert lines[0] == "NOT equal to one process"
+    assert lines[0] == "does NOT match a single-process run"
     assert [line.split()[2] for line in lines if line.startswith("gradient")] == ["b", "a", "5"]
     assert "0.4" in lines[-1]
 
@@ -31,7 +31,7 @@ def test_findings_are_sentences_before_the_table():
 def test_a_healthy_report():
     report = Report((), HEALTHY, ("dropout was set to 0",))
     assert report.ok
-    assert str(report).splitlines()[0] == "equal to one process"
+    assert str(report).splitlines()[0] == "matches a single-process run"
     assert str(report).splitlines()[-1] == "note: dropout was set to 0"
 
 

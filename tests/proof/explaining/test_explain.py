@@ -243,7 +243,7 @@ def test_notes_say_what_is_done_to_all_gradients():
 
 
 def test_a_world_that_does_not_fit_is_said():
-    with pytest.raises(ColonnadeError, match="does not divide the world of 6 ranks"):
+    with pytest.raises(ColonnadeError, match="does not divide world_size=6"):
         explain(load_config({"parallel": {"tensor": 4}}), 6, context=ParallelContext())
 
 

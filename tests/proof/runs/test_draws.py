@@ -114,7 +114,7 @@ def test_noise_is_joined_over_two_ranks_and_a_factor_of_two_is_found() -> None:
         assert not said[uncertain].ok
         assert said[uncertain].is_uncertain, str(said[uncertain])
         assert "the model: ranks with distinct data draw different numbers of a tensor" in said[uncertain].uncertain
-        assert str(said[uncertain]).startswith("cannot tell whether the run is equal to one process")
+        assert str(said[uncertain]).startswith("cannot tell whether the run matches a single-process run")
 
 
 def _on_four() -> dict[str, Report]:

@@ -30,7 +30,7 @@ def test_a_handler_that_does_not_divide_is_named_and_fails_a_test(colonnade_veri
     report = colonnade_verify(SCRIPTS / "loop.py", ["undivided"], check=False, dropout=False)
     assert report.causes[0] == "summed-not-averaged", str(report)
     assert "dropout was set to 0 for the comparison" in report.notes
-    with pytest.raises(pytest.fail.Exception, match="NOT equal to one process"):
+    with pytest.raises(pytest.fail.Exception, match="does NOT match a single-process run"):
         colonnade_verify(SCRIPTS / "loop.py", ["undivided"])
 
 
