@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from colonnade.errors import ConfigError
 from colonnade.optim.zero import fsdp
 from colonnade.optim.zero.formula import dtypes_of, make_fp32
 from colonnade.optim.zero.fsdp import (
+    ShardedModel,
     ShardModes,
     replica_mode,
     shard_modes_of,
@@ -143,6 +146,19 @@ def test_the_largest_modules_that_are_sharded_otherwise_stand_apart():
     assert fsdp._sharded_apart(root, modes, DENSE) == [root]
     assert fsdp._sharded_apart(root, {id(p): None for p in root.parameters()}, DENSE) == []
     assert fsdp._sharded_apart(root, {}, None) == []
+
+
+def test_a_group_of_shards_and_whole_parameters_is_stepped_on_one_by_one(monkeypatch):
+    shards, whole = [nn.Parameter(torch.zeros(1)) for _ in range(2)], nn.Parameter(torch.zeros(1))
+    monkeypatch.setattr(fsdp, "is_dtensor", lambda one: any(one is p for p in shards))
+    monkeypatch.setattr(fsdp, "agreed_errors", lambda device: nullcontext())
+    groups = [{"params": shards}, {"params": [whole]}, {"params": [shards[0], whole]}, {"params": []}]
+    given: list[dict[str, Any]] = [{**group, "foreach": None, "lr": 1.0} for group in groups]
+    units = SimpleNamespace(context=SimpleNamespace(device=None), meshes=[], order=None, guards=[])
+    optimizer = SimpleNamespace(param_groups=given, step=None)
+    ShardedModel.guard(SimpleNamespace(_units=units), optimizer)  # type: ignore[arg-type]
+    assert [group["foreach"] for group in given] == [None, None, False, None]
+    assert all(set(group) == {"params", "foreach", "lr"} for group in given)
 
 
 def test_a_placement_on_other_modes_is_kept_and_data_is_final_where_a_twin_stands_for_it():
