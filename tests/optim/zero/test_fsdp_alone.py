@@ -24,6 +24,7 @@ from colonnade.optim.zero.fsdp import (
     replica_mode,
     shard_modes_of,
     shards_between_hosts,
+    unsharded_parameters,
 )
 from colonnade.parallel.placement import Replicate, Shard, place, placement_of
 from tests.gradients.scenarios import MINE
@@ -175,6 +176,25 @@ def test_a_placement_on_other_modes_is_kept_and_data_is_final_where_a_twin_stand
     old, new = (nn.Parameter(torch.zeros(4)) for _ in range(2))
     fsdp._copy_modes(old, new, DENSE)
     assert dict(placement_of(new).modes) == {}
+
+
+def test_what_fsdp_cannot_shard_is_left_whole():
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    second.bias = first.bias  # of two chunks
+    model = nn.ModuleList([first, second])
+    odd = {
+        "scalar": torch.tensor(1.0),
+        "empty": torch.zeros(0, 2),
+        "complex": torch.zeros(2, dtype=torch.complex64),
+        "turned": torch.zeros(2, 3).t(),
+    }
+    for name, value in odd.items():
+        first.register_parameter(name, nn.Parameter(value))
+    first.rows, first.bags = nn.Embedding(2, 2, sparse=True), nn.EmbeddingBag(2, 2, sparse=True)
+    second.rows, second.bags = nn.Embedding(2, 2), nn.EmbeddingBag(2, 2)
+    names = {id(p): name for name, p in model.named_parameters()}
+    left = unsharded_parameters(model, [first, second])
+    assert {names[one] for one in left} == {"0.bias", "0.rows.weight", "0.bags.weight", *(f"0.{name}" for name in odd)}
 
 
 def test_halves_become_fp32_with_their_gradients_and_stay_the_objects_they_are():
