@@ -177,7 +177,7 @@ def broken_test() -> str:
     return ""
 
 
-def tested_in_parts() -> float:
+def loss_of_parts() -> float:
     trainer = make_trainer({})
     with trainer.context:
         return trainer.evaluate(Unsized(shares(trainer.context.get_global_rank())))["Loss"]
@@ -186,7 +186,7 @@ def tested_in_parts() -> float:
 def test_a_test_loader_of_unknown_length_may_be_shorter_on_one_rank():
     x, y = samples(COUNT)
     expected = pytest.approx(F.cross_entropy(model()(x), y).item(), rel=1e-12)
-    assert run_world(2, tested_in_parts).values == [expected] * 2
+    assert run_world(2, loss_of_parts).values == [expected] * 2
 
 
 def test_a_test_loader_that_fails_on_one_rank_is_an_error_on_every_rank():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +19,12 @@ from colonnade.errors import ConfigError
 from colonnade.optim.zero import fsdp
 from colonnade.optim.zero.formula import dtypes_of, make_fp32
 from colonnade.optim.zero.fsdp import (
+    ShardedModel,
     ShardModes,
     replica_mode,
     shard_modes_of,
     shards_between_hosts,
+    unsharded_parameters,
 )
 from colonnade.parallel.placement import Replicate, Shard, place, placement_of
 from tests.gradients.scenarios import MINE
@@ -145,6 +149,19 @@ def test_the_largest_modules_that_are_sharded_otherwise_stand_apart():
     assert fsdp._sharded_apart(root, {}, None) == []
 
 
+def test_a_group_of_shards_and_whole_parameters_is_stepped_on_one_by_one(monkeypatch):
+    shards, whole = [nn.Parameter(torch.zeros(1)) for _ in range(2)], nn.Parameter(torch.zeros(1))
+    monkeypatch.setattr(fsdp, "is_dtensor", lambda one: any(one is p for p in shards))
+    monkeypatch.setattr(fsdp, "agreed_errors", lambda device: nullcontext())
+    groups = [{"params": shards}, {"params": [whole]}, {"params": [shards[0], whole]}, {"params": []}]
+    given: list[dict[str, Any]] = [{**group, "foreach": None, "lr": 1.0} for group in groups]
+    units = SimpleNamespace(context=SimpleNamespace(device=None), meshes=[], order=None, guards=[])
+    optimizer = SimpleNamespace(param_groups=given, step=None)
+    ShardedModel.guard(SimpleNamespace(_units=units), optimizer)  # type: ignore[arg-type]
+    assert [group["foreach"] for group in given] == [None, None, False, None]
+    assert all(set(group) == {"params", "foreach", "lr"} for group in given)
+
+
 def test_a_placement_on_other_modes_is_kept_and_data_is_final_where_a_twin_stands_for_it():
     for modes, specs in (
         (DENSE, {ParallelMode.TENSOR: Shard(0)}),
@@ -159,6 +176,25 @@ def test_a_placement_on_other_modes_is_kept_and_data_is_final_where_a_twin_stand
     old, new = (nn.Parameter(torch.zeros(4)) for _ in range(2))
     fsdp._copy_modes(old, new, DENSE)
     assert dict(placement_of(new).modes) == {}
+
+
+def test_what_fsdp_cannot_shard_is_left_whole():
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    second.bias = first.bias  # of two chunks
+    model = nn.ModuleList([first, second])
+    odd = {
+        "scalar": torch.tensor(1.0),
+        "empty": torch.zeros(0, 2),
+        "complex": torch.zeros(2, dtype=torch.complex64),
+        "turned": torch.zeros(2, 3).t(),
+    }
+    for name, value in odd.items():
+        first.register_parameter(name, nn.Parameter(value))
+    first.rows, first.bags = nn.Embedding(2, 2, sparse=True), nn.EmbeddingBag(2, 2, sparse=True)
+    second.rows, second.bags = nn.Embedding(2, 2), nn.EmbeddingBag(2, 2)
+    names = {id(p): name for name, p in model.named_parameters()}
+    left = unsharded_parameters(model, [first, second])
+    assert {names[one] for one in left} == {"0.bias", "0.rows.weight", "0.bags.weight", *(f"0.{name}" for name in odd)}
 
 
 def test_halves_become_fp32_with_their_gradients_and_stay_the_objects_they_are():
