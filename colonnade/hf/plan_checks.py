@@ -239,7 +239,7 @@ def _unfit_layers(styles: Mapping[str, str], model: nn.Module) -> Iterator[str]:
             or "forward" in vars(layer)
         ):
             yield (
-                f"{name!r} is a {type(layer).__name__} with a custom forward pass, which the one of nn.Linear would replace; "
+                f"{name!r} is a {type(layer).__name__} with a custom forward pass, which sharding would replace by that of nn.Linear; "
                 f"move everything but the product into a module around it, or leave it out of the TP plan"
             )
 

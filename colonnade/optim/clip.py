@@ -371,10 +371,10 @@ class ClipPolicy:
             raise ConfigError(f"clip groups need different names; used more than once: {listed(repeated)}", code="C003")
         if not group_of or not all(0 <= index < len(groups) for index in group_of):
             raise ConfigError(
-                f"the group of a slot must be from 0 to {len(groups) - 1}, got {list(group_of)}", code="C003"
+                f"each norm belongs to a clip group from 0 to {len(groups) - 1}, not {list(group_of)}", code="C003"
             )
         if names is not None and len(names) != len(group_of):
-            raise ConfigError(f"{len(group_of)} slots need as many names, got {len(names)}", code="C003")
+            raise ConfigError(f"there are {len(group_of)} norms, but {len(names)} names for them", code="C003")
         self.method = method
         self.groups = tuple(groups)
         self.group_of = tuple(group_of)

@@ -225,7 +225,7 @@ def test_temporary_memory_of_an_optimizers_step_on_many_tensors_is_planned() -> 
 
     job = Job(JOBS["mlp"].build, JOBS["mlp"].batch, JOBS["mlp"].criterion, lambda held: Reads(held, lr=0.1))
     found = plan(load_config({}), 1, load_hardware("h200"), job)
-    assert any(note.startswith("the step of Reads cannot be tried") for note in found.notes)
+    assert any(note.startswith("the step of Reads cannot run without values") for note in found.notes)
 
 
 class SumsItself(torch.optim.SGD):
