@@ -441,6 +441,9 @@ class _Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # torch hands a tensor that it made of a Python number to a mode as the number.
+        if func is torch.ops.aten._local_scalar_dense.default and not isinstance(args[0], Tensor):
+            return args[0]
         is_random = self._is_random.get(func)
         if is_random is None:
             is_random = self._is_random[func] = torch.Tag.nondeterministic_seeded in func.tags

@@ -145,6 +145,18 @@ class BatchAxis:
 
 
 @dataclass
+class OwnStart:
+    """The weights that a script starts from in a single process, compared with those of its ranks (start_weights.py)."""
+
+    agreeing: list[str] = field(default_factory=list)
+    """The names of weights that are equal, without constant ones."""
+    differing: dict[str, Tensor] = field(default_factory=dict)
+    """The own values of weights that differ."""
+    order: list[str] = field(default_factory=list)
+    """The names of both, in the order of the model."""
+
+
+@dataclass
 class RunInfo:
     """The facts of a run that a comparison needs in addition to its numbers.
 
@@ -185,6 +197,8 @@ class RunInfo:
     """A script in a single process: the first name of each tensor, by all its names."""
     replays: Replays = field(default_factory=Replays)
     """A script in a single process: the outcome of repeating the ranks' random numbers."""
+    own_start: OwnStart = field(default_factory=OwnStart)
+    """A script in a single process: the weights that it would have started from."""
     host: dict[str, list[int]] = field(default_factory=dict)
     """By module that draws from Python's or NumPy's generator: a checksum of their states after each draw."""
 

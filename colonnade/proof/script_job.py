@@ -38,6 +38,7 @@ from colonnade.proof.mutation import plant
 from colonnade.proof.random_numbers import RandomNumbers, RecordedDraws, ReplayedDraws, notes_of
 from colonnade.proof.record import EngineRecorder, name_in_full_model, on_cpu, options_of
 from colonnade.proof.reference import canonical_names, load, moved_by_an_ulp
+from colonnade.proof.start_weights import own_start
 from colonnade.testing.truth import in_double
 
 VARIABLE = "COLONNADE_VERIFY"
@@ -357,7 +358,10 @@ class ScriptRecorder:
             return
         self._begun = True
         if self.part.is_single:
-            self._load(torch.load(self.folder / START, weights_only=False))
+            start = torch.load(self.folder / START, weights_only=False)
+            if self.part.noise is None and self.part.data_rank is None and self._model is not None:
+                self.recorder.record.run.own_start = own_start(self._model, start, self._rename)
+            self._load(start)
         self.recorder.recorder.note_start()
 
     def note_or_replace(self, key: str, value: Any, most: int | None = None) -> Any:

@@ -43,6 +43,7 @@ from colonnade.proof.reference import (
     without_unjoinable_dropout,
 )
 from colonnade.proof.script_job import DRAWS, IN_EVAL, JOINED, OPTIONS, REFERENCE, START, VARIABLE, ScriptPart
+from colonnade.proof.start_weights import judge_start
 from colonnade.proof.watch import with_layout
 from colonnade.testing.world import loopback_socket
 
@@ -140,9 +141,12 @@ class SingleProcessScript:
             self._truth.run.replays,
             self._truth.run.host,
         )
+        # The reference starts from the weights of the ranks, so wrong ones are in both runs.
+        findings, notes = judge_start(self._records, self._truth.run.own_start)
+        truth = replace(truth, notes=[*truth.notes, *notes])
         report = diagnose(assemble(records, truth))
         if report.ok:
-            return report
+            return replace(report, findings=tuple(findings))
 
         # To find out which ranks' data is missing, a diagnosis needs the gradient of each data rank's batch. Each of them is
         # one more process that runs the whole script, so they run only if there is something to diagnose, and only once.
@@ -156,7 +160,8 @@ class SingleProcessScript:
             self._shard_records = _in_single_processes(self._script, self._folder, parts, what) if parts else []
         gradients = [[unsharded(record.steps[at].total) for record in self._shard_records] for at in range(len(steps))]
         steps = [replace(step, by_data_rank=some) for step, some in zip(truth.steps, gradients, strict=True)]
-        return diagnose(assemble(records, replace(truth, steps=steps)))
+        report = diagnose(assemble(records, replace(truth, steps=steps)))
+        return replace(report, findings=(*findings, *report.findings))
 
     def was_fed(self, records: Sequence[Record]) -> bool:
         """Whether a run had the same weights, batches and random numbers as the one that this reference was made for."""
