@@ -329,7 +329,7 @@ def test_every_rank_raises_when_one_does_and_can_go_on(tmp_path):
         "ranks called save() with different steps (0, 1); call it with the same step on every rank",
         "ValueError: out of order",
         "extra['x'] is a builtins.set",
-        "its 2 parts have 2, 3",
+        "its 2 shards have 2, 3",
         "ranks do not agree on weight",
         "two stages use one name for different tensors",
         "only state of the same shape or of one element",

@@ -103,7 +103,7 @@ WRONG: list[tuple[dict[str, object], int, dict[M, list[list[int]]], str]] = [
         {"pipeline": 2, "tensor": 2},
         8,
         {M.TENSOR: [[0, 2], [1, 3], [4, 6], [5, 7]], M.PIPELINE: [[0, 5], [1, 4], [2, 6], [3, 7]]},
-        "rank 0 reaches 8 ranks, but a model replica has 2 x 2 = 4",
+        "connect rank 0 with 8 ranks, but a model replica has 2 x 2 = 4",
     ),
     (
         {"tensor": 2},

@@ -118,7 +118,7 @@ def _all() -> None:
             for sequence_split in (True, False):
                 _parts(split, sequence_split, gpc)
             _autocast(split, gpc)
-        with pytest.raises(Exception, match="sequence of size 3 cannot be cut evenly"):
+        with pytest.raises(Exception, match="sequence of size 3 cannot be sharded evenly"):
             Linear(2, 2, split="row", arrangement=arrange(gpc, True))(torch.zeros(1, 3, 1))
 
 
