@@ -569,6 +569,17 @@ def test_a_scale_of_the_loss_alone_is_a_note_where_nobody_reports_the_loss():
     assert "2 times the loss of a single process" in roots.notes[-1]
 
 
+@pytest.mark.parametrize("differ", [True, False])
+def test_replicas_that_differ_after_the_step_are_wrong_whatever_the_single_process_draws(differ):
+    plant = {"weights": lambda w, value, rank, name, **_: value + 0.1 * (differ and rank == 1 and name == "up.bias")}
+    evidence = World(2, 1, plant=plant).evidence()
+    step = evidence.steps[0]
+    noisy = {name: replace(entry, spread=float(entry.truth.norm())) for name, entry in step.weights.items()}
+    report = diagnose(replace(evidence, steps=[replace(step, weights=noisy)]))
+    assert report.causes == (["optimizer-differs"] if differ else [])
+    assert not report.ok
+
+
 def known(value, rank=None):
     return Compared(value, [LocalValue(r, value + (r == rank)) for r in range(2)], 1e-15)
 
