@@ -21,13 +21,12 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.engine import Engine, Observer
 from colonnade.engine.schedule.loss import split_loss
-from colonnade.engine.schedule.pipeline import PipelineSchedule
+from colonnade.engine.schedule.schedules import PipelineSchedule
 from colonnade.parallel.boxes import full_box
 from colonnade.parallel.demand import owed
-from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.forward import ModelHook
 from colonnade.parallel.held import checksum, held_tensors
-from colonnade.parallel.placement import is_dtensor
+from colonnade.parallel.placement import is_dtensor, local_part
 from colonnade.parallel.whole import LocalTensor, locate_tensors, memory_order, prefix_of
 from colonnade.proof.random_numbers import Draws, RandomNumbers, RecordedDraws, Replays
 

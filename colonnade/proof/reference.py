@@ -32,7 +32,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.core import global_context
 from colonnade.engine.schedule.loss import split_loss
 from colonnade.errors import ParityError, did_you_mean, listed
-from colonnade.parallel.dtensor import local_part
+from colonnade.parallel.placement import local_part
 from colonnade.proof.random_numbers import RandomNumbers, ReplayedDraws, Replays
 from colonnade.proof.record import (
     ACTIVATION_BYTES,

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from colonnade.comm.torch_versions import leave_out_mixed_precision
 from colonnade.errors import ParityError
-from colonnade.parallel.dtensor import local_part
-from colonnade.parallel.placement import is_dtensor
+from colonnade.parallel.placement import is_dtensor, local_part
 from colonnade.parallel.whole import offset_in_dtensor
 from colonnade.proof.record import (
     BatchAxis,

@@ -15,7 +15,7 @@ from colonnade.context import ParallelContext, ParallelMode, build_layout
 from colonnade.context.layout import Layout
 from colonnade.core import global_context
 from colonnade.engine.schedule.orders import make_table
-from colonnade.engine.schedule.simulate import simulate
+from colonnade.engine.schedule.replay import simulate
 from colonnade.nn import arrange
 from colonnade.optim.zero.formula import bytes_held
 from colonnade.parallel.demand import holding, owed

@@ -15,8 +15,8 @@ import colonnade
 from colonnade.config import load_config
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.schedule.orders import make_table
-from colonnade.engine.schedule.pipeline import NonPipelineSchedule
-from colonnade.engine.schedule.simulate import simulate
+from colonnade.engine.schedule.replay import simulate
+from colonnade.engine.schedule.schedules import NonPipelineSchedule
 from colonnade.errors import ConfigError
 from colonnade.models import GPT
 from colonnade.proof.planner import hardware
