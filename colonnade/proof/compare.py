@@ -83,7 +83,7 @@ class Unplaced:
 
 
 @dataclass(frozen=True)
-class Forward:
+class ForwardEvidence:
     """The inputs and outputs of modules in the first forward pass."""
 
     events: Sequence[Event] = ()
@@ -117,7 +117,7 @@ class StepEvidence:
     """By group, layer or parameter, as `engine.grad_norms()` names them."""
     found_norms: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
     loss_spread: float = 0.0
-    forward: Forward = Forward()
+    forward: ForwardEvidence = ForwardEvidence()
     changed: Mapping[str, Compared] = field(default_factory=dict)
     """At the start of the step: weights and buffers that changed since the previous step, on a rank or in the reference."""
     changed_on: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -525,7 +525,7 @@ class _SideBySide:
         truth: Truth,
         unplaced: Mapping[str, Unplaced],
         tokens: Mapping[str, Tokens],
-    ) -> Forward:
+    ) -> ForwardEvidence:
         # The input of a stage is not that of the model, and torch's stages run on made-up inputs to find out shapes.
         is_staged = any(local.keys() != self.local[0].keys() for local in self.local)
         inputs: dict[str, list[Compared | Unplaced]] = {}
@@ -556,7 +556,7 @@ class _SideBySide:
             ]
             if all(count is not None for count in own):
                 rows = (first, truth.rows[first], tuple(count for count in own if count is not None))
-        return Forward(truth.events, inputs, unplaced, tokens, rows)
+        return ForwardEvidence(truth.events, inputs, unplaced, tokens, rows)
 
     def _placed(
         self, values: Sequence[tuple[Record, Tensor]], truth: Tensor, spread: RoundingSpread, name: str

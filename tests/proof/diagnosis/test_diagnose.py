@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from colonnade.proof.claims import CAUSES, HYPOTHESES, Claim, hypothesis
-from colonnade.proof.compare import Compared, Forward, LocalValue, ParameterInfo, Unplaced
+from colonnade.proof.compare import Compared, ForwardEvidence, LocalValue, ParameterInfo, Unplaced
 from colonnade.proof.diagnose import diagnose
 from tests.proof.made_up import World
 
@@ -589,7 +589,7 @@ def test_the_mistake_is_before_a_module_with_a_wrong_input(norm_is_known):
     value = torch.randn(4, 6, dtype=torch.float64)
     evidence = World(2, 1, plant={"loss": more}).evidence()
     outputs = {"enter": known(value), "head": known(value, 1)}
-    forward = Forward(
+    forward = ForwardEvidence(
         [("in", "enter"), ("out", "enter"), ("in", "norm"), ("out", "norm"), ("in", "head"), ("out", "head")],
         {"enter": [known(value)], "head": [known(value, 1)], **({"norm": [known(value)]} if norm_is_known else {})},
         {} if norm_is_known else {"norm": Unplaced((4, 3), (4, 6))},
@@ -608,7 +608,7 @@ def test_the_mistake_is_before_a_module_with_a_wrong_input(norm_is_known):
 def test_outputs_with_other_positions_are_named():
     evidence = World(2, 1, plant={"loss": more}).evidence()
     tokens = {"words": (8, {0: (0, 1, 6, 7)}), "places": (8, {0: (0, 1, 2, 3)}), "other": (16, {0: (0, 1, 2, 3)})}
-    forward = Forward(unplaced={"words": Unplaced((3, 4, 8), (3, 8, 8))}, tokens=tokens)
+    forward = ForwardEvidence(unplaced={"words": Unplaced((3, 4, 8), (3, 8, 8))}, tokens=tokens)
     step = replace(evidence.steps[0], forward=forward)
     sentence = only(diagnose(replace(evidence, steps=[step]))).sentence
     assert "words could not be compared" in sentence
