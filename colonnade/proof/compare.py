@@ -24,7 +24,7 @@ from torch import Tensor
 
 from colonnade.errors import listed
 from colonnade.proof.random_numbers import LOOP, DrawsOfRanks
-from colonnade.proof.record import Event, Loss, Piece, Record, RecordedStep
+from colonnade.proof.record import BatchAxis, Event, Loss, Piece, Record, RecordedStep
 from colonnade.proof.reference import RoundingSpread, TrueRun, Truth, norm_of
 
 # --- Evidence: the values of the ranks and of the reference, side by side ---
@@ -83,7 +83,7 @@ class Unplaced:
 
 
 @dataclass(frozen=True)
-class Forward:
+class ForwardEvidence:
     """The inputs and outputs of modules in the first forward pass."""
 
     events: Sequence[Event] = ()
@@ -117,7 +117,7 @@ class StepEvidence:
     """By group, layer or parameter, as `engine.grad_norms()` names them."""
     found_norms: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
     loss_spread: float = 0.0
-    forward: Forward = Forward()
+    forward: ForwardEvidence = ForwardEvidence()
     changed: Mapping[str, Compared] = field(default_factory=dict)
     """At the start of the step: weights and buffers that changed since the previous step, on a rank or in the reference."""
     changed_on: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -313,6 +313,7 @@ class _SideBySide:
             {names.get(name, name): name for name in reversed(list(record.tensors))} for record in records
         ]
         self.axes = records[0].run.axes or ()
+        self._blocks: dict[Any, Tensor] = {}
 
     def names(self, known: Iterable[str]) -> list[str]:
         return [name for name in known if any(name in local for local in self.local)]
@@ -524,7 +525,7 @@ class _SideBySide:
         truth: Truth,
         unplaced: Mapping[str, Unplaced],
         tokens: Mapping[str, Tokens],
-    ) -> Forward:
+    ) -> ForwardEvidence:
         # The input of a stage is not that of the model, and torch's stages run on made-up inputs to find out shapes.
         is_staged = any(local.keys() != self.local[0].keys() for local in self.local)
         inputs: dict[str, list[Compared | Unplaced]] = {}
@@ -555,7 +556,7 @@ class _SideBySide:
             ]
             if all(count is not None for count in own):
                 rows = (first, truth.rows[first], tuple(count for count in own if count is not None))
-        return Forward(truth.events, inputs, unplaced, tokens, rows)
+        return ForwardEvidence(truth.events, inputs, unplaced, tokens, rows)
 
     def _placed(
         self, values: Sequence[tuple[Record, Tensor]], truth: Tensor, spread: RoundingSpread, name: str
@@ -597,13 +598,19 @@ class _SideBySide:
         axes = [axis for axis in self.axes if axis.size > 1]
         for chosen in permutations(axes, len(shorter)) if shorter else ():
             if all(shape[dim] * axis.size == truth.shape[dim] for dim, axis in zip(shorter, chosen, strict=True)):
-                found = []
-                for record, value in values:
-                    places = torch.arange(truth.numel()).view(truth.shape)
-                    for dim, axis in zip(shorter, chosen, strict=True):
-                        places = places.chunk(axis.size, dim)[record.run.coordinates[axis.name]]
-                    found.append(LocalValue(record.rank, value, places))
-                yield found
+                cut = list(zip(shorter, chosen, strict=True))
+                yield [LocalValue(record.rank, value, self._block(record, truth, cut)) for record, value in values]
+
+    def _block(self, record: Record, truth: Tensor, cut: Sequence[tuple[int, BatchAxis]]) -> Tensor:
+        """The indices of a rank's block of a tensor, which is sharded along dimensions over axes. Many tensors share them."""
+        at = tuple((dim, axis.size, record.run.coordinates[axis.name]) for dim, axis in cut)
+        key = (tuple(truth.shape), at)
+        if key not in self._blocks:
+            places = torch.arange(truth.numel()).view(truth.shape)
+            for dim, size, number in at:
+                places = places.chunk(size, dim)[number]
+            self._blocks[key] = places
+        return self._blocks[key]
 
     def _place_output(self, record: Record, output: Tensor, truth: Tensor) -> LocalValue | None:
         """The output of a rank as its rows of the global batch and its tokens of the sequences; None: sharded otherwise."""
@@ -611,13 +618,14 @@ class _SideBySide:
             return LocalValue(record.rank, output)
         axes = [axis for axis in self.axes if axis.distinct and axis.size > 1]
         for chosen in ([axis for axis in axes if not axis.may_repeat], axes):
-            places = torch.arange(truth.numel()).view(truth.shape)
+            shape, cut = list(truth.shape), list[tuple[int, BatchAxis]]()
             for axis in chosen:
-                if places.dim() <= axis.dim or places.shape[axis.dim] % axis.size:
+                if len(shape) <= axis.dim or shape[axis.dim] % axis.size:
                     break
-                places = places.chunk(axis.size, axis.dim)[record.run.coordinates[axis.name]]
-            if places.shape == output.shape:
-                return LocalValue(record.rank, output, places)
+                shape[axis.dim] //= axis.size
+                cut.append((axis.dim, axis))
+            if shape == list(output.shape):
+                return LocalValue(record.rank, output, self._block(record, truth, cut))
         return None
 
     def sliced_differently(self, truth: Mapping[str, Tensor]) -> list[str]:
@@ -638,7 +646,7 @@ class _SideBySide:
 
 Tokens = tuple[int, Mapping[int, tuple[int, ...]]]
 """The size of a dimension, and the indices along it that each rank has."""
-_MOST_TOKENS = 4096
+_MOST_TOKENS, _MOST_ELEMENTS = 4096, 1 << 20
 
 
 def _tokens_of(values: Sequence[tuple[Record, Tensor]], truth: Tensor) -> Tokens | None:
@@ -650,7 +658,7 @@ def _tokens_of(values: Sequence[tuple[Record, Tensor]], truth: Tensor) -> Tokens
     if len(shorter) != 1 or shorter[0] == truth.dim() - 1 or any(value.shape != shape for _, value in values):
         return None
     (dim,) = shorter
-    if truth.shape[dim] > _MOST_TOKENS:
+    if truth.shape[dim] > _MOST_TOKENS or truth.numel() > _MOST_ELEMENTS:
         return None
     whole, found = truth.double().movedim(dim, 0).flatten(1), {}
     if len(whole.unique(dim=0)) < len(whole):
@@ -784,6 +792,7 @@ def _rounding(dtype: torch.dtype) -> float:
 
 WEIGHTS_AT_START, LOSS, ACTIVATION, RECOMPUTED = "weights at start", "loss", "activation", "recomputed activation"
 GRADIENT, NORM, NORMS, CLIPPED = "gradient", "norm", "norm of a part", "clipped gradient"
+_REPLICAS_DIFFER = "replicas differ: ranks"
 UNCERTAIN = "uncertain"
 """The status of a value that changes between runs of the single process, so that it cannot be compared."""
 WEIGHTS, BUFFER, RANDOM, MODE = "weights", "buffer", "random numbers", "evaluation mode"
@@ -826,7 +835,14 @@ def compare(evidence: Evidence) -> list[Row]:
         rows += _norms(at, step, tolerance)
         clipped = {name: gradient.clipped for name, gradient in step.gradients.items() if gradient.clipped is not None}
         rows += _tensors(CLIPPED, at, clipped, tolerance)
+        # Whatever numbers a run draws, replicas of a weight are equal after the step.
         weights = list(_tensors(WEIGHTS, at, step.weights, tolerance))
+        for number, row in enumerate(weights):
+            compared = step.weights[row.name]
+            allowed = tolerance.of(replace(compared, spread=0.0))
+            if row.status == UNCERTAIN and (apart := _replicas_apart(compared.found, compared.truth.numel(), allowed)):
+                detail = f"{_REPLICAS_DIFFER} {apart}"
+                weights[number] = replace(row, status="differs", tolerance=allowed, ranks=tuple(apart), detail=detail)
         rows += weights
         if loss.status == "differs" and step.root_losses:
             followers = [row for row in rows if row.step == at and row.quantity in (GRADIENT, CLIPPED, WEIGHTS)]
@@ -850,7 +866,11 @@ def compare(evidence: Evidence) -> list[Row]:
         (row.quantity, row.name) for row in rows if row.quantity in (WEIGHTS_AT_START, RECOMPUTED, RANDOM, MODE, STATE)
     }
     return [
-        replace(row, status=UNCERTAIN) if row.status == "differs" and (row.quantity, row.name) not in certain else row
+        replace(row, status=UNCERTAIN)
+        if row.status == "differs"
+        and (row.quantity, row.name) not in certain
+        and not (row.quantity == WEIGHTS and row.detail.startswith(_REPLICAS_DIFFER))
+        else row
         for row in rows
     ]
 
@@ -914,7 +934,7 @@ def compare_tensor(compared: Compared, allowed: float, quantity: str, name: str,
         and len(wrong) < len(worst)
         and (apart := _replicas_apart(compared.found, compared.truth.numel(), allowed))
     ):
-        detail = f"replicas differ: ranks {apart}"
+        detail = f"{_REPLICAS_DIFFER} {apart}"
     return Row(quantity, name, step, status, error, allowed, wrong, detail)
 
 

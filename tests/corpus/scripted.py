@@ -49,7 +49,10 @@ PLANTED = {
         "on_torch.py", ("scaled-by-mode",), ("MODEL", "backward"), ("has all of it", "full gradient")
     ),
     "stochastic": Planted(
-        "on_torch.py", ("replicas-differ", "optimizer-differs"), ("rank 1|ranks \\[1\\]",), ("float16",)
+        "on_torch.py",
+        ("replicas-differ", "optimizer-differs"),
+        ("rank 1|ranks \\[1\\]|ranks \\[0, 1\\]",),
+        ("float16",),
     ),
     "own_skip": Planted("on_torch.py", ("own-decision",), ("its own batch",), ("token counts",)),
     "class_weights": Planted("on_torch.py", ("own-decision",), ("its own batch",), ("token counts",)),

@@ -13,7 +13,7 @@ from torch import Tensor
 from colonnade.proof.compare import (
     Compared,
     Evidence,
-    Forward,
+    ForwardEvidence,
     GradientEvidence,
     LocalValue,
     ParameterInfo,
@@ -283,7 +283,7 @@ class World:
             recomputed={name: self._whole("recomputed", activation, name, at) for name in names[1:2]},
             norm=norm,
             found_norm=found_norm,
-            forward=Forward(rows=self.planted("rows", None)),
+            forward=ForwardEvidence(rows=self.planted("rows", None)),
             changed=changed,
             changed_on={
                 name: tuple(r for r, value in started[name].items() if not torch.equal(value, own[name][r]))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from colonnade.proof.claims import CAUSES, HYPOTHESES, Claim, hypothesis
-from colonnade.proof.compare import Compared, Forward, LocalValue, ParameterInfo, Unplaced
+from colonnade.proof.compare import Compared, ForwardEvidence, LocalValue, ParameterInfo, Unplaced
 from colonnade.proof.diagnose import diagnose
 from tests.proof.made_up import World
 
@@ -569,6 +569,17 @@ def test_a_scale_of_the_loss_alone_is_a_note_where_nobody_reports_the_loss():
     assert "2 times the loss of a single process" in roots.notes[-1]
 
 
+@pytest.mark.parametrize("differ", [True, False])
+def test_replicas_that_differ_after_the_step_are_wrong_whatever_the_single_process_draws(differ):
+    plant = {"weights": lambda w, value, rank, name, **_: value + 0.1 * (differ and rank == 1 and name == "up.bias")}
+    evidence = World(2, 1, plant=plant).evidence()
+    step = evidence.steps[0]
+    noisy = {name: replace(entry, spread=float(entry.truth.norm())) for name, entry in step.weights.items()}
+    report = diagnose(replace(evidence, steps=[replace(step, weights=noisy)]))
+    assert report.causes == (["optimizer-differs"] if differ else [])
+    assert not report.ok
+
+
 def known(value, rank=None):
     return Compared(value, [LocalValue(r, value + (r == rank)) for r in range(2)], 1e-15)
 
@@ -578,7 +589,7 @@ def test_the_mistake_is_before_a_module_with_a_wrong_input(norm_is_known):
     value = torch.randn(4, 6, dtype=torch.float64)
     evidence = World(2, 1, plant={"loss": more}).evidence()
     outputs = {"enter": known(value), "head": known(value, 1)}
-    forward = Forward(
+    forward = ForwardEvidence(
         [("in", "enter"), ("out", "enter"), ("in", "norm"), ("out", "norm"), ("in", "head"), ("out", "head")],
         {"enter": [known(value)], "head": [known(value, 1)], **({"norm": [known(value)]} if norm_is_known else {})},
         {} if norm_is_known else {"norm": Unplaced((4, 3), (4, 6))},
@@ -597,7 +608,7 @@ def test_the_mistake_is_before_a_module_with_a_wrong_input(norm_is_known):
 def test_outputs_with_other_positions_are_named():
     evidence = World(2, 1, plant={"loss": more}).evidence()
     tokens = {"words": (8, {0: (0, 1, 6, 7)}), "places": (8, {0: (0, 1, 2, 3)}), "other": (16, {0: (0, 1, 2, 3)})}
-    forward = Forward(unplaced={"words": Unplaced((3, 4, 8), (3, 8, 8))}, tokens=tokens)
+    forward = ForwardEvidence(unplaced={"words": Unplaced((3, 4, 8), (3, 8, 8))}, tokens=tokens)
     step = replace(evidence.steps[0], forward=forward)
     sentence = only(diagnose(replace(evidence, steps=[step]))).sentence
     assert "words could not be compared" in sentence
