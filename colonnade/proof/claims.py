@@ -129,7 +129,7 @@ def sum_not_made(case: GradientCase, missing: Sequence[str], what: str) -> Claim
 CAUSES: Mapping[str, str] = {
     "not-finite": "NaN or infinity, with the first value and its ranks",
     "weights-differ-at-start": "the ranks do not start with the weights of one model",
-    "masks-differ": "dropout drops other elements on ranks that have the same activation",
+    "masks-differ": "ranks that have the same activation draw other random numbers for it, such as a dropout mask",
     "forward-differs": "an activation differs from the reference, with the first module",
     "loss-differs": "the activations agree, but the reported loss does not",
     "recomputation-differs": "the output of a module changes when it is recomputed in the backward pass",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,6 +34,16 @@ def test_random_numbers_of_the_ranks_are_repeated(kind: str, monkeypatch: pytest
     doubled = _verified(f"{kind} doubled", monkeypatch)
     assert any("0.weight" in finding.parameters for finding in doubled.findings), str(doubled)
     assert doubled.findings[0].factor == pytest.approx(2.0), str(doubled)
+
+
+def test_the_command_ends_with_2_and_names_the_module() -> None:
+    command = [sys.executable, "-m", "colonnade.cli", "verify", "--nproc", "2", DRAWS, "depth_by_rank"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "TORCH_DISTRIBUTED_DEBUG": "OFF"}, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stdout.startswith("cannot tell whether the run is equal to one process")
+    assert "module 2: ranks with distinct data draw different numbers" in done.stdout
 
 
 @pytest.mark.parametrize("kind", NOT_JOINED)
