@@ -15,10 +15,8 @@ from colonnade.proof.scripts import Script, verify_script
 DRAWS = str(Path(__file__).parent / "of_users" / "draws.py")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
-JOINED = [
-    "randn_like", "depth", "depth engine", "gumbel", "vae", "choice", "checkpoint", "router engine", "feature_dropout", "rrelu", "lstm", "mixup",
-    "mixup engine", "noise", "unused",
-]  # fmt: skip
+JOINED = ["randn_like", "depth engine", "mixup"]
+MORE = ["depth", "gumbel", "vae", "choice", "checkpoint", "feature_dropout", "rrelu", "lstm", "noise", "unused"]
 NOT_JOINED = {"depth_by_rank": "module 2: ", "host": "random module", "mixup_by_rank": "the loop"}
 
 
@@ -27,7 +25,10 @@ def _verified(kind: str, monkeypatch: pytest.MonkeyPatch) -> Report:
     return verify_script(Script(DRAWS, tuple(kind.split())))
 
 
-@pytest.mark.parametrize("kind", JOINED)
+@pytest.mark.parametrize(
+    "kind",
+    [*JOINED, *(pytest.param(kind, marks=pytest.mark.long) for kind in (*MORE, "router engine", "mixup engine"))],
+)
 def test_random_numbers_of_the_ranks_are_repeated(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     report = _verified(kind, monkeypatch)
     assert report.ok, str(report)
@@ -46,6 +47,7 @@ def test_the_command_ends_with_2_and_names_the_module() -> None:
     assert "module 2: ranks with distinct data draw different numbers" in done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", NOT_JOINED)
 @pytest.mark.parametrize("doubled", ["", " doubled"])
 def test_random_numbers_that_cannot_be_repeated_are_never_called_equal(

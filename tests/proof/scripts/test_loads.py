@@ -25,13 +25,16 @@ def _verified(kind: str, monkeypatch: pytest.MonkeyPatch) -> Report:
     return verify_script(Script(LOADS, (kind,)))
 
 
-@pytest.mark.parametrize("kind", WRONG)
+@pytest.mark.parametrize(
+    "kind", ["swapped", *(pytest.param(kind, marks=pytest.mark.long) for kind in WRONG if kind != "swapped")]
+)
 def test_wrong_weights_at_the_start_are_found(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     report = _verified(kind, monkeypatch)
     assert report.causes == ["weights-differ-at-start"], str(report)
     assert WRONG[kind] in report.findings[0].sentence, str(report)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "note"), [("right", ""), ("another", "none of them is equal"), ("seeds", "others are equal")]
 )
