@@ -627,16 +627,16 @@ def why_uncertain(evidence: Evidence, rows: Sequence[Row]) -> str:
     if any(name != LOOP for name, _ in reasons):
         reasons = [reason for reason in reasons if reason[0] != LOOP]
     named = [f"{name if name == LOOP else f'module {name}' if name else 'the model'}: {why}" for name, why in reasons]
-    why = f"random numbers that a single process cannot repeat are drawn in {'; in '.join(named[:3])}"
-    if not named:
-        why = (
-            "no random numbers were seen that could not be repeated, so either a generator outside of torch is used "
-            "(numpy.random.default_rng, for example), or a decision of the model (a top-k, a sort) changes with rounding"
+    if named:
+        return (
+            f"{shown}{more} may differ because of random numbers that a single process cannot repeat, so an error, a factor of 2 for "
+            f"example, could hide in them. These numbers are drawn in {'; in '.join(named[:3])}. Turn them off for the comparison, "
+            f"or draw them with torch, one for each row of the batch."
         )
     return (
         f"{shown}{more} differ between runs of the single process by a visible share of their value, so an error, a factor of 2 "
-        f"for example, could not be seen: {why}. Turn these numbers off for the comparison, or draw them with torch, one "
-        f"for each row of the batch."
+        f"for example, could hide in them. No random numbers were seen that could not be repeated: look for a generator outside "
+        f"of torch (numpy.random.default_rng, for example) and for decisions that change with rounding (a top-k, a sort)."
     )
 
 
