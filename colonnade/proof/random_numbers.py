@@ -31,8 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from colonnade.comm.torch_versions import BACKWARD, backward_inside
 from colonnade.errors import listed
-from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.forward import ModelHook
+from colonnade.parallel.placement import local_part
 
 # --- Places: the shard of the full tensor that each rank has, from shapes, process groups and numbers ---
 

@@ -82,6 +82,8 @@ def current_role() -> ScriptPart | None:
     return ScriptPart(**json.loads(Path(path).read_text())) if path else None
 
 
+IN_EVAL = "in evaluation mode"
+"""The key in the joined batches that says that all ranks trained in evaluation mode."""
 _HALF = ("bf16", "fp16", "float8")
 _ONLY_TOGETHER = ("zero", "sync", "gradient_handler", "gradient_handlers", "schedule", "compare_batches", "graph_step")
 _FROM_GRAPH = "from the graph"
@@ -295,11 +297,28 @@ class ScriptRecorder:
         execute, step = engine.execute_schedule, engine.step
 
         # A schedule calls the engine with micro-batches of a batch that was replaced already, so calls count only outside.
+        # In evaluation mode, a pass belongs to the training only if a backward pass follows: some ranks may have been left in
+        # that mode. A single process cannot look ahead, and does what the ranks did.
+        in_eval: list[Any] = []
+        trains_in_eval = bool(self._joined.get(IN_EVAL))
+
         def call(*args: Any, **kwargs: Any) -> Any:
-            if torch.is_grad_enabled() and engine.training and not self._fed_by_schedule:
-                self.begin()
-                args, kwargs = self.note_or_replace("call", (args, kwargs))
+            if torch.is_grad_enabled() and not self._fed_by_schedule:
+                if engine.training or trains_in_eval:
+                    in_eval.clear()
+                    self.begin()
+                    args, kwargs = self.note_or_replace("call", (args, kwargs))
+                elif not self.part.is_single:
+                    self.begin()
+                    in_eval.append(on_cpu((args, kwargs)))
             return forward(*args, **kwargs)
+
+        @wraps(engine.backward)
+        def backward(*args: Any, own: Callable[..., Any] = engine.backward, **kwargs: Any) -> Any:
+            for batch in in_eval:
+                self.note_or_replace("call", batch)
+            in_eval.clear()
+            return own(*args, **kwargs)
 
         def load_replaced(data_iter: Any, *args: Any, **kwargs: Any) -> Any:
             if data_iter is None or not self._begun:
@@ -328,7 +347,7 @@ class ScriptRecorder:
         engine._forward, schedule.load_batch = call, load_replaced
         if engine._criterion is not None:
             engine._criterion = Criterion(engine._criterion, self)
-        for name, method in (("execute_schedule", execute_schedule), ("step", recorded_step)):
+        for name, method in (("execute_schedule", execute_schedule), ("step", recorded_step), ("backward", backward)):
             setattr(engine, name, method)
 
     # --- During the run ---

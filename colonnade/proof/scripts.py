@@ -29,7 +29,7 @@ from colonnade.errors import ParityError
 from colonnade.launching.outcome import end_with_parent
 from colonnade.proof.compare import Report, assemble, drawn_by, full_shapes, full_tensors, mean_of
 from colonnade.proof.diagnose import diagnose
-from colonnade.proof.record import Piece, Record
+from colonnade.proof.record import Options, Piece, Record
 from colonnade.proof.reference import (
     PERTURBED_RUNS,
     TrueRun,
@@ -42,7 +42,7 @@ from colonnade.proof.reference import (
     spreads_of,
     without_unjoinable_dropout,
 )
-from colonnade.proof.script_job import DRAWS, JOINED, OPTIONS, REFERENCE, START, VARIABLE, ScriptPart
+from colonnade.proof.script_job import DRAWS, IN_EVAL, JOINED, OPTIONS, REFERENCE, START, VARIABLE, ScriptPart
 from colonnade.proof.start_weights import judge_start
 from colonnade.proof.watch import with_layout
 from colonnade.testing.world import loopback_socket
@@ -114,7 +114,7 @@ class SingleProcessScript:
         # The processes below start from the weights of the ranks, and replay their batches (joined) and dropout masks.
         torch.save(full_tensors(records, {}), folder / START)
         torch.save(drawn_by(records, script.off), folder / DRAWS)
-        options, dtype = [step.options for step in records[0].steps], getattr(torch, records[0].run.dtype)
+        options, dtype = options_of_ranks(records), getattr(torch, records[0].run.dtype)
         torch.save((options, dtype, records[0].run.config), folder / OPTIONS)
         join_batches(records, folder / JOINED.format(data_rank=""), None)
 
@@ -195,8 +195,10 @@ def same_tensors(a: Any, b: Any) -> bool:
 
 def truth_of_step(record: Record, at: int) -> Truth:
     """One step of the single-process run. The script itself ran its passes, clipping and optimizer; here they are only read."""
-    step = record.steps[at]
-    total = unsharded(step.total)
+    step, before = record.steps[at], record.steps[at - 1] if at else None
+    total = unsharded(
+        step.total or step.stepped
+    )  # an optimizer that runs the passes itself has gradients only in its step
     passes = sorted({number for by_pass in step.raw.values() for number in by_pass})
     loss = mean_of(step.losses)
 
@@ -215,6 +217,14 @@ def truth_of_step(record: Record, at: int) -> Truth:
         weights=step.weights,
         buffers=step.buffers,
         activations=step.activations,
+        inputs=step.inputs,
+        events=step.events,
+        rows=step.rows,
+        changed=step.changed,
+        changed_state=step.changed_state,
+        started=record.start if before is None else {**before.weights, **before.buffers},
+        losses=[None if loss is None else loss[0] for loss in step.losses],
+        stepped=unsharded(step.stepped),
     )
 
 
@@ -249,6 +259,23 @@ def _most_terms(records: Sequence[Record]) -> int:
         for value in values
     ]
     return max(1, sum(most) * len(records))
+
+
+def options_of_ranks(records: Sequence[Record]) -> list[Options]:
+    """For each step, the options of the optimizer in which all ranks agree that have these parameter groups."""
+    found = []
+    for at, step in enumerate(records[0].steps):
+        others = [record for record in records if len(record.steps) > at and record.groups == records[0].groups]
+        agreed = [
+            {
+                key: value
+                for key, value in group.items()
+                if all(other.steps[at].options[number].get(key) == value for other in others)
+            }
+            for number, group in enumerate(step.options)
+        ]
+        found.append(agreed)
+    return found
 
 
 # --- Warnings that go with the comparison ---
@@ -311,6 +338,8 @@ def join_batches(records: Sequence[Record], path: Path, data_rank: int | None) -
                     f"all ranks batches whose shapes differ in dimension 0 only"
                 )
             joined.setdefault(key, []).append(batch)
+    if all(step.in_eval.get("", False) for record in records for step in record.steps):
+        joined[IN_EVAL] = [True]
     torch.save(joined, path)
 
 

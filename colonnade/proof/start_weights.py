@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.errors import listed
-from colonnade.parallel.dtensor import local_part
+from colonnade.parallel.placement import local_part
 from colonnade.proof.compare import Finding, short_ranks
 from colonnade.proof.record import OwnStart, Record, copied
 
