@@ -796,6 +796,7 @@ def compare(evidence: Evidence) -> list[Row]:
     rows = list(_tensors(WEIGHTS_AT_START, None, evidence.weights_at_start, tolerance))
     for name, ranks in evidence.differing_draws.items():
         rows.append(Row(RANDOM, name, None, "differs" if ranks else "equal", inf if ranks else 0.0, 0.0, ranks))
+    rounding_only = set[str]()
     for at, step in enumerate(evidence.steps):
         # What changed between the steps.
         rows += [Row(MODE, name, at, "differs", inf, 0.0, ranks) for name, ranks in step.in_eval.items()]
@@ -826,7 +827,11 @@ def compare(evidence: Evidence) -> list[Row]:
         rows += _norms(at, step, tolerance)
         clipped = {name: gradient.clipped for name, gradient in step.gradients.items() if gradient.clipped is not None}
         rows += _tensors(CLIPPED, at, clipped, tolerance)
-        weights = list(_tensors(WEIGHTS, at, step.weights, tolerance))
+        # A step that uses signs of gradients moves a weight at random whose gradient is a rounding error.
+        lengths = {name: length(gradient.total.truth) for name, gradient in step.gradients.items()}
+        least = _CHAOS * torch.finfo(tolerance.dtype).eps * sqrt(sum(size**2 for size in lengths.values()))
+        rounding_only |= {name for name, size in lengths.items() if size <= least}
+        weights = list(_tensors(WEIGHTS, at, step.weights, tolerance, rounding_only))
         rows += weights
         if loss.status == "differs" and step.root_losses:
             followers = [row for row in rows if row.step == at and row.quantity in (GRADIENT, CLIPPED, WEIGHTS)]
@@ -985,12 +990,19 @@ def _is_finite(part: LocalValue) -> bool:
     return not part.value.is_floating_point() or bool(part.value.isfinite().all())
 
 
-def _tensors(quantity: str, step: int | None, some: Mapping[str, Compared], tolerance: Tolerance) -> Iterator[Row]:
+def _tensors(
+    quantity: str,
+    step: int | None,
+    some: Mapping[str, Compared],
+    tolerance: Tolerance,
+    rounding_only: Collection[str] = (),
+) -> Iterator[Row]:
     typical = typical_spread(some.values())
     everything = sqrt(sum(length(compared.truth) ** 2 for compared in some.values() if compared.spread))
     for name, compared in some.items():
         row = compare_tensor(compared, tolerance.of(compared, typical), quantity, name, step)
         is_hidden = hides_errors(compared.spread, length(compared.truth), everything, tolerance.dtype)
+        is_hidden = is_hidden and name not in rounding_only
         yield replace(row, status=UNCERTAIN) if is_hidden and row.status in ("equal", "differs") else row
 
 
