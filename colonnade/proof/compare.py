@@ -728,11 +728,19 @@ class Tolerance:
 
     dtype: torch.dtype
     additions: int = 1
+    only_rounding: bool = False
+    """In half precision, rounding may change decisions such as a top-k, so without random numbers any spread is accepted."""
 
     @classmethod
     def for_run(cls, evidence: Evidence) -> Tolerance:
         """The tolerance for the run's dtype, with an addition for each rank and each pass."""
-        return cls(getattr(torch, evidence.dtype), max(1, evidence.world_size * evidence.accumulation))
+        dtype = getattr(torch, evidence.dtype)
+        only_rounding = dtype in _SUMMED_IN and not evidence.redrawn and not evidence.host
+        return cls(dtype, max(1, evidence.world_size * evidence.accumulation), only_rounding)
+
+    def hides_errors(self, spread: float, size: float, everything: float) -> bool:
+        """Whether a wrong factor could hide in the tolerance (`hides_errors`)."""
+        return not self.only_rounding and hides_errors(spread, size, everything, self.dtype)
 
     def of(self, compared: Compared, typical: float = 0.0) -> float:
         """The bound on |found - truth|, 2-norm. `typical` is `typical_spread` of the quantity. Whole numbers: 0."""
@@ -1001,7 +1009,7 @@ def _tensors(
     everything = sqrt(sum(length(compared.truth) ** 2 for compared in some.values() if compared.spread))
     for name, compared in some.items():
         row = compare_tensor(compared, tolerance.of(compared, typical), quantity, name, step)
-        is_hidden = hides_errors(compared.spread, length(compared.truth), everything, tolerance.dtype)
+        is_hidden = tolerance.hides_errors(compared.spread, length(compared.truth), everything)
         is_hidden = is_hidden and name not in rounding_only
         yield replace(row, status=UNCERTAIN) if is_hidden and row.status in ("equal", "differs") else row
 
@@ -1010,7 +1018,7 @@ def _recomputed(at: int, step: StepEvidence, tolerance: Tolerance) -> Iterator[R
     """The recomputed outputs of each rank's modules, compared with its own first outputs, right or wrong."""
     typical = typical_spread(step.recomputed.values())
     for name, again in step.recomputed.items():
-        if hides_errors(again.spread, length(again.truth), 0.0, tolerance.dtype):
+        if tolerance.hides_errors(again.spread, length(again.truth), 0.0):
             again = replace(again, spread=0.0)  # a rank recomputes with the same random numbers
         allowed = tolerance.of(again, typical)
         first = {part.rank: part for part in step.activations[name].found} if name in step.activations else {}
@@ -1030,7 +1038,7 @@ def _loss(at: int, step: StepEvidence, tolerance: Tolerance) -> Row:
     found = {rank: value for rank, value in enumerate(step.found_loss) if value is not None}
     mean = sum(found.values()) / len(found) if found else step.loss
     row = _number(LOSS, "loss", at, step.loss, found, allowed)
-    if found and hides_errors(step.loss_spread, abs(step.loss), abs(step.loss), tolerance.dtype):
+    if found and tolerance.hides_errors(step.loss_spread, abs(step.loss), abs(step.loss)):
         return replace(row, status=UNCERTAIN)
     if row.status == "differs" and in_units(abs(mean - step.loss), allowed) <= 1:
         return Row(LOSS, "loss", at, "equal", in_units(abs(mean - step.loss), allowed), allowed, (), "as a mean")
@@ -1055,7 +1063,7 @@ def _norms(at: int, step: StepEvidence, tolerance: Tolerance) -> Iterator[Row]:
     everything = sqrt(sum(value**2 for value in noise.values()))
     if step.norm is not None and any(value is not None for value in step.found_norm):
         row = _number(NORM, "norm", at, step.norm, _by_rank(step.found_norm), tolerance.of_size(step.norm, everything))
-        is_hidden = hides_errors(everything, step.norm, step.norm, tolerance.dtype)
+        is_hidden = tolerance.hides_errors(everything, step.norm, step.norm)
         yield replace(row, status=UNCERTAIN) if is_hidden else row
     for name, truth in step.norms.items():
         inside = [value for parameter, value in noise.items() if parameter == name or parameter.startswith(f"{name}.")]
@@ -1063,7 +1071,7 @@ def _norms(at: int, step: StepEvidence, tolerance: Tolerance) -> Iterator[Row]:
         found = _by_rank(step.found_norms.get(name, ()))
         if found:
             row = _number(NORMS, name, at, truth, found, tolerance.of_size(truth, spread))
-            is_hidden = hides_errors(spread, truth, step.norm or truth, tolerance.dtype)
+            is_hidden = tolerance.hides_errors(spread, truth, step.norm or truth)
             yield replace(row, status=UNCERTAIN) if is_hidden else row
 
 
