@@ -736,11 +736,19 @@ class Tolerance:
 
     dtype: torch.dtype
     additions: int = 1
+    only_rounding: bool = False
+    """In half precision, rounding may change decisions such as a top-k, so without random numbers any spread is accepted."""
 
     @classmethod
     def for_run(cls, evidence: Evidence) -> Tolerance:
         """The tolerance for the run's dtype, with an addition for each rank and each pass."""
-        return cls(getattr(torch, evidence.dtype), max(1, evidence.world_size * evidence.accumulation))
+        dtype = getattr(torch, evidence.dtype)
+        only_rounding = dtype in _SUMMED_IN and not evidence.redrawn and not evidence.host
+        return cls(dtype, max(1, evidence.world_size * evidence.accumulation), only_rounding)
+
+    def hides_errors(self, spread: float, size: float, everything: float) -> bool:
+        """Whether a wrong factor could hide in the tolerance (`hides_errors`)."""
+        return not self.only_rounding and hides_errors(spread, size, everything, self.dtype)
 
     def of(self, compared: Compared, typical: float = 0.0) -> float:
         """The bound on |found - truth|, 2-norm. `typical` is `typical_spread` of the quantity. Whole numbers: 0."""
@@ -805,6 +813,7 @@ def compare(evidence: Evidence) -> list[Row]:
     rows = list(_tensors(WEIGHTS_AT_START, None, evidence.weights_at_start, tolerance))
     for name, ranks in evidence.differing_draws.items():
         rows.append(Row(RANDOM, name, None, "differs" if ranks else "equal", inf if ranks else 0.0, 0.0, ranks))
+    rounding_only = set[str]()
     for at, step in enumerate(evidence.steps):
         # What changed between the steps.
         rows += [Row(MODE, name, at, "differs", inf, 0.0, ranks) for name, ranks in step.in_eval.items()]
@@ -835,8 +844,12 @@ def compare(evidence: Evidence) -> list[Row]:
         rows += _norms(at, step, tolerance)
         clipped = {name: gradient.clipped for name, gradient in step.gradients.items() if gradient.clipped is not None}
         rows += _tensors(CLIPPED, at, clipped, tolerance)
+        # A step that uses signs of gradients moves a weight at random whose gradient is a rounding error.
+        lengths = {name: length(gradient.total.truth) for name, gradient in step.gradients.items()}
+        least = _CHAOS * torch.finfo(tolerance.dtype).eps * sqrt(sum(size**2 for size in lengths.values()))
+        rounding_only |= {name for name, size in lengths.items() if size <= least}
         # Whatever numbers a run draws, replicas of a weight are equal after the step.
-        weights = list(_tensors(WEIGHTS, at, step.weights, tolerance))
+        weights = list(_tensors(WEIGHTS, at, step.weights, tolerance, rounding_only))
         for number, row in enumerate(weights):
             compared = step.weights[row.name]
             allowed = tolerance.of(replace(compared, spread=0.0))
@@ -887,16 +900,16 @@ def why_uncertain(evidence: Evidence, rows: Sequence[Row]) -> str:
     if any(name != LOOP for name, _ in reasons):
         reasons = [reason for reason in reasons if reason[0] != LOOP]
     named = [f"{name if name == LOOP else f'module {name}' if name else 'the model'}: {why}" for name, why in reasons]
-    why = f"random numbers that a single process cannot repeat are drawn in {'; in '.join(named[:3])}"
-    if not named:
-        why = (
-            "no random numbers were seen that could not be repeated, so either a generator outside of torch is used "
-            "(numpy.random.default_rng, for example), or a decision of the model (a top-k, a sort) changes with rounding"
+    if named:
+        return (
+            f"{shown}{more} may differ because of random numbers that a single process cannot repeat, so an error, a factor of 2 for "
+            f"example, could hide in them. These numbers are drawn in {'; in '.join(named[:3])}. Turn them off for the comparison, "
+            f"or draw them with torch, one for each row of the batch."
         )
     return (
         f"{shown}{more} differ between runs of the single process by a visible share of their value, so an error, a factor of 2 "
-        f"for example, could not be seen: {why}. Turn these numbers off for the comparison, or draw them with torch, one "
-        f"for each row of the batch."
+        f"for example, could hide in them. No random numbers were seen that could not be repeated: look for a generator outside "
+        f"of torch (numpy.random.default_rng, for example) and for decisions that change with rounding (a top-k, a sort)."
     )
 
 
@@ -1005,12 +1018,19 @@ def _is_finite(part: LocalValue) -> bool:
     return not part.value.is_floating_point() or bool(part.value.isfinite().all())
 
 
-def _tensors(quantity: str, step: int | None, some: Mapping[str, Compared], tolerance: Tolerance) -> Iterator[Row]:
+def _tensors(
+    quantity: str,
+    step: int | None,
+    some: Mapping[str, Compared],
+    tolerance: Tolerance,
+    rounding_only: Collection[str] = (),
+) -> Iterator[Row]:
     typical = typical_spread(some.values())
     everything = sqrt(sum(length(compared.truth) ** 2 for compared in some.values() if compared.spread))
     for name, compared in some.items():
         row = compare_tensor(compared, tolerance.of(compared, typical), quantity, name, step)
-        is_hidden = hides_errors(compared.spread, length(compared.truth), everything, tolerance.dtype)
+        is_hidden = tolerance.hides_errors(compared.spread, length(compared.truth), everything)
+        is_hidden = is_hidden and name not in rounding_only
         yield replace(row, status=UNCERTAIN) if is_hidden and row.status in ("equal", "differs") else row
 
 
@@ -1018,7 +1038,7 @@ def _recomputed(at: int, step: StepEvidence, tolerance: Tolerance) -> Iterator[R
     """The recomputed outputs of each rank's modules, compared with its own first outputs, right or wrong."""
     typical = typical_spread(step.recomputed.values())
     for name, again in step.recomputed.items():
-        if hides_errors(again.spread, length(again.truth), 0.0, tolerance.dtype):
+        if tolerance.hides_errors(again.spread, length(again.truth), 0.0):
             again = replace(again, spread=0.0)  # a rank recomputes with the same random numbers
         allowed = tolerance.of(again, typical)
         first = {part.rank: part for part in step.activations[name].found} if name in step.activations else {}
@@ -1038,7 +1058,7 @@ def _loss(at: int, step: StepEvidence, tolerance: Tolerance) -> Row:
     found = {rank: value for rank, value in enumerate(step.found_loss) if value is not None}
     mean = sum(found.values()) / len(found) if found else step.loss
     row = _number(LOSS, "loss", at, step.loss, found, allowed)
-    if found and hides_errors(step.loss_spread, abs(step.loss), abs(step.loss), tolerance.dtype):
+    if found and tolerance.hides_errors(step.loss_spread, abs(step.loss), abs(step.loss)):
         return replace(row, status=UNCERTAIN)
     if row.status == "differs" and in_units(abs(mean - step.loss), allowed) <= 1:
         return Row(LOSS, "loss", at, "equal", in_units(abs(mean - step.loss), allowed), allowed, (), "as a mean")
@@ -1063,7 +1083,7 @@ def _norms(at: int, step: StepEvidence, tolerance: Tolerance) -> Iterator[Row]:
     everything = sqrt(sum(value**2 for value in noise.values()))
     if step.norm is not None and any(value is not None for value in step.found_norm):
         row = _number(NORM, "norm", at, step.norm, _by_rank(step.found_norm), tolerance.of_size(step.norm, everything))
-        is_hidden = hides_errors(everything, step.norm, step.norm, tolerance.dtype)
+        is_hidden = tolerance.hides_errors(everything, step.norm, step.norm)
         yield replace(row, status=UNCERTAIN) if is_hidden else row
     for name, truth in step.norms.items():
         inside = [value for parameter, value in noise.items() if parameter == name or parameter.startswith(f"{name}.")]
@@ -1071,7 +1091,7 @@ def _norms(at: int, step: StepEvidence, tolerance: Tolerance) -> Iterator[Row]:
         found = _by_rank(step.found_norms.get(name, ()))
         if found:
             row = _number(NORMS, name, at, truth, found, tolerance.of_size(truth, spread))
-            is_hidden = hides_errors(spread, truth, step.norm or truth, tolerance.dtype)
+            is_hidden = tolerance.hides_errors(spread, truth, step.norm or truth)
             yield replace(row, status=UNCERTAIN) if is_hidden else row
 
 

@@ -230,7 +230,7 @@ class RandomNumbers(TorchFunctionMode):
         """The next seed of Python's and NumPy's generators in a perturbed run, if the ranks draw different numbers from them."""
         self._host_state = _host_state()
         self._inside: list[str] = []
-        self._is_dropout, self._is_paused = False, False
+        self._is_dropout, self._is_paused, self.is_compiled = False, False, False
         self._like: deque[tuple[Tensor, Tensor]] = deque(maxlen=4)
         """The last tensors made by `empty_like`, which random operators fill in place, with the tensors that they are like."""
 
@@ -268,6 +268,8 @@ class RandomNumbers(TorchFunctionMode):
         with ExitStack() as stack:
             for name, module in model.named_modules():
                 own = rename(name)
+                compiled = getattr(module, "_compiled_call_impl", None) or type(module).__name__ == "OptimizedModule"
+                self.is_compiled = self.is_compiled or bool(compiled)
                 entered = ModelHook(lambda *_, own=own: enter(own))
                 left = ModelHook(lambda *_, own=own: leave(own))
                 stack.callback(module.register_forward_pre_hook(entered).remove)
@@ -637,14 +639,19 @@ class ReplayedDraws(RandomNumbers):
 
 
 def notes_of(random_numbers: RandomNumbers, off: Mapping[str, str] | None) -> list[str]:
-    """Notes about dropout that was turned off. `off`: the reason by module; None: dropout is off everywhere."""
+    """Notes about changes to the model. `off`: the reason by module without dropout; None: dropout is off everywhere."""
+    notes = []
+    if random_numbers.is_compiled:
+        notes.append(
+            "torch.compile was left out: random operators are recorded one by one, so all runs are in eager mode"
+        )
     if off is None:
-        return ["dropout was set to 0 for the comparison"] if random_numbers.zeroed else []
+        return [*notes, *(["dropout was set to 0 for the comparison"] if random_numbers.zeroed else [])]
     reasons: dict[str, list[str]] = {}
     for name in sorted(random_numbers.zeroed):
         reason = off.get(name, "its mask is drawn inside a kernel, which does not return it")
         reasons.setdefault(reason, []).append(name or "the model's own forward")
-    return [f"dropout was set to 0 in {listed(names)}: {reason}" for reason, names in reasons.items()]
+    return [*notes, *(f"dropout was set to 0 in {listed(names)}: {reason}" for reason, names in reasons.items())]
 
 
 def _is_backward() -> bool:

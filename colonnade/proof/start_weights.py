@@ -40,7 +40,7 @@ def is_constant(tensor: Tensor) -> bool:
 
 
 @dataclass
-class _RankParts:
+class StartParts:
     """One differing weight: its parts on the ranks that store it, and the same parts of the script's own weight."""
 
     name: str
@@ -63,9 +63,9 @@ def judge_start(records: Sequence[Record], own: OwnStart) -> tuple[list[Finding]
     """Findings and notes about weights that the ranks do not start from, but the script in a single process does."""
     if not own.differing:
         return [], []
-    differing = list[_RankParts]()
+    differing = list[StartParts]()
     for name, whole in own.differing.items():
-        parts = _RankParts(name)
+        parts = StartParts(name)
         for record in records:
             if name in record.start and not is_constant(record.start[name]):
                 places = record.tensors[name].positions
@@ -82,11 +82,11 @@ def judge_start(records: Sequence[Record], own: OwnStart) -> tuple[list[Finding]
         for name, value in record.start.items():
             known.setdefault(name, (value, name))
 
-    findings: dict[str, list[_RankParts]] = {}
-    unrelated = list[_RankParts]()
+    findings: dict[str, list[StartParts]] = {}
+    unrelated = list[StartParts]()
     sentences: dict[str, tuple[str, str]] = {}
 
-    def add(key: str, parts: _RankParts, what: str, where: str) -> None:
+    def add(key: str, parts: StartParts, what: str, where: str) -> None:
         findings.setdefault(key, []).append(parts)
         sentences.setdefault(key, (what, where))
 
@@ -185,7 +185,7 @@ def judge_start(records: Sequence[Record], own: OwnStart) -> tuple[list[Finding]
     return found, notes
 
 
-def _names(some: Sequence[_RankParts]) -> str:
+def _names(some: Sequence[StartParts]) -> str:
     names = [parts.name for parts in some]
     return ", ".join(names) if len(names) <= 3 else f"{names[0]}, {names[1]} and {len(names) - 2} more"
 

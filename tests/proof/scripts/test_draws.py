@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,10 +15,8 @@ from colonnade.proof.scripts import Script, verify_script
 DRAWS = str(Path(__file__).parent / "of_users" / "draws.py")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
-JOINED = [
-    "randn_like", "depth", "depth engine", "gumbel", "vae", "choice", "checkpoint", "router engine", "feature_dropout", "rrelu", "lstm", "mixup",
-    "mixup engine", "noise", "unused",
-]  # fmt: skip
+JOINED = ["randn_like", "depth engine", "mixup"]
+MORE = ["depth", "gumbel", "vae", "choice", "checkpoint", "feature_dropout", "rrelu", "lstm", "noise", "unused"]
 NOT_JOINED = {"depth_by_rank": "module 2: ", "host": "random module", "mixup_by_rank": "the loop"}
 
 
@@ -24,7 +25,10 @@ def _verified(kind: str, monkeypatch: pytest.MonkeyPatch) -> Report:
     return verify_script(Script(DRAWS, tuple(kind.split())))
 
 
-@pytest.mark.parametrize("kind", JOINED)
+@pytest.mark.parametrize(
+    "kind",
+    [*JOINED, *(pytest.param(kind, marks=pytest.mark.long) for kind in (*MORE, "router engine", "mixup engine"))],
+)
 def test_random_numbers_of_the_ranks_are_repeated(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     report = _verified(kind, monkeypatch)
     assert report.ok, str(report)
@@ -33,6 +37,17 @@ def test_random_numbers_of_the_ranks_are_repeated(kind: str, monkeypatch: pytest
     assert doubled.findings[0].factor == pytest.approx(2.0), str(doubled)
 
 
+def test_the_command_ends_with_2_and_names_the_module() -> None:
+    command = [sys.executable, "-m", "colonnade.cli", "verify", "--nproc", "2", DRAWS, "depth_by_rank"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "TORCH_DISTRIBUTED_DEBUG": "OFF"}, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stdout.startswith("cannot tell whether the run is equal to one process")
+    assert "module 2: ranks with distinct data draw different numbers" in done.stdout
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("kind", NOT_JOINED)
 @pytest.mark.parametrize("doubled", ["", " doubled"])
 def test_random_numbers_that_cannot_be_repeated_are_never_called_equal(

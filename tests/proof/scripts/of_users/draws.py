@@ -78,6 +78,18 @@ class Routed(nn.Module):
         return x * self.router(x).weights[0].unsqueeze(-1)
 
 
+class Shifted(nn.Module):
+    """A weight whose gradient is a rounding error, which an optimizer that uses signs moves at random."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(()))
+
+    def forward(self, x):
+        x = x + self.shift
+        return x - x.mean(-1, keepdim=True)
+
+
 MIDDLE = {
     "randn_like": Noisy,
     "depth": lambda: Drop(nn.Linear(8, 8)),
@@ -89,6 +101,7 @@ MIDDLE = {
     "checkpoint": Checkpointed,
     "router": Routed,
     "rrelu": nn.RReLU,
+    "signs": Shifted,
     "feature_dropout": lambda: nn.Sequential(nn.Unflatten(1, (4, 2)), nn.Dropout1d(0.4), nn.Flatten()),
     "lstm": lambda: nn.LSTM(8, 8, 2, dropout=0.4),
 }
@@ -107,7 +120,7 @@ if kind == "lstm":
     model[2].forward = lambda x: forward(x.unsqueeze(0))[0].squeeze(0)
 draw = torch.Generator().manual_seed(5 + rank)
 batches = [(torch.randn(batch_rows, 8, generator=draw), torch.randn(batch_rows, 3, generator=draw)) for _ in range(4)]
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = (torch.optim.Rprop if kind == "signs" else torch.optim.SGD)(model.parameters(), lr=0.1)
 if "doubled" in options and world > 1:
     next(model.parameters()).register_hook(lambda gradient: 2 * gradient)
 if "engine" in options:
