@@ -123,14 +123,20 @@ def _report(
             raise typer.BadParameter(f"{value!r} is not allowed: use {' or '.join(allowed)}", param_hint=option)
     if (mistakes or tests) and not mutate:
         raise typer.BadParameter("requires --mutate", param_hint="--mistakes" if mistakes else "--tests")
-    from colonnade.proof.mutate import mutate_script
-    from colonnade.proof.scripts import verify_script
+    from colonnade.proof.processes import Processes
 
-    script = _script(dtype=dtype, off={} if dropout == "own" else None, **job)
-    if mutate:
-        # Progress goes to stderr, so that stdout is only the report.
-        return mutate_script(script, mistakes, tests, lambda line: typer.echo(f"colonnade: {line}", err=True))
-    return verify_script(script)
+    checked(LaunchJob(target=job["script"], is_module=job["module"], nproc=job["nproc"]))
+    # The warm process imports torch at the same time as this one.
+    with Processes(job["script"], job["module"] or job["model"] is not None) as processes:
+        from colonnade.proof.mutate import mutate_script
+        from colonnade.proof.scripts import verify_script
+
+        script = _script(dtype=dtype, off={} if dropout == "own" else None, **job)
+        if mutate:
+            # Progress goes to stderr, so that stdout is only the report.
+            tell = lambda line: typer.echo(f"colonnade: {line}", err=True)  # noqa: E731
+            return mutate_script(script, processes, mistakes, tests, tell)
+        return verify_script(script, processes)
 
 
 def _script(
@@ -148,7 +154,6 @@ def _script(
     from colonnade.proof.from_config import Given, is_config
     from colonnade.proof.scripts import Script
 
-    checked(LaunchJob(target=script, is_module=module, nproc=nproc))
     if model is None:
         for option, value in (("--batch", batch), ("--criterion", criterion), ("--import", imports)):
             if value:

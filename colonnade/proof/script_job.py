@@ -36,6 +36,7 @@ from colonnade.errors import ParityError
 from colonnade.parallel.split import Split
 from colonnade.proof.dropout_masks import Dropping, Nothing, Noting, Replaying, notes_of
 from colonnade.proof.mutation import plant
+from colonnade.proof.processes import NEEDS_NEW_PYTHON, is_forked
 from colonnade.proof.record import EngineRecorder, name_in_full_model, on_cpu, options_of
 from colonnade.proof.reference import canonical_names, load, moved_by_an_ulp
 from colonnade.testing.truth import in_double
@@ -112,12 +113,21 @@ def recorded_for_verify(part: ScriptPart) -> Iterator[None]:
 
         stack.enter_context(_replaced(CheckpointManager, "__init__", read_only))
         stack.enter_context(_replaced(CheckpointManager, "save", lambda own: lambda *args, **kwargs: None))
+
+        # The compiler has hung in a forked process. The parent starts this script again in new ones.
+        if is_forked():
+            stack.enter_context(_replaced(torch, "compile", lambda own: end_for_new_python))
         try:
             yield
         except SystemExit as end:
             if end.code not in (None, 0):
                 raise
         script.end_of_script()
+
+
+def end_for_new_python(*_: Any, **__: Any) -> NoReturn:
+    """End this forked process, because the script needs one that was not forked."""
+    os._exit(NEEDS_NEW_PYTHON)
 
 
 def shown(value: Any) -> str:

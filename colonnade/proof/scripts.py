@@ -7,10 +7,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,9 +23,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from colonnade.errors import ParityError
-from colonnade.launching.outcome import end_with_parent
+from colonnade.launching.outcome import launch_report, read_failure, silent_failure
 from colonnade.proof.compare import Report, assemble, dropped_by, full_shapes, full_tensors, mean_of
 from colonnade.proof.diagnose import diagnose
+from colonnade.proof.processes import NEEDS_NEW_PYTHON, Command, Processes, Running, stop, wait_for_all
 from colonnade.proof.record import Piece, Record
 from colonnade.proof.reference import (
     PERTURBED_RUNS,
@@ -75,29 +73,36 @@ class Script:
         return self.called or self.target
 
 
-def verify_script(script: Script) -> Report:
+def verify_script(script: Script, processes: Processes | None = None) -> Report:
     """Run the script on its ranks and in a single process, and compare the two.
 
     Every run has its own processes and writes to a temporary folder. A line on stderr names each run as it starts, and its
     duration once it is done.
 
+    Args:
+        script: The script.
+        processes: Starts the processes; default: new ones for this call.
+
     Raises:
         ScriptError: a run failed, took no step or timed out, or the batches of the ranks cannot be joined.
     """
-    with tempfile.TemporaryDirectory(prefix="colonnade-verify-") as name:
-        _, records, reference = run_both(script, Path(name))
+    with ExitStack() as stack:
+        name = stack.enter_context(tempfile.TemporaryDirectory(prefix="colonnade-verify-"))
+        if processes is None:
+            processes = stack.enter_context(Processes(script.target, script.is_module))
+        _, records, reference = run_both(script, Path(name), processes)
         return reference.judge(records)
 
 
-def run_both(script: Script, folder: Path) -> tuple[Script, list[Record], SingleProcessScript]:
+def run_both(script: Script, folder: Path, processes: Processes) -> tuple[Script, list[Record], SingleProcessScript]:
     """Run the script on its ranks and in a single process, again if a module drops values that a single process cannot."""
 
     def run(
         off: Mapping[str, str] | None,
     ) -> tuple[tuple[Script, list[Record], SingleProcessScript], Mapping[str, str]]:
         chosen, inside = replace(script, off=off), Path(tempfile.mkdtemp(dir=folder))
-        records = on_ranks(chosen, inside)
-        reference = SingleProcessScript(chosen, inside, records)
+        records = on_ranks(chosen, inside, processes)
+        reference = SingleProcessScript(chosen, inside, records, processes)
         return (chosen, records, reference), reference.not_joined
 
     return without_unjoinable_dropout(run, script.off)[0]
@@ -106,8 +111,8 @@ def run_both(script: Script, folder: Path) -> tuple[Script, list[Record], Single
 class SingleProcessScript:
     """The script in a single process, from the weights and the global batches of a run: the reference for such runs."""
 
-    def __init__(self, script: Script, folder: Path, records: Sequence[Record]) -> None:
-        self._script, self._folder, self._records = script, folder, records
+    def __init__(self, script: Script, folder: Path, records: Sequence[Record], processes: Processes) -> None:
+        self._script, self._folder, self._records, self._processes = script, folder, records, processes
         self._shard_records: list[Record] | None = None
 
         # The processes below start from the weights of the ranks, and replay their batches (joined) and dropout masks.
@@ -121,7 +126,7 @@ class SingleProcessScript:
         # The reference and the runs that start one ulp away do not depend on each other, so all of them run at once.
         parts = [self._part(REFERENCE), *(self._part(f"moved{seed}.pt", noise=seed) for seed in range(PERTURBED_RUNS))]
         what = f"the reference and {PERTURBED_RUNS} runs with weights moved by one ulp"
-        self._truth, *self._moved = _in_single_processes(script, folder, parts, what)
+        self._truth, *self._moved = _in_single_processes(script, folder, parts, what, processes)
         self.not_joined: Mapping[str, str] = self._truth.run.replays.not_joined
 
     def judge(self, records: Sequence[Record]) -> Report:
@@ -151,7 +156,9 @@ class SingleProcessScript:
             for part in parts:
                 join_batches(self._records, self._folder / JOINED.format(data_rank=part.data_rank), part.data_rank)
             what = f"the batches of {count} data ranks one by one, for the diagnosis"
-            self._shard_records = _in_single_processes(self._script, self._folder, parts, what) if parts else []
+            self._shard_records = (
+                _in_single_processes(self._script, self._folder, parts, what, self._processes) if parts else []
+            )
         gradients = [[unsharded(record.steps[at].total) for record in self._shard_records] for at in range(len(steps))]
         steps = [replace(step, by_data_rank=some) for step, some in zip(truth.steps, gradients, strict=True)]
         return diagnose(assemble(records, replace(truth, steps=steps)))
@@ -350,64 +357,101 @@ def _shown_run(script: Script, how: str, detail: str = "") -> Iterator[None]:
         sys.stderr.flush()
 
 
-def on_ranks(script: Script, folder: Path) -> list[Record]:
+def on_ranks(script: Script, folder: Path, processes: Processes) -> list[Record]:
     """Run the script on its ranks; returns the record of each."""
-    how = f"on {script.nproc} rank{'s' * (script.nproc > 1)}"
+    count, how = script.nproc, f"on {script.nproc} rank{'s' * (script.nproc > 1)}"
     off = None if script.off is None else dict(script.off)
     part = ScriptPart(
         "ranks", str(folder), "rank{rank}.pt", script.steps, script.dtype, mistake=script.mistake, off=off
     )
-    environment = _environment(part.write(folder / "ranks.json"))
-    command = [sys.executable, "-m", "colonnade.cli", "run", "--nproc", str(script.nproc), "--no-prefix"]
-    command += [*(["-m"] if script.is_module else []), script.target, *script.arguments]
-    with _shown_run(script, how):
-        with running({folder / "ranks.log": (command, environment)}) as (job,):
-            status = job.wait(time.monotonic() + script.timeout)
-            if status is None:
-                raise _timed_out(script, job, how)
-        files = [folder / f"rank{rank}.pt" for rank in range(script.nproc)]
-        if status != 0 or not all(file.exists() for file in files):
-            raise ScriptError(f"{script} failed {how} (exit status {status}):\n{job.output()}")
-        return with_layout([_record(script, file, how) for file in files])
+    with ExitStack() as stack:
+        stack.enter_context(_shown_run(script, how))
+        # The variables of torchrun. The port stays bound until the end, so that no other process gets it.
+        port = stack.enter_context(loopback_socket(listening=False)).getsockname()[1]
+        commands = [
+            _command(script, part.write(folder / "ranks.json"), f"rank{rank}", rank, count, port)
+            for rank in range(count)
+        ]
+        some, codes = _run(script, commands, how, processes, stack)
+        if any(codes):
+            # All ranks get a short time to write why they ended, and then the report of `colonnade run` names the first one.
+            stop(some)
+            ended = time.time()
+            outcomes = {
+                rank: read_failure(rank, folder / f"rank{rank}.error") or silent_failure(rank, code, ended)
+                for rank, job in enumerate(some)
+                if (code := job.wait(0.0))
+            }
+            text, status = launch_report(outcomes, {rank: job.log for rank, job in enumerate(some)})
+            said = "\n".join(job.output() for job in some)
+            raise ScriptError(f"{script} failed {how} (exit status {status}):\n{said}\n{text}")
+        return with_layout([_record(script, folder / f"rank{rank}.pt", how) for rank in range(count)])
 
 
-def _in_single_processes(script: Script, folder: Path, parts: Sequence[ScriptPart], what: str) -> list[Record]:
+def _in_single_processes(
+    script: Script, folder: Path, parts: Sequence[ScriptPart], what: str, processes: Processes
+) -> list[Record]:
     """Run the script in a single process for each part, all of them at once; returns their records."""
-    found, commands = [], dict[Path, tuple[list[str], dict[str, str]]]()
     how = "in a single process"
     with ExitStack() as stack:
         stack.enter_context(_shown_run(script, f"on 1 rank, {len(parts)} times at once", what))
+        commands = []
         for part in parts:
-            name = part.result.removesuffix(".pt")
-            # Every process is a world of one rank. Its port stays bound until the end, so that no other process gets it.
+            # Every process is a world of one rank, with a port of its own.
             port = stack.enter_context(loopback_socket(listening=False)).getsockname()[1]
-            environment = _environment(part.write(folder / f"{name}.json"))
-            environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-            environment |= {"COLONNADE_LAUNCHER_PID": str(os.getpid())}
-            environment |= {"TORCHELASTIC_ERROR_FILE": str(folder / f"{name}.error")}
-            command = [sys.executable, "-u", "-m", "colonnade.launching.bootstrap"]
-            command += ["module" if script.is_module else "script", "plain", script.target, *script.arguments]
-            commands[folder / f"{name}.log"] = command, environment
-        until = time.monotonic() + script.timeout
-        processes = stack.enter_context(running(commands))
-        for part, process in zip(parts, processes, strict=True):
-            status, file = process.wait(until), folder / part.result
-            if status is None:
-                raise _timed_out(script, process, how)
-            if status != 0 or not file.exists():
+            name = part.result.removesuffix(".pt")
+            commands.append(_command(script, part.write(folder / f"{name}.json"), name, 0, 1, port))
+        some, codes = _run(script, commands, how, processes, stack)
+        for job, status in zip(some, codes, strict=True):
+            if status:
                 ranks = f"{script.nproc} rank{'s' * (script.nproc > 1)}"
                 raise ScriptError(
                     f"{script} ran on {ranks}, but failed {how}, where every parallel size is 1 and each batch is the global "
                     f"batch (exit status {status}). If the script uses batches outside of its engine, for example in its own loss, they "
-                    f"must come from a DataLoader or through colonnade.watch(engine, None, batches):\n{process.output()}"
+                    f"must come from a DataLoader or through colonnade.watch(engine, None, batches):\n{job.output()}"
                 )
-            found.append(_record(script, file, how))
-    return found
+        return [_record(script, folder / part.result, how) for part in parts]
+
+
+def _command(script: Script, part: Path, name: str, rank: int, count: int, port: int) -> Command:
+    """The process of a rank, with the variables that torchrun sets."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC_")}
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    environment |= {VARIABLE: str(part), "GLOO_SOCKET_IFNAME": environment.get("GLOO_SOCKET_IFNAME", "lo")}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": part.parent.name}
+    environment |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0", "ROLE_NAME": "default"}
+    environment |= {"TORCHELASTIC_ERROR_FILE": str(part.parent / f"{name}.error")}
+    for prefix in ("", "LOCAL_", "ROLE_"):
+        environment |= {f"{prefix}RANK": str(rank), f"{prefix}WORLD_SIZE": str(count)}
+    environment |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+    words = ["module" if script.is_module else "script", "plain", script.target, *script.arguments]
+    return Command(words, environment, part.parent / f"{name}.log")
+
+
+def _run(
+    script: Script, commands: Sequence[Command], how: str, processes: Processes, stack: ExitStack
+) -> tuple[list[Running], list[int | None]]:
+    """Run commands until all have ended or one has failed; returns the processes and their exit codes."""
+    while True:
+        some = stack.enter_context(processes.running(commands))
+        codes = wait_for_all(some, time.monotonic() + script.timeout)
+        if codes is None:
+            said = "\n".join(job.output() for job in some)
+            raise ScriptError(
+                f"{script} did not finish step {script.steps} {how} within {script.timeout:g} seconds, and was stopped. If it is only "
+                f"slow, allow more time (--timeout). Its last output and its stack:\n{said}"
+            )
+        if NEEDS_NEW_PYTHON not in codes or not processes.forks:
+            return some, codes
+        # The script compiles its model, which can hang in a forked process. From here on, every process is a new Python.
+        stop(some)
+        processes.restart_without_forks()
 
 
 def _record(script: Script, file: Path, how: str) -> Record:
     """The record that a process wrote, if it took a step."""
+    if not file.exists():
+        raise ScriptError(f"{script} ended {how} before it wrote what it had computed, for example by os._exit()")
     found = torch.load(file, weights_only=False)
     if isinstance(found, Record):
         return found
@@ -420,76 +464,3 @@ def _record(script: Script, file: Path, how: str) -> Record:
         "them (--nproc)"
     )
     raise ScriptError(f"{script} ended {how} without a step, so there is nothing to compare: {why}", code="C100")
-
-
-def _timed_out(script: Script, process: Running, how: str) -> ScriptError:
-    return ScriptError(
-        f"{script} did not finish step {script.steps} {how} within {script.timeout:g} seconds, and was stopped. If it is only "
-        f"slow, allow more time (--timeout). Its last output and its stack:\n{process.output()}"
-    )
-
-
-def _environment(part: Path) -> dict[str, str]:
-    environment = {**os.environ, VARIABLE: str(part)}
-    environment.setdefault("OMP_NUM_THREADS", "1")
-    return environment
-
-
-# --- Processes with a time limit; none is left behind, however the wait ends ---
-
-
-_SHOWN = 4000
-_DUMP_SECONDS = 1.0
-_GRACE_SECONDS = 5.0
-
-
-@dataclass(frozen=True)
-class Running:
-    """A process whose output goes to a file."""
-
-    process: subprocess.Popen[bytes]
-    log: Path
-
-    def wait(self, until: float) -> int | None:
-        """The exit status; None if the process still runs at `until` (`time.monotonic`). Its log then has its stack."""
-        try:
-            return self.process.wait(max(0.0, until - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            # Ranks write their stacks at SIGUSR1. The launcher would die of the signal, so it goes to its children only.
-            pid, children = self.process.pid, list[int]()
-            with contextlib.suppress(OSError):
-                children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-            for child in children or [pid]:
-                with contextlib.suppress(OSError):
-                    os.kill(child, signal.SIGUSR1)
-            time.sleep(_DUMP_SECONDS)
-            return None
-
-    def output(self) -> str:
-        """The end of its output."""
-        with self.log.open("rb") as file:
-            file.seek(max(0, self.log.stat().st_size - _SHOWN))
-            return file.read().decode("utf-8", "replace").strip()
-
-
-@contextmanager
-def running(commands: Mapping[Path, tuple[Sequence[str], Mapping[str, str]]]) -> Iterator[list[Running]]:
-    """Start commands, given by log file as (words, environment). Processes that still run at the end are stopped."""
-    started: list[Running] = []
-    try:
-        for log, (command, environment) in commands.items():
-            with log.open("wb") as into:
-                process = subprocess.Popen(
-                    command, env=dict(environment), stdout=into, stderr=subprocess.STDOUT, preexec_fn=end_with_parent
-                )
-            started.append(Running(process, log))
-        yield started
-    finally:
-        for job in started:
-            job.process.terminate()
-        for job in started:
-            try:
-                job.process.wait(_GRACE_SECONDS)
-            except subprocess.TimeoutExpired:
-                job.process.kill()  # its ranks die with it
-                job.process.wait()
