@@ -358,15 +358,15 @@ class _SideBySide:
         """The norm of each norm group (slot), from the gradients of the reference."""
         if truth.norm is None:
             return {}
-        slots: dict[str, list[Tensor]] = {}
+        kind = self.records[0].run.norm_type
+        slots: dict[str, list[float]] = {}
         for name, gradient in truth.total.items():
             for record, local in zip(self.records, self.local, strict=True):
                 slot = record.tensors[local[name]].slot if name in local else None
                 if slot is not None:
-                    slots.setdefault(slot, []).append(gradient)
+                    slots.setdefault(slot, []).append(truth.lengths.get(name) or norm_of([gradient], kind))
                     break
-        kind = self.records[0].run.norm_type
-        return {slot: norm_of(gradients, kind) for slot, gradients in slots.items() if slot in steps[0].norms}
+        return {slot: norm_of([], kind, norms) for slot, norms in slots.items() if slot in steps[0].norms}
 
     def _activations(
         self, seen: Sequence[Mapping[str, Tensor]], truth: Truth, spread: RoundingSpread

@@ -15,7 +15,15 @@ from pathlib import Path
 
 from colonnade.proof.mutation import Mistake, known, planted_environment
 from colonnade.proof.processes import Processes
-from colonnade.proof.scripts import Script, ScriptError, SingleProcessScript, on_ranks, run_both, verify_script
+from colonnade.proof.scripts import (
+    Script,
+    ScriptError,
+    SingleProcessScript,
+    on_ranks,
+    run_both,
+    tensors_to_diagnose,
+    verify_script,
+)
 
 _NO_PLACE = "this run has nothing to plant this mistake into"
 YES, NO, NOT_PLANTED = "noticed", "NOT noticed", "does not apply"
@@ -134,7 +142,12 @@ def _verified(
             return Tried(mistake.name, mistake.what, NOT_PLANTED)
         raise
     # The reference can be used again unless the mistake has changed the initial weights, batches or random numbers.
-    report = reference.judge(records) if reference.was_fed(records) else verify_script(script, processes)
+    if reference.was_fed(records):
+        report = reference.judge(records)
+        if needed := tensors_to_diagnose(report, records):
+            report = verify_script(replace(script, whole=needed), processes)
+    else:
+        report = verify_script(script, processes)
     causes = tuple(report.causes)
     named = bool(causes) and causes[0] in mistake.causes
     return Tried(mistake.name, mistake.what, NO if report.ok else YES, causes, named)

@@ -29,6 +29,7 @@ from colonnade.parallel.held import checksum, held_tensors
 from colonnade.parallel.placement import is_dtensor
 from colonnade.parallel.whole import LocalTensor, locate_tensors, memory_order, prefix_of
 from colonnade.proof.dropout_masks import Dropping, Masks, Nothing, Noting, Replays
+from colonnade.proof.sketch import Stored, sketch
 
 Batch = tuple[Any, Any]
 """(data, label)"""
@@ -88,6 +89,8 @@ class RecordedStep:
     """One step. Tensors are by their names in this process."""
 
     losses: list[Loss | None] = field(default_factory=list)
+    lengths: dict[str, float] = field(default_factory=dict)
+    """The norms of the total gradients that were sketched."""
     raw: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     """By parameter and number of the pass: the local gradient of that backward pass."""
     total: dict[str, list[Piece]] = field(default_factory=dict)
@@ -152,6 +155,10 @@ class RunInfo:
     zeroed: set[str] = field(default_factory=set)
     """The modules whose dropout was turned off."""
 
+    sketched: set[str] = field(default_factory=set)
+    """The tensors that were recorded as sketches."""
+    stored: dict[str, Stored] = field(default_factory=dict)
+    """A script on its ranks: the initial values of these tensors."""
     given: dict[str, list[Any]] = field(default_factory=dict)
     """A script on its ranks: every batch that came in, by place (loader, call, schedule, criterion)."""
     config: dict[str, str] = field(default_factory=dict)
@@ -189,6 +196,7 @@ class StepRecorder:
         gradients: Yields the final gradients that this process stores; default: those in `.grad`.
         rename: Names of modules in the unsharded model.
         dropping: The dropout mode of the run.
+        is_sketched: Whether a tensor is recorded as a sketch; default: none is.
     """
 
     def __init__(
@@ -200,10 +208,12 @@ class StepRecorder:
         gradients: Callable[[], Iterator[tuple[Tracked, Piece]]] | None = None,
         rename: Callable[[str], str] = lambda name: name,
         dropping: Dropping | None = None,
+        is_sketched: Callable[[Tracked], bool] = lambda entry: False,
     ) -> None:
         self.record = Record(rank)
         self.dropping = dropping if dropping is not None else Nothing()
         self.tracked = list(tracked)
+        self.sketched = {entry.name for entry in self.tracked if is_sketched(entry)}
         self._by_count, self._rename = by_count, rename
         self._gradients = gradients or self._own_gradients
         self._handles: list[Any] = []
@@ -234,7 +244,7 @@ class StepRecorder:
 
     def note_start(self) -> None:
         """Training starts from the current weights."""
-        self.record.start = {entry.name: copied(local_part(entry.tensor)) for entry in self.tracked}
+        self.record.start = {entry.name: self._kept(entry.name, local_part(entry.tensor)) for entry in self.tracked}
         self.dropping.begin_step(0, self.dropping.data_rank)
 
     def note_loss(self, loss: Loss | None) -> None:
@@ -244,7 +254,10 @@ class StepRecorder:
         """Record the current gradients times `factor`."""
         found: dict[str, list[Piece]] = getattr(self._step, into)
         for entry, piece in self._gradients():
-            value = copied(piece.value)
+            value = self._kept(entry.name, piece.value)
+            if entry.name in self.sketched and into == "total":
+                length = torch.linalg.vector_norm(piece.value, self.record.run.norm_type, dtype=torch.float64)
+                self._step.lengths[entry.name] = float(length) * factor
             found.setdefault(entry.name, []).append(Piece(value if factor == 1.0 else value * factor, piece.positions))
 
     def note_options(self, options: Options) -> None:
@@ -271,7 +284,9 @@ class StepRecorder:
         step = self._step
         step.norm, step.norms, step.divisors = norm, dict(norms or {}), dict(divisors or {})
         for entry in self.tracked:
-            (step.weights if entry.is_parameter else step.buffers)[entry.name] = copied(local_part(entry.tensor))
+            (step.weights if entry.is_parameter else step.buffers)[entry.name] = self._kept(
+                entry.name, local_part(entry.tensor)
+            )
         # Autocast computes in a coarser dtype than that of the weights. The tolerance is that of the coarser one.
         if self._coarsest is not None and self.record.run.dtype:
             own = getattr(torch, self.record.run.dtype)
@@ -290,12 +305,12 @@ class StepRecorder:
         # backward pass, so there the calls of the hook are counted.
         at = self._fired.get(name, -1) + 1 if self._by_count else len(self._step.losses) - 1
         self._fired[name] = at
-        size = grad.numel() * grad.element_size()
+        size = 0 if name in self.sketched else grad.numel() * grad.element_size()
         # Local gradients take as much memory as the model for each pass, so only the first ones are kept of a large model.
         if grad.layout is torch.strided and self._room >= size:
             self._room -= size
-            before = self._step.raw.setdefault(name, {}).get(at)
-            self._step.raw[name][at] = copied(grad) if before is None else before + copied(grad)
+            before, value = self._step.raw.setdefault(name, {}).get(at), self._kept(name, grad)
+            self._step.raw[name][at] = value if before is None else before + value
 
     def _on_output(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Module hook: the output of the first call in the first step, and that of its recomputation."""
@@ -323,6 +338,10 @@ class StepRecorder:
         if size <= self._seen_room:
             self._seen_room -= size
             into[name] = copied(value)
+
+    def _kept(self, name: str, value: Tensor) -> Tensor:
+        """The record of a value of a tracked tensor: a copy or a sketch."""
+        return sketch(value) if name in self.sketched else copied(value)
 
     def _own_gradients(self) -> Iterator[tuple[Tracked, Piece]]:
         for entry in self.tracked:
@@ -396,13 +415,20 @@ _FP16_SCALE = 256.0
 class EngineRecorder(Observer):
     """Records the steps of an engine until `close`. Collective over the world to make."""
 
-    def __init__(self, engine: Engine, dropping: Dropping | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        dropping: Dropping | None = None,
+        is_sketched: Callable[[Tracked], bool] = lambda entry: False,
+    ) -> None:
         self._engine = engine
         context = engine.context
         located = locate_tensors(engine.model, context, "verifying")
         self._prefix = prefix_of(engine.model)
         self.tracked = [_tracked(entry) for entry in located]
         self._by_tensor = {id(entry.tensor): entry for entry in self.tracked}
+        # The gradient of a tensor in a sharded optimizer is a slice, which is no sketch of the whole.
+        sliced = {id(parameter) for parameter, *_ in engine.engine_optimizer.gradient_slices()}
         self.recorder = StepRecorder(
             engine.model,
             self.tracked,
@@ -411,6 +437,7 @@ class EngineRecorder(Observer):
             self._gradients,
             rename=partial(name_in_full_model, engine.model),
             dropping=dropping,
+            is_sketched=lambda entry: id(entry.tensor) not in sliced and is_sketched(entry),
         )
         self.record = self.recorder.record
 
@@ -426,6 +453,7 @@ class EngineRecorder(Observer):
         }
         self.record.groups = groups_of(engine.optimizer, self._by_tensor)
         self.record.run = info_of(engine)
+        self.record.run.sketched = self.recorder.sketched
         engine.observers.append(self)
 
         # The initial loss scale of fp16 makes the first steps overflow, and a skipped step cannot be compared.

@@ -34,6 +34,7 @@ from colonnade.errors import ParityError, did_you_mean, listed
 from colonnade.parallel.dtensor import local_part
 from colonnade.proof.dropout_masks import Dropping, Nothing
 from colonnade.proof.record import ACTIVATION_BYTES, RAW_BYTES, Batch, RunInfo, copied, first_tensor
+from colonnade.proof.sketch import Stored
 
 Tensors = dict[str, Tensor]
 Groups = Sequence[tuple[Mapping[str, Any], Sequence[str]]]
@@ -54,6 +55,8 @@ class Truth:
     passes: list[Tensors] = field(default_factory=list)
     """The gradients of each backward pass, weighted as in the total."""
     total: Tensors = field(default_factory=dict)
+    lengths: dict[str, float] = field(default_factory=dict)
+    """The norms of those gradients in `total` that are sketches."""
     clipped: Tensors = field(default_factory=dict)
     norm: float | None = None
     weights: Tensors = field(default_factory=dict)
@@ -292,9 +295,13 @@ def divided(total: Tensors, divisors: Mapping[str, float]) -> Tensors:
     return {name: value if divisors.get(name, 1.0) == 1.0 else value / divisors[name] for name, value in total.items()}
 
 
-def norm_of(values: Sequence[Tensor], norm_type: float) -> float:
-    """The norm of all tensors together, in double: on a CPU, torch's sum of millions of squares in fp32 is off by 1e-4."""
+def norm_of(values: Sequence[Tensor], norm_type: float, known: Sequence[float] = ()) -> float:
+    """The norm of all tensors together, in double: on a CPU, torch's sum of millions of squares in fp32 is off by 1e-4.
+
+    `known` are the norms of further tensors.
+    """
     norms = [torch.linalg.vector_norm(value, norm_type, dtype=torch.float64) for value in values]
+    norms += [torch.tensor(norm, dtype=torch.float64) for norm in known]
     return float(torch.linalg.vector_norm(torch.stack(norms), norm_type)) if norms else 0.0
 
 
@@ -433,7 +440,7 @@ def set_eval(model: nn.Module, kept_in_eval: Mapping[str, bool]) -> None:
 
 def load(
     model: nn.Module,
-    start: Mapping[str, Tensor],
+    start: Mapping[str, Tensor | Stored],
     noise: torch.Generator | None = None,
     in_place: bool = False,
     rename: Callable[[str], str] = lambda name: name,
@@ -443,7 +450,8 @@ def load(
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if rename(name) in start:
-                value = moved_by_an_ulp(start[rename(name)], noise, ulp)
+                given = start[rename(name)]
+                value = moved_by_an_ulp(given.tensor() if isinstance(given, Stored) else given, noise, ulp)
                 if in_place:
                     local_part(tensor).copy_(value)
                 else:

@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,18 +33,21 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine import build
 from colonnade.engine.engine import Engine
 from colonnade.errors import ParityError
+from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.split import Split
 from colonnade.proof.dropout_masks import Dropping, Nothing, Noting, Replaying, notes_of
 from colonnade.proof.mutation import plant
 from colonnade.proof.processes import NEEDS_NEW_PYTHON, is_forked
-from colonnade.proof.record import EngineRecorder, name_in_full_model, on_cpu, options_of
+from colonnade.proof.record import EngineRecorder, Tracked, name_in_full_model, on_cpu, options_of
 from colonnade.proof.reference import canonical_names, load, moved_by_an_ulp
+from colonnade.proof.sketch import LARGE, store
 from colonnade.testing.truth import in_double
 
 VARIABLE = "COLONNADE_VERIFY"
 _LOADED = 64
 """The number of batches that are recorded of each loader."""
 JOINED, START, MASKS, REFERENCE, OPTIONS = "joined{data_rank}.pt", "start.pt", "masks.pt", "reference.pt", "options.pt"
+WEIGHTS = "weights{step}.pt"
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,12 @@ class ScriptPart:
     data_rank: int | None = None
     """In a single process: the data rank whose batches it gets instead of the global batches."""
     mistake: str | None = None
+    whole: list[str] | None = None
+    """On the ranks: the large tensors that are recorded as a whole, and not as sketches; None: all."""
+    sketched: list[str] = field(default_factory=list)
+    """In a single process: the tensors that are recorded as sketches, as on the ranks."""
+    keeps_weights: bool = False
+    """In a single process: write the weights after each step to a file, for runs on the batches of one data rank."""
     off: dict[str, str] | None = None
     """The modules without dropout, with the reasons; None: all of them."""
 
@@ -293,7 +302,11 @@ class ScriptRecorder:
         """Record an engine, and note or replace the batches that reach it: by a call, by its schedule or by its criterion."""
         if self.part.mistake is not None:
             plant(engine, self.part.mistake)
-        self.follow(EngineRecorder(engine, self.dropping), engine.model, partial(name_in_full_model, engine.model))
+        self.follow(
+            EngineRecorder(engine, self.dropping, self.is_sketched),
+            engine.model,
+            partial(name_in_full_model, engine.model),
+        )
         self._optimizer = engine.optimizer
         schedule: Any = engine.schedule
         forward, load_batch = engine._forward, schedule.load_batch
@@ -338,6 +351,13 @@ class ScriptRecorder:
 
     # --- During the run ---
 
+    def is_sketched(self, entry: Tracked) -> bool:
+        """Whether a tensor is recorded as a sketch: on the ranks the large ones that they store in full."""
+        if self.part.is_single:
+            return not set(entry.names).isdisjoint(self.part.sketched)
+        is_large = entry.tensor.numel() > LARGE and entry.tensor.is_floating_point() and entry.positions is None
+        return is_large and self.part.whole is not None and set(entry.names).isdisjoint(self.part.whole)
+
     def begin(self, forward_only: bool = False) -> None:
         """Before the first pass: training starts from the current weights, or from those of the ranks."""
         if self._begun or forward_only:
@@ -346,6 +366,13 @@ class ScriptRecorder:
         if self.part.is_single:
             self._load(torch.load(self.folder / START, weights_only=False))
         self.recorder.recorder.note_start()
+        if not self.part.is_single:
+            with torch._C.DisableTorchFunction():
+                self.recorder.record.run.stored = {
+                    entry.name: store(entry.name, local_part(entry.tensor), self.folder)
+                    for entry in self.recorder.tracked
+                    if entry.name in self.recorder.recorder.sketched
+                }
 
     def note_or_replace(self, key: str, value: Any, most: int | None = None) -> Any:
         """Record a value on the ranks, or return the global one instead in a single process.
@@ -417,12 +444,16 @@ class ScriptRecorder:
 
     def end_of_step(self) -> None:
         done = len(self.recorder.record.steps)
+        if self.part.keeps_weights:
+            tracked = self.recorder.tracked
+            weights = {entry.name: local_part(entry.tensor) for entry in tracked if entry.is_parameter}
+            with torch._C.DisableTorchFunction():
+                torch.save(weights, self.folder / WEIGHTS.format(step=done - 1))
         if done >= self.part.steps:
             self.finish()
         # A run on the batches of one data rank has other gradients. The next step needs the weights of the reference again.
         if self.part.data_rank is not None:
-            truth = torch.load(self.folder / REFERENCE, weights_only=False)
-            self._load(truth.steps[done - 1].weights)
+            self._load(torch.load(self.folder / WEIGHTS.format(step=done - 1), weights_only=False))
 
     def end_of_script(self) -> None:
         """The script ended before the last step. If it took none, the file only tells whether there was an engine."""

@@ -24,7 +24,17 @@ from torch.utils._pytree import tree_leaves
 
 from colonnade.errors import ParityError
 from colonnade.launching.outcome import launch_report, read_failure, silent_failure
-from colonnade.proof.compare import Report, assemble, dropped_by, full_shapes, full_tensors, mean_of
+from colonnade.proof.compare import (
+    CLIPPED,
+    NORM,
+    NORMS,
+    Report,
+    assemble,
+    dropped_by,
+    full_shapes,
+    full_tensors,
+    mean_of,
+)
 from colonnade.proof.diagnose import diagnose
 from colonnade.proof.processes import NEEDS_NEW_PYTHON, Command, Processes, Running, stop, wait_for_all
 from colonnade.proof.record import Piece, Record
@@ -41,6 +51,7 @@ from colonnade.proof.reference import (
     without_unjoinable_dropout,
 )
 from colonnade.proof.script_job import JOINED, MASKS, OPTIONS, REFERENCE, START, VARIABLE, ScriptPart
+from colonnade.proof.sketch import Stored
 from colonnade.proof.watch import with_layout
 from colonnade.testing.world import loopback_socket
 
@@ -66,6 +77,8 @@ class Script:
     """The modules in which dropout is turned off, with the reason; None: dropout is off everywhere."""
     called: str = ""
     """The name used in messages; empty: the target."""
+    whole: Sequence[str] | None = ()
+    """The large tensors that are recorded as a whole, because a diagnosis needs their elements; others are sketches. None: all."""
     timeout: float = TIMEOUT
     """Seconds until the last compared step must be done, for each run."""
 
@@ -90,8 +103,26 @@ def verify_script(script: Script, processes: Processes | None = None) -> Report:
         name = stack.enter_context(tempfile.TemporaryDirectory(prefix="colonnade-verify-"))
         if processes is None:
             processes = stack.enter_context(Processes(script.target, script.is_module))
-        _, records, reference = run_both(script, Path(name), processes)
+        chosen, records, reference = run_both(script, Path(name), processes)
+        report = reference.judge(records)
+        needed = tensors_to_diagnose(report, records)
+        if not needed:
+            return report
+
+        # Sketches show that something differs, but hardly why. A second run records the tensors that differ.
+        del records, reference
+        _, records, reference = run_both(replace(chosen, whole=[*(chosen.whole or ()), *needed]), Path(name), processes)
         return reference.judge(records)
+
+
+def tensors_to_diagnose(report: Report, records: Sequence[Record]) -> list[str]:
+    """The sketched tensors whose elements are needed to find out why a run differs."""
+    wrong = [row for row in report.rows if not row.ok]
+    sketched = sorted({name for record in records for name in record.run.sketched})
+    # Norms and clipping depend on all gradients.
+    if any(row.quantity in (NORM, NORMS, CLIPPED) for row in wrong):
+        return sketched
+    return [name for name in sketched if any(row.name == name for row in wrong)] if wrong else []
 
 
 def run_both(script: Script, folder: Path, processes: Processes) -> tuple[Script, list[Record], SingleProcessScript]:
@@ -117,15 +148,24 @@ class SingleProcessScript:
 
         # The processes below start from the weights of the ranks, and replay their batches (joined) and dropout masks.
         off = script.off or {}
-        torch.save(full_tensors(records, {}), folder / START)
+        full: dict[str, Tensor | Stored] = {**full_tensors(records, {})}
+        for record in reversed(records):
+            full |= record.run.stored
+        torch.save(full, folder / START)
         torch.save(dropped_by(records, off), folder / MASKS)
         options, dtype = [step.options for step in records[0].steps], getattr(torch, records[0].run.dtype)
         torch.save((options, dtype, records[0].run.config), folder / OPTIONS)
         join_batches(records, folder / JOINED.format(data_rank=""), None)
 
         # The reference and the runs that start one ulp away do not depend on each other, so all of them run at once.
-        parts = [self._part(REFERENCE), *(self._part(f"moved{seed}.pt", noise=seed) for seed in range(PERTURBED_RUNS))]
-        what = f"the reference and {PERTURBED_RUNS} runs with weights moved by one ulp"
+        # The spread of a large tensor in fp64 hardly depends on the seed, and a run of a large model is slow.
+        self._sketched = {name for record in records for name in record.run.sketched}
+        count = 1 if self._sketched and dtype is torch.float64 else PERTURBED_RUNS
+        parts = [
+            self._part(REFERENCE, keeps_weights=not self._sketched or bool(script.whole)),
+            *(self._part(f"moved{seed}.pt", noise=seed) for seed in range(count)),
+        ]
+        what = f"the reference and {count} run{'s' * (count > 1)} with weights moved by one ulp"
         self._truth, *self._moved = _in_single_processes(script, folder, parts, what, processes)
         self.not_joined: Mapping[str, str] = self._truth.run.replays.not_joined
 
@@ -144,7 +184,7 @@ class SingleProcessScript:
             self._truth.run.replays.differing,
         )
         report = diagnose(assemble(records, truth))
-        if report.ok:
+        if report.ok or (self._sketched and not self._script.whole and tensors_to_diagnose(report, records)):
             return report
 
         # To find out which ranks' data is missing, a diagnosis needs the gradient of each data rank's batch. Each of them is
@@ -175,7 +215,10 @@ class SingleProcessScript:
     def _part(self, result: str, **more: Any) -> ScriptPart:
         script = self._script
         off = None if script.off is None else dict(script.off)
-        return ScriptPart("single", str(self._folder), result, script.steps, script.dtype, off=off, **more)
+        sketched = sorted(self._sketched)
+        return ScriptPart(
+            "single", str(self._folder), result, script.steps, script.dtype, sketched=sketched, off=off, **more
+        )
 
 
 def same_tensors(a: Any, b: Any) -> bool:
@@ -202,7 +245,8 @@ def truth_of_step(record: Record, at: int) -> Truth:
 
     # The norm is computed again in fp64, because torch's own sum of squares has a larger rounding error. If the two are
     # further apart than that, the script clips only some of the parameters or has its own norm, which then counts.
-    norm = None if step.norm is None else norm_of(list(total.values()), record.run.norm_type)
+    whole = [value for name, value in total.items() if name not in step.lengths]
+    norm = None if step.norm is None else norm_of(whole, record.run.norm_type, list(step.lengths.values()))
     if norm is not None and step.norm is not None and abs(norm - step.norm) > 1e-3 * step.norm:
         norm = step.norm
     clipped = unsharded(step.clipped) if step.clipped else divided(total, step.divisors)
@@ -210,6 +254,7 @@ def truth_of_step(record: Record, at: int) -> Truth:
         loss=loss[0] if loss is not None else 0.0,  # not recorded; then it is missing on the ranks too
         passes=[{name: by_pass[n] for name, by_pass in step.raw.items() if n in by_pass} for n in passes],
         total=total,
+        lengths=step.lengths,
         clipped=clipped if norm is not None else {},
         norm=norm,
         weights=step.weights,
@@ -361,8 +406,16 @@ def on_ranks(script: Script, folder: Path, processes: Processes) -> list[Record]
     """Run the script on its ranks; returns the record of each."""
     count, how = script.nproc, f"on {script.nproc} rank{'s' * (script.nproc > 1)}"
     off = None if script.off is None else dict(script.off)
+    whole = None if script.whole is None else list(script.whole)
     part = ScriptPart(
-        "ranks", str(folder), "rank{rank}.pt", script.steps, script.dtype, mistake=script.mistake, off=off
+        "ranks",
+        str(folder),
+        "rank{rank}.pt",
+        script.steps,
+        script.dtype,
+        mistake=script.mistake,
+        whole=whole,
+        off=off,
     )
     with ExitStack() as stack:
         stack.enter_context(_shown_run(script, how))
@@ -385,7 +438,17 @@ def on_ranks(script: Script, folder: Path, processes: Processes) -> list[Record]
             text, status = launch_report(outcomes, {rank: job.log for rank, job in enumerate(some)})
             said = "\n".join(job.output() for job in some)
             raise ScriptError(f"{script} failed {how} (exit status {status}):\n{said}\n{text}")
-        return with_layout([_record(script, folder / f"rank{rank}.pt", how) for rank in range(count)])
+        records = with_layout([_record(script, folder / f"rank{rank}.pt", how) for rank in range(count)])
+
+    # A tensor that is whole on one rank and a shard on another has no common sketch.
+    holders: dict[str, set[bool]] = {}
+    for record in records:
+        for name in record.tensors:
+            holders.setdefault(name, set()).add(name in record.run.sketched)
+    mixed = [name for name, kinds in holders.items() if len(kinds) > 1]
+    if mixed:
+        return on_ranks(replace(script, whole=[*(script.whole or ()), *mixed]), folder, processes)
+    return records
 
 
 def _in_single_processes(
