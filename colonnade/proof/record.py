@@ -161,6 +161,8 @@ class RunInfo:
     """A script on its ranks: the initial values of these tensors."""
     given: dict[str, list[Any]] = field(default_factory=dict)
     """A script on its ranks: every batch that came in, by place (loader, call, schedule, criterion)."""
+    given_in: dict[str, list[int]] = field(default_factory=dict)
+    """The number of the step in which each of them came in."""
     config: dict[str, str] = field(default_factory=dict)
     """A script: its config as text, for the comparison with its config in a single process."""
     names: dict[str, str] = field(default_factory=dict)

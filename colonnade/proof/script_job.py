@@ -167,9 +167,11 @@ class ScriptRecorder:
         else:
             self.dropping = Noting(part.off)
         self.given: dict[str, list[Any]] = {}
+        self._given_in: dict[str, list[int]] = {}
         self._joined: dict[str, list[Any]] = {}
+        self._joined_in: dict[str, list[int]] = {}
         if part.is_single:
-            self._joined = torch.load(
+            self._joined, self._joined_in = torch.load(
                 self.folder / JOINED.format(data_rank="" if part.data_rank is None else part.data_rank),
                 weights_only=False,
             )
@@ -397,10 +399,18 @@ class ScriptRecorder:
                 lambda leaf: _FROM_GRAPH if isinstance(leaf, Tensor) and leaf.requires_grad else leaf, value
             )
             noted.append(on_cpu(inputs))
+            done = len(self.recorder.record.steps) if self.recorder is not None else 0
+            self._given_in.setdefault(key, []).append(done)
             return value
         noted.append(None)
-        found = self._joined.get(key, ())
-        if len(noted) > len(found) and most is None:
+        found, at = self._joined.get(key, ()), len(noted) - 1
+        if key in self._joined_in:
+            # The ranks took unequal numbers of batches in a step, so those of each step are counted from its start.
+            taken, done = self._given_in.setdefault(key, []), len(self.recorder.record.steps)
+            places = [place for place, step in enumerate(self._joined_in[key]) if step == done]
+            at = places[taken.count(done)] if taken.count(done) < len(places) else len(found)
+            taken.append(done)
+        if at >= len(found) and most is None:
             raise ParityError(
                 f"the script takes more batches in {self.part.steps} steps in a single process ({len(noted)}) than on each rank "
                 f"({len(found)}), at {key}. Does the number of passes in a step depend on the number of ranks (WORLD_SIZE)? "
@@ -413,7 +423,7 @@ class ScriptRecorder:
                 return moved_by_an_ulp(joined, self._noise, self._ulp).to(own.device)
             return own
 
-        return tree_map(replaced, value, found[len(noted) - 1]) if len(noted) <= len(found) else value
+        return tree_map(replaced, value, found[at]) if at < len(found) else value
 
     def before_step(self, optimizer: Any) -> None:
         """Record the options of the optimizer; in a single process, set those of the ranks.
@@ -470,7 +480,7 @@ class ScriptRecorder:
         record.notes += [*notes_of(self.dropping, self.part.off), *self.notes]
         record.run.zeroed, record.run.config = self.dropping.zeroed, self._config
         if not self.part.is_single:
-            record.run.given = self.given
+            record.run.given, record.run.given_in = self.given, self._given_in
         elif self._model is not None:
             record.run.names = canonical_names(self._model, self._rename)
         if isinstance(self.dropping, Replaying):

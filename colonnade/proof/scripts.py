@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -180,7 +181,16 @@ class SingleProcessScript:
             {names.get(name, name): value for name, value in self._truth.start.items()},
             names,
             _most_terms(records),
-            [*self._truth.notes, *warn_of_same_batches(records), *warn_of_uncleared_gradients(self._truth)],
+            [
+                *self._truth.notes,
+                *warn_of_same_batches(records),
+                *warn_of_uncleared_gradients(self._truth),
+                *(
+                    f"warning: the ranks took unequal numbers of passes: {counts}. The single process had the batches of the "
+                    f"ranks that took one"
+                    for counts in unequal_passes(records)
+                ),
+            ],
             self._truth.run.replays.differing,
         )
         report = diagnose(assemble(records, truth))
@@ -192,7 +202,9 @@ class SingleProcessScript:
         if self._shard_records is None:
             runs = [record.run for record in self._records]
             count = len(data_rank_batches([0] * len(runs), runs))
-            parts = [self._part(f"data_rank{rank}.pt", data_rank=rank) for rank in range(count if count > 1 else 0)]
+            if count == 1 or unequal_passes(self._records):
+                count = 0
+            parts = [self._part(f"data_rank{rank}.pt", data_rank=rank) for rank in range(count)]
             for part in parts:
                 join_batches(self._records, self._folder / JOINED.format(data_rank=part.data_rank), part.data_rank)
             what = f"the batches of {count} data ranks one by one, for the diagnosis"
@@ -303,7 +315,11 @@ def warn_of_same_batches(records: Sequence[Record]) -> list[str]:
     """A warning if data-parallel ranks were all given the same batches."""
     given = records[0].run.given
     batches = [
-        _shards_of_batch(records, key, at) for key in given for at in range(len(given[key])) if key != "criterion"
+        some
+        for key in given
+        if key != "criterion"
+        for _, some in _shards_of_batches(records, key)
+        if not any(part is None for part in some)
     ]
     data_ranks = len(records) if records[0].run.data_parallel else len(batches[0]) if batches else 0
     if not batches or data_ranks < 2 or not all(map(all_same, batches)):
@@ -335,52 +351,60 @@ def warn_of_uncleared_gradients(truth: Record) -> list[str]:
 
 def join_batches(records: Sequence[Record], path: Path, data_rank: int | None) -> None:
     """Write every batch of a run to a file: joined over the ranks, or only that of one data rank (`data_rank`)."""
-    first = records[0].run.given
-    # Counts come first: rank 0 may be the one that took fewer batches, and everything below follows its counts.
-    for key in ("call", "batch"):
-        _check_counts(records, key)
     joined: dict[str, list[Any]] = {}
-    for key in first:
-        for at in range(len(first[key])):
-            batches = _shards_of_batch(records, key, at)
+    joined_in: dict[str, list[int]] = {}
+    for key in dict.fromkeys(key for record in records for key in record.run.given):
+        for step, batches in _shards_of_batches(records, key):
             micro = records[0].run.micro_batches if key == "batch" else 1
-            batch = batches[data_rank] if data_rank is not None else join(batches, micro)
+            # A rank that took fewer batches has no part in the last ones.
+            batch = batches[data_rank] if data_rank is not None else join([x for x in batches if x is not None], micro)
             # Batches of a loader may be of any kind. They must be joined only where they reach the engine.
             if batch is None and key.startswith("loader"):
                 break
             if batch is None:
-                _check_counts(records, key)
                 shapes = [[tuple(x.shape) for x in tree_leaves(some) if isinstance(x, Tensor)] for some in batches]
                 raise ScriptError(
                     f"the batches of the ranks cannot be concatenated along dimension 0: they have the shapes {shapes}. Give "
                     f"all ranks batches whose shapes differ in dimension 0 only"
                 )
             joined.setdefault(key, []).append(batch)
-    torch.save(joined, path)
+            joined_in.setdefault(key, []).append(step)
+    torch.save((joined, joined_in if unequal_passes(records) else {}), path)
 
 
-def _check_counts(records: Sequence[Record], key: str) -> None:
-    """Raise if ranks of one stage took unequal numbers of batches: the last passes would have no global batch."""
-    counts = {record.rank: len(record.run.given.get(key, ())) for record in records}
-    stages: dict[int, set[int]] = {}
-    for record in records:
-        stages.setdefault(record.run.coordinates.get("pipeline", 0), set()).add(counts[record.rank])
-    if any(len(found) > 1 for found in stages.values()):
-        steps = len(records[0].steps)
-        by_rank = ", ".join(f"rank {rank} took {count}" for rank, count in counts.items())
-        raise ScriptError(
-            f"the ranks took unequal numbers of batches in {steps} step{'s' * (steps > 1)}, so there is no global batch for a "
-            f"single process: {by_rank} ({key}). Give all ranks the same number of batches, or compare only the steps in which "
-            f"all of them have one (--steps)",
-            code="C100",
-        )
+def _shards_of_batches(records: Sequence[Record], key: str) -> Iterator[tuple[int, list[Any]]]:
+    """For each batch that ranks took at a place, in order: its step, and the parts of the data ranks (None: took none)."""
+    runs = [record.run for record in records]
+    # Batches belong together by their number within a step, because some ranks may take fewer of them in a step.
+    by_step: dict[int, list[list[Any]]] = {}
+    for rank, run in enumerate(runs):
+        for value, step in zip(run.given.get(key, ()), run.given_in.get(key, ()), strict=True):
+            by_step.setdefault(step, [[] for _ in runs])[rank].append(value)
+    for step in sorted(by_step):
+        for at in range(max(map(len, by_step[step]))):
+            values = [some[at] if at < len(some) else None for some in by_step[step]]
+            try:
+                yield step, data_rank_batches(values, runs)
+            except ValueError as error:
+                counts = ", ".join(f"rank {rank} took {len(some)}" for rank, some in enumerate(by_step[step]))
+                raise ScriptError(f"{error}: in step {step}, {counts} ({key})", code="C100") from None
 
 
-def _shards_of_batch(records: Sequence[Record], key: str, at: int) -> list[Any]:
-    """The batches that the data ranks took at a place as number `at`."""
-    given = [record.run.given.get(key, []) for record in records]
-    values = [some[at] if at < len(some) else None for some in given]
-    return data_rank_batches(values, [record.run for record in records])
+def unequal_passes(records: Sequence[Record]) -> list[str]:
+    """For each step in which data ranks took unequal numbers of batches, the numbers of all ranks."""
+    found: dict[int, str] = {}
+    for key in ("call", "batch"):
+        counts: dict[int, Counter[int]] = {}
+        for record in records:
+            # Of several ranks with the same data, and of the stages of a pipeline, the first takes the batches.
+            axes = record.run.axes or ()
+            if all(record.run.coordinates[axis.name] == 0 for axis in axes if not axis.distinct):
+                counts[record.rank] = Counter(record.run.given_in.get(key, ()))
+        for step in sorted({step for some in counts.values() for step in some}):
+            if len({some[step] for some in counts.values()}) > 1:
+                by_rank = ", ".join(f"rank {rank} took {some[step]}" for rank, some in counts.items())
+                found.setdefault(step, f"in step {step}, {by_rank}")
+    return [found[step] for step in sorted(found)]
 
 
 # --- The runs ---
