@@ -231,8 +231,8 @@ def _run(
             code="C042",
         ) from error
     finally:
-        for entry, (gradient, is_trained) in zip(probed, before, strict=True):
-            entry.demand.parameter.grad = gradient
+        for entry, (own_gradient, is_trained) in zip(probed, before, strict=True):
+            entry.demand.parameter.grad = own_gradient
             entry.demand.parameter.requires_grad_(is_trained)
     return calls.summed
 

@@ -6,8 +6,8 @@ the script on its ranks and in a single process, and `script_job.py` records it 
 1. On the ranks, before anything is recorded: `_unjoinable_dropout` runs forward passes without side effects, to find the
    modules whose dropout a single process cannot repeat.
 2. On the ranks: `_record_steps` trains for the steps, and keeps the batches of each rank.
-3. On rank 0: `_evidence` trains the full model on the global batches (`OneProcess` in reference.py) and combines the two
-   (`compare.assemble`).
+3. On rank 0: `_true_run` trains the full model on the global batches (`OneProcess` in reference.py), and `_side_by_side`
+   combines the two (`compare.assemble`). Of large tensors the ranks send sketches, and whole tensors only if these differ.
 
 `diagnose` then explains the differences.
 """
@@ -15,7 +15,8 @@ the script on its ranks and in a single process, and `script_job.py` records it 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,7 +35,16 @@ from colonnade.errors import ParityError
 from colonnade.hf.model_loss import criterion_of
 from colonnade.parallel.placement import is_dtensor
 from colonnade.parallel.split import Split, call_layer
-from colonnade.proof.compare import Evidence, Report, assemble, dropped_by, full_shapes, full_tensors
+from colonnade.proof.compare import (
+    Evidence,
+    Report,
+    assemble,
+    compare,
+    dropped_by,
+    full_shapes,
+    full_tensors,
+    needed_as_a_whole,
+)
 from colonnade.proof.diagnose import diagnose
 from colonnade.proof.dropout_masks import Dropping, Nothing, Noting, Replaying, Replays, notes_of
 from colonnade.proof.exchange import agreed, attempt, gather_to_first, shared
@@ -43,25 +53,31 @@ from colonnade.proof.record import (
     EngineRecorder,
     Record,
     RecordedStep,
+    RunInfo,
     micro_batches,
     name_in_full_model,
     on_cpu,
+    sketchable,
+    sketched_record,
 )
 from colonnade.proof.reference import (
     PERTURBED_RUNS,
     Limit,
     OneProcess,
     TrueRun,
+    Truth,
     canonical_names,
     check_names,
     joined_steps,
     kept_buffers,
     same_optimizer,
     set_eval,
+    sketched_truth,
     spreads_of,
     without_unjoinable_dropout,
     world_of_one,
 )
+from colonnade.proof.sketch import sketch
 
 
 def verify(
@@ -105,11 +121,21 @@ def gather_evidence(
 ) -> Evidence | None:
     """The data that `verify` judges, on rank 0; None on the others. Collective over the world."""
     chosen = [list(step) for step in batches][: steps if steps is not None else len(batches)]
-    if not chosen or any(len(step) != engine.accumulation for step in chosen):
-        raise ParityError(
-            f"batches needs at least one step, and for each step a list of {engine.accumulation} batches of this rank "
-            f"(gradient_accumulation); it has lists of {[len(step) for step in chosen]}",
-            code="C100",
+    lengths = gather_from_all([len(step) for step in chosen], engine.context)
+    for rank, own in enumerate(lengths):
+        if not own or any(length != engine.accumulation for length in own):
+            raise ParityError(
+                f"batches needs at least one step, and for each step a list of {engine.accumulation} batches of this rank "
+                f"(gradient_accumulation); on rank {rank} it has lists of {own}",
+                code="C100",
+            )
+    # A step is collective, so ranks that were given more steps than others leave these out.
+    fewest = min(map(len, lengths))
+    chosen, notes = chosen[:fewest], list[str]()
+    if any(len(own) > fewest for own in lengths):
+        by_rank = ", ".join(f"rank {rank} {len(own)}" for rank, own in enumerate(lengths))
+        notes.append(
+            f"warning: the ranks were given batches for unequal numbers of steps: {by_rank}. The first {fewest} were compared"
         )
 
     # The single process starts without optimizer state, so the run has to do so as well.
@@ -133,16 +159,46 @@ def gather_evidence(
     if dropout:
         off = _unjoinable_dropout(engine, reference, criterion, chosen[0][0], kept_in_eval)
 
-    # The ranks train, and send their records and batches to rank 0.
+    # The ranks train, and send their records and batches to rank 0: of large tensors that all of their ranks store in full only
+    # sketches. Initial weights go there as a whole, from the first rank that stores them.
     record, given = _record_steps(engine, chosen, off, kept_in_eval)
-    everyone = gather_to_first((record, given), engine.context)
+    record.notes += notes
+    named = gather_from_all([list(record.start), sketchable(record)], engine.context)
+    sketched = {name for _, some in named for name in some}
+    sketched -= {name for every, some in named for name in set(every).difference(some)}
+    first = {name: rank for rank, (every, _) in reversed(list(enumerate(named))) for name in every}
+    start = {
+        name: record.start[name]
+        for name in sketched & record.start.keys()
+        if first[name] == engine.context.get_global_rank()
+    }
+    everyone = gather_to_first((sketched_record(record, sketched), given, start), engine.context)
 
     # The reference runs on rank 0. An error there is raised on every rank, because the others wait for the report.
     found: Any = None
     if everyone is not None:
-        records, batches_of_ranks = [record for record, _ in everyone], [given for _, given in everyone]
-        found = attempt(lambda: _evidence(engine, reference, criterion, records, batches_of_ranks, off))
-    return agreed(engine.context, found)
+        records, batches_of_ranks = [record for record, *_ in everyone], [given for _, given, _ in everyone]
+        whole = {name: value for *_, some in everyone for name, value in some.items()}
+        found = attempt(
+            lambda: _true_run(engine, reference, criterion, records, batches_of_ranks, off, whole, sketched)
+        )
+    truth: TrueRun | None = agreed(engine.context, found)
+    if truth is not None:
+        found = attempt(lambda: _side_by_side(records, truth, sketched))
+    evidence: Evidence | None = agreed(engine.context, found if truth is not None else None)
+
+    # Of the tensors that differ, the elements are needed to find out why.
+    needed = shared(
+        engine.context,
+        lambda: needed_as_a_whole(compare(evidence), sketched, truth.names) if sketched and evidence and truth else [],
+    )
+    if not needed:
+        return evidence
+    left = sketched.difference(needed)
+    everyone = gather_to_first((sketched_record(record, left), None), engine.context)
+    if everyone is not None and truth is not None:
+        found = attempt(lambda: _side_by_side([record for record, _ in everyone], truth, left))
+    return agreed(engine.context, found if everyone is not None else None)
 
 
 # --- On every rank ---
@@ -239,24 +295,29 @@ def _pieces(engine: Engine, batch: Any) -> list[tuple[Batch, float]]:
 # --- On rank 0 ---
 
 
-def _evidence(
+def _true_run(
     engine: Engine,
     reference: Callable[[], nn.Module] | None,
     criterion: Any,
     records: Sequence[Record],
     given: Sequence[Any],
     off: Mapping[str, str] | None,
-) -> Evidence:
-    """Train the single process and combine it with the records of the ranks."""
+    whole: Mapping[str, Tensor],
+    sketched: Collection[str],
+) -> TrueRun:
+    """Train the single process. `whole` are the initial values of the tensors of which the records have sketches."""
     # Layers are built and called in a world of one. The random numbers of the run continue as if this had not happened.
     with torch.random.fork_rng(), world_of_one(engine.context):
         dropping = Nothing() if off is None else Replaying(dropped_by(records, off))
-        single, start, names = _one_process(engine, reference, criterion, records, dropping)
+        single, start, names = _one_process(engine, reference, criterion, records, dropping, whole)
         steps, apart = joined_steps(given, engine.accumulation, [record.run for record in records])
         with dropping.watching(single.model), dropping:
+            # Of the moved runs only the distances to the reference are kept.
             truth = list(single.run(start, steps, apart))
-            noises = (torch.Generator().manual_seed(seed) for seed in range(PERTURBED_RUNS))
-            spreads = spreads_of(truth, (single.run(start, steps, noise=noise, whole=False) for noise in noises))
+            short = partial(_short, sketched={names[name] for name in sketched}, run=records[0].run)
+            noises = (torch.Generator(engine.context.device).manual_seed(seed) for seed in range(PERTURBED_RUNS))
+            moved = (map(short, single.run(start, steps, noise=noise, whole=False)) for noise in noises)
+            spreads = spreads_of([short(step) for step in truth], moved)
     replays = dropping.found if isinstance(dropping, Replaying) else Replays()
     for module, reason in replays.not_joined.items():
         raise ParityError(
@@ -272,11 +333,28 @@ def _evidence(
     for passes in steps:
         leaves = [[x for x in tree_leaves(batch) if isinstance(x, Tensor)] for item in passes for batch in item.batches]
         terms = max(terms, sum(max((x.numel() for x in some), default=1) for some in leaves))
-    return assemble(records, TrueRun(truth, spreads, start, names, terms, notes, replays.differing))
+    return TrueRun(truth, spreads, start, names, terms, notes, replays.differing)
+
+
+def _short(truth: Truth, sketched: Collection[str], run: RunInfo) -> Truth:
+    return sketched_truth(truth, sketched, run.norm_type) if sketched else truth
+
+
+def _side_by_side(records: Sequence[Record], truth: TrueRun, sketched: Collection[str]) -> Evidence:
+    """The records of the ranks and the reference, with sketches of these tensors (by their names on the ranks)."""
+    own = {truth.names[name] for name in sketched}
+    steps = [_short(step, own, records[0].run) for step in truth.steps]
+    start = {name: sketch(value) if name in own else value for name, value in truth.start.items()}
+    return assemble(records, replace(truth, steps=steps, start=start))
 
 
 def _one_process(
-    engine: Engine, reference: Any, criterion: Any, records: Sequence[Record], dropping: Dropping
+    engine: Engine,
+    reference: Any,
+    criterion: Any,
+    records: Sequence[Record],
+    dropping: Dropping,
+    whole: Mapping[str, Tensor] | None = None,
 ) -> tuple[OneProcess, dict[str, Tensor], dict[str, str]]:
     """The single process, its initial weights, and its names of the ranks' tensors."""
     if reference is not None:
@@ -318,7 +396,8 @@ def _one_process(
         dropping,
     )
     # If the optimizer keeps fp32 master weights, the weights of the single process are fp32.
-    start, half = full_tensors(records, names), (torch.float16, torch.bfloat16)
+    initial = {names.get(name, name): value for name, value in (whole or {}).items()}
+    start, half = {**full_tensors(records, names), **initial}, (torch.float16, torch.bfloat16)
     if engine._precision.dtype is not None and engine._precision.master_weights:
         start = {name: tensor.float() if tensor.dtype in half else tensor for name, tensor in start.items()}
     return single, start, names

@@ -563,6 +563,15 @@ def compare(evidence: Evidence) -> list[Row]:
     return rows
 
 
+def needed_as_a_whole(rows: Iterable[Row], sketched: Collection[str], names: Names) -> list[str]:
+    """The sketched tensors (by their names on the ranks) whose elements are needed to find out why a run differs."""
+    wrong = [row for row in rows if not row.ok]
+    # Norms and clipping depend on all gradients.
+    if any(row.quantity in (NORM, NORMS, CLIPPED) for row in wrong):
+        return sorted(sketched)
+    return [name for name in sorted(sketched) if names.get(name, name) in {row.name for row in wrong}]
+
+
 def compare_tensor(compared: Compared, allowed: float, quantity: str, name: str, step: int | None) -> Row:
     """The row of one tensor: the largest distance of a rank from the truth, and elements that no rank stores."""
     worst: dict[int, float] = {}

@@ -21,7 +21,6 @@ from colonnade.proof.scripts import (
     SingleProcessScript,
     on_ranks,
     run_both,
-    tensors_to_diagnose,
     verify_script,
 )
 
@@ -144,7 +143,7 @@ def _verified(
     # The reference can be used again unless the mistake has changed the initial weights, batches or random numbers.
     if reference.was_fed(records):
         report = reference.judge(records)
-        if needed := tensors_to_diagnose(report, records):
+        if needed := reference.needed_as_a_whole(report):
             report = verify_script(replace(script, whole=needed), processes)
     else:
         report = verify_script(script, processes)

@@ -362,7 +362,7 @@ def _become(request: Mapping[str, Any]) -> None:
     torch.distributed.set_debug_level_from_env()
     torch.default_generator.seed()
     if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()  # type: ignore[attr-defined]
+        sys.modules["numpy"].random.seed()
 
 
 def safe_imports(script: str) -> list[ast.stmt]:

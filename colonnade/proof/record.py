@@ -6,8 +6,8 @@ A `StepRecorder` watches a model through hooks and fills a `Record`. The steps t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ from colonnade.parallel.held import checksum, held_tensors
 from colonnade.parallel.placement import is_dtensor
 from colonnade.parallel.whole import LocalTensor, locate_tensors, memory_order, prefix_of
 from colonnade.proof.dropout_masks import Dropping, Masks, Nothing, Noting, Replays
-from colonnade.proof.sketch import Stored, sketch
+from colonnade.proof.sketch import LARGE, Stored, sketch
 
 Batch = tuple[Any, Any]
 """(data, label)"""
@@ -351,6 +351,50 @@ class StepRecorder:
             if grad is not None:
                 grad = local_part(grad, entry.tensor)
                 yield entry, Piece(grad.to_dense() if grad.is_sparse else grad, entry.positions)
+
+
+def sketchable(record: Record) -> list[str]:
+    """The large tensors of a record of whole tensors that this rank stores in full, gradients included."""
+    return [
+        name
+        for name, value in record.start.items()
+        if value.numel() > LARGE
+        and value.is_floating_point()
+        and record.tensors[name].positions is None
+        and all(piece.positions is None for step in record.steps for piece in step.total.get(name, ()))
+    ]
+
+
+def sketched_record(record: Record, names: Collection[str]) -> Record:
+    """A record of whole tensors, with sketches of those of these names."""
+
+    def short(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: sketch(value) if name in names else value for name, value in tensors.items()}
+
+    def short_pieces(pieces: Mapping[str, list[Piece]]) -> dict[str, list[Piece]]:
+        return {
+            name: [Piece(sketch(piece.value)) for piece in some] if name in names else some
+            for name, some in pieces.items()
+        }
+
+    def short_raw(raw: Mapping[str, dict[int, Tensor]]) -> dict[str, dict[int, Tensor]]:
+        return {
+            name: {number: sketch(value) for number, value in by_pass.items()} if name in names else by_pass
+            for name, by_pass in raw.items()
+        }
+
+    steps = [
+        replace(
+            step,
+            raw=short_raw(step.raw),
+            total=short_pieces(step.total),
+            clipped=short_pieces(step.clipped),
+            weights=short(step.weights),
+            buffers=short(step.buffers),
+        )
+        for step in record.steps
+    ]
+    return replace(record, start=short(record.start), steps=steps, run=replace(record.run, sketched=set(names)))
 
 
 def copied(tensor: Tensor) -> Tensor:

@@ -16,9 +16,9 @@ tolerance (`spreads_of`). All of it together is a `TrueRun`, which `compare.asse
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
 from typing import Any, TypeVar
@@ -34,7 +34,7 @@ from colonnade.errors import ParityError, did_you_mean, listed
 from colonnade.parallel.dtensor import local_part
 from colonnade.proof.dropout_masks import Dropping, Nothing
 from colonnade.proof.record import ACTIVATION_BYTES, RAW_BYTES, Batch, RunInfo, copied, first_tensor
-from colonnade.proof.sketch import Stored
+from colonnade.proof.sketch import Stored, sketch
 
 Tensors = dict[str, Tensor]
 Groups = Sequence[tuple[Mapping[str, Any], Sequence[str]]]
@@ -64,6 +64,24 @@ class Truth:
     activations: Tensors = field(default_factory=dict)
     by_data_rank: list[Tensors] = field(default_factory=list)
     """The gradients of each data rank's batch."""
+
+
+def sketched_truth(truth: Truth, names: Collection[str], norm_type: float) -> Truth:
+    """A step of whole tensors, with sketches of those of these names."""
+
+    def short(tensors: Tensors) -> Tensors:
+        return {name: sketch(value) if name in names else value for name, value in tensors.items()}
+
+    return replace(
+        truth,
+        passes=[short(gradients) for gradients in truth.passes],
+        total=short(truth.total),
+        lengths={name: norm_of([value], norm_type) for name, value in truth.total.items() if name in names},
+        clipped=short(truth.clipped),
+        weights=short(truth.weights),
+        buffers=short(truth.buffers),
+        by_data_rank=[short(gradients) for gradients in truth.by_data_rank],
+    )
 
 
 @dataclass
@@ -566,7 +584,8 @@ def moved_by_an_ulp(tensor: Tensor, noise: torch.Generator | None, dtype: torch.
     if noise is None or not tensor.is_floating_point():
         return tensor
     eps = max(torch.finfo(some).eps for some in (tensor.dtype, dtype or tensor.dtype))
-    up = torch.randint(0, 2, tensor.shape, generator=noise, dtype=torch.int8).to(tensor.device)
+    tensor = tensor.to(noise.device)
+    up = torch.randint(0, 2, tensor.shape, generator=noise, dtype=torch.int8, device=noise.device)
     return torch.where(up == 1, tensor + tensor * eps, tensor - tensor * eps)
 
 

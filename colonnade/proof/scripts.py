@@ -26,15 +26,13 @@ from torch.utils._pytree import tree_leaves
 from colonnade.errors import ParityError
 from colonnade.launching.outcome import launch_report, read_failure, silent_failure
 from colonnade.proof.compare import (
-    CLIPPED,
-    NORM,
-    NORMS,
     Report,
     assemble,
     dropped_by,
     full_shapes,
     full_tensors,
     mean_of,
+    needed_as_a_whole,
 )
 from colonnade.proof.diagnose import diagnose
 from colonnade.proof.processes import NEEDS_NEW_PYTHON, Command, Processes, Running, stop, wait_for_all
@@ -106,7 +104,7 @@ def verify_script(script: Script, processes: Processes | None = None) -> Report:
             processes = stack.enter_context(Processes(script.target, script.is_module))
         chosen, records, reference = run_both(script, Path(name), processes)
         report = reference.judge(records)
-        needed = tensors_to_diagnose(report, records)
+        needed = reference.needed_as_a_whole(report)
         if not needed:
             return report
 
@@ -114,16 +112,6 @@ def verify_script(script: Script, processes: Processes | None = None) -> Report:
         del records, reference
         _, records, reference = run_both(replace(chosen, whole=[*(chosen.whole or ()), *needed]), Path(name), processes)
         return reference.judge(records)
-
-
-def tensors_to_diagnose(report: Report, records: Sequence[Record]) -> list[str]:
-    """The sketched tensors whose elements are needed to find out why a run differs."""
-    wrong = [row for row in report.rows if not row.ok]
-    sketched = sorted({name for record in records for name in record.run.sketched})
-    # Norms and clipping depend on all gradients.
-    if any(row.quantity in (NORM, NORMS, CLIPPED) for row in wrong):
-        return sketched
-    return [name for name in sketched if any(row.name == name for row in wrong)] if wrong else []
 
 
 def run_both(script: Script, folder: Path, processes: Processes) -> tuple[Script, list[Record], SingleProcessScript]:
@@ -194,7 +182,7 @@ class SingleProcessScript:
             self._truth.run.replays.differing,
         )
         report = diagnose(assemble(records, truth))
-        if report.ok or (self._sketched and not self._script.whole and tensors_to_diagnose(report, records)):
+        if report.ok or (not self._script.whole and self.needed_as_a_whole(report)):
             return report
 
         # To find out which ranks' data is missing, a diagnosis needs the gradient of each data rank's batch. Each of them is
@@ -214,6 +202,10 @@ class SingleProcessScript:
         gradients = [[unsharded(record.steps[at].total) for record in self._shard_records] for at in range(len(steps))]
         steps = [replace(step, by_data_rank=some) for step, some in zip(truth.steps, gradients, strict=True)]
         return diagnose(assemble(records, replace(truth, steps=steps)))
+
+    def needed_as_a_whole(self, report: Report) -> list[str]:
+        """The sketched tensors whose elements are needed to find out why a run differs."""
+        return needed_as_a_whole(report.rows, self._sketched, self._truth.run.names)
 
     def was_fed(self, records: Sequence[Record]) -> bool:
         """Whether a run had the same weights, batches and random numbers as the one that this reference was made for."""
