@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ from colonnade.proof.compare import (
     full_shapes,
     full_tensors,
     needed_as_a_whole,
+    sketched_blocks,
 )
 from colonnade.proof.diagnose import diagnose
 from colonnade.proof.dropout_masks import Dropping, Nothing, Noting, Replaying, Replays, notes_of
@@ -53,7 +55,7 @@ from colonnade.proof.record import (
     EngineRecorder,
     Record,
     RecordedStep,
-    RunInfo,
+    common_sketches,
     micro_batches,
     name_in_full_model,
     on_cpu,
@@ -77,7 +79,7 @@ from colonnade.proof.reference import (
     without_unjoinable_dropout,
     world_of_one,
 )
-from colonnade.proof.sketch import sketch
+from colonnade.proof.sketch import Block, sketches
 
 
 def verify(
@@ -159,32 +161,51 @@ def gather_evidence(
     if dropout:
         off = _unjoinable_dropout(engine, reference, criterion, chosen[0][0], kept_in_eval)
 
-    # The ranks train, and send their records and batches to rank 0: of large tensors that all of their ranks store in full only
-    # sketches. Initial weights go there as a whole, from the first rank that stores them.
+    # The ranks train, and send their records and batches to rank 0: of large tensors only sketches. Initial weights go there as a
+    # whole, from the first rank that stores them.
     record, given = _record_steps(engine, chosen, off, kept_in_eval)
     record.notes += notes
-    named = gather_from_all([list(record.start), sketchable(record)], engine.context)
-    sketched = {name for _, some in named for name in some}
-    sketched -= {name for every, some in named for name in set(every).difference(some)}
-    first = {name: rank for rank, (every, _) in reversed(list(enumerate(named))) for name in every}
+    own = sketchable(record)
+    counts = {name: prod(note.shape) for name, note in record.tensors.items()}
+    notes_of_ranks = gather_from_all(
+        [counts, {name: block and astuple(block) for name, block in own.items()}], engine.context
+    )
+    blocks = [
+        {name: block and Block(block[0], tuple(block[1]), tuple(block[2])) for name, block in some.items()}
+        for _, some in notes_of_ranks
+    ]
+    every = [list(some) for some, _ in notes_of_ranks]
+    sketched = common_sketches(
+        every, blocks, {name: count for some, _ in notes_of_ranks for name, count in some.items()}
+    )
+    before = blocks[: engine.context.get_global_rank()]
     start = {
         name: record.start[name]
-        for name in sketched & record.start.keys()
-        if first[name] == engine.context.get_global_rank()
+        for name, block in own.items()
+        if name in sketched and not any(name in some and some[name] == block for some in before)
     }
-    everyone = gather_to_first((sketched_record(record, sketched), given, start), engine.context)
+
+    def shortened(names: Collection[str]) -> Record:
+        return sketched_record(record, {name: block for name, block in own.items() if name in names})
+
+    everyone = gather_to_first((shortened(sketched), given, start), engine.context)
 
     # The reference runs on rank 0. An error there is raised on every rank, because the others wait for the report.
     found: Any = None
     if everyone is not None:
         records, batches_of_ranks = [record for record, *_ in everyone], [given for _, given, _ in everyone]
-        whole = {name: value for *_, some in everyone for name, value in some.items()}
-        found = attempt(
-            lambda: _true_run(engine, reference, criterion, records, batches_of_ranks, off, whole, sketched)
-        )
+        whole: dict[str, Tensor] = {}
+        for sender, _, some in everyone:
+            for name, value in some.items():
+                block = sender.run.sketched[name]
+                if block is None:
+                    whole[name] = value
+                else:
+                    block.of(whole.setdefault(name, value.new_zeros(sender.tensors[name].shape))).copy_(value)
+        found = attempt(lambda: _true_run(engine, reference, criterion, records, batches_of_ranks, off, whole))
     truth: TrueRun | None = agreed(engine.context, found)
     if truth is not None:
-        found = attempt(lambda: _side_by_side(records, truth, sketched))
+        found = attempt(lambda: _side_by_side(records, truth))
     evidence: Evidence | None = agreed(engine.context, found if truth is not None else None)
 
     # Of the tensors that differ, the elements are needed to find out why.
@@ -195,9 +216,9 @@ def gather_evidence(
     if not needed:
         return evidence
     left = sketched.difference(needed)
-    everyone = gather_to_first((sketched_record(record, left), None), engine.context)
+    everyone = gather_to_first((shortened(left), None), engine.context)
     if everyone is not None and truth is not None:
-        found = attempt(lambda: _side_by_side([record for record, _ in everyone], truth, left))
+        found = attempt(lambda: _side_by_side([record for record, _ in everyone], truth))
     return agreed(engine.context, found if everyone is not None else None)
 
 
@@ -303,7 +324,6 @@ def _true_run(
     given: Sequence[Any],
     off: Mapping[str, str] | None,
     whole: Mapping[str, Tensor],
-    sketched: Collection[str],
 ) -> TrueRun:
     """Train the single process. `whole` are the initial values of the tensors of which the records have sketches."""
     # Layers are built and called in a world of one. The random numbers of the run continue as if this had not happened.
@@ -314,7 +334,7 @@ def _true_run(
         with dropping.watching(single.model), dropping:
             # Of the moved runs only the distances to the reference are kept.
             truth = list(single.run(start, steps, apart))
-            short = partial(_short, sketched={names[name] for name in sketched}, run=records[0].run)
+            short = partial(_short, records=records, names=names)
             noises = (torch.Generator(engine.context.device).manual_seed(seed) for seed in range(PERTURBED_RUNS))
             moved = (map(short, single.run(start, steps, noise=noise, whole=False)) for noise in noises)
             spreads = spreads_of([short(step) for step in truth], moved)
@@ -336,16 +356,19 @@ def _true_run(
     return TrueRun(truth, spreads, start, names, terms, notes, replays.differing)
 
 
-def _short(truth: Truth, sketched: Collection[str], run: RunInfo) -> Truth:
-    return sketched_truth(truth, sketched, run.norm_type) if sketched else truth
+def _short(truth: Truth, records: Sequence[Record], names: Mapping[str, str]) -> Truth:
+    """A step of the reference with the sketches that the ranks have."""
+    blocks = sketched_blocks(records, names)
+    return sketched_truth(truth, blocks, records[0].run.norm_type) if blocks else truth
 
 
-def _side_by_side(records: Sequence[Record], truth: TrueRun, sketched: Collection[str]) -> Evidence:
-    """The records of the ranks and the reference, with sketches of these tensors (by their names on the ranks)."""
-    own = {truth.names[name] for name in sketched}
-    steps = [_short(step, own, records[0].run) for step in truth.steps]
-    start = {name: sketch(value) if name in own else value for name, value in truth.start.items()}
-    return assemble(records, replace(truth, steps=steps, start=start))
+def _side_by_side(records: Sequence[Record], truth: TrueRun) -> Evidence:
+    """The records of the ranks and the reference, with the sketches that the ranks have."""
+    blocks = sketched_blocks(records, truth.names)
+    start = {name: sketches(value, blocks[name]) if name in blocks else value for name, value in truth.start.items()}
+    return assemble(
+        records, replace(truth, steps=[_short(step, records, truth.names) for step in truth.steps], start=start)
+    )
 
 
 def _one_process(

@@ -25,6 +25,7 @@ from colonnade.errors import listed
 from colonnade.proof.dropout_masks import Dropped
 from colonnade.proof.record import Loss, Piece, Record, RecordedStep
 from colonnade.proof.reference import RoundingSpread, TrueRun, Truth, norm_of
+from colonnade.proof.sketch import SUMS, Block
 
 # --- Evidence: the values of the ranks and of the reference, side by side ---
 
@@ -133,12 +134,14 @@ Names = Mapping[str, str]
 
 
 def full_tensors(records: Sequence[Record], names: Names) -> dict[str, Tensor]:
-    """The unsharded weights and buffers that the ranks started with; of replicas, those of the first rank."""
+    """The unsharded weights and buffers that the ranks started with; of replicas, those of the first rank. Without sketches."""
     found: dict[str, Tensor] = {}
     # In reverse order, so that of replicas the first rank is the last to write.
     for record in reversed(records):
         for name, value in record.start.items():
             note, key = record.tensors[name], names.get(name, name)
+            if name in record.run.sketched:
+                continue
             if note.positions is None:
                 found[key] = value
                 continue
@@ -248,6 +251,17 @@ def dropped_by(records: Sequence[Record], off: Collection[str]) -> Dropped:
     return Dropped(steps, records[0].run.groups, [by_data_rank[key] for key in sorted(by_data_rank)], nowhere)
 
 
+def sketched_blocks(records: Sequence[Record], names: Names) -> dict[str, list[Block | None]]:
+    """The distinct blocks of which the ranks have sketches, by the name in the reference, in the order of the ranks."""
+    found: dict[str, list[Block | None]] = {}
+    for record in records:
+        for name, block in record.run.sketched.items():
+            blocks = found.setdefault(names.get(name, name), [])
+            if block not in blocks:
+                blocks.append(block)
+    return found
+
+
 class _SideBySide:
     """Finds the values of the ranks for each tensor of the reference, by its name there."""
 
@@ -257,6 +271,15 @@ class _SideBySide:
             {names.get(name, name): name for name in reversed(list(record.tensors))} for record in records
         ]
         self.axes = records[0].run.axes or ()
+        self._blocks = sketched_blocks(records, names)
+
+    def positions(self, record: Record, name: str, key: str, own: Tensor | None) -> Tensor | None:
+        """The positions of the elements of a rank in the reference, of which there may be a sketch for each shard."""
+        if key not in record.run.sketched:
+            return own
+        blocks = self._blocks[name]
+        at = blocks.index(record.run.sketched[key])
+        return None if len(blocks) == 1 else torch.arange(at * SUMS, (at + 1) * SUMS)
 
     def names(self, known: Iterable[str]) -> list[str]:
         return [name for name in known if any(name in local for local in self.local)]
@@ -267,7 +290,8 @@ class _SideBySide:
         for record, local in zip(self.records, self.local, strict=True):
             key = local.get(name)
             if key is not None and key in (tensors := read(record)):
-                found.append(LocalValue(record.rank, tensors[key], record.tensors[key].positions))
+                positions = self.positions(record, name, key, record.tensors[key].positions)
+                found.append(LocalValue(record.rank, tensors[key], positions))
         return found
 
     def step(self, at: int, truth: Truth, spread: RoundingSpread) -> StepEvidence:
@@ -343,7 +367,7 @@ class _SideBySide:
                 pieces, divisor = step.total.get(key, ()), step.divisors.get(key, 1.0)
             for piece in pieces:
                 value = piece.value if divisor == 1.0 else piece.value / divisor
-                found.append(LocalValue(record.rank, value, piece.positions))
+                found.append(LocalValue(record.rank, value, self.positions(record, name, key, piece.positions)))
         return found
 
     def _raw(self, name: str, at: int) -> list[list[LocalValue]]:
@@ -351,7 +375,8 @@ class _SideBySide:
         for record, local in zip(self.records, self.local, strict=True):
             key = local.get(name, "")
             for number, value in record.steps[at].raw.get(key, {}).items():
-                passes.setdefault(number, []).append(LocalValue(record.rank, value, record.tensors[key].positions))
+                positions = self.positions(record, name, key, record.tensors[key].positions)
+                passes.setdefault(number, []).append(LocalValue(record.rank, value, positions))
         return [passes[number] for number in sorted(passes)]
 
     def _norms(self, truth: Truth, steps: Sequence[RecordedStep]) -> dict[str, float]:

@@ -139,10 +139,11 @@ class Processes:
             )
 
     def close(self) -> None:
-        """End the warm process."""
+        """End the warm process, and with it those that it forked."""
         if self._link is not None:
             self._link.close()
         if self._warm is not None:
+            self._warm.kill()  # it may still import
             self._warm.wait()
         self._link = self._warm = None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from colonnade.parallel.held import checksum, held_tensors
 from colonnade.parallel.placement import is_dtensor
 from colonnade.parallel.whole import LocalTensor, locate_tensors, memory_order, prefix_of
 from colonnade.proof.dropout_masks import Dropping, Masks, Nothing, Noting, Replays
-from colonnade.proof.sketch import LARGE, Stored, sketch
+from colonnade.proof.sketch import LARGE, Block, Blocks, Stored, are_whole, sketch, sketches
 
 Batch = tuple[Any, Any]
 """(data, label)"""
@@ -155,8 +156,8 @@ class RunInfo:
     zeroed: set[str] = field(default_factory=set)
     """The modules whose dropout was turned off."""
 
-    sketched: set[str] = field(default_factory=set)
-    """The tensors that were recorded as sketches."""
+    sketched: dict[str, Block | None] = field(default_factory=dict)
+    """The tensors of which this rank recorded sketches, with the elements that it stores (None: all)."""
     stored: dict[str, Stored] = field(default_factory=dict)
     """A script on its ranks: the initial values of these tensors."""
     given: dict[str, list[Any]] = field(default_factory=dict)
@@ -198,7 +199,7 @@ class StepRecorder:
         gradients: Yields the final gradients that this process stores; default: those in `.grad`.
         rename: Names of modules in the unsharded model.
         dropping: The dropout mode of the run.
-        is_sketched: Whether a tensor is recorded as a sketch; default: none is.
+        sketched: The blocks of a tensor that are recorded as sketches; default: none, it is recorded as a whole.
     """
 
     def __init__(
@@ -210,12 +211,12 @@ class StepRecorder:
         gradients: Callable[[], Iterator[tuple[Tracked, Piece]]] | None = None,
         rename: Callable[[str], str] = lambda name: name,
         dropping: Dropping | None = None,
-        is_sketched: Callable[[Tracked], bool] = lambda entry: False,
+        sketched: Callable[[Tracked], Blocks] = lambda entry: (),
     ) -> None:
         self.record = Record(rank)
         self.dropping = dropping if dropping is not None else Nothing()
         self.tracked = list(tracked)
-        self.sketched = {entry.name for entry in self.tracked if is_sketched(entry)}
+        self.sketched = {entry.name: blocks for entry in self.tracked if (blocks := sketched(entry))}
         self._by_count, self._rename = by_count, rename
         self._gradients = gradients or self._own_gradients
         self._handles: list[Any] = []
@@ -343,7 +344,7 @@ class StepRecorder:
 
     def _kept(self, name: str, value: Tensor) -> Tensor:
         """The record of a value of a tracked tensor: a copy or a sketch."""
-        return sketch(value) if name in self.sketched else copied(value)
+        return sketches(value, self.sketched[name]) if name in self.sketched else copied(value)
 
     def _own_gradients(self) -> Iterator[tuple[Tracked, Piece]]:
         for entry in self.tracked:
@@ -353,20 +354,40 @@ class StepRecorder:
                 yield entry, Piece(grad.to_dense() if grad.is_sparse else grad, entry.positions)
 
 
-def sketchable(record: Record) -> list[str]:
-    """The large tensors of a record of whole tensors that this rank stores in full, gradients included."""
-    return [
-        name
-        for name, value in record.start.items()
-        if value.numel() > LARGE
-        and value.is_floating_point()
-        and record.tensors[name].positions is None
-        and all(piece.positions is None for step in record.steps for piece in step.total.get(name, ()))
-    ]
+def is_sketchable(shape: Sequence[int], value: Tensor, positions: Tensor | None) -> bool:
+    """Whether a tensor of this full shape can be recorded as a sketch: it is large, and a rank stores it in full or a block of it."""
+    return prod(shape) > LARGE and value.is_floating_point() and (positions is None or Block.at(positions) is not None)
 
 
-def sketched_record(record: Record, names: Collection[str]) -> Record:
-    """A record of whole tensors, with sketches of those of these names."""
+def common_sketches(
+    every: Sequence[Collection[str]], found: Sequence[Mapping[str, Block | None]], counts: Mapping[str, int]
+) -> set[str]:
+    """The tensors that all ranks with some of their elements can sketch, with no element missing.
+
+    Args:
+        every: By rank, the tensors that it has.
+        found: By rank, the tensors that it can sketch.
+        counts: The number of elements of each.
+    """
+    names = {name for some in found for name in some}
+    names -= {name for own, some in zip(every, found, strict=True) for name in set(own).difference(some)}
+    return {name for name in names if are_whole([some[name] for some in found if name in some], counts[name])}
+
+
+def sketchable(record: Record) -> dict[str, Block | None]:
+    """The tensors of a record of whole tensors that this rank can sketch, gradients included."""
+    found = {}
+    for name, value in record.start.items():
+        note = record.tensors[name]
+        pieces = [piece for step in record.steps for piece in step.total.get(name, ())]
+        if is_sketchable(note.shape, value, note.positions) and all(p.positions is note.positions for p in pieces):
+            found[name] = None if note.positions is None else Block.at(note.positions)
+    return found
+
+
+def sketched_record(record: Record, sketched: Mapping[str, Block | None]) -> Record:
+    """A record of whole tensors, with sketches of these."""
+    names = sketched.keys()
 
     def short(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: sketch(value) if name in names else value for name, value in tensors.items()}
@@ -394,7 +415,7 @@ def sketched_record(record: Record, names: Collection[str]) -> Record:
         )
         for step in record.steps
     ]
-    return replace(record, start=short(record.start), steps=steps, run=replace(record.run, sketched=set(names)))
+    return replace(record, start=short(record.start), steps=steps, run=replace(record.run, sketched=dict(sketched)))
 
 
 def copied(tensor: Tensor) -> Tensor:
@@ -465,7 +486,7 @@ class EngineRecorder(Observer):
         self,
         engine: Engine,
         dropping: Dropping | None = None,
-        is_sketched: Callable[[Tracked], bool] = lambda entry: False,
+        sketched: Callable[[Tracked], Blocks] = lambda entry: (),
     ) -> None:
         self._engine = engine
         context = engine.context
@@ -483,7 +504,7 @@ class EngineRecorder(Observer):
             self._gradients,
             rename=partial(name_in_full_model, engine.model),
             dropping=dropping,
-            is_sketched=lambda entry: id(entry.tensor) not in sliced and is_sketched(entry),
+            sketched=lambda entry: () if id(entry.tensor) in sliced else sketched(entry),
         )
         self.record = self.recorder.record
 
@@ -499,7 +520,6 @@ class EngineRecorder(Observer):
         }
         self.record.groups = groups_of(engine.optimizer, self._by_tensor)
         self.record.run = info_of(engine)
-        self.record.run.sketched = self.recorder.sketched
         engine.observers.append(self)
 
         # The initial loss scale of fp16 makes the first steps overflow, and a skipped step cannot be compared.

@@ -16,7 +16,7 @@ tolerance (`spreads_of`). All of it together is a `TrueRun`, which `compare.asse
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -34,7 +34,7 @@ from colonnade.errors import ParityError, did_you_mean, listed
 from colonnade.parallel.dtensor import local_part
 from colonnade.proof.dropout_masks import Dropping, Nothing
 from colonnade.proof.record import ACTIVATION_BYTES, RAW_BYTES, Batch, RunInfo, copied, first_tensor
-from colonnade.proof.sketch import Stored, sketch
+from colonnade.proof.sketch import Blocks, Stored, sketches
 
 Tensors = dict[str, Tensor]
 Groups = Sequence[tuple[Mapping[str, Any], Sequence[str]]]
@@ -66,17 +66,17 @@ class Truth:
     """The gradients of each data rank's batch."""
 
 
-def sketched_truth(truth: Truth, names: Collection[str], norm_type: float) -> Truth:
-    """A step of whole tensors, with sketches of those of these names."""
+def sketched_truth(truth: Truth, sketched: Mapping[str, Blocks], norm_type: float) -> Truth:
+    """A step of whole tensors, with sketches of the blocks of these."""
 
     def short(tensors: Tensors) -> Tensors:
-        return {name: sketch(value) if name in names else value for name, value in tensors.items()}
+        return {name: sketches(x, sketched[name]) if name in sketched else x for name, x in tensors.items()}
 
     return replace(
         truth,
         passes=[short(gradients) for gradients in truth.passes],
         total=short(truth.total),
-        lengths={name: norm_of([value], norm_type) for name, value in truth.total.items() if name in names},
+        lengths={name: norm_of([value], norm_type) for name, value in truth.total.items() if name in sketched},
         clipped=short(truth.clipped),
         weights=short(truth.weights),
         buffers=short(truth.buffers),

@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, NoReturn
@@ -38,9 +38,9 @@ from colonnade.parallel.split import Split
 from colonnade.proof.dropout_masks import Dropping, Nothing, Noting, Replaying, notes_of
 from colonnade.proof.mutation import plant
 from colonnade.proof.processes import NEEDS_NEW_PYTHON, is_forked
-from colonnade.proof.record import EngineRecorder, Tracked, name_in_full_model, on_cpu, options_of
+from colonnade.proof.record import EngineRecorder, Tracked, is_sketchable, name_in_full_model, on_cpu, options_of
 from colonnade.proof.reference import canonical_names, load, moved_by_an_ulp
-from colonnade.proof.sketch import LARGE, store
+from colonnade.proof.sketch import Block, Blocks, store
 from colonnade.testing.truth import in_double
 
 VARIABLE = "COLONNADE_VERIFY"
@@ -66,8 +66,6 @@ class ScriptPart:
     mistake: str | None = None
     whole: list[str] | None = None
     """On the ranks: the large tensors that are recorded as a whole, and not as sketches; None: all."""
-    sketched: list[str] = field(default_factory=list)
-    """In a single process: the tensors that are recorded as sketches, as on the ranks."""
     keeps_weights: bool = False
     """In a single process: write the weights after each step to a file, for runs on the batches of one data rank."""
     off: dict[str, str] | None = None
@@ -181,8 +179,8 @@ class ScriptRecorder:
         self._model: nn.Module | None = None
         self._rename: Callable[[str], str] = lambda name: name
         self._optimizer: Any = None
-        self._options, self._ulp, self._of_ranks = (
-            torch.load(self.folder / OPTIONS, weights_only=False) if part.is_single else ([], None, {})
+        self._options, self._ulp, self._of_ranks, self._of_blocks = (
+            torch.load(self.folder / OPTIONS, weights_only=False) if part.is_single else ([], None, {}, [])
         )
         self._config: dict[str, str] = {}
         """The config of the script as text, by key, for the comparison between ranks and single process."""
@@ -305,7 +303,7 @@ class ScriptRecorder:
         if self.part.mistake is not None:
             plant(engine, self.part.mistake)
         self.follow(
-            EngineRecorder(engine, self.dropping, self.is_sketched),
+            EngineRecorder(engine, self.dropping, self.sketched),
             engine.model,
             partial(name_in_full_model, engine.model),
         )
@@ -353,12 +351,14 @@ class ScriptRecorder:
 
     # --- During the run ---
 
-    def is_sketched(self, entry: Tracked) -> bool:
-        """Whether a tensor is recorded as a sketch: on the ranks the large ones that they store in full."""
+    def sketched(self, entry: Tracked) -> Blocks:
+        """The blocks of a tensor that are recorded as sketches: on the ranks what they store of large ones."""
         if self.part.is_single:
-            return not set(entry.names).isdisjoint(self.part.sketched)
-        is_large = entry.tensor.numel() > LARGE and entry.tensor.is_floating_point() and entry.positions is None
-        return is_large and self.part.whole is not None and set(entry.names).isdisjoint(self.part.whole)
+            return list(dict.fromkeys(block for name, block in self._of_blocks if name in entry.names))
+        whole = self.part.whole
+        if whole is None or not set(entry.names).isdisjoint(whole):
+            return ()
+        return (None,) if is_sketchable(entry.shape, entry.tensor, entry.positions) else ()
 
     def begin(self, forward_only: bool = False) -> None:
         """Before the first pass: training starts from the current weights, or from those of the ranks."""
@@ -370,6 +370,11 @@ class ScriptRecorder:
         self.recorder.recorder.note_start()
         if not self.part.is_single:
             with torch._C.DisableTorchFunction():
+                self.recorder.record.run.sketched = {
+                    entry.name: None if entry.positions is None else Block.at(entry.positions)
+                    for entry in self.recorder.tracked
+                    if entry.name in self.recorder.recorder.sketched
+                }
                 self.recorder.record.run.stored = {
                     entry.name: store(entry.name, local_part(entry.tensor), self.folder)
                     for entry in self.recorder.tracked

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from colonnade.launching.outcome import launch_report, read_failure, silent_fail
 from colonnade.proof.compare import (
     Report,
     assemble,
+    compare,
     dropped_by,
     full_shapes,
     full_tensors,
@@ -36,7 +38,7 @@ from colonnade.proof.compare import (
 )
 from colonnade.proof.diagnose import diagnose
 from colonnade.proof.processes import NEEDS_NEW_PYTHON, Command, Processes, Running, stop, wait_for_all
-from colonnade.proof.record import Piece, Record
+from colonnade.proof.record import Piece, Record, common_sketches
 from colonnade.proof.reference import (
     PERTURBED_RUNS,
     TrueRun,
@@ -138,12 +140,22 @@ class SingleProcessScript:
         # The processes below start from the weights of the ranks, and replay their batches (joined) and dropout masks.
         off = script.off or {}
         full: dict[str, Tensor | Stored] = {**full_tensors(records, {})}
+        joined: dict[str, Stored] = {}
         for record in reversed(records):
-            full |= record.run.stored
+            for name, stored in record.run.stored.items():
+                block = record.run.sketched[name]
+                if block is None:
+                    full[name] = stored
+                    continue
+                if name not in joined:
+                    path = folder / f"joined{len(joined)}.tensor"
+                    full[name] = joined[name] = Stored(str(path), stored.dtype, record.tensors[name].shape)
+                block.of(joined[name].tensor(shared=True)).copy_(stored.tensor())
         torch.save(full, folder / START)
         torch.save(dropped_by(records, off), folder / MASKS)
         options, dtype = [step.options for step in records[0].steps], getattr(torch, records[0].run.dtype)
-        torch.save((options, dtype, records[0].run.config), folder / OPTIONS)
+        blocks = [entry for record in records for entry in record.run.sketched.items()]
+        torch.save((options, dtype, records[0].run.config, blocks), folder / OPTIONS)
         join_batches(records, folder / JOINED.format(data_rank=""), None)
 
         # The reference and the runs that start one ulp away do not depend on each other, so all of them run at once.
@@ -181,8 +193,17 @@ class SingleProcessScript:
             ],
             self._truth.run.replays.differing,
         )
-        report = diagnose(assemble(records, truth))
-        if report.ok or (not self._script.whole and self.needed_as_a_whole(report)):
+        evidence = assemble(records, truth)
+        if (
+            self._sketched
+            and not self._script.whole
+            and self.needed_as_a_whole(Report(rows=(rows := compare(evidence))))
+        ):
+            return Report(
+                rows=rows
+            )  # without findings, for which the tensors that differ are recorded as a whole first
+        report = diagnose(evidence)
+        if report.ok:
             return report
 
         # To find out which ranks' data is missing, a diagnosis needs the gradient of each data rank's batch. Each of them is
@@ -219,10 +240,7 @@ class SingleProcessScript:
     def _part(self, result: str, **more: Any) -> ScriptPart:
         script = self._script
         off = None if script.off is None else dict(script.off)
-        sketched = sorted(self._sketched)
-        return ScriptPart(
-            "single", str(self._folder), result, script.steps, script.dtype, sketched=sketched, off=off, **more
-        )
+        return ScriptPart("single", str(self._folder), result, script.steps, script.dtype, off=off, **more)
 
 
 def same_tensors(a: Any, b: Any) -> bool:
@@ -456,13 +474,11 @@ def on_ranks(script: Script, folder: Path, processes: Processes) -> list[Record]
             raise ScriptError(f"{script} failed {how} (exit status {status}):\n{said}\n{text}")
         records = with_layout([_record(script, folder / f"rank{rank}.pt", how) for rank in range(count)])
 
-    # A tensor that is whole on one rank and a shard on another has no common sketch.
-    holders: dict[str, set[bool]] = {}
-    for record in records:
-        for name in record.tensors:
-            holders.setdefault(name, set()).add(name in record.run.sketched)
-    mixed = [name for name, kinds in holders.items() if len(kinds) > 1]
-    if mixed:
+    # Some ranks may have a tensor as a whole of which others have sketches.
+    found = [record.run.sketched for record in records]
+    counts = {name: prod(note.shape) for record in records for name, note in record.tensors.items()}
+    common = common_sketches([record.tensors for record in records], found, counts)
+    if mixed := {name for some in found for name in some} - common:
         return on_ranks(replace(script, whole=[*(script.whole or ()), *mixed]), folder, processes)
     return records
 

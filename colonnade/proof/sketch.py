@@ -5,6 +5,9 @@ sketch of a difference is the difference of the sketches, a factor stays the sam
 length is that of the tensor, to about one percent (one standard deviation), whatever the tensor is. A comparison of sketches
 therefore has the same verdict as one of the tensors, because tolerances are bounds, not estimates. NaN and infinity stay visible.
 
+A shard is sketched by the rank that stores it. The reference has the full tensor, so it makes a sketch of each shard's elements
+(`Block`), one after another.
+
 The elements themselves are lost: a diagnosis that needs them records the tensor again, as a whole.
 """
 
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +26,7 @@ from colonnade.checkpoint.tensor_files import raw_bytes
 
 LARGE = 1 << 16
 """Tensors with more elements than this are sketched."""
-_SUMS = 4096
+SUMS = 4096
 _ROWS = 64
 """The rows of sums that are added at once: as many as fit a cache."""
 _signs: dict[torch.device, Tensor] = {}
@@ -32,13 +36,13 @@ def sketch(tensor: Tensor) -> Tensor:
     """The sketch of a floating point tensor, in double on the CPU."""
     with torch.no_grad():
         flat = tensor.detach().reshape(-1)
-        signs, sums = _signs_for(len(flat), flat.device), torch.zeros(_SUMS, dtype=torch.float64, device=flat.device)
-        step = _SUMS * (_ROWS if flat.device.type == "cpu" else _ROWS**2)
+        signs, sums = _signs_for(len(flat), flat.device), torch.zeros(SUMS, dtype=torch.float64, device=flat.device)
+        step = SUMS * (_ROWS if flat.device.type == "cpu" else _ROWS**2)
         for begin in range(0, len(flat), step):
             part = flat[begin : begin + step].double() * signs[begin : begin + step]
-            rows = len(part) // _SUMS
-            sums += part[: rows * _SUMS].view(rows, _SUMS).sum(0)
-            rest = part[rows * _SUMS :]
+            rows = len(part) // SUMS
+            sums += part[: rows * SUMS].view(rows, SUMS).sum(0)
+            rest = part[rows * SUMS :]
             sums[: len(rest)] += rest
         return sums.cpu()
 
@@ -58,6 +62,59 @@ def _signs_for(count: int, device: torch.device) -> Tensor:
     return known[:count]
 
 
+# --- Shards ---
+
+
+@dataclass(frozen=True)
+class Block:
+    """The elements of a shard in the flat full tensor: the first one, and the size and stride of each dimension."""
+
+    start: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def at(cls, positions: Tensor) -> Block | None:
+        """The block with these elements; None if they are not a block."""
+        if not positions.numel():
+            return cls(0, tuple(positions.shape), (0,) * positions.dim())
+        start, strides = int(positions.flatten()[0]), []
+        for dim, size in enumerate(positions.shape):
+            second = (
+                positions[tuple(1 if dim == other else 0 for other in range(positions.dim()))] if size > 1 else start
+            )
+            strides.append(int(second) - start)
+        found = cls(start, tuple(positions.shape), tuple(strides))
+        if min(strides, default=0) < 0:
+            return None
+        largest = start + sum((size - 1) * stride for size, stride in zip(found.shape, strides, strict=True))
+        return found if torch.equal(found.of(torch.arange(largest + 1)), positions) else None
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The elements of this block."""
+        return whole.reshape(-1).as_strided(self.shape, self.strides, self.start)
+
+
+Blocks = Sequence[Block | None]
+"""The distinct shards of a tensor; None: the tensor in full."""
+
+
+def are_whole(blocks: Blocks, count: int) -> bool:
+    """Whether blocks have all of so many elements."""
+    if None in blocks:
+        return True
+    seen = torch.zeros(count, dtype=torch.bool)
+    for block in blocks:
+        assert block is not None
+        block.of(seen).fill_(True)
+    return bool(seen.all())
+
+
+def sketches(whole: Tensor, blocks: Blocks) -> Tensor:
+    """The sketches of the blocks of a full tensor, one after another."""
+    return torch.cat([sketch(whole if block is None else block.of(whole)) for block in blocks])
+
+
 # --- Tensors in files ---
 
 
@@ -69,9 +126,9 @@ class Stored:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
-    def tensor(self) -> Tensor:
-        """The tensor, mapped from the file: its pages are read when they are used."""
-        flat = torch.from_file(self.path, shared=False, size=torch.Size(self.shape).numel(), dtype=self.dtype)
+    def tensor(self, shared: bool = False) -> Tensor:
+        """The tensor, mapped from the file: its pages are read when they are used. `shared`: changes go to the file."""
+        flat = torch.from_file(self.path, shared=shared, size=torch.Size(self.shape).numel(), dtype=self.dtype)
         return flat.view(self.shape)
 
 

@@ -91,12 +91,12 @@ class PlainRecorder:
             rename=plain_name,
             by_count=True,
             dropping=script.dropping,
-            is_sketched=script.is_sketched,
+            sketched=script.sketched,
         )
         self.record = self.recorder.record
         floating = [entry.tensor.dtype for entry in self.tracked if entry.tensor.is_floating_point()]
         dtype = str(floating[0] if floating else torch.get_default_dtype()).removeprefix("torch.")
-        self.record.run = RunInfo(dtype=dtype, data_parallel=_is_data_parallel(model), sketched=self.recorder.sketched)
+        self.record.run = RunInfo(dtype=dtype, data_parallel=_is_data_parallel(model))
         self.record.tensors = {
             entry.name: TensorNote(
                 entry.names,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from colonnade.proof.sketch import LARGE, sketch, store
+from colonnade.proof.sketch import LARGE, Block, are_whole, sketch, store
 
 ROWS, COLUMNS = 1000, 517
 
@@ -55,6 +55,18 @@ def test_sums_factors_and_differences_are_those_of_the_tensors() -> None:
     assert torch.equal(sketch(a), sketch(a.clone()))
     # Elements at other places are another tensor.
     assert float((sketch(a) - sketch(a.flip(0))).norm()) == pytest.approx(float((a - a.flip(0)).norm()), rel=0.05)
+
+
+def test_blocks_are_rows_columns_and_boxes_of_a_tensor() -> None:
+    places = torch.arange(6 * 8 * 5).view(6, 8, 5)
+    shards = [places[2:4], places[:, 4:], places[:, :, 1:2], places[1:3, 2:4, 3:], places[:0], places.flatten()[7:50]]
+    for shard in shards:
+        block = Block.at(shard)
+        assert block is not None
+        assert torch.equal(block.of(places.double()).long(), shard)
+    assert Block.at(places[:, [0, 1, 3]]) is None  # heads of three ranks, say
+    assert are_whole([Block.at(places[:, :4]), Block.at(places[:, 4:])], places.numel())
+    assert not are_whole([Block.at(places[:, :4]), Block.at(places[:, 5:])], places.numel())
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
