@@ -77,6 +77,12 @@ def launch(
     Raises:
         ConfigError: the config is invalid, on any rank.
         LaunchError: rank, world size or address are missing or invalid, or torch is too old.
+
+    Example::
+
+        gpc = colonnade.launch(dict(parallel=dict(tensor=dict(size=2, mode="1d")), clip_grad_norm=1.0))
+        print(gpc.get_local_rank(colonnade.ParallelMode.TENSOR))
+        gpc.destroy()
     """
     known = detect()
     if dist.is_initialized():

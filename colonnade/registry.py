@@ -36,7 +36,19 @@ class Registry:
     @overload
     def register_module(self, entry: str | None = None, *, name: str | None = None) -> Callable[[Entry], Entry]: ...
     def register_module(self, entry: Any = None, *, name: str | None = None) -> Any:
-        """Register a class or function: `@R.register_module`, `@R.register_module("Name")` or `(name="Name")`."""
+        """Register a class or function: `@R.register_module`, `@R.register_module("Name")` or `(name="Name")`.
+
+        Example::
+
+            from colonnade.registry import HOOKS
+            from colonnade.trainer import BaseHook
+
+            @HOOKS.register_module
+            class ExampleHook(BaseHook):
+                pass
+
+            assert HOOKS.get_module("ExampleHook") is ExampleHook
+        """
         if isinstance(entry, str):
             entry, name = None, entry
         if entry is not None:

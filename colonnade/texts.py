@@ -1,9 +1,11 @@
-"""Common text functions: digests, name patterns, sizes and times."""
+"""Common text functions: digests, name patterns, dotted keys, sizes and times."""
 
 from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Mapping
+from typing import Any
 
 
 def digest_of(content: str | bytes) -> int:
@@ -24,6 +26,15 @@ def pattern_of(name: str, inside: bool = False) -> str:
     if inside:
         return re.sub(r"\d+", "*", name)
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def flat_config(config: Mapping[str, Any], under: str = "") -> dict[str, Any]:
+    """The values of a config by dotted key."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        name = f"{under}{key}"
+        flat.update(flat_config(value, f"{name}.") if isinstance(value, Mapping) else {name: value})
+    return flat
 
 
 def format_count(count: float) -> str:

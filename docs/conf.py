@@ -14,7 +14,12 @@ author = "The Colonnade developers"
 project_copyright = "The Colonnade developers. Apache-2.0"
 version = release = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "colonnade_site"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "colonnade_site",
+]
 exclude_patterns = ["_site", "_templates"]
 templates_path = ["_templates"]
 nitpicky = True

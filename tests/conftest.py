@@ -17,7 +17,6 @@ SLOW_MODULES = (
     "checkpoint/storage/test_verify.py",
     "checkpoint/storage/test_writer.py",
     "checkpoint/test_convert.py",
-    "checkpoint/test_layout_change.py",
     "checkpoint/test_load.py",
     "checkpoint/test_manager.py",
     "context/test_parallel_context.py",
@@ -89,7 +88,6 @@ LONG = (
     "models/test_grid.py::test_models_equal_one_process[8 ranks: tensor 8 2.5d depth=2]",
     "mutants/test_mutants.py::test_noticed_means_that_a_test_fails_which_passes_without_the_change",
     "nn/layer/test_parity.py::test_every_layer_equals_one_process[3d 8]",
-    "models/test_models.py::test_a_run_goes_on_in_another_layout[GPT-{'tensor': {'size': 4, 'mode': '2d'}}",
     "optim/test_field_bugs.py::test_every_layout_by_engine_for_every_order[data 2 x tensor 2-3.0]",
     "optim/test_field_bugs.py::test_every_layout_by_engine_for_every_order[data 8-inf]",
     "optim/test_field_bugs.py::test_every_layout_by_engine_for_every_order[tensor 8-inf]",
@@ -110,6 +108,7 @@ LONG = (
 ONE_WORKER = (
     "cli/test_ckpt.py",
     "corpus/test_corpus.py",
+    "gradients/test_ledger.py",
     "gradients/test_probe.py",
     "hf/test_weights.py",
     "optim/test_field_bugs.py",

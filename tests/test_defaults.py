@@ -105,7 +105,7 @@ parallel.split.Chunks.named_modules: prefix='' remove_duplicate=True
 parallel.split.Chunks.state_dict: prefix='' keep_vars=False
 gradients.sums.Sharding: keep_full=True every_pass=False wide=False give_back=False
 gradients.sums.Sum: between_stages=False
-trainer.records.is_first_with_data: pipeline=False
+trainer.records.is_first_with_data: rows=False
 trainer.hooks.checkpoint_hooks.EMAHook: decay=0.999 interval=1 warm_up=True evaluate=True priority=50
 trainer.hooks.hook.BaseHook: priority=10
 trainer.hooks.checkpoint_hooks.LoadCheckpointHook: required=False priority=-100

@@ -6,14 +6,23 @@ A block that begins with ```py, not ```python, is code of another framework, sho
 from __future__ import annotations
 
 import importlib
+import inspect
+import os
 import re
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
+import colonnade.core
 from colonnade.testing import run_world
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "docs" / "_site"))
+import api  # noqa: E402
+
 DOCUMENTS = sorted(str(path.relative_to(ROOT)) for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 PAGES = [page for page in DOCUMENTS if "```python" in (ROOT / page).read_text(encoding="utf-8")]
 _BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
@@ -41,6 +50,36 @@ def test_the_blocks_of_the_page_run(page):
     ranks = _RANKS.search((ROOT / page).read_text(encoding="utf-8"))
     world = int(ranks[1]) if ranks else 1
     assert set(run_world(world, _run, page).values) != {0}
+
+
+def _examples(slow: bool) -> dict[str, str]:
+    """The `Example::` blocks in docstrings of public names; those that import transformers are slow."""
+    found: dict[str, str] = {}
+    for module in map(importlib.import_module, api.MODULES):
+        for name in api.names(module.__name__):
+            thing = getattr(module, name)
+            members = vars(thing).items() if inspect.isclass(thing) else ()
+            for label, each in [(name, thing), *((f"{name}.{key}", value) for key, value in members)]:
+                doc = inspect.cleandoc(getattr(each, "__doc__", None) or "")
+                for code in re.findall(r"^Example::\n((?:\n| .*(?:\n|$))+)", doc, re.MULTILINE):
+                    if ("transformers import" in code) == slow:
+                        found[label] = textwrap.dedent(code)
+    return found
+
+
+def _run_examples(folder: str, slow: bool) -> list[str]:
+    """Each in a namespace of its own, and in a context that has not been launched."""
+    os.chdir(folder)
+    for label, code in _examples(slow).items():
+        exec(compile(code, f"example of {label}", "exec"), {"colonnade": colonnade, "torch": torch, "nn": torch.nn})
+        colonnade.core.global_context.destroy()
+    return sorted(_examples(slow))
+
+
+@pytest.mark.parametrize("slow", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_examples_in_docstrings_run(slow, tmp_path):
+    run = run_world(2, _run_examples, str(tmp_path), slow, backend=None).values[0]
+    assert {"from_pretrained"} <= set(run) if slow else {"launch", "initialize", "verify", "Trainer"} <= set(run)
 
 
 def test_the_readme_is_among_them():

@@ -36,6 +36,17 @@ class CheckpointManager:
             note to the folder when its file is on disk, and rank 0 commits when all notes exist.
         verify: Hash the files on load. Sizes and the manifest are always checked.
         read_only: Take no lock; `save` raises.
+
+    Example::
+
+        from colonnade.checkpoint import CheckpointManager
+
+        gpc = colonnade.launch({})
+        model = nn.Linear(4, 2)
+        engine, *_ = colonnade.initialize(model, torch.optim.AdamW(model.parameters()), nn.MSELoss())
+        with CheckpointManager("run", gpc, keep=2) as manager:
+            manager.save(1, engine.model, engine.optimizer)
+            print(manager.load(engine.model, engine.optimizer).step)
     """
 
     def __init__(

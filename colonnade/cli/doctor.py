@@ -37,7 +37,7 @@ _WORLD_SECONDS = 120
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _NO_TORCH = ("torch cannot be imported", "pip install torch")
 _OPTIONAL = ("tensorboard", "triton", "numpy")
-_REQUIRED = ("safetensors", "rich", "typer", "pygal")
+_REQUIRED = ("safetensors", "rich", "typer")
 
 
 @dataclass(frozen=True)

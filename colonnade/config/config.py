@@ -141,8 +141,7 @@ class Config(dict[str, Any]):
 def load_config(source: Config | dict[str, Any] | str | Path) -> Config:
     """The checked Config of a `.py` or `.toml` path, a dict or a Config. One ConfigError lists all problems.
 
-    A Config is returned as the same object: freezing it at launch then also prevents later changes by its owner, which no part
-    of the library would read.
+    A Config is returned as the same object. `launch` freezes it, so that later changes, which would have no effect, raise an error.
     """
     if isinstance(source, (str, Path)):
         return Config.from_file(source)

@@ -107,7 +107,9 @@ class AxisSpec(Section, required=("size",), short="size", further="kwargs"):
 
     name: str = ""
     size: int = key(1, COUNT, "ranks per group", read=int)
-    mode: str | None = key(None, any_of(TEXT, NONE), "initializer of the groups: a key of INITIALIZER_MAPPING")
+    mode: str | None = key(
+        None, any_of(TEXT, NONE), "initializer of the groups; for tensor the scheme: '1d', '2d', '2.5d', '3d'"
+    )
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
@@ -520,7 +522,7 @@ class ActivationSettings(
     keep: tuple[str, ...] = key(
         (), any_of(TEXTS, NONE), "mode 'selective': ops whose results are stored, such as 'aten.mm'", read=as_names
     )
-    offload: bool = key(False, BOOL, "what is kept for backward lies in the host's memory")
+    offload: bool = key(False, BOOL, "keep the values stored for backward in host memory")
 
     @classmethod
     def spelled_out(cls, given: Any) -> Mapping[str, Any]:
@@ -595,7 +597,7 @@ class SyncOptions(Section):
         "dtype in which gradients are sent",
         read=lambda value: _dtype("compress", value),
     )
-    fixed_order: bool = key(False, BOOL, "the same order of sums in every run")
+    fixed_order: bool = key(False, BOOL, "reduce in rank order: the same bits in every run")
     shared_memory: bool | Literal["auto"] = key(
         "auto", any_of(BOOL, choice("auto"), NONE), "reduce in shared memory on one host"
     )

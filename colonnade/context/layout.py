@@ -352,8 +352,8 @@ class Layout:
     Args:
         axes: The axes, slowest first, whose sizes multiply to the world size.
         groups: The rank lists of each mode.
-        places: If a user's initializer numbers ranks differently from the grid: for each rank, its place in the grid (the rank
-            that the grid has at the same coordinates).
+        places: For a custom initializer with another rank order: for each rank, the rank with the same coordinates in the
+            default order.
     """
 
     def __init__(

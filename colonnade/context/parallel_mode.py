@@ -119,6 +119,11 @@ class ParallelMode(metaclass=_OpenEnum):
 
         Raises:
             LayoutError: An argument is invalid, or another mode has this name or value.
+
+        Example::
+
+            RING = colonnade.ParallelMode.register("EXAMPLE_RING", "example_ring", data="same")
+            assert RING is colonnade.ParallelMode.EXAMPLE_RING
         """
         if not (isinstance(name, str) and name.isidentifier() and not name.startswith("_")):
             raise LayoutError(f"a parallel mode's name is an identifier such as 'NEW_MODE', not {name!r}", code="C011")

@@ -80,6 +80,15 @@ def initialize(
         ConfigError: a setting does not fit the model, the optimizer or the device.
         PlacementError: the placements of the parameters differ between ranks.
         GradientError: a gradient reduction is missing, duplicated or has the wrong divisor, or ranks would step differently.
+
+    Example::
+
+        gpc = colonnade.launch(dict(clip_grad_norm=1.0))
+        model = nn.Linear(4, 2)
+        engine, *_ = colonnade.initialize(model, torch.optim.AdamW(model.parameters()), nn.MSELoss())
+        engine.zero_grad()
+        engine.backward(engine.criterion(engine(torch.ones(8, 4)), torch.ones(8, 2)))
+        engine.step()
     """
     if context is None:
         from colonnade.core import global_context  # a user who passes no context means this one

@@ -428,8 +428,8 @@ class Engine(LastStep, WholeWeights):
         After a failed backward pass this abandons the step on all ranks, so that training continues with the next batch.
 
         Raises:
-            GradientError: a step must be abandoned, but this rank shares no all-reduce with some other rank, which could
-                not learn of it.
+            GradientError: a step must be abandoned, but this rank shares no all-reduce with some other rank, and cannot
+                inform it.
         """
         if self._failed:
             self._abandon_step()
@@ -715,6 +715,17 @@ class Engine(LastStep, WholeWeights):
         Raises:
             GradientError: at ZeRO stage 3, where every forward pass needs all ranks; or the loop body does not call
                 `backward` and `step` exactly once.
+
+        Example::
+
+            gpc = colonnade.launch({})
+            model = nn.Linear(4, 2)
+            engine, *_ = colonnade.initialize(model, torch.optim.AdamW(model.parameters()), nn.MSELoss())
+            loader = [(torch.ones(8, 4), torch.ones(8, 2))] * (1 + gpc.get_global_rank())
+            for x, y in engine.batches(loader):
+                engine.zero_grad()
+                engine.backward(engine.criterion(engine(x), y))
+                engine.step()
         """
         if self.gathers_weights:
             raise GradientError(

@@ -44,6 +44,21 @@ class BaseGradientHandler(ABC):
     Args:
         model: The model of this rank.
         optimizer: The optimizer as it was given to `initialize`.
+
+    Example::
+
+        import torch.distributed as dist
+        from colonnade.engine.gradient_handler import BaseGradientHandler
+        from colonnade.registry import GRADIENT_HANDLER
+
+        @GRADIENT_HANDLER.register_module
+        class OneByOne(BaseGradientHandler):
+            def handle_gradient(self):
+                for parameter in self._model.parameters():
+                    dist.all_reduce(parameter.grad, group=self.context.get_group(colonnade.ParallelMode.DATA))
+                    parameter.grad /= self.context.data_parallel_size
+
+        gpc = colonnade.launch(dict(gradient_handler=["OneByOne"]))
     """
 
     def __init__(self, model: nn.Module, optimizer: Any = None) -> None:
@@ -104,6 +119,18 @@ class PlannedGradientHandler(BaseGradientHandler):
         model: The model of this rank.
         optimizer: The optimizer as it was given to `initialize`.
         options: Fields of `SyncOptions` (bucket_mb, overlap, compress, ...), usually from the config.
+
+    Example::
+
+        from colonnade.engine.gradient_handler import PlannedGradientHandler
+        from colonnade.registry import GRADIENT_HANDLER
+
+        @GRADIENT_HANDLER.register_module
+        class BiasHandler(PlannedGradientHandler):
+            def reductions(self):
+                return self.over(colonnade.ParallelMode.DATA, "*.bias")
+
+        gpc = colonnade.launch(dict(gradient_handler=["BiasHandler"]))
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -486,14 +486,14 @@ class PiggybackedFlags:
         deviates, unsteady, *slots = self._pending.popleft().read()
         if sum(count > 0 for count in slots) > 1:
             raise GradientError(
-                f"ranks were not at the same step {_LAG} steps ago; a rank has skipped or repeated one. That step was dropped",
+                f"ranks were not at the same step {_LAG} steps ago; a rank has skipped or repeated one. That step was skipped",
                 code="C043",
             )
         if deviates > 0 and not self._uneven:
             self._uneven = True
             message = (
-                f"step {self._step - _LAG} was dropped: on some rank, other parameters had gradients than in earlier steps. "
-                f"From now on the ranks compare this in every step, and no step is dropped for it"
+                f"step {self._step - _LAG} was skipped: on some rank, the set of parameters with a gradient has changed. "
+                f"From now on the ranks compare these sets in every step, so that no other step is skipped for this"
             )
         self.steady = not self._uneven and unsteady == 0
         return message

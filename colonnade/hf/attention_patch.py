@@ -124,13 +124,13 @@ def _mask(*_: Any, use_vmap: bool = False, **__: Any) -> SplitSequence:
     """The current batch in place of a mask; the arguments of each layer's own attention call add windows and causality."""
     if use_vmap:
         raise LayoutError(
-            "attention over a split sequence: the model adds a custom mask function, which no kernel here supports; train it "
+            "context parallelism: the model adds a custom mask function, which no kernel here supports; train it "
             "without parallel.sequence",
             code="C061",
         )
     if _Current.batch is None:
         raise LayoutError(
-            "attention over a split sequence: call the model that was passed to parallelize(), not a model inside it",
+            "context parallelism: call the model that was passed to parallelize(), not a model inside it",
             code="C061",
         )
     return _Current.batch
@@ -151,14 +151,14 @@ def _attention(
     """An attention function with the signature of transformers' attention interface."""
     if not isinstance(attention_mask, SplitSequence):
         raise LayoutError(
-            f"attention over a split sequence: {type(module).__name__} got the mask {attention_mask!r:.60}; custom masks, and "
+            f"context parallelism: {type(module).__name__} got the mask {attention_mask!r:.60}; custom masks, and "
             f"models that do not use transformers' masking_utils, are not supported; train it without parallel.sequence",
             code="C061",
         )
     for name in ("softcap", "position_bias"):
         if others.get(name) is not None:
             raise LayoutError(
-                f"attention over a split sequence: {type(module).__name__} has {name}={others[name]!r:.60}, which no kernel here "
+                f"context parallelism: {type(module).__name__} has {name}={others[name]!r:.60}, which no kernel here "
                 f"supports; train it without parallel.sequence",
                 code="C061",
             )
@@ -206,7 +206,7 @@ def split_batch(model: nn.Module, batch: Mapping[str, Any]) -> tuple[dict[str, A
     batch = {name: value for name, value in batch.items() if value is not None}
     if not {"input_ids", "inputs_embeds"} & batch.keys():
         raise LayoutError(
-            f"a sequence split over ranks: the batch has {listed(batch)}, but no input_ids to split",
+            f"context parallelism: the batch has {listed(batch)}, but no input_ids to split",
             code="C061",
         )
     unsupported = [
@@ -220,7 +220,7 @@ def split_batch(model: nn.Module, batch: Mapping[str, Any]) -> tuple[dict[str, A
     ]
     if unsupported:
         raise LayoutError(
-            f"a sequence split over ranks: the batch has {', '.join(map(repr, unsupported))}; supported are "
+            f"context parallelism: the batch has {', '.join(map(repr, unsupported))}; supported are "
             f"{', '.join(_BY_TOKEN)}, each (batch, length), and nothing that refers to the full sequence",
             code="C061",
         )
@@ -278,14 +278,14 @@ def find_documents(batch: Mapping[str, Any]) -> tuple[tuple[tuple[tuple[int, ...
         for row, (start, stop, count, wrong) in enumerate(rows):
             if count and stop - start != count:
                 raise LayoutError(
-                    f"a sequence split over ranks: the attention_mask of row {row} has holes between tokens, which no kernel "
+                    f"context parallelism: the attention_mask of row {row} has holes between tokens, which no kernel "
                     f"here supports; pad behind the tokens",
                     code="C061",
                 )
             if wrong:
                 # Padding attends to padding here, so these predictions would differ from a single process.
                 raise LayoutError(
-                    f"a sequence split over ranks: row {row} has {wrong} labels to be predicted from padding, for which the "
+                    f"context parallelism: row {row} has {wrong} labels to be predicted from padding, for which the "
                     f"result would differ from that of a single process; set these labels to {IGNORED} (and if padding comes "
                     f"before the tokens, the label of the first token)",
                     code="C061",

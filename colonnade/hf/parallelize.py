@@ -62,6 +62,12 @@ def parallelize(
             with the forward pass of `sample`, which is found after sharding.
 
     Collective over the world if `sample` is given.
+
+    Example::
+
+        gpc = colonnade.launch(dict(parallel=dict(tensor=dict(size=2, mode="1d"))))
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        model = colonnade.parallelize(model, {"0": "colwise", "2": "rowwise"})
     """
     context = given_or_global(context)
     parallelize_plan = renamed_plan("parallelize", parallelize_plan, plan)

@@ -68,6 +68,14 @@ def from_pretrained(
         CheckpointError: The folder does not fit the model: missing or unexpected names, or other shapes.
 
     Collective over the world.
+
+    Example::
+
+        from transformers import LlamaConfig
+
+        gpc = colonnade.launch(dict(parallel=dict(tensor=dict(size=2, mode="1d"))))
+        config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+        model = colonnade.from_pretrained(config)  # or the folder of a model, such as "Llama-3.1-8B"
     """
     context = given_or_global(context)
     parallelize_plan = renamed_plan("from_pretrained", parallelize_plan, plan)

@@ -207,7 +207,7 @@ class LanguageModelLoss(nn.Module):
         return self.mean((logits,), labels)
 
     def mean(self, outputs: Sequence[Tensor], labels: Tensor) -> Tensor:
-        """The loss for the outputs of the model."""
+        """The mean loss per counted token, from the outputs of the model and full labels."""
         context = self._here.context
         local_labels = split_sequence(labels, balanced=self._balanced, context=context)
         counted = (labels != self.ignore_index).sum().double()

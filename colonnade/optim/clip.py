@@ -250,6 +250,13 @@ def clip_grad_norm_(
 
     Returns:
         The total norm before clipping, as a plain tensor.
+
+    Example::
+
+        gpc = colonnade.launch({})
+        model = nn.Linear(4, 2)
+        model(torch.ones(8, 4)).sum().backward()
+        norm = colonnade.clip_grad_norm_(model.parameters(), max_norm=1.0)
     """
     tensors = _as_list(parameters)
     limit = positive("max_norm", float(max_norm)) if max_norm else 0.0

@@ -73,7 +73,7 @@ class _Transposed(Function):
 def copy(x: Tensor, mode: ParallelMode, *, context: ParallelContext | None = None) -> Tensor:
     """Identity in forward, all-reduce of the gradient in backward.
 
-    For a replicated `x` of which each rank computes a part of the result. Collective over the ranks of `mode`, in backward.
+    Use it if every rank computes a part of the result from the same `x`. Collective over the ranks of `mode`, in backward.
 
     Args:
         x: A tensor that is equal on all ranks.
@@ -89,7 +89,7 @@ def copy(x: Tensor, mode: ParallelMode, *, context: ParallelContext | None = Non
 def reduce(x: Tensor, mode: ParallelMode, *, context: ParallelContext | None = None) -> Tensor:
     """All-reduce (sum) in forward, identity in backward.
 
-    For partial results whose sum all ranks use alike. Collective over the ranks of `mode`, in forward.
+    Use it for partial results, if all ranks use the sum in the same way. Collective over the ranks of `mode`, in forward.
 
     Args:
         x: A tensor of the same shape on all ranks.
@@ -159,7 +159,7 @@ def all_gather(
 ) -> Tensor:
     """All-gather along `dim` in forward; reduce-scatter of the gradients in backward.
 
-    For shards of which each rank uses the concatenation in its own way. Collective over the ranks of `mode`, in forward and
+    Use it if the ranks use the concatenated tensor in different ways; otherwise `gather` needs no communication in backward. Collective over the ranks of `mode`, in forward and
     backward.
 
     Args:

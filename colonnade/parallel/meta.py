@@ -46,6 +46,13 @@ def meta_init() -> Iterator[None]:
     Operations of the model's code on parameters (torch.nn.init, in-place methods, slicing, copying) are recorded, and performed
     in `initialize`. Buffers are created at once, on the CPU. Every random number follows from the seed of `launch`, the
     parameter's name and the position in the full parameter, so weights are equal under every layout.
+
+    Example::
+
+        gpc = colonnade.launch(dict(zero=3))
+        with colonnade.meta_init():
+            model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2))  # no memory yet
+        engine, *_ = colonnade.initialize(model, lambda parameters: torch.optim.AdamW(parameters), nn.MSELoss())
     """
     recording = InitRecording()
     parameters: list[nn.Parameter] = []

@@ -150,6 +150,12 @@ def place(
 
     Raises:
         PlacementError: The specs contradict each other or the shape of the parameter.
+
+    Example::
+
+        gpc = colonnade.launch(dict(parallel=dict(tensor=2)))
+        weight = nn.Parameter(torch.randn(8, 4))  # this rank's half of a 16 x 4 weight
+        colonnade.place(weight, {colonnade.ParallelMode.TENSOR: colonnade.Shard(0)})
     """
     if is_dtensor(parameter):
         raise PlacementError(
@@ -176,6 +182,11 @@ def place_module(module: nn.Module, rules: Mapping[Rule, Mapping[ParallelMode, S
 
     Raises:
         PlacementError: A rule matches no parameter: with a typo in a pattern, parameters would silently stay replicated.
+
+    Example::
+
+        norm = nn.LayerNorm(8)  # each tensor rank sees some of the tokens
+        colonnade.place_module(norm, {"*": {colonnade.ParallelMode.TENSOR: colonnade.Replicate(owes="sum")}})
     """
     named = dict(module.named_parameters())
     for name, parameter in named.items():

@@ -132,6 +132,13 @@ def split(
 
     Raises:
         ScheduleError: If the model cannot be split as asked.
+
+    Example::
+
+        gpc = colonnade.launch(dict(parallel=dict(pipeline=2), num_microbatches=4))
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        stages = colonnade.split(model, num_stages=2)
+        engine, *_ = colonnade.initialize(stages, lambda parameters: torch.optim.AdamW(parameters), nn.MSELoss())
     """
     if not isinstance(model, nn.Module) or isinstance(model, nn.ModuleList):
         stages = list(model)
@@ -194,7 +201,7 @@ def _split_by_forward(
     if sample is not None and not any(parameter.is_meta for parameter in model.parameters()):
         chain = Stage([(str(index), stage) for index, stage in enumerate(stages)], takes_one_value=False)
         hidden = (
-            "A layer seems to leave a value for another one besides what it returns; pass that value as an argument."
+            "A layer seems to store a value that another layer reads; return the value, and pass it as an argument."
         )
         with evaluating(model, chain):
             _compare_with_stages(model, chain, lambda module: result_of(call_layer(module, cloned(sample))), hidden)

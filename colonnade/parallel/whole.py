@@ -241,7 +241,7 @@ def _uneven_offset(found: LocalTensor, dim: int, length: int, sizes_of_ranks: Se
     if len(known) != count or sum(known) != length:
         raise CheckpointError(
             f"{found.names[0]} is placed as {found.placement} with {length} elements along dimension {dim}, but its "
-            f"{count} parts have {listed(widths)}; ranks that hold the same part must agree, and the parts must add up",
+            f"{count} shards have {listed(widths)}; ranks that store the same shard must agree, and the shards must add up",
             code="C082",
         )
     return sum(known[:index])

@@ -41,15 +41,22 @@ from colonnade.proof.compare import (
     Report,
     assemble,
     compare,
-    dropped_by,
+    drawn_by,
     full_shapes,
     full_tensors,
     needed_as_a_whole,
     sketched_blocks,
 )
 from colonnade.proof.diagnose import diagnose
-from colonnade.proof.dropout_masks import Dropping, Nothing, Noting, Replaying, Replays, notes_of
 from colonnade.proof.exchange import agreed, attempt, gather_to_first, shared
+from colonnade.proof.random_numbers import (
+    RandomNumbers,
+    RecordedDraws,
+    ReplayedDraws,
+    host_generators,
+    notes_of,
+    set_host_generators,
+)
 from colonnade.proof.record import (
     Batch,
     EngineRecorder,
@@ -107,6 +114,16 @@ def verify(
 
     Raises:
         ParityError: the run cannot be compared, for example because the reference is a different model.
+
+    Example::
+
+        gpc = colonnade.launch(dict(clip_grad_norm=1.0))
+        model = nn.Linear(4, 2)
+        engine, *_ = colonnade.initialize(model, torch.optim.AdamW(model.parameters()), nn.MSELoss())
+        batch = torch.randn(8, 4), torch.randn(8, 2)
+        report = colonnade.verify(engine, batches=[[batch]])  # one step with one batch
+        print(report)
+        assert report.ok
     """
     evidence = gather_evidence(engine, reference, batches, steps, criterion=criterion, dropout=dropout)
     return shared(engine.context, lambda: diagnose(evidence) if evidence is not None else None)
@@ -161,6 +178,7 @@ def gather_evidence(
     if dropout:
         off = _unjoinable_dropout(engine, reference, criterion, chosen[0][0], kept_in_eval)
 
+    generators = host_generators()
     # The ranks train, and send their records and batches to rank 0: of large tensors only sketches. Initial weights go there as a
     # whole, from the first rank that stores them.
     record, given = _record_steps(engine, chosen, off, kept_in_eval)
@@ -202,7 +220,9 @@ def gather_evidence(
                     whole[name] = value
                 else:
                     block.of(whole.setdefault(name, value.new_zeros(sender.tensors[name].shape))).copy_(value)
-        found = attempt(lambda: _true_run(engine, reference, criterion, records, batches_of_ranks, off, whole))
+        found = attempt(
+            lambda: _true_run(engine, reference, criterion, records, batches_of_ranks, off, generators, whole)
+        )
     truth: TrueRun | None = agreed(engine.context, found)
     if truth is not None:
         found = attempt(lambda: _side_by_side(records, truth))
@@ -230,7 +250,7 @@ def _record_steps(
 ) -> tuple[Record, Any]:
     """Train; returns the record of this rank and its batches. `off`: modules without dropout; None: all of them."""
     given = []
-    dropping = Nothing() if off is None else Noting(off)
+    dropping = RecordedDraws(off)
     recorder = EngineRecorder(engine, dropping)
     engine.train()
     set_eval(engine.model, kept_in_eval)
@@ -247,7 +267,7 @@ def _record_steps(
                     with torch._C.DisableTorchFunction():
                         engine.step()
         recorder.record.notes += notes_of(dropping, off)
-        recorder.record.run.zeroed = dropping.zeroed
+        recorder.record.run.zeroed, recorder.record.run.host = dropping.zeroed, dropping.host
     finally:
         recorder.close()
     return recorder.record, given
@@ -259,7 +279,7 @@ def _unjoinable_dropout(
     """The modules whose dropout a single process cannot repeat, with reasons, from forward passes without side effects."""
 
     def run(off: Mapping[str, str] | None) -> tuple[None, Mapping[str, str]]:
-        dropping = Noting(off or {})
+        dropping = RecordedDraws(off or {})
         engine.train()
         set_eval(engine.model, kept_in_eval)
         copied = tree_map_only(Tensor, torch.clone, batch)  # a layer may keep its input, or change it in place
@@ -270,13 +290,14 @@ def _unjoinable_dropout(
             dropping,
         ):
             engine.execute_schedule(iter([copied]), forward_only=True, return_output_label=False)
-        if not any(gather_from_all(bool(dropping.masks), engine.context)):
+        drops = any(draw.is_dropout for some in dropping.draws.values() for draw in some)
+        if not any(gather_from_all(drops, engine.context)):
             return None, {}
 
-        # A record of one step that has only masks.
+        # A record of one step that has only draws.
         recorder = EngineRecorder(engine)
         recorder.close()
-        recorder.record.steps.append(RecordedStep(masks=dropping.masks))
+        recorder.record.steps.append(RecordedStep(draws=dropping.draws))
         recorder.record.run.zeroed, recorder.record.run.kept_in_eval = dropping.zeroed, dict(kept_in_eval)
         everyone = gather_to_first((recorder.record, [[_pieces(engine, batch)]]), engine.context)
 
@@ -284,7 +305,7 @@ def _unjoinable_dropout(
             """The modules in which the masks of this forward pass cannot be joined, on rank 0."""
             records, given = [record for record, _ in everyone], [given for _, given in everyone]
             with torch.random.fork_rng(), world_of_one(engine.context), torch.no_grad():
-                replaying = Replaying(dropped_by(records, off or {}))
+                replaying = ReplayedDraws(drawn_by(records, off or {}))
                 single, start, _ = _one_process(engine, reference, criterion, records, replaying)
                 single.begin(start)
                 steps, _ = joined_steps(given, engine.accumulation, [record.run for record in records])
@@ -323,23 +344,34 @@ def _true_run(
     records: Sequence[Record],
     given: Sequence[Any],
     off: Mapping[str, str] | None,
+    before: tuple[Any, Any],
     whole: Mapping[str, Tensor],
 ) -> TrueRun:
     """Train the single process. `whole` are the initial values of the tensors of which the records have sketches."""
     # Layers are built and called in a world of one. The random numbers of the run continue as if this had not happened.
     with torch.random.fork_rng(), world_of_one(engine.context):
-        dropping = Nothing() if off is None else Replaying(dropped_by(records, off))
+        dropping = ReplayedDraws(drawn_by(records, off))
         single, start, names = _one_process(engine, reference, criterion, records, dropping, whole)
         steps, apart = joined_steps(given, engine.accumulation, [record.run for record in records])
-        with dropping.watching(single.model), dropping:
-            # Of the moved runs only the distances to the reference are kept.
-            truth = list(single.run(start, steps, apart))
-            short = partial(_short, records=records, names=names)
+        same_host = all(record.run.host == records[0].run.host for record in records)
+        short = partial(_short, records=records, names=names)
+
+        def run(noise: torch.Generator | None = None) -> list[Truth]:
+            # Numbers that all ranks drew alike from Python's or NumPy's generator are repeated. Others differ between the runs.
+            if same_host:
+                set_host_generators(before)
+            with dropping.watching(single.model), dropping:
+                if noise is None:
+                    return list(single.run(start, steps, apart))
+                # Of the moved runs only the distances to the reference count, so sketches of them are enough.
+                return [short(step) for step in single.run(start, steps, noise=noise, whole=False)]
+
+        with dropping.kept_host():
+            truth = run()
+            host = {name: list(states) for name, states in dropping.host.items()}
             noises = (torch.Generator(engine.context.device).manual_seed(seed) for seed in range(PERTURBED_RUNS))
-            moved = (map(short, single.run(start, steps, noise=noise, whole=False)) for noise in noises)
-            spreads = spreads_of([short(step) for step in truth], moved)
-    replays = dropping.found if isinstance(dropping, Replaying) else Replays()
-    for module, reason in replays.not_joined.items():
+            spreads = spreads_of([short(step) for step in truth], map(run, noises))
+    for module, reason in dropping.found.not_joined.items():
         raise ParityError(
             f"a single process cannot drop the same elements as the ranks in {module}: {reason}; pass dropout=False"
         )
@@ -353,7 +385,7 @@ def _true_run(
     for passes in steps:
         leaves = [[x for x in tree_leaves(batch) if isinstance(x, Tensor)] for item in passes for batch in item.batches]
         terms = max(terms, sum(max((x.numel() for x in some), default=1) for some in leaves))
-    return TrueRun(truth, spreads, start, names, terms, notes, replays.differing)
+    return TrueRun(truth, spreads, start, names, terms, notes, dropping.found, host)
 
 
 def _short(truth: Truth, records: Sequence[Record], names: Mapping[str, str]) -> Truth:
@@ -376,7 +408,7 @@ def _one_process(
     reference: Any,
     criterion: Any,
     records: Sequence[Record],
-    dropping: Dropping,
+    dropping: RandomNumbers,
     whole: Mapping[str, Tensor] | None = None,
 ) -> tuple[OneProcess, dict[str, Tensor], dict[str, str]]:
     """The single process, its initial weights, and its names of the ranks' tensors."""

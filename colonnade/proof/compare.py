@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from colonnade.errors import listed
-from colonnade.proof.dropout_masks import Dropped
+from colonnade.proof.random_numbers import LOOP, DrawsOfRanks
 from colonnade.proof.record import Loss, Piece, Record, RecordedStep
 from colonnade.proof.reference import RoundingSpread, TrueRun, Truth, norm_of
 from colonnade.proof.sketch import SUMS, Block
@@ -122,8 +122,14 @@ class Evidence:
     """By module that trains on some ranks only: the ranks on which it is in evaluation mode."""
     sliced_differently: Sequence[str] = ()
     """The modes whose ranks sliced different batches, where all should slice the same one."""
-    differing_masks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """By module with dropout: the ranks whose masks differ although they have the same activation."""
+    differing_draws: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """By module with random operators: the ranks whose numbers differ although they have the same activation."""
+    redrawn: Mapping[str, str] = field(default_factory=dict)
+    """By module whose random numbers the single process could not repeat: the reason."""
+    host: Mapping[str, str] = field(default_factory=dict)
+    """By module that draws other numbers from Python's or NumPy's generator than the ranks: the reason."""
+    same_host: bool = True
+    """Whether all ranks drew the same numbers from these generators."""
 
 
 # --- Assembling it ---
@@ -193,7 +199,10 @@ def assemble(records: Sequence[Record], truth: TrueRun) -> Evidence:
         max_norm=run.max_norm,
         norm_type=run.norm_type,
         notes=list(dict.fromkeys(notes)),
-        differing_masks=truth.differing_masks,
+        differing_draws=truth.replays.differing,
+        redrawn=truth.replays.redrawn,
+        host=drawn_on_host(records, truth.host),
+        same_host=all(record.run.host == run.host for record in records),
         differing_modes={name: tuple(ranks[True]) for name, ranks in eval_modes.items() if len(ranks) > 1},
         sliced_differently=side_by_side.sliced_differently(truth.steps[0].activations) if truth.steps else (),
     )
@@ -236,19 +245,28 @@ def warn_of_equal_stages(records: Sequence[Record]) -> list[str]:
     ]
 
 
-def dropped_by(records: Sequence[Record], off: Collection[str]) -> Dropped:
-    """The dropout masks of the ranks. Ranks have the same batch unless they differ in an axis that shards batches."""
+def drawn_on_host(records: Sequence[Record], truth: Mapping[str, Sequence[int]]) -> dict[str, str]:
+    """The modules that draw other numbers from Python's or NumPy's generator than in the single process, with the reason."""
+    return {
+        name: "it draws from Python's random module or from numpy.random, whose numbers are not repeated"
+        for name in dict.fromkeys(name for record in records for name in record.run.host)
+        if any(record.run.host.get(name) != truth.get(name) for record in records if name in record.run.host)
+    }
+
+
+def drawn_by(records: Sequence[Record], off: Collection[str] | None) -> DrawsOfRanks:
+    """The random numbers of the ranks. Ranks have the same batch unless they differ in an axis that shards batches."""
     by_data_rank: dict[Any, list[int]] = {}
     for record in records:
         at = record.run.coordinates
         data_rank = tuple(at[axis.name] for axis in record.run.axes or () if axis.distinct and not axis.may_repeat)
         by_data_rank.setdefault(data_rank, []).append(record.rank)
     steps = [
-        {record.rank: record.steps[at].masks for record in records}
+        {record.rank: record.steps[at].draws for record in records}
         for at in range(min(len(record.steps) for record in records))
     ]
-    nowhere = {*off, *(name for record in records for name in record.run.zeroed)}
-    return Dropped(steps, records[0].run.groups, [by_data_rank[key] for key in sorted(by_data_rank)], nowhere)
+    nowhere = None if off is None else {*off, *(name for record in records for name in record.run.zeroed)}
+    return DrawsOfRanks(steps, records[0].run.groups, [by_data_rank[key] for key in sorted(by_data_rank)], nowhere)
 
 
 def sketched_blocks(records: Sequence[Record], names: Names) -> dict[str, list[Block | None]]:
@@ -531,6 +549,22 @@ class Tolerance:
         return _BOUND * (max(spread, typical * size) + size * relative)
 
 
+_VISIBLE, _CHAOS = 1e-5, 8192.0
+
+
+def hides_errors(spread: float, size: float, everything: float, dtype: torch.dtype) -> bool:
+    """Whether perturbed runs differ so much that a wrong factor could hide in the tolerance.
+
+    The spread must be a share of the value, and of everything of its kind in the step: values that are rounding errors only,
+    such as the gradient of a bias before a batch norm, differ as much as they are large.
+    """
+    # 8 * 1e-5 leaves a factor of 1.001 visible. Rounding stays below it in fp64: 8192 eps are 2e-12. In fp32 these are 1e-3,
+    # which leaves a factor of 1.01. In half precision 1 / 16 is the last share that leaves a factor of 1/2.
+    rounding = _CHAOS * torch.finfo(dtype).eps
+    share = min(1 / 16, max(_VISIBLE, rounding))
+    return spread > share * size and spread > min(share, rounding) * everything
+
+
 def typical_spread(some: Iterable[Compared]) -> float:
     """The median of spread / length: the usual effect of rounding on tensors of this kind."""
     ratios = [
@@ -552,7 +586,9 @@ def _rounding(dtype: torch.dtype) -> float:
 
 WEIGHTS_AT_START, LOSS, ACTIVATION, RECOMPUTED = "weights at start", "loss", "activation", "recomputed activation"
 GRADIENT, NORM, NORMS, CLIPPED = "gradient", "norm", "norm of a part", "clipped gradient"
-WEIGHTS, BUFFER, MASKS, MODE = "weights", "buffer", "dropout masks", "evaluation mode"
+UNCERTAIN = "uncertain"
+"""The status of a value that changes between runs of the single process, so that it cannot be compared."""
+WEIGHTS, BUFFER, RANDOM, MODE = "weights", "buffer", "random numbers", "evaluation mode"
 
 
 def compare(evidence: Evidence) -> list[Row]:
@@ -560,8 +596,8 @@ def compare(evidence: Evidence) -> list[Row]:
     tolerance = Tolerance.for_run(evidence)
     rows = list(_tensors(WEIGHTS_AT_START, None, evidence.weights_at_start, tolerance))
     rows += [Row(MODE, name, None, "differs", inf, 0.0, ranks) for name, ranks in evidence.differing_modes.items()]
-    for name, ranks in evidence.differing_masks.items():
-        rows.append(Row(MASKS, name, None, "differs" if ranks else "equal", inf if ranks else 0.0, 0.0, ranks))
+    for name, ranks in evidence.differing_draws.items():
+        rows.append(Row(RANDOM, name, None, "differs" if ranks else "equal", inf if ranks else 0.0, 0.0, ranks))
     for at, step in enumerate(evidence.steps):
         # A module may run only on the ranks whose samples use it; its output for the other samples is unknown.
         everywhere = {name: entry for name, entry in step.activations.items() if not uncovered(entry)}
@@ -585,12 +621,53 @@ def compare(evidence: Evidence) -> list[Row]:
         rows += _tensors(CLIPPED, at, clipped, tolerance)
         rows += _tensors(WEIGHTS, at, step.weights, tolerance)
         rows += _tensors(BUFFER, at, step.buffers, tolerance)
-    return rows
+
+    # Differences after a module that drew other numbers than on the ranks may come from these numbers, also if they lead to the
+    # same decision in all runs of the single process. In the loop, a draw has an effect only if the perturbed runs differ, unless
+    # all ranks drew the same numbers outside of torch: then the perturbed runs did so as well.
+    modules = {*evidence.redrawn, *evidence.host} - {LOOP}
+    if not modules and (not evidence.host or not evidence.same_host):
+        return rows
+    order = [row.name for row in rows if row.quantity == ACTIVATION and row.step == 0]
+    first = next((at for at, name in enumerate(order) if name in modules), len(order)) if modules else 0
+    certain = {(ACTIVATION, name) for name in order[:first]}
+    certain |= {
+        (row.quantity, row.name) for row in rows if row.quantity in (WEIGHTS_AT_START, RECOMPUTED, RANDOM, MODE)
+    }
+    return [
+        replace(row, status=UNCERTAIN) if row.status == "differs" and (row.quantity, row.name) not in certain else row
+        for row in rows
+    ]
+
+
+def why_uncertain(evidence: Evidence, rows: Sequence[Row]) -> str:
+    """The reason why values cannot be compared, in a sentence; empty if all of them can be."""
+    some = [row for row in rows if row.status == UNCERTAIN]
+    if not some:
+        return ""
+    shown = ", ".join(dict.fromkeys(f"{row.quantity} {row.name}".strip() for row in some[:3]))
+    more = f" and {len(some) - 3} more" if len(some) > 3 else ""
+    # Draws of the loop may be those of the batches, which are replaced, so a module is likelier.
+    reasons = sorted([*evidence.redrawn.items(), *evidence.host.items()], key=lambda reason: reason[0] == LOOP)
+    if any(name != LOOP for name, _ in reasons):
+        reasons = [reason for reason in reasons if reason[0] != LOOP]
+    named = [f"{name if name == LOOP else f'module {name}' if name else 'the model'}: {why}" for name, why in reasons]
+    why = f"random numbers that a single process cannot repeat are drawn in {'; in '.join(named[:3])}"
+    if not named:
+        why = (
+            "no random numbers were seen that could not be repeated, so either a generator outside of torch is used "
+            "(numpy.random.default_rng, for example), or a decision of the model (a top-k, a sort) changes with rounding"
+        )
+    return (
+        f"{shown}{more} differ between runs of the single process by a visible share of their value, so an error, a factor of 2 "
+        f"for example, could not be seen: {why}. Turn these numbers off for the comparison, or draw them with torch, one "
+        f"for each row of the batch."
+    )
 
 
 def needed_as_a_whole(rows: Iterable[Row], sketched: Collection[str], names: Names) -> list[str]:
     """The sketched tensors (by their names on the ranks) whose elements are needed to find out why a run differs."""
-    wrong = [row for row in rows if not row.ok]
+    wrong = [row for row in rows if not row.ok and row.status != UNCERTAIN]
     # Norms and clipping depend on all gradients.
     if any(row.quantity in (NORM, NORMS, CLIPPED) for row in wrong):
         return sorted(sketched)
@@ -694,14 +771,19 @@ def _is_finite(part: LocalValue) -> bool:
 
 def _tensors(quantity: str, step: int | None, some: Mapping[str, Compared], tolerance: Tolerance) -> Iterator[Row]:
     typical = typical_spread(some.values())
+    everything = sqrt(sum(length(compared.truth) ** 2 for compared in some.values() if compared.spread))
     for name, compared in some.items():
-        yield compare_tensor(compared, tolerance.of(compared, typical), quantity, name, step)
+        row = compare_tensor(compared, tolerance.of(compared, typical), quantity, name, step)
+        is_hidden = hides_errors(compared.spread, length(compared.truth), everything, tolerance.dtype)
+        yield replace(row, status=UNCERTAIN) if is_hidden and row.status in ("equal", "differs") else row
 
 
 def _recomputed(at: int, step: StepEvidence, tolerance: Tolerance) -> Iterator[Row]:
     """The recomputed outputs of each rank's modules, compared with its own first outputs, right or wrong."""
     typical = typical_spread(step.recomputed.values())
     for name, again in step.recomputed.items():
+        if hides_errors(again.spread, length(again.truth), 0.0, tolerance.dtype):
+            again = replace(again, spread=0.0)  # a rank recomputes with the same random numbers
         allowed = tolerance.of(again, typical)
         first = {part.rank: part for part in step.activations[name].found} if name in step.activations else {}
         errors = {
@@ -720,6 +802,8 @@ def _loss(at: int, step: StepEvidence, tolerance: Tolerance) -> Row:
     found = {rank: value for rank, value in enumerate(step.found_loss) if value is not None}
     mean = sum(found.values()) / len(found) if found else step.loss
     row = _number(LOSS, "loss", at, step.loss, found, allowed)
+    if found and hides_errors(step.loss_spread, abs(step.loss), abs(step.loss), tolerance.dtype):
+        return replace(row, status=UNCERTAIN)
     if row.status == "differs" and in_units(abs(mean - step.loss), allowed) <= 1:
         return Row(LOSS, "loss", at, "equal", in_units(abs(mean - step.loss), allowed), allowed, (), "as a mean")
     return row
@@ -730,13 +814,17 @@ def _norms(at: int, step: StepEvidence, tolerance: Tolerance) -> Iterator[Row]:
     noise = {name: gradient.total.spread for name, gradient in step.gradients.items()}
     everything = sqrt(sum(value**2 for value in noise.values()))
     if step.norm is not None and any(value is not None for value in step.found_norm):
-        yield _number(NORM, "norm", at, step.norm, _by_rank(step.found_norm), tolerance.of_size(step.norm, everything))
+        row = _number(NORM, "norm", at, step.norm, _by_rank(step.found_norm), tolerance.of_size(step.norm, everything))
+        is_hidden = hides_errors(everything, step.norm, step.norm, tolerance.dtype)
+        yield replace(row, status=UNCERTAIN) if is_hidden else row
     for name, truth in step.norms.items():
         inside = [value for parameter, value in noise.items() if parameter == name or parameter.startswith(f"{name}.")]
         spread = sqrt(sum(value**2 for value in inside)) if inside else everything
         found = _by_rank(step.found_norms.get(name, ()))
         if found:
-            yield _number(NORMS, name, at, truth, found, tolerance.of_size(truth, spread))
+            row = _number(NORMS, name, at, truth, found, tolerance.of_size(truth, spread))
+            is_hidden = hides_errors(spread, truth, step.norm or truth, tolerance.dtype)
+            yield replace(row, status=UNCERTAIN) if is_hidden else row
 
 
 def _by_rank(values: Sequence[float | None]) -> dict[int, float]:
@@ -803,11 +891,18 @@ class Report:
     findings: Sequence[Finding] = ()
     rows: Sequence[Row] = ()
     notes: Sequence[str] = field(default=())
+    uncertain: str = ""
+    """The reason why the run cannot be compared, if values change between runs of the single process."""
 
     @property
     def ok(self) -> bool:
         """Whether all compared values are equal within their tolerance."""
-        return not self.findings and all(row.ok for row in self.rows)
+        return not self.findings and not self.uncertain and all(row.ok for row in self.rows)
+
+    @property
+    def is_uncertain(self) -> bool:
+        """Whether nothing is known to differ, but some values cannot be compared."""
+        return bool(self.uncertain) and not self.findings
 
     @property
     def causes(self) -> list[str]:
@@ -818,6 +913,7 @@ class Report:
         """All rows, findings and notes as one JSON object. Infinity and NaN are strings."""
         whole = {
             "ok": self.ok,
+            "uncertain": self.uncertain,
             "findings": [asdict(finding) for finding in self.findings],
             "rows": [asdict(row) for row in self.rows],
             "notes": list(self.notes),
@@ -826,7 +922,9 @@ class Report:
 
     def __str__(self) -> str:
         verdict = "equal to one process" if self.ok else "NOT equal to one process"
-        lines = [verdict]
+        if self.is_uncertain:
+            verdict = "cannot tell whether the run is equal to one process"
+        lines = [verdict, *([self.uncertain] if self.uncertain else [])]
         for at, finding in enumerate(self.findings, 1):
             step = "" if finding.step is None else f" (step {finding.step})"
             lines.append(f"{at}. {finding.cause}{step}: {finding.sentence}")

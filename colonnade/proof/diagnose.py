@@ -24,11 +24,12 @@ from colonnade.proof.compare import (
     CLIPPED,
     GRADIENT,
     LOSS,
-    MASKS,
     MODE,
     NORM,
     NORMS,
+    RANDOM,
     RECOMPUTED,
+    UNCERTAIN,
     WEIGHTS,
     WEIGHTS_AT_START,
     Compared,
@@ -40,6 +41,7 @@ from colonnade.proof.compare import (
     compare,
     differing_elements,
     short_ranks,
+    why_uncertain,
 )
 from colonnade.texts import pattern_of
 
@@ -52,9 +54,9 @@ _TESTED_ELEMENTS = 20_000_000
 def diagnose(evidence: Evidence) -> Report:
     """Compare everything and name the mistakes. Differences that follow from an earlier one are only in the table."""
     rows = compare(evidence)
-    wrong = [row for row in rows if not row.ok]
+    wrong = [row for row in rows if not row.ok and row.status != UNCERTAIN]
     findings = _Diagnosis(evidence, rows).findings() if wrong else []
-    return Report(tuple(findings), tuple(rows), tuple(evidence.notes))
+    return Report(tuple(findings), tuple(rows), tuple(evidence.notes), why_uncertain(evidence, rows))
 
 
 class _Diagnosis:
@@ -62,7 +64,7 @@ class _Diagnosis:
 
     def __init__(self, evidence: Evidence, rows: Sequence[Row]) -> None:
         self.evidence, self.rows, self.groups = evidence, rows, Groups(evidence)
-        self.wrong = [row for row in rows if not row.ok]
+        self.wrong = [row for row in rows if not row.ok and row.status != UNCERTAIN]
         self.at = next((row.step for row in self.wrong if row.step is not None), 0)
 
     def findings(self) -> list[Finding]:
@@ -186,10 +188,10 @@ class _Diagnosis:
                 "masks-differ",
                 (row.name,),
                 None,
-                f"dropout in {f'module {row.name}' if row.name else 'the model'} drops other elements on {self._ranks(row.ranks)} than on the first rank "
-                f"that has the same activation; look at the random seeds of these ranks.",
+                f"{f'module {row.name}' if row.name else 'the model'} draws other random numbers on {self._ranks(row.ranks)} than on the first rank "
+                f"that has the same activation (dropout, for example); look at the random seeds of these ranks.",
             )
-            for row in self.num_rows(MASKS)[:1]
+            for row in self.num_rows(RANDOM)[:1]
         ]
 
     def _forward(self) -> list[Finding]:

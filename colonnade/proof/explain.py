@@ -219,8 +219,8 @@ def _ledger(
             if planned is None:
                 unknown.append(name)
                 notes[
-                    f"{name} (named in the config) has no plan(): `initialize` finds out its reductions in a trial run, which "
-                    f"needs processes. The handlers below do the reductions that it leaves"
+                    f"{name} (named in the config) declares no reductions(): `initialize` finds them with probe gradients, which "
+                    f"needs processes. The handlers below perform all other reductions"
                 ] = None
         claims = [(handler, planned) for handler, planned in sums.handlers if planned is not None]
         # If a handler is unknown, the ledger may be incomplete: that handler may do the reductions that are open here.
@@ -344,7 +344,7 @@ def why_divided(row: LedgerRow) -> str:
         return f"its {count} ranks saw distinct data"
     if count == 1:
         return f"{row.divisor:g} ranks saw distinct data; only this rank stores the shard, and its gradient covers the data of all of them"
-    return f"{row.divisor:g} ranks saw distinct data; the gradients of these {count} are of the data of all of them"
+    return f"{row.divisor:g} ranks saw distinct data; the gradients of these {count} ranks cover all of it"
 
 
 def kept_of(layout: Layout, placement: Placement, rank: int) -> str:

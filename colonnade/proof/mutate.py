@@ -24,7 +24,7 @@ from colonnade.proof.scripts import (
     verify_script,
 )
 
-_NO_PLACE = "this run has nothing to plant this mistake into"
+_NO_PLACE = "not applicable to this run"
 YES, NO, NOT_PLANTED = "noticed", "NOT noticed", "does not apply"
 
 
@@ -74,12 +74,12 @@ class Mutation:
         ]
         here = [result for result in self.tried if result.verify != NOT_PLANTED]
         seen, named = sum(result.verify == YES for result in here), sum(result.named for result in here)
-        verdict = [f"verify notices {seen} of {len(here)} mistakes that could be planted, and names {named} correctly"]
+        verdict = [f"verify detects {seen} of {len(here)} injected bugs, and names the cause of {named} correctly"]
         tested = [result for result in self.tried if result.tests in (YES, NO)]
         if tested:
-            verdict.append(f"your tests notice {sum(result.tests == YES for result in tested)} of {len(tested)}")
+            verdict.append(f"your tests detect {sum(result.tests == YES for result in tested)} of {len(tested)}")
             verdict += [
-                f"  not noticed by your tests: {result.mistake} ({result.what})"
+                f"  not detected by your tests: {result.mistake} ({result.what})"
                 for result in tested
                 if result.tests == NO
             ]
@@ -107,13 +107,13 @@ def mutate_script(
     """
     chosen = known(names)
     if tests is not None and (status := _run_tests(tests, {})) != 0:
-        raise ScriptError(f"{tests} fails without a planted mistake (exit status {status}): fix that first")
+        raise ScriptError(f"{tests} fails without an injected bug (exit status {status}): fix that first")
     with ExitStack() as stack:
         name = stack.enter_context(tempfile.TemporaryDirectory(prefix="colonnade-verify-"))
         script, healthy, reference = run_both(script, Path(name), processes)
         report = reference.judge(healthy)
         if not report.ok:
-            raise ScriptError(f"{script} differs from a single process without a planted mistake:\n{report}")
+            raise ScriptError(f"{script} differs from a single process without an injected bug:\n{report}")
         tried = []
         for at, mistake in enumerate(chosen.values(), 1):
             began = time.perf_counter()

@@ -228,7 +228,7 @@ def plant(engine: Engine, name: str) -> None:
     if engine.context.world_size > 1:
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
     if not found.item():
-        raise NotHere(f"{name}: this run has nothing to plant this mistake into")
+        raise NotHere(f"{name} is not applicable to this run")
 
 
 def planted_environment(name: str, mark: Path) -> dict[str, str]:

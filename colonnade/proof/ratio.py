@@ -68,7 +68,7 @@ def factors(config: Config, world_size: int, of: Of = "gradient") -> tuple[list[
 def fitting(single: list[Meaning], pairs: list[Meaning], ratio: float) -> tuple[list[Meaning], list[Meaning]]:
     """Of some factors those that make a ratio, most frequent first; and if there are none, the nearest single ones."""
     if abs(ratio - 1) <= NEAR:
-        return [Meaning(1.0, "unknown", "1", "this is as it should be: no size of the layout is in it", 0)], []
+        return [Meaning(1.0, "unknown", "1", "a factor of 1 is not an error", 0)], []
     found = [meaning for meaning in [*single, *pairs] if abs(meaning.value / ratio - 1) <= NEAR]
     best = sorted(_without_repeats(found), key=lambda meaning: meaning.likely)
     best = [meaning for meaning in best if meaning.likely < 10] + [meaning for meaning in best if meaning.likely >= 10][

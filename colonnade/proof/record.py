@@ -29,7 +29,7 @@ from colonnade.parallel.forward import ModelHook
 from colonnade.parallel.held import checksum, held_tensors
 from colonnade.parallel.placement import is_dtensor
 from colonnade.parallel.whole import LocalTensor, locate_tensors, memory_order, prefix_of
-from colonnade.proof.dropout_masks import Dropping, Masks, Nothing, Noting, Replays
+from colonnade.proof.random_numbers import Draws, RandomNumbers, RecordedDraws, Replays
 from colonnade.proof.sketch import LARGE, Block, Blocks, Stored, are_whole, sketch, sketches
 
 Batch = tuple[Any, Any]
@@ -106,8 +106,8 @@ class RecordedStep:
     activations: dict[str, Tensor] = field(default_factory=dict)
     recomputed: dict[str, Tensor] = field(default_factory=dict)
     """Outputs of modules that were recomputed in the backward pass."""
-    masks: Masks = field(default_factory=dict)
-    """The dropout masks."""
+    draws: Draws = field(default_factory=dict)
+    """The results of random operators."""
     options: Options = field(default_factory=list)
     """The options of the optimizer in this step."""
 
@@ -169,7 +169,9 @@ class RunInfo:
     names: dict[str, str] = field(default_factory=dict)
     """A script in a single process: the first name of each tensor, by all its names."""
     replays: Replays = field(default_factory=Replays)
-    """A script in a single process: the outcome of repeating the ranks' dropout masks."""
+    """A script in a single process: the outcome of repeating the ranks' random numbers."""
+    host: dict[str, list[int]] = field(default_factory=dict)
+    """By module that draws from Python's or NumPy's generator: a checksum of their states after each draw."""
 
 
 @dataclass
@@ -198,7 +200,7 @@ class StepRecorder:
         by_count: Number the passes of a parameter by the order of its hooks instead of by the losses recorded before.
         gradients: Yields the final gradients that this process stores; default: those in `.grad`.
         rename: Names of modules in the unsharded model.
-        dropping: The dropout mode of the run.
+        dropping: Sees the random operators of the run.
         sketched: The blocks of a tensor that are recorded as sketches; default: none, it is recorded as a whole.
     """
 
@@ -210,11 +212,11 @@ class StepRecorder:
         by_count: bool = False,
         gradients: Callable[[], Iterator[tuple[Tracked, Piece]]] | None = None,
         rename: Callable[[str], str] = lambda name: name,
-        dropping: Dropping | None = None,
+        dropping: RandomNumbers | None = None,
         sketched: Callable[[Tracked], Blocks] = lambda entry: (),
     ) -> None:
         self.record = Record(rank)
-        self.dropping = dropping if dropping is not None else Nothing()
+        self.dropping = dropping if dropping is not None else RandomNumbers()
         self.tracked = list(tracked)
         self.sketched = {entry.name: blocks for entry in self.tracked if (blocks := sketched(entry))}
         self._by_count, self._rename = by_count, rename
@@ -248,7 +250,6 @@ class StepRecorder:
     def note_start(self) -> None:
         """Training starts from the current weights."""
         self.record.start = {entry.name: self._kept(entry.name, local_part(entry.tensor)) for entry in self.tracked}
-        self.dropping.begin_step(0, self.dropping.data_rank)
 
     def note_loss(self, loss: Loss | None) -> None:
         self._step.losses.append(loss)
@@ -294,8 +295,8 @@ class StepRecorder:
         if self._coarsest is not None and self.record.run.dtype:
             own = getattr(torch, self.record.run.dtype)
             self.record.run.dtype = str(coarser(self._coarsest, own)).removeprefix("torch.")
-        if isinstance(self.dropping, Noting):
-            step.masks = self.dropping.masks
+        if isinstance(self.dropping, RecordedDraws):
+            step.draws = self.dropping.draws
         self.record.steps.append(step)
         self.dropping.begin_step(len(self.record.steps), self.dropping.data_rank)
         self._step, self._fired, self._seen_room = RecordedStep(), {}, 0
@@ -485,7 +486,7 @@ class EngineRecorder(Observer):
     def __init__(
         self,
         engine: Engine,
-        dropping: Dropping | None = None,
+        dropping: RandomNumbers | None = None,
         sketched: Callable[[Tracked], Blocks] = lambda entry: (),
     ) -> None:
         self._engine = engine
@@ -605,7 +606,7 @@ class EngineRecorder(Observer):
             positions=entry.positions,
             placement=entry.placement,
             ledger=tuple(
-                f"{row.mode} {list(row.ranks)} / {row.divisor:g} by {row.done_by or 'nobody'}" for row in rows
+                f"{row.mode} {list(row.ranks)} / {row.divisor:g} by {row.done_by or 'no handler'}" for row in rows
             ),
             required=tuple((factor.mode.name, factor.ranks, float(factor.divisor)) for factor in factors),
             slot=self._slots.get(id(entry.tensor), (None, 0))[0],

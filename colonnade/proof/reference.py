@@ -7,8 +7,8 @@ There are two kinds of reference, which share this file:
 - `SingleProcessScript` (scripts.py), for `colonnade verify train.py`: the script is started again with every parallel size
   1, because only its own loop knows its passes, loss and clipping. Its record is read as `Truth`.
 
-Both follow one protocol. The batches of the ranks are joined to global batches (`data_rank_batches`, `join`). The dropout masks of the
-ranks are repeated; modules where that is impossible are found and run without dropout (`without_unjoinable_dropout`). A step
+Both follow one protocol. The batches of the ranks are joined to global batches (`data_rank_batches`, `join`). The random numbers of the
+ranks are repeated; modules whose dropout masks cannot be joined are found and run without dropout (`without_unjoinable_dropout`). A step
 divides gradients by the divisors of clipping (`divided`) and is a `Truth`. Runs with weights moved by one ulp give the
 tolerance (`spreads_of`). All of it together is a `TrueRun`, which `compare.assemble` combines with the records of the ranks.
 """
@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from colonnade.context.parallel_context import ParallelContext
@@ -32,7 +33,7 @@ from colonnade.core import global_context
 from colonnade.engine.schedule.loss import split_loss
 from colonnade.errors import ParityError, did_you_mean, listed
 from colonnade.parallel.dtensor import local_part
-from colonnade.proof.dropout_masks import Dropping, Nothing
+from colonnade.proof.random_numbers import RandomNumbers, ReplayedDraws, Replays
 from colonnade.proof.record import ACTIVATION_BYTES, RAW_BYTES, Batch, RunInfo, copied, first_tensor
 from colonnade.proof.sketch import Blocks, Stored, sketches
 
@@ -127,8 +128,10 @@ class TrueRun:
     terms: int
     """A bound on the number of terms that an element of a gradient sums."""
     notes: Sequence[str] = ()
-    differing_masks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """By module with dropout: the ranks whose masks differ from those of their replicas."""
+    replays: Replays = field(default_factory=Replays)
+    """The outcome of repeating the ranks' random numbers."""
+    host: Mapping[str, list[int]] = field(default_factory=dict)
+    """By module that draws from Python's or NumPy's generator: a checksum of their states after each draw."""
 
 
 # --- The inputs of the reference: global batches ---
@@ -338,7 +341,7 @@ class OneProcess:
     """The dtype of the forward pass, if it is not that of the weights (autocast). An ulp is one of this dtype."""
     kept_in_eval: Mapping[str, bool] = field(default_factory=dict)
     """The modules that stay in evaluation mode."""
-    dropping: Dropping = field(default_factory=Nothing)
+    dropping: RandomNumbers = field(default_factory=RandomNumbers)
 
     def run(
         self,
@@ -358,6 +361,8 @@ class OneProcess:
             whole: Also record the gradients of single passes.
         """
         self.begin(start, noise)
+        if isinstance(self.dropping, ReplayedDraws):
+            self.dropping.redraws = 0 if noise is None else noise.initial_seed() + 1
         optimizer = self.make_optimizer(self.model)
         room = RAW_BYTES if whole else 0
         for at, passes in enumerate(steps):
@@ -372,7 +377,7 @@ class OneProcess:
 
             # The batch of each data rank on its own, at the same weights: from its gradients a diagnosis finds out which ranks'
             # data is missing. These passes are extra, so they must not change running statistics.
-            with kept_buffers(self.model):
+            with kept_buffers(self.model), self.dropping.kept_host():
                 for number, own_passes in enumerate(apart[at] if apart and room > 0 else ()):
                     self.dropping.begin_step(at, number)
                     truth.by_data_rank.append(self._gradients(own_passes, noise, 0)[1])
@@ -585,7 +590,8 @@ def moved_by_an_ulp(tensor: Tensor, noise: torch.Generator | None, dtype: torch.
         return tensor
     eps = max(torch.finfo(some).eps for some in (tensor.dtype, dtype or tensor.dtype))
     tensor = tensor.to(noise.device)
-    up = torch.randint(0, 2, tensor.shape, generator=noise, dtype=torch.int8, device=noise.device)
+    with _disable_current_modes():  # these random numbers are not the model's
+        up = torch.randint(0, 2, tensor.shape, generator=noise, dtype=torch.int8, device=noise.device)
     return torch.where(up == 1, tensor + tensor * eps, tensor - tensor * eps)
 
 

@@ -35,9 +35,9 @@ from colonnade.engine.engine import Engine
 from colonnade.errors import ParityError
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.split import Split
-from colonnade.proof.dropout_masks import Dropping, Nothing, Noting, Replaying, notes_of
 from colonnade.proof.mutation import plant
 from colonnade.proof.processes import NEEDS_NEW_PYTHON, is_forked
+from colonnade.proof.random_numbers import RandomNumbers, RecordedDraws, ReplayedDraws, notes_of
 from colonnade.proof.record import EngineRecorder, Tracked, is_sketchable, name_in_full_model, on_cpu, options_of
 from colonnade.proof.reference import canonical_names, load, moved_by_an_ulp
 from colonnade.proof.sketch import Block, Blocks, store
@@ -46,7 +46,7 @@ from colonnade.testing.truth import in_double
 VARIABLE = "COLONNADE_VERIFY"
 _LOADED = 64
 """The number of batches that are recorded of each loader."""
-JOINED, START, MASKS, REFERENCE, OPTIONS = "joined{data_rank}.pt", "start.pt", "masks.pt", "reference.pt", "options.pt"
+JOINED, START, DRAWS, REFERENCE, OPTIONS = "joined{data_rank}.pt", "start.pt", "draws.pt", "reference.pt", "options.pt"
 WEIGHTS = "weights{step}.pt"
 
 
@@ -61,6 +61,8 @@ class ScriptPart:
     dtype: str = "fp64"
     noise: int | None = None
     """In a single process: the seed for moving weights and inputs by one ulp."""
+    reseeds_host: bool = False
+    """In a single process: Python's and NumPy's generators get another seed, because the ranks draw different numbers from them."""
     data_rank: int | None = None
     """In a single process: the data rank whose batches it gets instead of the global batches."""
     mistake: str | None = None
@@ -156,14 +158,12 @@ class ScriptRecorder:
     def __init__(self, part: ScriptPart, around: ExitStack) -> None:
         self.part, self._around = part, around
         self.folder = Path(part.folder)
-        self.dropping: Dropping
-        if part.off is None:
-            self.dropping = Nothing()
-        elif part.is_single:
-            self.dropping = Replaying(torch.load(self.folder / MASKS, weights_only=False))
+        self.dropping: RandomNumbers = RecordedDraws(part.off)
+        if part.is_single:
+            redraws = 0 if part.noise is None else part.noise + 1
+            self.dropping = ReplayedDraws(torch.load(self.folder / DRAWS, weights_only=False), redraws)
             self.dropping.data_rank = part.data_rank
-        else:
-            self.dropping = Noting(part.off)
+            self.dropping.host_seed = redraws if part.reseeds_host else None
         self.given: dict[str, list[Any]] = {}
         self._given_in: dict[str, list[int]] = {}
         self._joined: dict[str, list[Any]] = {}
@@ -226,9 +226,13 @@ class ScriptRecorder:
 
     def fed_loader(self, own: Callable[..., Any]) -> Callable[..., Any]:
         """Iterate a recorded loader: the labels may bypass the engine, into a loss of the script's own."""
-        return lambda loader: Loaded(
-            own(loader), f"loader{self._loaders.setdefault(id(loader), len(self._loaders))}", self
-        )
+
+        def iterate(loader: Any) -> Loaded:
+            with self.dropping.paused():  # it draws a seed for its workers
+                found = own(loader)
+            return Loaded(found, f"loader{self._loaders.setdefault(id(loader), len(self._loaders))}", self)
+
+        return iterate
 
     def seen_clipping(self, own: Callable[..., Any]) -> Callable[..., Any]:
         """Let the recorder of a plain torch script see the gradients before clipping, and the norm."""
@@ -484,11 +488,12 @@ class ScriptRecorder:
         record = self.recorder.record
         record.notes += [*notes_of(self.dropping, self.part.off), *self.notes]
         record.run.zeroed, record.run.config = self.dropping.zeroed, self._config
+        record.run.host = self.dropping.host
         if not self.part.is_single:
             record.run.given, record.run.given_in = self.given, self._given_in
         elif self._model is not None:
             record.run.names = canonical_names(self._model, self._rename)
-        if isinstance(self.dropping, Replaying):
+        if isinstance(self.dropping, ReplayedDraws):
             record.run.replays = self.dropping.found
         with torch._C.DisableTorchFunction():
             torch.save(record, self.folder / self.part.result.format(rank=record.rank))
@@ -527,7 +532,9 @@ class Loaded:
         return self
 
     def __next__(self) -> Any:
-        return self._script.note_or_replace(self._key, next(self._own), most=_LOADED)
+        with self._script.dropping.paused():
+            own = next(self._own)
+        return self._script.note_or_replace(self._key, own, most=_LOADED)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._own, name)
@@ -540,7 +547,14 @@ class Batches:
         self._own, self._script = own, script
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self._own:
+        with self._script.dropping.paused():
+            batches = iter(self._own)
+        while True:
+            with self._script.dropping.paused():
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
             yield self._script.note_or_replace("batch", batch)
 
     def __len__(self) -> int:

@@ -30,7 +30,7 @@ from colonnade.proof.compare import (
     Report,
     assemble,
     compare,
-    dropped_by,
+    drawn_by,
     full_shapes,
     full_tensors,
     mean_of,
@@ -51,7 +51,7 @@ from colonnade.proof.reference import (
     spreads_of,
     without_unjoinable_dropout,
 )
-from colonnade.proof.script_job import JOINED, MASKS, OPTIONS, REFERENCE, START, VARIABLE, ScriptPart
+from colonnade.proof.script_job import DRAWS, JOINED, OPTIONS, REFERENCE, START, VARIABLE, ScriptPart
 from colonnade.proof.sketch import Stored
 from colonnade.proof.watch import with_layout
 from colonnade.testing.world import loopback_socket
@@ -138,7 +138,6 @@ class SingleProcessScript:
         self._shard_records: list[Record] | None = None
 
         # The processes below start from the weights of the ranks, and replay their batches (joined) and dropout masks.
-        off = script.off or {}
         full: dict[str, Tensor | Stored] = {**full_tensors(records, {})}
         joined: dict[str, Stored] = {}
         for record in reversed(records):
@@ -152,7 +151,7 @@ class SingleProcessScript:
                     full[name] = joined[name] = Stored(str(path), stored.dtype, record.tensors[name].shape)
                 block.of(joined[name].tensor(shared=True)).copy_(stored.tensor())
         torch.save(full, folder / START)
-        torch.save(dropped_by(records, off), folder / MASKS)
+        torch.save(drawn_by(records, script.off), folder / DRAWS)
         options, dtype = [step.options for step in records[0].steps], getattr(torch, records[0].run.dtype)
         blocks = [entry for record in records for entry in record.run.sketched.items()]
         torch.save((options, dtype, records[0].run.config, blocks), folder / OPTIONS)
@@ -160,11 +159,12 @@ class SingleProcessScript:
 
         # The reference and the runs that start one ulp away do not depend on each other, so all of them run at once.
         # The spread of a large tensor in fp64 hardly depends on the seed, and a run of a large model is slow.
+        reseeds = any(record.run.host != records[0].run.host for record in records)
         self._sketched = {name for record in records for name in record.run.sketched}
         count = 1 if self._sketched and dtype is torch.float64 else PERTURBED_RUNS
         parts = [
             self._part(REFERENCE, keeps_weights=not self._sketched or bool(script.whole)),
-            *(self._part(f"moved{seed}.pt", noise=seed) for seed in range(count)),
+            *(self._part(f"moved{seed}.pt", noise=seed, reseeds_host=reseeds) for seed in range(count)),
         ]
         what = f"the reference and {count} run{'s' * (count > 1)} with weights moved by one ulp"
         self._truth, *self._moved = _in_single_processes(script, folder, parts, what, processes)
@@ -191,7 +191,8 @@ class SingleProcessScript:
                     for counts in unequal_passes(records)
                 ),
             ],
-            self._truth.run.replays.differing,
+            self._truth.run.replays,
+            self._truth.run.host,
         )
         evidence = assemble(records, truth)
         if (
@@ -232,8 +233,8 @@ class SingleProcessScript:
         """Whether a run had the same weights, batches and random numbers as the one that this reference was made for."""
 
         def inputs(record: Record) -> Any:
-            masks = [[mask.kept for calls in step.masks.values() for mask in calls] for step in record.steps]
-            return record.start, record.run.given, masks
+            draws = [[draw.numbers for calls in step.draws.values() for draw in calls] for step in record.steps]
+            return record.start, record.run.given, draws
 
         return all(same_tensors(inputs(a), inputs(b)) for a, b in zip(records, self._records, strict=True))
 

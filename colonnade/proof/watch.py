@@ -47,6 +47,17 @@ def watch(model: Any, optimizer: Any, batches: Any = None) -> tuple[Any, Any, An
 
     Returns:
         The model, the optimizer and the batches, to be used instead of the arguments.
+
+    Example::
+
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        batches = [(torch.ones(8, 4), torch.ones(8, 2))]
+        model, optimizer, batches = colonnade.watch(model, optimizer, batches)
+        for x, y in batches:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
     """
     script = current_script()
     if script is None:

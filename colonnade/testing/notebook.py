@@ -24,6 +24,14 @@ def run_in_notebook(fn: Callable[..., Any], *args: Any, nproc: int = 2, timeout:
     Raises:
         WorldError: a rank failed; with its traceback.
         LaunchError: the notebook has already used a GPU, which cannot be shared with copies of the process.
+
+    Notebook cell::
+
+        def train():
+            with colonnade.launch(dict(clip_grad_norm=1.0)) as gpc:
+                return gpc.world_size
+
+        colonnade.run_in_notebook(train, nproc=2)
     """
     plain = {"TORCH_DISTRIBUTED_DEBUG": "OFF"}
     return run_world(nproc, fn, *args, timeout=timeout, backend=None, env=plain, show=True, **kwargs).values[0]

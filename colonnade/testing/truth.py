@@ -96,6 +96,16 @@ def compare(truth: Mapping[str, Tensor], found: Mapping[str, Tensor], rtol: floa
         found: tensors of the parallel run, by name.
         rtol: the allowed relative difference, |found - truth| / |truth|, of each tensor.
         check: raise ParityError with the table if a tensor differs.
+
+    Example::
+
+        from colonnade.testing import compare, gather_weights
+
+        gpc = colonnade.launch({})
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        truth = {name: value.detach().double() for name, value in model.named_parameters()}
+        print(compare(truth, gather_weights(model, gpc), rtol=1e-6))
     """
     result = Comparison(tuple(_difference(name, truth[name], found.get(name), rtol) for name in truth), rtol)
     if check and not result.ok:

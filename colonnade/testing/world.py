@@ -97,6 +97,20 @@ def run_world(
 
     Returns:
         The values, outcomes and output of all ranks.
+
+    Script::
+
+        import torch
+        import torch.distributed as dist
+        from colonnade.testing import run_world
+
+        def add_up(value):
+            total = torch.tensor(float(value))
+            dist.all_reduce(total)
+            return total.item()
+
+        if __name__ == "__main__":
+            assert run_world(4, add_up, 1).values == [4.0] * 4
     """
     if n < 1:
         raise LaunchError(f"n={n} ranks cannot be run; give at least 1.", code="C101")

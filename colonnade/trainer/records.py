@@ -16,10 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from colonnade.comm.host_copy import HostCopy
 from colonnade.comm.messages import gather_from_all, is_alone
 from colonnade.comm.waits import PhaseClock, PhaseTimes
+from colonnade.context.layout import Axis
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.engine import Engine
@@ -54,8 +56,11 @@ class StepRecord:
         lr: the learning rate of the step.
         grad_norm: the gradient norm before clipping; None without clipping.
         samples: rows of all ranks.
+        tokens: tokens of all ranks; 0 if the batch has none (`count_tokens`).
         weight: weight of this loss in a mean over steps.
         times: seconds of this rank by phase (`colonnade.comm.waits`).
+        busy: of several ranks, the largest and the smallest time that a rank computes or loads data, and the rank with the
+            largest: the others wait for it.
         values: numbers that the hooks of this rank logged.
     """
 
@@ -67,9 +72,11 @@ class StepRecord:
     samples: int
     seconds: float
     weight: float = 0.0
+    tokens: int = 0
     clipped: bool = False
     skipped: bool = False
     times: dict[str, float] = field(default_factory=dict)
+    busy: dict[str, float] = field(default_factory=dict)
     values: dict[str, float] = field(default_factory=dict)
 
     def numbers(self) -> dict[str, float]:
@@ -78,7 +85,29 @@ class StepRecord:
         seen = {name: value for name, value in known.items() if value is not None}
         marks = {name: 1.0 for name in ("clipped", "skipped") if getattr(self, name)}
         times = {f"time/{phase}": seconds for phase, seconds in self.times.items()}
-        return {**seen, "samples": self.samples, "seconds": self.seconds, **marks, **times, **self.values}
+        tokens = {"tokens": self.tokens} if self.tokens else {}
+        busy = {f"busy/{name}": value for name, value in self.busy.items()}
+        counts = {"samples": self.samples, **tokens, "seconds": self.seconds}
+        return {**seen, **counts, **marks, **times, **busy, **self.values}
+
+
+_TOKENS = (torch.int16, torch.int32, torch.int64)
+
+
+def count_tokens(batch: Any) -> int:
+    """The elements of the first integer tensor of two dimensions, (rows, length), in a nested value; 0 if there is none."""
+    tensors = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+    return next((each.numel() for each in tensors if each.dim() == 2 and each.dtype in _TOKENS), 0)
+
+
+_SLOTS = 64
+"""The sums of a step have one number for each rank's own time; of more ranks, neighbours share a number."""
+
+
+def slots_of(world: int) -> list[range]:
+    """The ranks that share each slot."""
+    count = min(world, _SLOTS)
+    return [range(-(-slot * world // count), -(-(slot + 1) * world // count)) for slot in range(count)]
 
 
 _LOSS, _WEIGHT, _NORM, _LR, _DIVISOR = " loss", " weight", " norm", " lr", " divisor"
@@ -99,8 +128,11 @@ class Draft:
         values: dict[str, float],
         skipped: HostCopy | None = None,
         times: PhaseTimes | None = None,
+        tokens: int = 0,
+        slots: Sequence[range] = (),
+        rank: int = 0,
     ) -> None:
-        self._skipped, self._times = skipped, times
+        self._skipped, self._times, self._tokens, self._slots, self._rank = skipped, times, tokens, slots, rank
         self._place, self._samples, self._names, self._values = place, samples, list(tensors), values
         if tensors:
             device = next((value.device for value in tensors.values() if value.device.type != "cpu"), None)
@@ -108,15 +140,21 @@ class Draft:
             self._copy = HostCopy(torch.stack(numbers))
 
     def sums(self) -> list[float]:
-        """The numbers of a step that are all-reduced: loss x weight, weight, samples."""
-        numbers = self._read()
-        return [numbers.get(_LOSS, 0.0), numbers.get(_WEIGHT, 0.0), float(self._samples)]
+        """The numbers of a step that are all-reduced: loss x weight, weight, samples, tokens, and the ranks' own times by slot."""
+        numbers, times = self._read(), self._times.read() if self._times is not None and self._slots else {}
+        # In the other phases a rank also waits for ranks that are late.
+        busy = sum(seconds for phase, seconds in times.items() if phase not in ("communication", "other"))
+        own = [busy if self._rank in ranks else 0.0 for ranks in self._slots]
+        counts = [float(self._samples), float(self._tokens)]
+        return [numbers.get(_LOSS, 0.0), numbers.get(_WEIGHT, 0.0), *counts, *own]
 
     def record(self, sums: list[float]) -> StepRecord:
         """The record of the step, from the sums over all ranks."""
         numbers = self._read()
         step, epoch, seconds = self._place
-        loss, weight, samples = sums
+        loss, weight, samples, tokens, *own = sums
+        busy = [(seconds / len(ranks), ranks[0]) for seconds, ranks in zip(own, self._slots, strict=True)]
+        slowest, rank = max(busy, default=(0.0, 0))
         skipped = self._skipped is not None and self._skipped.read() > 0
         return StepRecord(
             step=step,
@@ -127,9 +165,11 @@ class Draft:
             samples=int(samples),
             seconds=seconds,
             weight=weight,
+            tokens=int(tokens),
             clipped=numbers.get(_DIVISOR, 1.0) > 1.0 and not skipped,
             skipped=skipped,
             times=self._times.read() if self._times is not None else {},
+            busy={"slowest": slowest, "fastest": min(busy)[0], "slowest_rank": float(rank)} if slowest else {},
             values={name: value for name, value in numbers.items() if not name.startswith(" ")},
         )
 
@@ -141,9 +181,16 @@ class Draft:
 
 
 class RecordBook:
-    """Collects the numbers of a step: of its micro-steps, of its end, and of the hooks after it."""
+    """Collects the numbers of a step: of its micro-steps, of its end, and of the hooks after it.
+
+    Args:
+        clock: the time of the phases.
+        slots: the ranks that share each of the numbers for the ranks' own times; none in a world of one rank.
+        rank: this rank.
+    """
 
     _samples: int
+    _tokens: int
     _weight: Tensor | float
     _tensors: dict[str, Tensor]
     _values: dict[str, float]
@@ -151,8 +198,8 @@ class RecordBook:
     _skipped: HostCopy | None
     _times: PhaseTimes | None
 
-    def __init__(self, clock: PhaseClock) -> None:
-        self._clock = clock
+    def __init__(self, clock: PhaseClock, slots: Sequence[range] = (), rank: int = 0) -> None:
+        self._clock, self._slots, self._rank = clock, slots, rank
         self.restart()
         self._clear()
 
@@ -161,9 +208,10 @@ class RecordBook:
         self._since = time.perf_counter()
         self._clock.restart()
 
-    def add_pass(self, total: Tensor | None, weight: Tensor | float, samples: int) -> None:
+    def add_pass(self, total: Tensor | None, weight: Tensor | float, samples: int, tokens: int = 0) -> None:
         """Add one batch: the sum of its loss and its weight, if this rank has the loss."""
         self._samples += samples
+        self._tokens += tokens
         if total is not None:
             self._tensors[_LOSS] = self._tensors.get(_LOSS, 0.0) + total
             self._weight = self._weight + weight
@@ -194,26 +242,32 @@ class RecordBook:
         """Start the copy to the host if a step has ended since the last draft, and clear the book."""
         if self._place is None:
             return None
-        draft = Draft(self._place, self._samples, self._tensors, self._values, self._skipped, self._times)
+        marks = self._skipped, self._times, self._tokens, self._slots, self._rank
+        draft = Draft(self._place, self._samples, self._tensors, self._values, *marks)
         self._clear()
         return draft
 
     def _clear(self) -> None:
         self._samples, self._weight, self._tensors, self._values, self._place = 0, 0.0, {}, {}, None
-        self._skipped, self._times = None, None
+        self._skipped, self._times, self._tokens = None, None, 0
 
 
 # --- Communication between ranks besides training ---
 
 
-def is_first_with_data(context: ParallelContext, pipeline: bool = False) -> bool:
-    """Whether this rank is the first of the ranks with the same data; with `pipeline`, also over pipeline stages."""
+def is_first_with_data(context: ParallelContext, rows: bool = False) -> bool:
+    """Whether this rank is the first of the ranks with the same data.
+
+    With `rows`, of the ranks with the same rows: over the pipeline stages, and over the parts of a sequence.
+    """
     here = context.layout.coordinates(context.get_global_rank())
-    return all(
-        here[axis.name] == 0
-        for axis in context.layout.axes
-        if axis.data == "same" and (pipeline or axis.mode is not ParallelMode.PIPELINE)
-    )
+
+    def is_same(axis: Axis) -> bool:
+        if axis.mode is ParallelMode.PIPELINE:
+            return rows
+        return axis.data == "same" or (rows and axis.mode is ParallelMode.SEQUENCE)
+
+    return all(here[axis.name] == 0 for axis in context.layout.axes if is_same(axis))
 
 
 class Exchange:
@@ -236,7 +290,7 @@ class Exchange:
         work = dist.all_reduce(values, group=self._group, async_op=True)
 
         def sums() -> list[float]:
-            with self._waits.during("waiting for the others beside the steps"):
+            with self._waits.during("waiting for other ranks, between steps"):
                 work.wait()
             return [float(value) for value in values.tolist()]
 
@@ -252,11 +306,12 @@ class StepSums:
 
     `start` launches it and `finish` waits for it; a checkpoint in between may `wait` earlier. All ranks call these methods in
     the same order. The numbers of a step are sent `lag` steps after `add` has queued them, so that reading them does not
-    synchronize the device. Each complete record is passed to `deliver`.
+    synchronize the device. Each complete record is passed to `deliver`. `count` is the number of sums of a step
+    (`Draft.sums`), which a rank without a step sends as zeros.
     """
 
-    def __init__(self, exchange: Exchange, lag: int, deliver: Callable[[StepRecord], None]) -> None:
-        self._exchange, self._lag, self._deliver = exchange, lag, deliver
+    def __init__(self, exchange: Exchange, lag: int, deliver: Callable[[StepRecord], None], count: int = 4) -> None:
+        self._exchange, self._lag, self._deliver, self._count = exchange, lag, deliver, count
         self._queue: deque[Draft] = deque()
         self._begun: tuple[Draft | None, Callable[[], list[float]]] | None = None
         self._flags: list[float] = []
@@ -269,16 +324,17 @@ class StepSums:
     def start(self, flags: Sequence[bool]) -> None:
         """Start the all-reduce of the flags. Collective over the world; does not block."""
         draft = self._queue.popleft() if len(self._queue) > self._lag else None
-        numbers = draft.sums() if draft is not None else [0.0, 0.0, 0.0]
+        numbers = draft.sums() if draft is not None else [0.0] * self._count
         self._begun = draft, self._exchange.start([*map(float, flags), *numbers])
 
     def wait(self) -> None:
         """Wait for a started all-reduce, if there is one, and deliver its record."""
         if self._begun is not None:
             (draft, sums), self._begun = self._begun, None
-            *self._flags, loss, weight, samples = sums()
+            found = sums()
+            self._flags, numbers = found[: -self._count], found[-self._count :]
             if draft is not None:
-                self._deliver(draft.record([loss, weight, samples]))
+                self._deliver(draft.record(numbers))
 
     def finish(self) -> list[float]:
         """The sums of the flags of the last `start`."""

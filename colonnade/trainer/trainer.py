@@ -36,7 +36,9 @@ from colonnade.trainer.records import (
     RecordBook,
     StepSums,
     Weight,
+    count_tokens,
     is_first_with_data,
+    slots_of,
     weigh,
 )
 
@@ -94,6 +96,17 @@ class Trainer:
         engine: the engine that `initialize` returns first.
         logger: default: `get_dist_logger()`.
         schedule: replaces the schedule of the engine.
+
+    Example::
+
+        from colonnade.trainer import hooks
+
+        gpc = colonnade.launch({})
+        model = nn.Linear(4, 2)
+        engine, *_ = colonnade.initialize(model, torch.optim.AdamW(model.parameters()), nn.MSELoss())
+        trainer = colonnade.Trainer(engine)
+        trainer.fit([(torch.ones(8, 4), torch.ones(8, 2))] * 10, epochs=2, hooks=[hooks.LossHook()])
+        print(trainer.evaluate([(torch.ones(8, 4), torch.ones(8, 2))]))
     """
 
     def __init__(
@@ -134,7 +147,8 @@ class Trainer:
         self._place = EpochPosition()
         self._hooks = HookList(self, [])
         self._exchange = Exchange(self.context)
-        self._book = RecordBook(self.clock)
+        self._slots = [] if is_alone(self.context) else slots_of(self.context.world_size)
+        self._book = RecordBook(self.clock, self._slots, self.context.get_global_rank())
         self._fit: FitState | None = None
         self._wants_stop = ""
         self._wants_exit = False
@@ -201,8 +215,10 @@ class Trainer:
             test_interval=test_interval,
             needs_all=moves_together(lengths, context),
             may_ask_ahead=device in ASKS_AHEAD and not is_alone(context) and not is_stateful(train_dataloader),
-            counts_rows=is_first_with_data(context, pipeline=True),
-            sums=StepSums(self._exchange, LAG.get(device, 0), partial(self._hooks.call, "on_record")),
+            counts_rows=is_first_with_data(context, rows=True),
+            sums=StepSums(
+                self._exchange, LAG.get(device, 0), partial(self._hooks.call, "on_record"), 4 + len(self._slots)
+            ),
         )
 
         self.failed = self.stopping = self._wants_exit = False
@@ -272,7 +288,7 @@ class Trainer:
         return {name: metric.get_accumulated_value() for name, metric in self.states["metrics"][kind].items()}
 
     def settle(self) -> None:
-        """Complete the records of all steps so far now instead of one step later. Collective over the world."""
+        """Complete the records of all finished steps now, instead of one step later. Collective over the world."""
         if self._fit is not None:
             self._fit.sums.wait()
             self._fit.sums.add(self._book.draft())
@@ -447,7 +463,8 @@ class Trainer:
             output, label, loss = engine.execute_schedule(iter((batch,)), return_output_label=self.returns_output)
             self.batch_weight = weigh(loss, engine.loss_count, engine.schedule.batch_size)
             stepped = engine.step()
-            self._book.add_pass(*self.batch_weight, engine.schedule.batch_size if fit.counts_rows else 0)
+            counts = (engine.schedule.batch_size, count_tokens(batch)) if fit.counts_rows else (0, 0)
+            self._book.add_pass(*self.batch_weight, *counts)
 
         # The position advances before the hooks run, because a checkpoint that a hook saves includes this step.
         self.step_done = stepped

@@ -52,6 +52,15 @@ def get_dataloader(
         num_workers: worker processes of the loader.
         context: default: the global context.
         options: further arguments of `DataLoader`, such as `batch_size`.
+
+    Example::
+
+        from torch.utils.data import TensorDataset
+        from colonnade.utils import get_dataloader
+
+        gpc = colonnade.launch({})
+        dataset = TensorDataset(torch.ones(100, 4), torch.ones(100, 2))
+        loader = get_dataloader(dataset, shuffle=True, batch_size=10)  # 5 batches on each of two data ranks
     """
     context = given_or_global(context)
     sampler = None

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from zlib import crc32
 
-SOURCE = (Path(__file__).parent / "search.toml").read_text(encoding="utf-8")
-TABLE = tomllib.loads(SOURCE)
-VERSION = crc32(SOURCE.encode())
-"""Pages are read again when the table has changed, although their own text has not."""
+TABLE = tomllib.loads((Path(__file__).parent / "search.toml").read_text(encoding="utf-8"))
 
 
 def with_entries(page: str, text: str) -> str:

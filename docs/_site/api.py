@@ -29,31 +29,32 @@ def directive(module: str) -> str:
     earlier = {
         id(getattr(importlib.import_module(other), name)): other
         for other in reversed(MODULES[: MODULES.index(module)])
-        for name in _names(other)
+        for name in names(other)
     }
-    names, hidden = "", [*_HIDDEN]
-    for name in _names(module):
+    listed, hidden = "", [*_HIDDEN]
+    for name in names(module):
         home = earlier.get(id(getattr(here, name)), module)
-        names += f"- [`{name}`](#{home}.{name})\n"
+        listed += f"- [`{name}`](#{home}.{name})\n"
         hidden += [name] if home != module else []
     lines = [f".. automodule:: {module}", "   :members:", f"   :exclude-members: {', '.join(hidden)}"]
-    return f":::{{container}} names\n{names}:::\n" + "\n```{eval-rst}\n" + "\n".join(lines) + "\n```\n"
+    return f":::{{container}} names\n{listed}:::\n" + "\n```{eval-rst}\n" + "\n".join(lines) + "\n```\n"
 
 
 def in_words(module: str) -> str:
     """The same as Markdown."""
     home = importlib.import_module(module)
-    return "\n".join(line for name in _names(module) for line in _entry(name, getattr(home, name), "##"))
+    return "\n".join(line for name in names(module) for line in _entry(name, getattr(home, name), "##"))
 
 
 _HIDDEN = ("__init__", "__weakref__")
 
 
-def _names(module: str) -> list[str]:
+def names(module: str) -> list[str]:
+    """The public classes and functions of a module."""
     home = importlib.import_module(module)
-    listed = getattr(home, "__all__", None)
+    public = getattr(home, "__all__", None)
     own = (name for name, thing in vars(home).items() if inspect.isclass(thing) and thing.__module__ == module)
-    return [name for name in (listed or own) if not name.startswith("_") and callable(getattr(home, name))]
+    return [name for name in (public or own) if not name.startswith("_") and callable(getattr(home, name))]
 
 
 def _entry(name: str, thing: Any, level: str) -> Iterator[str]:

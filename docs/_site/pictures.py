@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from html import escape
+from pathlib import Path
 
+import torch
+from torch import nn
+
+from colonnade.config import Config
 from colonnade.context import ParallelMode, build_layout
 from colonnade.context.layout import Layout
+from colonnade.core import global_context
 from colonnade.engine.schedule.orders import make_table
 from colonnade.engine.schedule.simulate import simulate
 from colonnade.optim.zero.formula import bytes_held
 from colonnade.parallel.demand import holding, owed
 from colonnade.parallel.placement import Placement, Replicate, Shard, Tied
+from colonnade.proof.planner.hardware import Clock, load_hardware
+from colonnade.proof.planner.job import Job
+from colonnade.proof.planner.ranks import plan_ranks
+from colonnade.proof.planner.steps import Steps
 
 
 class Drawing:
@@ -36,6 +47,12 @@ class Drawing:
         """A line; `colour` is c0 to c5, or `thin`."""
         self._reach(max(x, to_x), max(y, to_y))
         self.shapes.append(f'<path d="M{x:g} {y:g} L{to_x:g} {to_y:g}" class="line {colour}"/>')
+
+    def arrow(self, x: float, y: float, to_x: float, to_y: float) -> None:
+        """A line with a head at its end, which points down."""
+        lean = (to_x - x) / (to_y - y) * 8
+        head = f"M{to_x - lean - 4:g} {to_y - 8:g} L{to_x:g} {to_y:g} L{to_x - lean + 4:g} {to_y - 8:g}"
+        self.shapes.append(f'<path d="M{x:g} {y:g} L{to_x:g} {to_y:g} {head}" class="arrow"/>')
 
     def svg(self, label: str) -> str:
         """The drawing as one line of HTML."""
@@ -108,21 +125,23 @@ def _placements() -> tuple[Drawing, str]:
     layout = build_layout({"parallel": {"tensor": 2}}, 4)
     drawing = Drawing()
     cases = [
-        ("whole", Placement()),
-        ("cut: Shard(0)", Placement({ParallelMode.TENSOR: Shard(0)})),
+        ("Replicate()", Placement()),
+        ("Shard(0)", Placement({ParallelMode.TENSOR: Shard(0)})),
         ("Replicate(owes='sum')", Placement({ParallelMode.TENSOR: Replicate(owes="sum")})),
     ]
     for at, (title, placement) in enumerate(cases):
 
         def say(rank: int, placement: Placement = placement) -> tuple[str, str]:
             same = holding(layout, placement, rank).ranks
-            held = f"rows of part {layout.local_rank(ParallelMode.TENSOR, rank)}" if placement.shards else "all rows"
-            return f"c{same[0]}", held
+            if placement.shards:
+                return f"c{same[0]}", f"shard {layout.local_rank(ParallelMode.TENSOR, rank)}"
+            partial = owed(layout, placement, rank) != owed(layout, Placement(), rank)
+            return f"c{same[0]}", "full, partial grad" if partial else "full, full grad"
 
         _ranks(drawing, 10 + at * 290, 16, title, layout, say)
     return drawing, (
-        "One weight on four ranks, data 2 down and tensor 2 across. Ranks of one colour hold the same elements: all four where it is "
-        "whole, two and two where it is cut."
+        "One weight on four ranks; the rows are data parallelism, the columns tensor parallelism. Ranks of one colour store the same "
+        "elements. The first and the third placement store the full weight everywhere; they differ in its gradient."
     )
 
 
@@ -131,8 +150,8 @@ def _sums() -> tuple[Drawing, str]:
     drawing = Drawing()
     for at, (title, placement) in enumerate(
         [
-            ("a weight that is cut", Placement({ParallelMode.TENSOR: Shard(0)})),
-            ("a norm with a part of its gradient", Placement({ParallelMode.TENSOR: Replicate(owes="sum")})),
+            ("a sharded weight", Placement({ParallelMode.TENSOR: Shard(0)})),
+            ("a LayerNorm with partial gradients", Placement({ParallelMode.TENSOR: Replicate(owes="sum")})),
         ]
     ):
 
@@ -141,12 +160,12 @@ def _sums() -> tuple[Drawing, str]:
             ranks = sorted({each for factor in found for each in factor.ranks})
             if len(found) > 1:
                 ranks = list(holding(layout, placement, rank).ranks)
-            return f"c{ranks[0]}", "sum over " + ", ".join(map(str, ranks))
+            return f"c{ranks[0]}", "all-reduce " + ", ".join(map(str, ranks))
 
         _ranks(drawing, 10 + at * 300, 16, title, layout, say)
     return drawing, (
-        "Ranks of one colour add their gradients up. The cut weight owes a sum over DATA alone; the norm, whose ranks each saw a part of the "
-        "features, owes one over DATA and TENSOR together. Both are divided by 2: two ranks saw distinct data."
+        "Ranks of one colour all-reduce their gradients. The sharded weight needs an all-reduce over DATA; the LayerNorm, of which each tensor "
+        "rank has a partial gradient, needs one over DATA and TENSOR. Both are divided by 2: two ranks saw distinct data."
     )
 
 
@@ -156,32 +175,26 @@ def _divisor() -> tuple[Drawing, str]:
     drawing = Drawing()
     (factor,) = owed(layout, expert, 0)
     drawing.words(10, 14, "tokens come from", "left title")
-    drawing.words(10, 104, "the expert lies on", "left title")
+    drawing.words(10, 104, "the expert is stored on", "left title")
     for rank in range(4):
         holds = rank in factor.ranks
-        drawing.box(150 + rank * 100, 0, 88, 36, "c1")
-        drawing.words(194 + rank * 100, 18, f"rank {rank}", "inside")
-        drawing.shapes.append(f'<path d="M{194 + rank * 100} 40 L{194 + (rank // 2 * 2) * 100} 84" class="arrow"/>')
-        drawing.box(150 + rank * 100, 90, 88, 36, "c0" if holds else "quiet")
-        drawing.words(194 + rank * 100, 108, f"rank {rank}", "inside" if holds else "")
-    drawing.words(
-        10,
-        152,
-        f"summed over the {len(factor.ranks)} ranks that hold it, divided by the {factor.divisor} that sent tokens",
-        "left",
-    )
+        drawing.box(180 + rank * 100, 0, 88, 36, "c1")
+        drawing.words(224 + rank * 100, 18, f"rank {rank}", "inside")
+        drawing.arrow(224 + rank * 100, 40, 224 + (rank // 2 * 2) * 100, 86)
+        drawing.box(180 + rank * 100, 90, 88, 36, "c0" if holds else "quiet")
+        drawing.words(224 + rank * 100, 108, f"rank {rank}", "inside" if holds else "")
     return drawing, (
-        f"Expert 0 on four data ranks in expert groups of two. Its gradient is summed over ranks {list(factor.ranks)} and divided by "
-        f"{factor.divisor}, not by {len(factor.ranks)}."
+        f"Expert 0 on four data ranks with expert groups of two. Its gradient is all-reduced over the {len(factor.ranks)} ranks that store it, "
+        f"{list(factor.ranks)}, and divided by {factor.divisor}: the number of ranks whose tokens it saw."
     )
 
 
 def _norm() -> tuple[Drawing, str]:
     layout = build_layout({"parallel": {"tensor": 2, "pipeline": 2}}, 8)
     cases = [
-        ("whole", Placement()),
-        ("cut over TENSOR", Placement({ParallelMode.TENSOR: Shard(0)})),
-        ("tied over stages", Placement({ParallelMode.PIPELINE: Tied((0, 1), "ends")})),
+        ("replicated", Placement()),
+        ("sharded (TENSOR)", Placement({ParallelMode.TENSOR: Shard(0)})),
+        ("tied (PIPELINE)", Placement({ParallelMode.PIPELINE: Tied((0, 1), "ends")})),
     ]
     drawing = Drawing()
     for row, (title, placement) in enumerate(cases):
@@ -193,8 +206,8 @@ def _norm() -> tuple[Drawing, str]:
             drawing.words(160 + rank * 66, top + 14, f"rank {rank}", "inside small")
             drawing.words(160 + rank * 66, top + 30, f"1/{held.count}", "inside")
     return drawing, (
-        "data 2 x pipeline 2 x tensor 2. Each rank counts this share of its squares. The shares of one colour add up to 1, so every element "
-        "of the whole gradient counts once."
+        "Eight ranks, data 2 x pipeline 2 x tensor 2. Each rank contributes this fraction of its squared gradient to the norm. The fractions "
+        "of one colour add up to 1, so every element of the full gradient counts once."
     )
 
 
@@ -203,7 +216,7 @@ def _pipeline() -> tuple[Drawing, str]:
     top, told = 16.0, []
     for name in ("gpipe", "1f1b", "zb_v"):
         timeline = simulate(make_table(name, 3, 4))
-        told.append(f"{name}: {timeline.bubble:.0%} waiting, at most {timeline.max_live:g} micro-batches held")
+        told.append(f"{name}: bubble {timeline.bubble:.0%}, activations of at most {timeline.max_live:g} micro-batches")
         drawing.words(4, top, told[-1], "left title")
         scale = 560 / max(timeline.makespan, 24)
         for rank, row in timeline.rows.items():
@@ -222,9 +235,8 @@ def _pipeline() -> tuple[Drawing, str]:
         top += 12 + 3 * 28 + 24
     return (
         drawing,
-        "Three orders on 3 ranks with 4 micro-batches, a row for each rank, time to the right. "
-        + "; ".join(told)
-        + ".",
+        "Three pipeline schedules on 3 ranks with 4 micro-batches. Each row is a rank; F is a forward pass, B a backward pass, I and W its parts for "
+        "inputs and weights. " + "; ".join(told) + ".",
     )
 
 
@@ -252,6 +264,110 @@ def _zero() -> tuple[Drawing, str]:
     )
 
 
+def _ledger() -> tuple[Drawing, str]:
+    """The reductions of typical parameters by mode, for rank 0."""
+    layout = build_layout({"parallel": {"tensor": 2, "pipeline": 2, "expert": 2}}, 16)
+    tensor = ParallelMode.TENSOR
+    rows = [
+        ("bias of a row-parallel layer", Placement()),
+        ("column-parallel weight", Placement({tensor: Shard(0)})),
+        ("LayerNorm, sequence parallel", Placement({tensor: Replicate(owes="sum")})),
+        (
+            "embedding tied to the LM head",
+            Placement({tensor: Shard(0), ParallelMode.PIPELINE: Tied((0, 1), "embedding")}),
+        ),
+        ("expert weight", Placement({ParallelMode.EXPERT: Shard(0), tensor: Shard(1)})),
+    ]
+    found = [(name, {each.mode: each for each in owed(layout, placement, 0)}) for name, placement in rows]
+    modes = list(dict.fromkeys(mode for _, factors in found for mode in factors))
+    drawing = Drawing()
+    for column, mode in enumerate(modes):
+        drawing.words(272 + column * 136, 10, mode.name, "title")
+    for row, (name, factors) in enumerate(found):
+        top = 26 + row * 44
+        drawing.words(4, top + 19, name, "left")
+        for column, mode in enumerate(modes):
+            factor = factors.get(mode)
+            drawing.box(208 + column * 136, top, 128, 38, f"c{column}" if factor else "quiet")
+            if factor:
+                drawing.words(272 + column * 136, top + 12, "all-reduce", "inside small")
+                told = f"{list(factor.ranks)}" + (f" / {factor.divisor}" if factor.divisor > 1 else "")
+                drawing.words(272 + column * 136, top + 26, told, "inside small")
+    return drawing, (
+        "The ledger of rank 0 as a matrix: 16 ranks, data 4 x pipeline 2 x tensor 2, with experts over 2 data ranks. Each cell is a required "
+        "reduction with its ranks and its divisor; an empty cell needs no communication."
+    )
+
+
+def _overlap() -> tuple[Drawing, str]:
+    """The last part of a data-parallel step, as `colonnade plan` estimates it."""
+    width, layers = 4096, 8
+    config, clock = Config(parallel={}), Clock(load_hardware("h100"))
+    job = Job(
+        build=lambda: nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers))),
+        batch=lambda: (torch.zeros(512, width), torch.zeros(512, width)),
+        criterion=lambda: nn.MSELoss(),
+    )
+    kinds = plan_ranks(config, 16, job, clock, global_context, None)
+    steps = Steps(kinds, clock, config)
+    ((forward, backward),) = steps.timeline().rows
+    times, buckets = steps.times(), kinds.gradients[0].buckets
+    scale = 560 / times.step
+    drawing = Drawing()
+    for row, name in enumerate(("compute", "communicate")):
+        drawing.words(4, 18 + row * 40, name, "left title")
+
+    def bar(row: int, start: float, end: float, colour: str, text: str) -> None:
+        drawing.box(96 + start * scale, 4 + row * 40, max((end - start) * scale - 2, 1), 28, colour)
+        if (end - start) * scale > 7 * len(text):
+            drawing.words(96 + (start + end) / 2 * scale - 1, 18 + row * 40, text, "inside small")
+
+    bar(0, forward.start, forward.end, "c0", "forward")
+    bar(0, backward.start, backward.end, "c1", "backward")
+    bar(0, times.step - times.optimizer, times.step, "c3", "optimizer")
+    length, done, free = backward.end - backward.start, 0, 0.0
+    for at, bucket in enumerate(buckets):
+        done += bucket.numel
+        ready = length * done / sum(each.numel for each in buckets) if bucket.early else length
+        free, seconds = (
+            max(free, ready),
+            sum(clock.collective(call.op, call.bytes, call.ranks) for call in bucket.calls),
+        )
+        bar(1, backward.start + free, backward.start + free + seconds, "c2", str(at + 1))
+        free += seconds
+    return drawing, (
+        f"One step of {layers} linear layers of width {width} on 16 H100 GPUs (2 nodes, data parallel), as colonnade plan estimates it. "
+        f"The all-reduce of a bucket starts when the backward pass has filled it; of {sum(sum(clock.collective(c.op, c.bytes, c.ranks) for c in b.calls) for b in buckets) * 1e3:.1f} ms "
+        f"of communication, {times.exposed * 1e3:.1f} ms extend the step."
+    )
+
+
+def _grid() -> tuple[Drawing, str]:
+    """The table of evidence/grid.md: models across, kinds of parallelism down."""
+    page = (Path(__file__).parents[1] / "evidence" / "grid.md").read_text(encoding="utf-8")
+    cases = re.findall(r"^\| ([^|]+) \| ([^|]+) \| (\d+) \| (yes|NO) \|$", page, re.MULTILINE)
+    cells: dict[tuple[str, str], list[tuple[int, bool]]] = {}
+    for model, configuration, ranks, matches in cases:
+        # Without sizes and options, but with the scheme of tensor parallelism and the kind of attention.
+        kind = re.sub(r"(\w) \d+(?= |,|$)| depth=\d| over=\S+", r"\1", configuration)
+        kind = kind.replace(" sequence_split=True", ", sequence split")
+        cells.setdefault((kind, model), []).append((int(ranks), matches == "yes"))
+    kinds, models = (sorted({key[at] for key in cells}, key=lambda each: (each.count(" x "), each)) for at in (0, 1))
+    drawing = Drawing()
+    for column, model in enumerate(models):
+        drawing.words(262 + column * 82, 10, model, "title small")
+    for row, kind in enumerate(kinds):
+        drawing.words(4, 33 + row * 24, kind, "left small")
+        for column, model in enumerate(models):
+            found = cells.get((kind, model), [])
+            right = all(matches for _, matches in found)
+            drawing.box(224 + column * 82, 23 + row * 24, 76, 20, ("c3" if right else "c4") if found else "quiet")
+            if found:
+                told = ", ".join(str(ranks) for ranks in sorted({ranks for ranks, _ in found})) + " ranks"
+                drawing.words(262 + column * 82, 33 + row * 24, told, "inside small")
+    return drawing, f"{len(cases)} runs by model and kind of parallelism. Green: all runs match the single-process run."
+
+
 PICTURES: dict[str, Callable[[], tuple[Drawing, str]]] = {
     "mesh": _mesh,
     "placements": _placements,
@@ -260,4 +376,7 @@ PICTURES: dict[str, Callable[[], tuple[Drawing, str]]] = {
     "norm": _norm,
     "pipeline": _pipeline,
     "zero": _zero,
+    "ledger": _ledger,
+    "overlap": _overlap,
+    "grid": _grid,
 }

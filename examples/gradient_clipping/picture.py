@@ -15,5 +15,4 @@ def draw(before, after, limit):
         ],
         y="norm of the whole gradient",
         logarithmic=True,
-        standalone=True,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch import nn
 
 from colonnade.checkpoint import CheckpointManager, export_checkpoint, export_full, import_checkpoint, storage, verify
 from colonnade.checkpoint.export import ForeignState, _state_of, find_checkpoint, write_checkpoint
-from colonnade.checkpoint.manifest import MANIFEST
 from colonnade.checkpoint.tensor_files import FileEntry
 from colonnade.checkpoint.values import encode
 from colonnade.context.parallel_context import ParallelContext
@@ -90,17 +88,6 @@ def test_inside_in_double_files_keep_the_dtypes_that_were_saved(tmp_path):
         assert found[name].equal(value)
         assert model.state_dict()[name].equal(value)
     assert all(state["exp_avg"].equal(one) for state, one in zip(optimizer.state.values(), moments, strict=True))
-
-
-def test_a_manifest_reads_as_json(four_ranks):
-    content = json.loads((four_ranks / "step-00000001" / MANIFEST).read_text())
-    assert content["format"] == 2
-    assert content["layout"]["axes"] == [["data", 1, "data"], ["pipeline", 2, "pipe"], ["tensor", 2, "tensor"]]
-    tie = next(tensor for tensor in content["tensors"] if tensor["label"] == "tie:wte" and not tensor["slot"])
-    assert tie["names"] == ["embed.weight", "head.weight"]
-    (part,) = tie["parts"]
-    assert (part["offset"], part["shape"], part["key"]) == ([0, 0], [10, 6], "model/tie:wte")
-    assert content["cuts"][part["cut"]] == {"stops": [5, 10], "files": [0, 1]}
 
 
 def test_what_came_from_elsewhere_goes_there_again(tmp_path):

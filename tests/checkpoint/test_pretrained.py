@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from colonnade._launch import launch
-from colonnade.checkpoint import storage, weights_folder
+from colonnade.checkpoint import weights_folder
 from colonnade.checkpoint.full_weights import (
     FullTensors,
     _bytes_of,
@@ -116,27 +116,6 @@ def test_of_several_stages_the_first_has_the_config(tmp_path, context):
     stages = nn.ModuleList([Model(), nn.Linear(1, 1)])
     save_pretrained(stages, tmp_path / "out", context)
     assert json.loads((tmp_path / "out/config.json").read_text())["architectures"] == ["Model"]
-
-
-def test_what_is_written_appears_when_it_is_whole(tmp_path, context, monkeypatch):
-    (tmp_path / "all.safetensors").write_text("old")
-    whole = FullTensors(Model(), context)
-
-    def save(folder: Path) -> None:
-        save_full(whole, folder / "all.safetensors", context)
-
-    def fail(point: str) -> None:
-        if point == "file written":
-            raise OSError("the disk is gone")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(storage, "hook", fail)
-        for write in (save, lambda folder: save_pretrained(Model(), folder / "out", context)):
-            with pytest.raises(CheckpointError, match="the disk is gone"):
-                write(tmp_path)
-            assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("all.safetensors", "old")]
-    save(tmp_path / "new/and/newer")
-    assert tensors(tmp_path / "new/and/newer").keys() == Model().state_dict().keys()
 
 
 def test_what_cannot_be_written_is_said(tmp_path, context):

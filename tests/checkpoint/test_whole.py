@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -14,14 +11,11 @@ from torch import Tensor
 
 from colonnade.checkpoint import storage
 from colonnade.checkpoint.full_weights import FullTensors, save_full, save_pretrained
-from colonnade.checkpoint.tensor_files import FileEntry
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
 from colonnade.errors import CheckpointError
-from colonnade.parallel.boxes import full_box
 from colonnade.testing import run_world
-from tests.checkpoint.models import ALIAS, WAYS, Cut, Way, build, launched, whole, zero
+from tests.checkpoint.models import ALIAS, WAYS, Way, build, launched, whole, zero
 
 
 def wrong(found: dict[str, Tensor]) -> list[str]:
@@ -46,56 +40,6 @@ def test_one_process_needs_no_world() -> None:
         found = tensors.gather_to_ranks([(record, 0)])
         assert found is not None
         assert wrong({record.names[0]: found}) == []
-
-
-def check_two() -> None:
-    """Tensor ranks, so that each has what the other has not."""
-    way = Way(
-        2,
-        {"tensor": 2},
-        {"up.weight": Cut(mode=ParallelMode.TENSOR), "down.weight": Cut(mode=ParallelMode.TENSOR, dim=1)},
-    )
-    with launched(way) as context:
-        tensors = FullTensors(build(way, context, 3).model, context)
-        assert wrong({name: tensors.gather(record) for record in tensors.records for name in record.names}) == []
-        assert wrong({name: found for record, found in tensors.gather_all() for name in record.names}) == []
-        for record in tensors.records:
-            found = tensors.gather_to_ranks([(record, 1)])
-            assert (found is None) == (context.get_global_rank() == 0)
-            assert found is None or wrong({record.names[0]: found}) == []
-
-
-def test_of_two_ranks_each_gets_what_the_other_has() -> None:
-    run_world(2, check_two, timeout=30)
-
-
-class Sender(FullTensors):
-    """The first of three ranks, which holds all of every tensor; what it sends is written down."""
-
-    def __init__(self, piece: Tensor) -> None:
-        self.log: list[str] = []
-        self._context = SimpleNamespace(world_size=3)  # type: ignore[assignment]
-        self._rank, self._gloo = 0, self
-        self._entries = {"w": FileEntry.of("w", piece)}
-
-    def _blocks(self, record: Any) -> Iterator[Any]:
-        yield 0, "w", full_box((3, 2))
-
-    def send(self, tensors: list[Tensor], to: int, tag: int) -> Any:
-        self.log.append(f"to {to}")
-        return SimpleNamespace(wait=lambda: self.log.append(f"{to} has it"))
-
-
-def test_a_copy_is_let_go_before_the_next_one_is_made() -> None:
-    columns = torch.arange(6.0).view(2, 3).t()  # out of order in memory
-    for piece, expected in (
-        (columns, ["to 1", "1 has it", "to 2", "2 has it"]),
-        (columns.contiguous(), ["to 1", "to 2", "1 has it", "2 has it"]),  # there is none
-    ):
-        sender = Sender(piece)
-        record: Any = SimpleNamespace(shape=(3, 2), dtype="F32")
-        assert sender.gather_to_ranks([(record, 1), (record, 2)]) is None
-        assert sender.log == expected
 
 
 def check(folder: Path) -> None:

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from colonnade.comm import messages
 from colonnade.comm.messages import (
     MustMatch,
-    _differences,
     agreed_errors,
     gather_json,
     gather_numbers,
@@ -164,14 +163,3 @@ def test_where_a_rank_is_gone_what_was_wrong_here_matters_more(monkeypatch, fail
     with pytest.raises(PlacementError if failed else RuntimeError), agreed_errors(CPU):  # noqa: PT012
         if failed:
             raise PlacementError("wrong here")
-
-
-def test_what_differs_is_named_with_the_first_rank_and_the_others():
-    same = [("a", "1"), ("b", "2")]
-    assert _differences("key", [(0, same), (1, same)]) == []
-    (line,) = _differences("key", [(0, same), (3, [("a", "1"), ("b", "7")]), (5, [("a", "1"), ("b", "7")])])
-    assert line == "key 'b': 2 on rank 0, 7 on rank 3 (differing from rank 0: 3, 5)"
-    assert "nothing on rank 1" in _differences("key", [(0, same), (1, same[:1])])[0]
-    assert "nothing on rank 0" in _differences("key", [(0, same[:1]), (1, same)])[0]
-    (line,) = _differences("key", [(0, same), (2, same), (4, same[::-1])])
-    assert line == "the order: key 'a' on rank 0 is in the place of 'b' on rank 4"

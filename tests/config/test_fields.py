@@ -22,15 +22,12 @@ from colonnade.config.fields import (
     Section,
     SwitchedSection,
     any_of,
-    check_value,
     choice,
     key,
     keys_of,
     number_above,
     number_from,
-    only_dict,
 )
-from colonnade.config.problems import dotted
 
 
 @dataclass(frozen=True)
@@ -42,57 +39,8 @@ class Sizes(Section):
 
 
 @dataclass(frozen=True)
-class Strict(Sizes, required=("depth",), renamed={"depth": "deep"}, refused={"old": "is old"}): ...
-
-
-@dataclass(frozen=True)
 class Open(Sizes, required=("depth",), further="more"):
     more: dict[str, int] = field(default_factory=dict)
-
-
-STRICT, OPEN = only_dict(Strict), only_dict(Open)
-
-
-@dataclass(frozen=True)
-class Further(Sizes, others=STRICT): ...
-
-
-FURTHER = only_dict(Further)
-COUNTED = "must be an int >= 1"
-
-
-def told(rule: Rule, value: Any) -> dict[str, str]:
-    return {dotted(problem.path): problem.text for problem in check_value(rule, ("a",), value)}
-
-
-@pytest.mark.parametrize(
-    ("rule", "value", "problems"),
-    [
-        (STRICT, {"depth": 1, "width": 2}, {}),
-        (STRICT, {"dpeth": 1}, {"a.dpeth": "unknown key. Did you mean `depth`?"}),
-        (STRICT, {"DEEP": 1}, {"a.DEEP": "unknown key. Did you mean `depth`?"}),
-        (STRICT, {"old": 1}, {"a.old": "is old"}),
-        (
-            STRICT,
-            {"width": 0},
-            {"a.width": COUNTED, "a.depth": f"is missing; it {COUNTED}"},
-        ),
-        (STRICT, {"depth": 1, "zzz": 1}, {"a.zzz": "unknown key; allowed: depth, width"}),
-        (STRICT, 3, {"a": "must be a dict of depth, width"}),
-        (OPEN, {"depth": 1, "zzz": 1, "depth2": 1}, {}),
-        (OPEN, {"detph": 1}, {"a.detph": "unknown key. Did you mean `depth`?"}),
-        (FURTHER, {"mine": {"depth": 1}}, {}),
-        (FURTHER, {"mine": {"depth": 0}}, {"a.mine.depth": "must be an int >= 1"}),
-        (FURTHER, {"widht": {"depth": 1}}, {"a.widht": "unknown key. Did you mean `width`?"}),
-        (
-            Rule("a list", items=COUNT),
-            [1, 0, (2,)],
-            {"a[1]": COUNTED, "a[2]": COUNTED},
-        ),
-    ],
-)
-def test_section(rule: Rule, value: Any, problems: dict[str, str]) -> None:
-    assert told(rule, value) == problems
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,235 @@
-"""Layouts: the rank tables, and what must hold for any sizes."""
+"""Layouts: digits of ranks, sizes that fit the world, the rank tables, and what must hold for any sizes."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import combinations, product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colonnade.context.layout import Layout
+from colonnade.context.layout import Grid, Layout, Listed, Ranks, check_mode, joined, ranks_with, refine, world_axes
 from colonnade.context.layout_builder import build_layout
+from colonnade.context.parallel_mode import ParallelMode
 from colonnade.context.parallel_mode import ParallelMode as M
 from colonnade.errors import ContextError, LayoutError
 
+GRIDS = [(("a", 2), ("b", 3), ("c", 2)), (("a", 4), ("b", 2)), (("a", 1), ("b", 6)), (("a", 3), ("b", 1), ("c", 4))]
 
+
+def by_hand(grid: Grid, names: tuple[str, ...]) -> list[list[int]]:
+    """Ranks that have all other coordinates alike, in the order of their first rank."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(grid.world_size):
+        here = grid.coordinates(rank)
+        groups.setdefault(tuple(at for name, at in here.items() if name not in names), []).append(rank)
+    return list(groups.values())
+
+
+@pytest.mark.parametrize("axes", GRIDS, ids=str)
+def test_groups_of_all_sets_of_axes(axes):
+    grid = Grid(axes)
+    assert grid.sizes == dict(axes)
+    assert [grid.coordinates(rank) for rank in range(grid.world_size)] == [
+        dict(zip(grid.sizes, at, strict=True)) for at in product(*(range(size) for _, size in axes))
+    ]
+    assert all(grid.rank_at(**grid.coordinates(rank)) == rank for rank in range(grid.world_size))
+    for count in range(len(axes) + 1):
+        for names in combinations(grid.sizes, count):
+            groups, expected = grid.groups(*names), by_hand(grid, names)
+            assert list(groups) == expected
+            assert groups == expected
+            assert (len(groups), groups[-1], groups[:2], repr(groups)) == (
+                len(expected),
+                expected[-1],
+                expected[:2],
+                repr(expected),
+            )
+            for group in expected:
+                for at, rank in enumerate(group):
+                    assert groups.group_of(rank) == group
+                    assert groups.position(rank) == at
+            for size in [size for size in range(1, len(expected[0]) + 1) if len(expected[0]) % size == 0]:
+                runs, twins = groups.split_into_runs(size)
+                assert sorted(runs) == sorted(
+                    group[at : at + size] for group in expected for at in range(0, len(group), size)
+                )
+                assert sorted(twins) == sorted(group[at::size] for group in expected for at in range(size))
+
+
+def test_written_groups_are_read_as_digits_where_they_are_some():
+    grid = Grid((("a", 2), ("b", 3), ("c", 2)))
+    for names in ((), ("a",), ("b",), ("c",), ("a", "c"), ("a", "b", "c")):
+        groups = Listed(by_hand(grid, names), 12)
+        digits = tuple(grid.digits[name] for name in grid.sizes if name in names)
+        assert groups.digits is not None
+        assert joined(groups.digits) == joined(digits)
+        assert groups == grid.groups(*names)
+    for groups in ([[0, 1], [2, 4], [3, 5]], [[0, 1], [2, 3]], [[0, 2, 3], [1, 4, 5]]):
+        assert Listed(groups, 6).digits is None
+    assert grid.groups("a") != grid.groups("b")
+    assert grid.groups("a") == grid.groups("a")
+    assert grid.groups("a") == Grid((("a", 2), ("x", 6))).groups("a")
+    assert grid.groups("a", "b", "c") not in ("text", tuple(range(12)), [[0]])
+    some = Listed([[4, 2], [1]], 6)
+    assert (some.group_of(2), some.position(2), some.position(4), some.position(0)) == ([4, 2], 1, 0, -1)
+    assert (some.group_of(1), len(some), some[0]) == ([1], 2, [4, 2])
+
+
+@pytest.mark.parametrize(
+    ("digits", "expected"),
+    [
+        ([], []),
+        ([(1, 1)], []),
+        ([(4, 2)], [(4, 2)]),
+        ([(4, 2), (2, 2), (1, 2)], [(1, 8)]),
+        ([(4, 3), (1, 2)], [(4, 3), (1, 2)]),
+        ([(6, 2), (2, 3)], [(2, 6)]),
+        ([(4, 2), (4, 1), (1, 2)], [(4, 2), (1, 2)]),
+        ([(24, 2), (4, 2), (2, 2), (1, 2)], [(24, 2), (1, 8)]),
+    ],
+)
+def test_neighbouring_digits_are_one(digits, expected):
+    assert joined(digits) == expected
+
+
+@pytest.mark.parametrize(
+    ("products", "digits"),
+    [
+        ([], ((1, 12),)),
+        ([[(6, 2)]], ((6, 2), (1, 6))),
+        ([[(6, 2)], [(2, 3)]], ((6, 2), (2, 3), (1, 2))),
+        ([[(3, 2)], [(2, 3)]], None),  # they cross
+        ([[(5, 1)]], ((1, 12),)),
+    ],
+)
+def test_the_coarsest_digits_of_several_products(products, digits):
+    assert refine(products, 12) == digits
+
+
+@pytest.mark.parametrize("rank", [0, 7, 23])
+def test_ranks_with_some_values(rank):
+    grid = Grid((("a", 2), ("b", 3), ("c", 4)))
+    choices = {"a": ([0], [1], [0, 1]), "b": ([1], [0, 2], [0, 1, 2]), "c": ([3], [1, 2], [0, 1, 2, 3])}
+    for count in range(4):
+        for names in combinations(grid.sizes, count):
+            for allowed in product(*(choices[name] for name in names)):
+                wanted = dict(zip(names, allowed, strict=True))
+                expected = [
+                    other
+                    for other in range(24)
+                    if all(
+                        at in wanted.get(name, [grid.coordinates(rank)[name]])
+                        for name, at in grid.coordinates(other).items()
+                    )
+                ]
+                found = ranks_with(rank, [(grid.digits[name], values) for name, values in wanted.items()])
+                assert list(found) == expected, wanted
+
+
+def test_a_range_of_ranks_is_a_list():
+    ranks = Ranks(range(2, 10, 3))
+    assert ranks == [2, 5, 8] == list(ranks)
+    assert ranks == Ranks(range(2, 9, 3))
+    assert ranks == (2, 5, 8)
+    assert ranks not in ([2, 5], [2, 5, 9], {2, 5, 8})
+    assert ranks != Ranks(range(2, 7, 3))
+    assert (len(ranks), ranks[1], ranks[-1], ranks[:2], repr(ranks)) == (3, 5, 8, [2, 5], "[2, 5, 8]")
+    assert 5 in ranks
+    assert 6 not in ranks
+
+
+def test_a_finer_grid_and_what_is_refused():
+    grid = Grid((("a", 2), ("b", 6)))
+    assert grid.split("b", x=2, y=3).axes == (("a", 2), ("x", 2), ("y", 3))
+    for call, message in (
+        (lambda: grid.split("b", x=2, y=2), "axis 'b' of size 6 cannot be split into {'x': 2, 'y': 2}"),
+        (lambda: grid.split("c", x=2), "no axis 'c'; the axes are a, b"),
+        (lambda: grid.groups("a", "c"), "no axis 'c'; the axes are a, b"),
+        (lambda: grid.rank_at(c=0), "no axis 'c'; the axes are a, b"),
+        (lambda: grid.rank_at(b=6), "axis 'b' has size 6; there is no coordinate 6"),
+        (lambda: grid.rank_at(b=-1), "axis 'b' has size 6; there is no coordinate -1"),
+        (lambda: grid.coordinates(12), "rank 12 is outside the world of 12 ranks"),
+        (lambda: grid.coordinates(-1), "rank -1 is outside the world of 12 ranks"),
+    ):
+        with pytest.raises(LayoutError) as error:
+            call()
+        assert str(error.value).startswith(message)
+    assert (grid.rank_at(), grid.rank_at(b=5), grid.rank_at(a=1)) == (0, 5, 6)
+
+
+# -- sizes ---
+@pytest.mark.parametrize(
+    ("parallel", "world_size", "product", "fits"),
+    [
+        ({"pipeline": 3}, 8, "pipeline 3 = 3", "pipeline=2, or a world of 6, 9 ranks"),
+        ({"pipeline": 3, "tensor": 2}, 8, "pipeline 3 x tensor 2 = 6", "pipeline=2, or a world of 6, 12 ranks"),
+        ({"pipeline": 2, "tensor": 6}, 8, "pipeline 2 x tensor 6 = 12", "tensor=4, or a world of 12 ranks"),
+        (
+            {"pipeline": 4, "tensor": 4},
+            8,
+            "pipeline 4 x tensor 4 = 16",
+            "pipeline=2, or tensor=2, or a world of 16 ranks",
+        ),
+        ({"pipeline": 7}, 5, "pipeline 7 = 7", "pipeline=5, or a world of 7 ranks"),
+        ({"pipeline": 2}, 5, "pipeline 2 = 2", "pipeline=1, or a world of 4, 6 ranks"),
+    ],
+)
+def test_sizes_that_do_not_divide_the_world_are_told_with_all_that_would_fit(parallel, world_size, product, fits):
+    with pytest.raises(LayoutError) as error:
+        world_axes({"parallel": parallel}, world_size)
+    told = f"parallel: {product} does not divide the world of {world_size} ranks. What would fit: {fits}."
+    assert str(error.value).startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world_size", "message"),
+    [
+        (
+            {"data": 3, "tensor": 2},
+            8,
+            "parallel: data 3 x tensor 2 = 6 is not the world of 8 ranks; data=4 would fit. ",
+        ),
+        ({"data": 3}, 8, "parallel: data 3 x no other axis = 3 is not the world of 8 ranks; data=8 would fit. "),
+        ({}, 0, "a world has at least one rank, not 0"),
+        (
+            {"sequence": 2, "tensor": {"size": 2, "mode": "sequence"}},
+            8,
+            "parallel: the axes 'tensor' and 'sequence' both have ParallelMode.SEQUENCE; give one of them another mode",
+        ),
+    ],
+)
+def test_the_beginning_of_the_message(parallel, world_size, message):
+    with pytest.raises(LayoutError) as error:
+        world_axes({"parallel": parallel}, world_size)
+    assert str(error.value).startswith(message)
+    assert ("Leave `data` out to give the axis all remaining ranks." in str(error.value)) == ("data" in parallel)
+
+
+def test_axes_slowest_first_and_what_data_each_sees():
+    axes = world_axes({"parallel": {"pipeline": 2, "sequence": 3, "tensor": {"size": 2, "mode": "1d"}}}, 24)
+    assert [(axis.name, axis.size, axis.data) for axis in axes] == [
+        ("data", 2, "distinct"),
+        ("pipeline", 2, "same"),
+        ("sequence", 3, axes[2].mode.data),
+        ("tensor", 2, "same"),
+    ]
+
+
+def test_a_tensor_axis_of_a_mode_with_data_of_its_own():
+    *_, tensor = world_axes({"parallel": {"tensor": {"size": 2, "mode": "sequence"}}}, 4)
+    assert tensor.data == ParallelMode("sequence").data == "distinct"
+
+
+def test_a_mode_may_be_written_large():
+    assert check_mode("1D", "here") == check_mode("1d", "here") == "Initializer_1D"
+    with pytest.raises(LayoutError, match=r"^here: mode 'pipelin' is not in .*; allowed: .* Did you mean 'pipeline'"):
+        check_mode("pipelin", "here")
+
+
+# -- the rank tables ---
 def groups(mode, world_size, **parallel):
     return build_layout({"parallel": parallel}, world_size).groups(mode)
 
@@ -189,9 +404,6 @@ def test_a_twin_never_leaves_its_stage():
 @pytest.mark.parametrize(
     ("parallel", "world_size", "parts"),
     [
-        ({"pipeline": 3}, 8, ["pipeline 3 = 3 does not divide the world of 8", "pipeline=2", "6, 9 ranks"]),
-        ({"pipeline": 2, "tensor": 3}, 8, ["pipeline 2 x tensor 3 = 6", "tensor=2, or tensor=4"[:8], "12 ranks"]),
-        ({"data": 3, "tensor": 2}, 8, ["data 3 x tensor 2 = 6 is not the world of 8", "data=4 would fit"]),
         ({"tensor": {"size": 3, "mode": "2d"}}, 3, ["'2d' needs a square", "size=3", "1 and 4"]),
         ({"tensor": {"size": 8, "mode": "2.5d"}}, 8, ["'2.5d' needs depth", "depth=2 (dim 2)"]),
         ({"tensor": {"size": 8, "mode": "2.5d", "depth": 4}}, 8, ["leaves no square", "depth=2 (dim 2)"]),
@@ -216,7 +428,6 @@ def test_a_twin_never_leaves_its_stage():
         ({"tensor": {"size": 26, "mode": "3d"}}, 26, ["the nearest are 8 and 27"]),
         ({"tensor": {"size": 5, "mode": "2d"}}, 5, ["the nearest are 4 and 9"]),
         ({"mine": {"size": 2, "mode": "nowhere"}}, 8, ["'nowhere' is not a parallel mode", "register"]),
-        ({"sequence": 2, "tensor": {"size": 2, "mode": "sequence"}}, 8, ["SEQUENCE"]),
     ],
 )
 def test_sizes_that_make_no_world(parallel, world_size, parts):

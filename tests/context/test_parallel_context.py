@@ -241,8 +241,9 @@ def test_launching_twice_says_to_destroy_first():
 
 def test_a_failed_launch_leaves_nothing_behind():
     context = ParallelContext()
-    with pytest.raises(LaunchError, match="host"):
-        launch({}, rank=0, world_size=2, context=context)
+    for address in ({}, {"host": "here"}, {"port": 7}):
+        with pytest.raises(LaunchError, match="needs the address of rank 0"):
+            launch({}, rank=0, world_size=2, context=context, **address)
     assert not dist.is_initialized()
     launch({}, context=context, verbose=False).destroy()
     assert not dist.is_initialized()

@@ -153,23 +153,6 @@ def test_a_stream_that_is_not_there_or_there_twice_is_an_error():
         pass
 
 
-def test_a_generator_of_a_device_goes_along_where_one_is_in_use(monkeypatch):
-    """Stands for that of CUDA, of which only the state is looked at."""
-    now: list[object] = ["outside"]
-    streams = RandomStreams()
-    streams.add(ParallelMode.TENSOR, 3)
-    monkeypatch.setattr(torch.cuda, "manual_seed", now.append)
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: now[-1])
-    monkeypatch.setattr(torch.cuda, "set_rng_state", now.append)
-    with streams.use(ParallelMode.TENSOR):
-        pass
-    assert (now, list(streams.state_dict()["default"])) == (["outside"], ["cpu"])
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with streams.use(ParallelMode.TENSOR):
-        assert now[-1] == torch.initial_seed()
-    assert now[-1] == streams.state_dict()["default"]["cuda"] == "outside"
-
-
 def test_a_derived_seed_is_the_same_in_every_version():
     """Else a run that is resumed with another version would draw other numbers."""
     assert derive_seed(1024, "a", 3) == 8238176227400276808

@@ -17,10 +17,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from colonnade._launch import launch
-from colonnade.comm.torch_versions import HashStore, PrefixStore
+from colonnade.comm.torch_versions import HashStore
 from colonnade.context import rendezvous
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import ConfigError, LaunchError
@@ -85,50 +84,6 @@ def test_the_wait_at_the_end_ends_when_threads_are_quiet_and_after_three_seconds
     assert 0.05 <= time.monotonic() - begin < 2.5
 
 
-def test_one_busy_thread_of_several_is_waited_for(monkeypatch):
-    done = threading.Event()
-    threading.Thread(target=done.wait).start()
-    try:
-        monkeypatch.setattr(rendezvous, "_is_busy", lambda task: task.name == str(os.getpid()))
-        monkeypatch.setattr(rendezvous, "_IDLE_SECONDS", 0.2)
-        begin = time.monotonic()
-        rendezvous._wait_for_threads()
-        assert time.monotonic() - begin >= 0.2
-    finally:
-        done.set()
-
-
-def test_before_python_ends_threads_are_seen_at_rest_many_times_in_a_row(monkeypatch):
-    almost = [False] * (rendezvous._IDLE_LOOKS - 1)
-    states = iter([True, *almost, True, *almost, False])
-    monkeypatch.setattr(rendezvous, "Path", lambda path: SimpleNamespace(glob=lambda pattern: [path]))
-    monkeypatch.setattr(rendezvous, "_is_busy", lambda task: next(states))
-    rendezvous._wait_for_threads()
-    assert list(states) == []
-    states = iter([False] * rendezvous._IDLE_LOOKS)
-    begin = time.monotonic()
-    rendezvous._wait_for_threads()
-    assert list(states) == []
-    assert time.monotonic() - begin >= 0.001 * rendezvous._IDLE_LOOKS  # they are given time
-    monkeypatch.setattr(rendezvous, "_is_busy", lambda task: True)
-    monkeypatch.setattr(rendezvous, "_IDLE_SECONDS", 0.01)
-    rendezvous._wait_for_threads()  # not for ever
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_after_a_launch_that_failed_the_next_one_begins_as_the_first(monkeypatch, rank):
-    monkeypatch.setattr(rendezvous, "_store", lambda *args: PrefixStore("launch", HashStore()))
-
-    def fails(*args: object) -> None:
-        raise RuntimeError("nobody came")
-
-    monkeypatch.setattr(rendezvous, "_meet", fails)
-    monkeypatch.setattr(distributed_c10d._world, "group_count", 5)
-    with pytest.raises(LaunchError, match=f"rank {rank} of 2 could not join the world at .*: nobody came"):
-        rendezvous.join_world(rank, 2, None, "localhost", 1, 1.0)
-    assert distributed_c10d._world.group_count == 0
-
-
 def test_a_world_of_one_that_cannot_be_joined_says_why(monkeypatch):
     at_exit: list[object] = []
 
@@ -141,41 +96,6 @@ def test_a_world_of_one_that_cannot_be_joined_says_why(monkeypatch):
         with pytest.raises(LaunchError, match=r"rank 0 of 1 could not join the world .* with backend 'cpu:nowhere'"):
             rendezvous.join_world(0, 1, "cpu:nowhere", None, None, 1.0)
     assert at_exit == [rendezvous._wait_for_threads]  # once, however often it was tried
-
-
-@pytest.mark.parametrize(
-    ("size", "host", "port", "message"),
-    [
-        (1, None, None, None),
-        (2, None, None, "needs the address of rank 0"),
-        (2, "here", None, "needs the address of rank 0"),
-        (2, None, 7, "needs the address of rank 0"),
-        (1, None, 7, "needs the address of rank 0"),
-        (1, "here", 7, None),
-    ],
-)
-def test_which_store_ranks_meet_at(monkeypatch, size, host, port, message):
-    monkeypatch.setattr(rendezvous, "_connect", lambda *args: HashStore())
-    limit = timedelta(seconds=1)
-    if message is None:
-        assert isinstance(rendezvous._store(0, size, host, port, limit), HashStore if port is None else PrefixStore)
-    else:
-        with pytest.raises(LaunchError, match=message):
-            rendezvous._store(0, size, host, port, limit)
-
-
-@pytest.mark.parametrize(
-    ("rank", "agent", "serves"),
-    [(0, None, True), (1, None, False), (0, "True", False), (1, "True", False), (0, "0", True)],
-)
-def test_rank_0_serves_the_store_unless_the_launcher_does(monkeypatch, rank, agent, serves):
-    base, asked = HashStore(), []
-    monkeypatch.setattr(rendezvous, "_prefix", lambda *args: "colonnade/other")
-    monkeypatch.setattr(rendezvous, "_connect", lambda *args: asked.append(args) or base)
-    if agent is not None:
-        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agent)
-    rendezvous._store(rank, 2, "here", 7, timedelta(seconds=5))
-    assert asked == [("here", 7, 2, serves, timedelta(seconds=5))]
 
 
 class Leaving(HashStore):
@@ -307,19 +227,6 @@ def _waits_in_vain(port: int) -> None:
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     with pytest.raises(LaunchError, match="rank 0 did not launch again"):
         launch({}, 1, 3, "127.0.0.1", port, context=ParallelContext(), verbose=False, timeout=0.5)
-
-
-def test_a_connection_is_waited_for_a_little_longer_than_it_waits_itself():
-    def slow() -> str:
-        seen.append(threading.current_thread().daemon)
-        time.sleep(0.2)
-        return "store"
-
-    seen: list[bool] = []
-    assert rendezvous._within(timedelta(seconds=0.1), slow) == "store"
-    assert seen == [True]
-    with pytest.raises(KeyError):
-        rendezvous._within(timedelta(seconds=1), {}.popitem)
 
 
 def test_without_cuda_ranks_compute_on_the_cpu_and_talk_by_gloo(monkeypatch):

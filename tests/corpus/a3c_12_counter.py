@@ -9,7 +9,7 @@ import torch
 
 from tests.corpus.runner import Bug, Run
 
-BUG = Bug("pytorch-a3c #12", "the second rank counts its steps apart", "optimizer-differs")
+BUG = Bug("pytorch-a3c #12", "the step counter of Adam is not shared with the second rank", "optimizer-differs")
 
 
 def plant(run: Run) -> None:

@@ -8,7 +8,7 @@ from tests.corpus.runner import GATED, Bug, Run, mean_over
 
 BUG = Bug(
     "accelerate #1708",
-    "one of two models that accumulate is not averaged",
+    "gradients of one of two models that accumulate are not averaged",
     "not-reduced",
     ranks=4,
     layout={"tensor": 2},

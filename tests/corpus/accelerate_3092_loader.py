@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from tests.corpus.runner import Bug, Run
 
-BUG = Bug("accelerate #3092", "both data ranks train on the batch of the first", "micro-batch-twice")
+BUG = Bug("accelerate #3092", "both data ranks train on the first rank's batch", "micro-batch-twice")
 
 
 def from_first(tensor):

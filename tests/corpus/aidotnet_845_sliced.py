@@ -9,7 +9,7 @@ from tests.corpus.runner import Bug, Run
 
 BUG = Bug(
     "AiDotNet #845",
-    "every pass takes the first micro-batch",
+    "every micro-step takes the first micro-batch",
     "micro-batch-twice",
     settings={"gradient_accumulation": 2},
 )

@@ -7,7 +7,7 @@ from tests.corpus.runner import NORM, Bug, Run, squares
 
 BUG = Bug(
     "Apex #1512",
-    "the norm is that of scaled gradients",
+    "the norm is computed from gradients that include the loss scale",
     "loss-scale-left",
     settings={"clip_grad_norm": NORM},
 )

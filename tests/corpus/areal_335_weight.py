@@ -12,7 +12,7 @@ from tests.corpus.runner import TENSOR, Bug, Run
 
 BUG = Bug(
     "AReaL #335",
-    "the loss is divided by a weight that is summed over the tensor ranks too",
+    "the loss is divided by a weight that is also summed over the tensor ranks",
     "scaled-by-mode",
     ranks=4,
     layout={"tensor": 2},

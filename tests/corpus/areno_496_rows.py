@@ -40,7 +40,7 @@ class RestIsLocal(Compressed):
 
 BUG = Bug(
     "AReno #496",
-    "a projection is summed over the tensor ranks, though half of it is whole on each",
+    "a projection is all-reduced over the tensor ranks, although half of it is replicated",
     "summed-not-averaged",
     layout={"tensor": 2},
     kind=Kind(Compressed),

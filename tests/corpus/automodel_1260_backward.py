@@ -7,7 +7,7 @@ from tests.corpus.runner import TENSOR, Bug, Run
 
 BUG = Bug(
     "Automodel #1260",
-    "a backward pass lacks its sum over four tensor ranks",
+    "the backward pass lacks its all-reduce over four tensor ranks",
     "partial-gradient",
     ranks=4,
     layout={"tensor": 4},

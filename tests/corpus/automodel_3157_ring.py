@@ -10,7 +10,7 @@ from tests.corpus.runner import SEQUENCE, Bug, Run
 
 BUG = Bug(
     "Automodel #3157",
-    "the backward pass of attention knows the own keys only",
+    "the backward pass of attention uses only the rank's own keys",
     "backward-differs",
     layout={"sequence": 2},
     kind=SEQUENCE,

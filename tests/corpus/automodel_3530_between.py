@@ -7,7 +7,7 @@ from tests.corpus.runner import TENSOR, Bug, Run, nothing
 
 BUG = Bug(
     "Automodel #3530",
-    "a new set-up between micro-batches clears the gradients",
+    "a second setup between micro-batches clears the gradients",
     "last-micro-batch-only",
     ranks=4,
     layout={"tensor": 2},

@@ -8,7 +8,7 @@ from tests.corpus.runner import EXPERTS, NORM, Bug, Run
 
 BUG = Bug(
     "Automodel #3816",
-    "each expert rank clips by the norm of what it holds",
+    "each expert rank clips by the norm of its own parameters",
     "norm-misses-shards",
     ranks=4,
     layout={"expert": 2},

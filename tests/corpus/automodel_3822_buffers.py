@@ -25,7 +25,7 @@ class Counted(models.TensorMLP):
 
 BUG = Bug(
     "Automodel #3822",
-    "tensor ranks hold other values of a replicated buffer",
+    "a replicated buffer differs between tensor ranks",
     "buffers-differ",
     layout={"tensor": 2},
     kind=Kind(Counted),

@@ -10,7 +10,7 @@ from tests.corpus.runner import TENSOR, Bug, Run
 
 BUG = Bug(
     "Automodel #3822",
-    "tensor ranks begin with other weights of a replicated layer",
+    "a replicated layer starts with different weights on the tensor ranks",
     "weights-differ-at-start",
     layout={"tensor": 2},
     kind=TENSOR,

@@ -8,7 +8,7 @@ from tests.corpus.runner import EXPERTS, NORM, Bug, Run
 
 BUG = Bug(
     "Automodel #577",
-    "with experts nothing is clipped",
+    "a model with experts is not clipped",
     "not-clipped",
     layout={"expert": 2},
     kind=EXPERTS,

@@ -11,7 +11,7 @@ from tests.corpus.runner import TENSOR, Bug, Run
 
 BUG = Bug(
     "meta-pytorch/autoparallel #459",
-    "the shards of a gradient lie in reversed order",
+    "the shards of a gradient are in reverse order",
     "shards-swapped",
     layout={"tensor": 2},
     kind=TENSOR,

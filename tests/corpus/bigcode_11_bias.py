@@ -8,7 +8,7 @@ from tests.corpus.unplaced import forgetting
 
 BUG = Bug(
     "bigcode Megatron-LM #11",
-    "the bias of a shared projection is left out of the sum over the tensor ranks",
+    "the bias of a shared projection is left out of the all-reduce over the tensor ranks",
     "partial-gradient",
     layout={"tensor": 2},
     kind=PARTIAL_NORM,

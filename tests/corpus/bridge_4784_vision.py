@@ -49,7 +49,7 @@ def strided(x, context):
 
 BUG = Bug(
     "Megatron-Bridge #4784",
-    "the encoder gets the gradient of the tokens that its own rank goes on with only",
+    "the encoder receives only the gradients of the rank's own tokens",
     "partial-gradient",
     layout={"sequence": 2},
     kind=Kind(Encoded, StridedLoss, SEQUENCE.batches),

@@ -32,7 +32,7 @@ class Counted(Adapted):
 
 BUG = Bug(
     "Megatron-Bridge #5634",
-    "the whole output of an adapter goes into a sum over the ranks",
+    "the full output of an adapter is all-reduced over the ranks",
     "forward-differs",
     ranks=4,
     layout={"tensor": 4},

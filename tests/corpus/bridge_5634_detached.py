@@ -31,7 +31,7 @@ class Detached(Adapted):
 
 BUG = Bug(
     "Megatron-Bridge #5634",
-    "the output of an adapter is cut from the graph",
+    "the output of an adapter is detached",
     "missing-gradient",
     layout={"tensor": 2},
     kind=Kind(Adapted),

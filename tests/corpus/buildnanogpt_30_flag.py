@@ -7,7 +7,7 @@ from tests.corpus.runner import Bug, Run
 
 BUG = Bug(
     "build-nanogpt #30",
-    "with accumulation the sums are never asked for in time",
+    "with accumulation, gradients are never synchronized",
     "not-reduced",
     ranks=3,
     settings={"gradient_accumulation": 2},

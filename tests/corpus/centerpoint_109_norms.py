@@ -8,7 +8,11 @@ import torch
 from tests.corpus.runner import TENSOR, Bug, Run
 
 BUG = Bug(
-    "CenterPoint #109", "norms belong to no group of the optimizer", "not-updated", layout={"tensor": 2}, kind=TENSOR
+    "CenterPoint #109",
+    "normalization layers are in no group of the optimizer",
+    "not-updated",
+    layout={"tensor": 2},
+    kind=TENSOR,
 )
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from tests.corpus.models import scaled_gradient
 from tests.corpus.runner import Bug, Run
 
-BUG = Bug("Colossal-AI #1218", "gradients never divided by the loss scale", "loss-scale-left")
+BUG = Bug("Colossal-AI #1218", "gradients are not divided by the loss scale", "loss-scale-left")
 
 
 def plant(run: Run) -> None:

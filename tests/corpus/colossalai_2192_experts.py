@@ -8,7 +8,7 @@ from tests.corpus.runner import EXPERTS, NORM, Bug, Run
 
 BUG = Bug(
     "Colossal-AI #2192",
-    "each rank's norm has its own experts only",
+    "each rank's norm contains only its own experts",
     "norm-misses-shards",
     ranks=4,
     layout={"expert": 4},

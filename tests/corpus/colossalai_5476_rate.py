@@ -10,7 +10,11 @@ import torch
 from tests.corpus.runner import Bug, Run
 
 BUG = Bug(
-    "Colossal-AI #5476", "a step's correction stays in the rate", "optimizer-differs", ranks=4, layout={"tensor": 2}
+    "Colossal-AI #5476",
+    "the correction of one step remains in the learning rate",
+    "optimizer-differs",
+    ranks=4,
+    layout={"tensor": 2},
 )
 
 

@@ -8,7 +8,7 @@ from tests.corpus.runner import Bug, Run, numbers
 
 BUG = Bug(
     "Colossal-AI #851",
-    "tensor ranks are given batches of their own",
+    "tensor ranks get different batches",
     "replicas-differ",
     layout={"tensor": 2},
 )

@@ -8,7 +8,7 @@ from tests.corpus.runner import NORM, TENSOR, Bug, Run
 
 BUG = Bug(
     "Colossal-AI v0.5.1, Gemini",
-    "each tensor rank clips by the norm of what it holds",
+    "each tensor rank clips by the norm of its own parameters",
     "norm-misses-shards",
     ranks=4,
     layout={"tensor": 4},

@@ -8,7 +8,7 @@ from tests.corpus.runner import TIED, Bug, Run, mean_over
 
 BUG = Bug(
     "Colossal-AI v0.1.8, gradient_handler",
-    "naming a data-parallel handler switches that of tied weights off",
+    "naming a data-parallel handler disables the handler of tied weights",
     "tied-copy-missed",
     ranks=4,
     layout={"pipeline": 2},

@@ -8,7 +8,7 @@ from tests.corpus.runner import EXPERTS, Bug, Run
 
 BUG = Bug(
     "Colossal-AI v0.1.8, MoeGradientHandler",
-    "experts averaged over their replicas only",
+    "gradients of experts are averaged only over their replicas",
     "wrong-divisor",
     ranks=4,
     layout={"expert": 2},

@@ -9,7 +9,9 @@ from colonnade import ParallelMode
 from tests.corpus.models import scaled_gradient
 from tests.corpus.runner import Bug, Run
 
-BUG = Bug("DeCLUTR #212", "the gradient of the loss lacks the number of ranks", "scaled-by-mode", ranks=4)
+BUG = Bug(
+    "DeCLUTR #212", "the gradient of the loss is not multiplied by the number of ranks", "scaled-by-mode", ranks=4
+)
 
 
 def plant(run: Run) -> None:

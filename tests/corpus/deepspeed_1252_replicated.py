@@ -10,7 +10,7 @@ from tests.corpus.runner import NORM, TIED, Bug, Run, squares
 
 BUG = Bug(
     "DeepSpeed #1252",
-    "parameters that stages replicate count in the norm once for each stage",
+    "parameters that are replicated over stages count in the norm once for each stage",
     "norm-counts-replicas",
     ranks=4,
     layout={"pipeline": 2},

@@ -9,7 +9,7 @@ import torch
 
 from tests.corpus.runner import Bug, Run
 
-BUG = Bug("DeepSpeed #1823", "sub-groups share one count of steps", "optimizer-differs", ranks=3)
+BUG = Bug("DeepSpeed #1823", "sub-groups share one step counter", "optimizer-differs", ranks=3)
 
 
 def plant(run: Run) -> None:

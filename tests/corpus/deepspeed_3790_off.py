@@ -8,7 +8,7 @@ from tests.corpus.runner import NORM, Bug, Run
 
 BUG = Bug(
     "DeepSpeed #3166, #3790",
-    "a change switched clipping off for bf16 without a word",
+    "clipping is silently disabled for bf16",
     "not-clipped",
     settings={"clip_grad_norm": NORM},
 )

@@ -33,7 +33,7 @@ class CutInOne(Packed):
 
 BUG = Bug(
     "DeepSpeed #3844",
-    "a fused weight is taken for one that is cut in one piece",
+    "a fused weight is sharded as if it were a single weight",
     "shards-interleaved",
     layout={"tensor": 2},
     kind=Kind(Packed),

@@ -9,7 +9,7 @@ from tests.corpus.runner import EXPERTS, Bug, Run
 
 BUG = Bug(
     "DeepSpeed #5259, #6546",
-    "experts divided by all ranks and by their group again",
+    "gradients of experts are divided by the number of all ranks, and again by their group",
     "wrong-divisor",
     ranks=4,
     layout={"expert": 2},

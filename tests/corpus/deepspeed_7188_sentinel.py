@@ -11,7 +11,7 @@ from tests.corpus.runner import NORM, Bug, Run
 
 BUG = Bug(
     "DeepSpeed #7188, #7171",
-    "a norm of 1.4142 is told of a gradient that is not finite",
+    "the norm of a non-finite gradient is reported as 1.4142",
     "not-finite",
     settings={"clip_grad_norm": NORM},
 )

@@ -10,7 +10,7 @@ from tests.corpus.runner import Bug, Run
 
 BUG = Bug(
     "DeepSpeed #7773",
-    "micro-batches summed, never averaged",
+    "micro-batches are summed, not averaged",
     "scaled-by-accumulation",
     settings={"gradient_accumulation": 3},
 )

@@ -8,7 +8,7 @@ from tests.corpus.runner import ALIKE, Bug, Run
 
 BUG = Bug(
     "DeepSpeed #8154",
-    "the first stage divides by the number of micro-batches once more",
+    "the first stage divides by the number of micro-batches twice",
     "scaled-by-accumulation",
     layout={"pipeline": 2},
     kind=ALIKE,

@@ -10,7 +10,7 @@ from tests.corpus.runner import EXPERTS, NORM, Bug, Run
 
 BUG = Bug(
     "DeepSpeed #8469, #8475",
-    "the ranks' norms are averaged, though each has other experts",
+    "the ranks' norms are averaged, although each rank has different experts",
     "norms-averaged",
     layout={"expert": 2},
     kind=EXPERTS,

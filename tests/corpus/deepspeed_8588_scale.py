@@ -6,7 +6,7 @@ Shows as: gradients of such a step are half of what they should be.
 from tests.corpus.runner import Bug, Run
 
 BUG = Bug(
-    "DeepSpeed #8588", "from the second step on gradients are divided by twice the loss scale", "wrong-divisor", ranks=3
+    "DeepSpeed #8588", "from the second step, gradients are divided by twice the loss scale", "wrong-divisor", ranks=3
 )
 
 

@@ -9,7 +9,7 @@ from tests.corpus.runner import EXPERTS, NORM, Bug, Run
 
 BUG = Bug(
     "DeepSpeed #8613",
-    "the norm has the dense parameters only",
+    "the norm contains only the dense parameters",
     "norm-of-a-part",
     layout={"expert": 2},
     kind=EXPERTS,

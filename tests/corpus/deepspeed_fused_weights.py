@@ -10,7 +10,7 @@ from tests.corpus.runner import EXPERTS, NORM, Bug, Run, squares
 
 BUG = Bug(
     "DeepSpeed, fp16/fused_optimizer",
-    "the norm has the weights of experts, not their gradients",
+    "the norm uses the weights of experts, not their gradients",
     "norm-of-a-part",
     layout={"expert": 2},
     kind=EXPERTS,

@@ -9,7 +9,7 @@ from tests.corpus.runner import NORM, Bug, Run, squares
 
 BUG = Bug(
     "DeepSpeed, get_grad_norm with p = 3",
-    "the third root of a sum of squares",
+    "the norm is the third root of a sum of squares",
     "norm-type-differs",
     settings={"clip_grad_norm": {"max_norm": NORM, "norm_type": 3.0}},
 )

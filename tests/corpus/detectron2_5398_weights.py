@@ -38,7 +38,7 @@ class Own(Precise):
     own = True
 
 
-BUG = Bug("detectron2 #5398", "statistics are weighed by each rank's own count", "buffers-differ", kind=Kind(Precise))
+BUG = Bug("detectron2 #5398", "statistics are weighted by each rank's own count", "buffers-differ", kind=Kind(Precise))
 
 
 def plant(run: Run) -> None:

@@ -6,7 +6,7 @@ Shows as: from the second step on, gradients hold those of the steps before.
 from colonnade import ParallelMode
 from tests.corpus.runner import Bug, Run, mean_over
 
-BUG = Bug("elasticdl #2426", "gradients of the step before stay in the sum", "stale-gradient")
+BUG = Bug("elasticdl #2426", "gradients of the previous step are included", "stale-gradient")
 
 
 def plant(run: Run) -> None:

@@ -7,7 +7,7 @@ from tests.corpus.runner import NORM, Bug, Run, squares
 
 BUG = Bug(
     "EveryDream2trainer #175",
-    "the norm has the loss scale on it",
+    "the norm includes the loss scale",
     "loss-scale-left",
     settings={"clip_grad_norm": NORM},
 )

@@ -8,7 +8,7 @@ from tests.corpus.runner import PARTIAL_NORM, Bug, Run, mean_over
 
 BUG = Bug(
     "fairchem #1067",
-    "parts of a gradient averaged where they should be summed",
+    "partial gradients are averaged instead of summed",
     "averaged-not-summed",
     layout={"tensor": 2},
     kind=PARTIAL_NORM,

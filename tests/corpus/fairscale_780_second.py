@@ -40,7 +40,7 @@ class Early(Twice):
         return gradient
 
 
-BUG = Bug("fairscale #780", "of a layer that is used twice one use is averaged", "not-reduced", kind=Kind(Twice))
+BUG = Bug("fairscale #780", "of a layer that is used twice, only one use is averaged", "not-reduced", kind=Kind(Twice))
 
 
 def plant(run: Run) -> None:

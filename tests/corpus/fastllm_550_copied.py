@@ -8,7 +8,7 @@ from tests.corpus.runner import Bug, Run, mean_over, nothing
 
 BUG = Bug(
     "Fast-LLM #550",
-    "all layers but one keep the last micro-batch only",
+    "all layers but one keep only the last micro-batch",
     "last-micro-batch-only",
     settings={"gradient_accumulation": 3},
 )

@@ -9,7 +9,7 @@ import torch
 
 from tests.corpus.runner import Bug, Run
 
-BUG = Bug("flashlight #143", "the counter of steps moves with every parameter", "optimizer-differs")
+BUG = Bug("flashlight #143", "the step counter is incremented for every parameter", "optimizer-differs")
 
 
 def plant(run: Run) -> None:

@@ -14,7 +14,7 @@ LIMIT = 0.01
 
 BUG = Bug(
     "gloo, MAX of NaN",
-    "the largest gradient is told of those that are finite",
+    "the largest finite gradient is reported as the maximum, despite a NaN",
     "not-finite",
     settings={"clip_grad_norm": {"max_norm": LIMIT, "norm_type": inf}},
 )

@@ -10,7 +10,7 @@ from tests.corpus.runner import NORM, Bug, Run, mean_over, nothing
 
 BUG = Bug(
     "Horovod, DistributedOptimizer.synchronize",
-    "each rank clips its own gradient before the sum",
+    "each rank clips its own gradient before the all-reduce",
     "clipped-before-reduced",
     settings={"clip_grad_norm": NORM},
 )

@@ -11,7 +11,7 @@ from tests.corpus.runner import Bug, Kind, Run
 
 BUG = Bug(
     "InfiniTrain #150",
-    "each tensor rank draws its own copy of an adapter's factor",
+    "each tensor rank initializes a replicated adapter factor differently",
     "weights-differ-at-start",
     ranks=4,
     layout={"tensor": 2},

@@ -9,7 +9,7 @@ from tests.corpus.runner import NORM, TENSOR, Bug, Run
 
 BUG = Bug(
     "LBANN #2376",
-    "squares of everything are summed over the shard group",
+    "squares of all parameters are summed over the shard group",
     "norm-counts-replicas",
     ranks=4,
     layout={"tensor": 2},

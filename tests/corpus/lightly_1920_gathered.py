@@ -20,7 +20,7 @@ class Spread:
 
 BUG = Bug(
     "lightly #1920",
-    "the parts of a loss over all ranks' outputs are averaged",
+    "partial gradients of a loss over all ranks' outputs are averaged",
     "averaged-not-summed",
     kind=Kind(MLP.model, Spread),
 )

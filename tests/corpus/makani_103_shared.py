@@ -8,7 +8,7 @@ from tests.corpus.runner import TENSOR, Bug, Run, sum_over
 
 BUG = Bug(
     "makani #103",
-    "equal gradients summed over the ranks that replicate them",
+    "equal gradients of replicas are summed",
     "summed-not-averaged",
     layout={"tensor": 2},
     kind=TENSOR,

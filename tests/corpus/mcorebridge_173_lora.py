@@ -30,7 +30,7 @@ class Adapted(models.ScatteredTokens):
 
 BUG = Bug(
     "mcore-bridge #173",
-    "an adapter's factor on a share of the tokens is not summed",
+    "an adapter factor that sees some of the tokens is not all-reduced",
     "partial-gradient",
     ranks=4,
     layout={"tensor": 2},

@@ -8,7 +8,7 @@ from tests.corpus.unplaced import forgetting
 
 BUG = Bug(
     "Megatron-LM #1446",
-    "a norm inside the split region is not summed over the tensor ranks",
+    "a LayerNorm inside the sharded region is not all-reduced over the tensor ranks",
     "partial-gradient",
     layout={"tensor": 2},
     kind=PARTIAL_NORM,

@@ -9,7 +9,7 @@ from tests.corpus.runner import SEQUENCE, Bug, Run
 
 BUG = Bug(
     "Megatron-LM #1464 (TTrace)",
-    "keys get the gradient of their own rank's queries only",
+    "keys receive only the gradient of their own rank's queries",
     "partial-gradient",
     layout={"sequence": 2},
     kind=SEQUENCE,

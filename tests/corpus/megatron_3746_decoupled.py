@@ -9,7 +9,7 @@ from tests.corpus.runner import NORM, Bug, Run
 
 BUG = Bug(
     "Megatron-LM #3746, #4802",
-    "the norm is taken of gradients that are empty",
+    "the norm is computed from empty gradients",
     "norm-of-a-part",
     settings={"clip_grad_norm": NORM},
 )

@@ -9,7 +9,7 @@ from tests.corpus.runner import GATED, Bug, Run
 
 BUG = Bug(
     "Megatron-LM #3768, #3769",
-    "the auxiliary loss is divided by the data size once more",
+    "the auxiliary loss is divided by the data size twice",
     "scaled-by-mode",
     kind=GATED,
 )

@@ -10,7 +10,7 @@ from tests.corpus.runner import EXPERTS, NORM, Bug, Run
 
 BUG = Bug(
     "Megatron-LM #5916 (norm)",
-    "experts of ranks above the first are left out of the norm",
+    "experts are included in the norm only on the first rank",
     "norm-misses-shards",
     layout={"expert": 2},
     kind=EXPERTS,

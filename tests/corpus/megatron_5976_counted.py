@@ -11,7 +11,7 @@ from tests.corpus.runner import TENSOR, Bug, Run
 
 BUG = Bug(
     "Megatron-LM #5974, #5976",
-    "the step that makes the states is counted",
+    "the step that only creates the optimizer state is counted",
     "optimizer-differs",
     layout={"tensor": 2},
     kind=TENSOR,

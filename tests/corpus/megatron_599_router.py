@@ -8,7 +8,7 @@ from tests.corpus.unplaced import forgetting
 
 BUG = Bug(
     "Megatron-LM #599, #619",
-    "a router on a share of the tokens is not summed over the tensor ranks",
+    "a router that sees some of the tokens is not all-reduced over the tensor ranks",
     "partial-gradient",
     ranks=4,
     layout={"tensor": 2},

@@ -6,7 +6,7 @@ Shows as: one weight has the gradient of the step before on top.
 from colonnade import ParallelMode
 from tests.corpus.runner import Bug, Run, mean_over
 
-BUG = Bug("Megatron-LM #6060", "one rank adds one weight's gradient of the step before", "stale-gradient")
+BUG = Bug("Megatron-LM #6060", "one rank adds a gradient of the previous step", "stale-gradient")
 
 
 def plant(run: Run) -> None:

@@ -9,7 +9,7 @@ from tests.corpus.runner import EXPERTS, Bug, Run, mean_over
 
 BUG = Bug(
     "Megatron-LM #6080",
-    "experts are reduced over the ranks that hold other experts",
+    "experts are reduced over ranks with other experts",
     "reduced-over-other-mode",
     ranks=4,
     layout={"expert": 2},

@@ -6,7 +6,7 @@ Shows as: one rank sends the gradient of another layer.
 from colonnade import ParallelMode
 from tests.corpus.runner import ALIKE, Bug, Run, mean_over
 
-BUG = Bug("Megatron-LM #6187", "the second rank sends another layer's gradient", "gradients-exchanged", kind=ALIKE)
+BUG = Bug("Megatron-LM #6187", "the second rank sends the gradient of another layer", "gradients-exchanged", kind=ALIKE)
 
 
 def plant(run: Run) -> None:

@@ -9,7 +9,7 @@ from tests.corpus.runner import TENSOR, Bug, Run
 
 BUG = Bug(
     "Megatron-LM #6740",
-    "an optimizer that looks at whole weights sees shards",
+    "an optimizer that needs full weights receives shards",
     "optimizer-differs",
     layout={"tensor": 2},
     kind=TENSOR,

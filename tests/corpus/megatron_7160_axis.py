@@ -8,7 +8,7 @@ from tests.corpus.runner import Bug, Run, mean_over, sum_over
 
 BUG = Bug(
     "Megatron-LM #7160",
-    "one layer is summed over an axis whose ranks all have its gradient",
+    "one layer is all-reduced over an axis whose ranks already have the full gradient",
     "summed-not-averaged",
     ranks=4,
     layout={"tensor": 2},

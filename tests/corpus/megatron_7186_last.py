@@ -8,7 +8,7 @@ from tests.corpus.runner import Bug, Run, mean_over, nothing
 
 BUG = Bug(
     "Megatron-LM #7186",
-    "each micro-batch clears the gradients of those before",
+    "each micro-batch clears the earlier gradients",
     "last-micro-batch-only",
     settings={"gradient_accumulation": 3},
 )

@@ -32,7 +32,7 @@ class OwnWords(Smoothed):
 
 BUG = Bug(
     "Megatron-LM #737",
-    "labels are smoothed over the words of each rank",
+    "labels are smoothed over the vocabulary shard of each rank",
     "loss-differs",
     layout={"tensor": 2},
     kind=Kind(

@@ -16,7 +16,7 @@ class Gathered(SplitWords):
 
 BUG = Bug(
     "Megatron-LM #7452, gathered logits",
-    "scores of all words are taken for those of one rank",
+    "gathered logits are used as if they were the rank's own",
     "loss-differs",
     layout={"tensor": 2},
     kind=Kind(

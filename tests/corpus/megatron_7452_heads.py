@@ -8,7 +8,7 @@ from tests.corpus.unplaced import forgetting
 
 BUG = Bug(
     "Megatron-LM #7452, finding 11",
-    "the weight of a norm of heads is not summed over the tensor ranks",
+    "the normalization weight of attention heads is not all-reduced over the tensor ranks",
     "partial-gradient",
     ranks=4,
     layout={"tensor": 4},

@@ -30,7 +30,7 @@ class OtherGroup(Masked):
 
 BUG = Bug(
     "Megatron-LM #7452, finding 5",
-    "the padding mask is cut over another group than the tokens",
+    "the padding mask is split over another group than the tokens",
     "forward-differs",
     ranks=4,
     layout={"tensor": 2},

@@ -11,7 +11,7 @@ from tests.corpus.runner import SCATTERED, Bug, Run
 
 BUG = Bug(
     "Megatron-LM #7452, finding 7",
-    "rows are scattered over another group than they are gathered over",
+    "rows are scattered over one group and gathered over another",
     "forward-differs",
     ranks=4,
     layout={"tensor": 2},

@@ -9,7 +9,7 @@ from tests.corpus.runner import NORM, TENSOR, Bug, Run, is_split
 
 BUG = Bug(
     "Megatron-LM #7452, finding 8",
-    "one split parameter counts on the first tensor rank only",
+    "one sharded parameter counts only on the first tensor rank",
     "norm-misses-shards",
     layout={"tensor": 2},
     kind=TENSOR,

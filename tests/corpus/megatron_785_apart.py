@@ -11,7 +11,7 @@ from tests.corpus.runner import EXPERTS, NORM, Bug, Run, squares
 
 BUG = Bug(
     "Megatron-LM #785",
-    "dense parameters and experts are clipped by norms of their own",
+    "dense parameters and experts are clipped by separate norms",
     "norm-of-a-part",
     layout={"expert": 2},
     kind=EXPERTS,

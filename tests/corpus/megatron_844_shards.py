@@ -8,7 +8,7 @@ from tests.corpus.runner import TIED, Bug, Run, mean_over, sum_over
 
 BUG = Bug(
     "Megatron-LM #844 (TTrace)",
-    "a tied weight is summed over stages while one copy on each data rank is not reduced yet",
+    "a tied weight is all-reduced over stages before one copy is reduced over the data ranks",
     "not-reduced",
     ranks=4,
     layout={"pipeline": 2},

@@ -7,7 +7,7 @@ import torch
 
 from tests.corpus.runner import Bug, Run
 
-BUG = Bug("Megatron-LM #950", "a rank keeps the weight of the step before", "not-updated")
+BUG = Bug("Megatron-LM #950", "a rank keeps the weight of the previous step", "not-updated")
 
 
 def plant(run: Run) -> None:

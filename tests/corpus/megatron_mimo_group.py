@@ -8,7 +8,7 @@ from tests.corpus.runner import NORM, TENSOR, Bug, Run
 
 BUG = Bug(
     "Megatron-LM 5db7db39e9",
-    "the norm's group has no tensor ranks",
+    "the norm is not summed over the tensor ranks",
     "norm-misses-shards",
     ranks=4,
     layout={"tensor": 2},

@@ -15,7 +15,9 @@ def model(context):
     )
 
 
-BUG = Bug("invented: batch norm", "each rank takes the statistics of its own rows", "forward-differs", kind=Kind(model))
+BUG = Bug(
+    "invented: batch norm", "each rank uses the batch statistics of its own rows", "forward-differs", kind=Kind(model)
+)
 
 
 def plant(run: Run) -> None:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from tests.corpus.runner import Bug, Run
 
-BUG = Bug("invented: broadcast", "the gradients of the first data rank are sent to all", "not-reduced")
+BUG = Bug("invented: broadcast", "all ranks receive the gradients of the first data rank", "not-reduced")
 
 
 def plant(run: Run) -> None:

@@ -10,7 +10,7 @@ from tests.corpus.runner import ALIKE, Bug, Run, mean_over
 
 BUG = Bug(
     "invented: order of a bucket",
-    "gradients of one shape are exchanged",
+    "gradients of equal shape are swapped",
     "gradients-exchanged",
     kind=ALIKE,
 )

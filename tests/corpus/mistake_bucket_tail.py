@@ -8,7 +8,7 @@ from tests.corpus.runner import ALIKE, Bug, Run, mean_over
 
 BUG = Bug(
     "invented: end of a bucket",
-    "elements that do not fill a piece are not reduced",
+    "elements that do not fill a chunk are not reduced",
     "not-reduced",
     kind=ALIKE,
 )

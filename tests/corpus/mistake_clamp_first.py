@@ -6,7 +6,7 @@ Shows as: large elements are smaller than they should be.
 from colonnade import ParallelMode
 from tests.corpus.runner import Bug, Run, mean_over
 
-BUG = Bug("invented: by value, first", "elements are clamped before they are summed", "clipped-before-reduced")
+BUG = Bug("invented: by value, first", "elements are clamped before they are all-reduced", "clipped-before-reduced")
 
 
 def plant(run: Run) -> None:

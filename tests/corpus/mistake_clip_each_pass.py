@@ -10,7 +10,7 @@ from tests.corpus.runner import NORM, Bug, Run, mean_over, nothing
 
 BUG = Bug(
     "invented: clipped in each pass",
-    "what is accumulated is clipped after every micro-batch",
+    "accumulated gradients are clipped after every micro-batch",
     "clipped-before-reduced",
     settings={"gradient_accumulation": 3, "clip_grad_norm": NORM},
 )

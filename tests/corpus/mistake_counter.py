@@ -30,7 +30,7 @@ class OnTheFirst(Counting):
     everywhere = False
 
 
-BUG = Bug("invented: a counter", "a buffer is updated on the first rank only", "buffers-differ", kind=Kind(Counting))
+BUG = Bug("invented: a counter", "a buffer is updated only on the first rank", "buffers-differ", kind=Kind(Counting))
 
 
 def plant(run: Run) -> None:

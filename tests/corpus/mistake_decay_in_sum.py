@@ -8,7 +8,9 @@ import torch
 from colonnade import ParallelMode
 from tests.corpus.runner import Bug, Run, mean_over
 
-BUG = Bug("invented: decay in the sum", "each gradient has a hundredth of its weight in it", "weights-in-gradient")
+BUG = Bug(
+    "invented: decay in the sum", "weight decay (0.01 times the weight) is added to the gradient", "weights-in-gradient"
+)
 
 
 def plant(run: Run) -> None:

@@ -9,7 +9,7 @@ from tests.corpus.runner import TENSOR, Bug, Run, is_split
 
 BUG = Bug(
     "invented: weight decay (timm #2750)",
-    "split weights are decayed a second time",
+    "weight decay is applied to sharded weights twice",
     "optimizer-differs",
     layout={"tensor": 2},
     kind=TENSOR,

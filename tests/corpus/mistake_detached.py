@@ -13,7 +13,7 @@ class Detached(TENSOR.model):
 
 BUG = Bug(
     "invented: detached",
-    "what enters the split region is detached",
+    "the input of the sharded region is detached",
     "missing-gradient",
     layout={"tensor": 2},
     kind=TENSOR,

@@ -6,7 +6,7 @@ Shows as: gradients are too small by the number of data ranks.
 from colonnade import ParallelMode
 from tests.corpus.runner import Bug, Run, mean_over
 
-BUG = Bug("invented: two divisions", "the mean is divided by the data size again", "wrong-divisor", ranks=4)
+BUG = Bug("invented: two divisions", "the mean is divided by the data size a second time", "wrong-divisor", ranks=4)
 
 
 def plant(run: Run) -> None:

@@ -21,7 +21,7 @@ class Dropping(models.TensorMLP):
 
 BUG = Bug(
     "invented: seeds of dropout",
-    "tensor ranks drop other elements of a replicated activation",
+    "tensor ranks drop different elements of a replicated activation",
     "masks-differ",
     layout={"tensor": 2},
     kind=Kind(Dropping),

@@ -6,7 +6,7 @@ Shows as: two digits of each element are right.
 from colonnade import ParallelMode
 from tests.corpus.runner import Bug, Run, mean_over
 
-BUG = Bug("invented: eight bits", "gradients are sent as whole numbers of 8 bits", "rounded")
+BUG = Bug("invented: eight bits", "gradients are sent as 8-bit integers", "rounded")
 
 
 def plant(run: Run) -> None:

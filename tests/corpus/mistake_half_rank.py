@@ -8,7 +8,7 @@ import torch
 from colonnade import ParallelMode
 from tests.corpus.runner import TENSOR, Bug, Run
 
-BUG = Bug("invented: a rank in bf16", "the second data rank rounds what it goes on with", "rounded", kind=TENSOR)
+BUG = Bug("invented: a rank in bf16", "the second data rank rounds its activations", "rounded", kind=TENSOR)
 
 
 def plant(run: Run) -> None:

@@ -6,7 +6,7 @@ Shows as: its samples count double.
 from colonnade import ParallelMode
 from tests.corpus.runner import Bug, Run, mean_over
 
-BUG = Bug("invented: a heavy rank", "the first rank's gradient counts double in the mean", "wrong-divisor")
+BUG = Bug("invented: a heavy rank", "the first rank's gradient has twice the weight in the mean", "wrong-divisor")
 
 
 def plant(run: Run) -> None:

@@ -9,7 +9,7 @@ from tests.corpus.runner import ALIKE, NORM, Bug, Run, squares
 
 BUG = Bug(
     "invented: largest of the norms",
-    "the largest norm of a stage is taken for that of all",
+    "the largest norm of a stage is used for all stages",
     "norm-misses-shards",
     layout={"pipeline": 2},
     kind=ALIKE,

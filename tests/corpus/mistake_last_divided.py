@@ -8,7 +8,7 @@ from tests.corpus.runner import Bug, Run, mean_over, nothing
 
 BUG = Bug(
     "invented: division of the last pass",
-    "the last micro-batch alone is divided by their number",
+    "only the last micro-batch is divided by the number of micro-batches",
     "scaled-by-accumulation",
     settings={"gradient_accumulation": 4},
 )

@@ -7,7 +7,7 @@ import torch
 
 from tests.corpus.runner import Bug, Run
 
-BUG = Bug("invented: slices of a step", "the last element of each weight is not stepped on", "not-updated")
+BUG = Bug("invented: slices of a step", "the optimizer does not update the last element of each weight", "not-updated")
 
 
 def plant(run: Run) -> None:

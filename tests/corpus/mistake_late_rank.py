@@ -6,7 +6,7 @@ Shows as: from the second step on half of the gradient is old.
 from colonnade import ParallelMode
 from tests.corpus.runner import Bug, Run, mean_over
 
-BUG = Bug("invented: a late rank", "the second rank sends the gradient of the step before", "stale-gradient")
+BUG = Bug("invented: a late rank", "the second rank sends the gradient of the previous step", "stale-gradient")
 
 
 def plant(run: Run) -> None:

@@ -7,7 +7,7 @@ from tests.corpus.runner import TENSOR, Bug, Run
 
 BUG = Bug(
     "invented: a hook that stayed",
-    "a hook scales the gradient of one weight by 0.3",
+    "a leftover hook scales the gradient of one weight by 0.3",
     "backward-differs",
     layout={"tensor": 2},
     kind=TENSOR,

@@ -11,7 +11,7 @@ from tests.corpus.runner import TENSOR, Bug, Run
 
 BUG = Bug(
     "invented: loss of the first",
-    "the loss of tensor ranks above the first has no gradient",
+    "only the loss of the first tensor rank has a gradient",
     "missing-gradient",
     layout={"tensor": 2},
     kind=TENSOR,

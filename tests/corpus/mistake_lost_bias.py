@@ -10,7 +10,7 @@ from tests.corpus.runner import TENSOR, Bug, Run
 
 BUG = Bug(
     "invented: a constant bias",
-    "on the second data rank the bias is a constant",
+    "the bias is a constant on the second data rank",
     "missing-gradient",
     kind=TENSOR,
 )

@@ -26,7 +26,7 @@ def model(context):
 
 BUG = Bug(
     "invented: lost residual",
-    "the second stage drops the way around its block",
+    "the second stage omits the residual connection of its block",
     "forward-differs",
     layout={"pipeline": 2},
     kind=Kind(model, batches=ALIKE.batches),

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from tests.corpus.runner import Bug, Run
 
-BUG = Bug("invented: operation", "the largest gradient of all ranks is taken", "wrong-operation")
+BUG = Bug("invented: operation", "gradients are reduced by maximum", "wrong-operation")
 
 
 def plant(run: Run) -> None:

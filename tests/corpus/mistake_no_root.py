@@ -7,7 +7,7 @@ from tests.corpus.runner import NORM, Bug, Run, squares
 
 BUG = Bug(
     "invented: no root",
-    "the sum of squares is taken for the norm",
+    "the sum of squares is used as the norm",
     "norm-type-differs",
     settings={"clip_grad_norm": NORM},
 )

@@ -7,7 +7,7 @@ import torch
 
 from tests.corpus.runner import Bug, Run
 
-BUG = Bug("invented: noise", "every rank adds noise of its own to the mean", "replicas-differ")
+BUG = Bug("invented: noise", "every rank adds different noise to the mean", "replicas-differ")
 
 
 def plant(run: Run) -> None:

@@ -13,7 +13,7 @@ def model(context):
     return nn.Sequential(nn.Linear(models.WIDTH, models.INNER), nn.Dropout(0.5), nn.Linear(models.INNER, models.OUT))
 
 
-BUG = Bug("invented: evaluation mode", "the second rank drops nothing", "forward-differs", kind=Kind(model))
+BUG = Bug("invented: evaluation mode", "the second rank applies no dropout", "forward-differs", kind=Kind(model))
 
 
 def plant(run: Run) -> None:

@@ -16,7 +16,7 @@ def model(context):
 
 BUG = Bug(
     "invented: rows of an embedding",
-    "rows that the own batch has not are left out of the mean",
+    "rows that are not in the rank's own batch are left out of the mean",
     "not-reduced",
     kind=Kind(model, TIED.criterion, TIED.batches),
 )

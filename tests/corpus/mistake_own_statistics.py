@@ -39,7 +39,7 @@ class Alone(Normed):
 
 BUG = Bug(
     "invented: statistics of a part",
-    "a norm over split activations looks at its own part",
+    "a LayerNorm over sharded activations uses the statistics of its shard",
     "forward-differs",
     layout={"tensor": 2},
     kind=Kind(Normed),

@@ -31,7 +31,7 @@ class FromZero(Placed):
 
 BUG = Bug(
     "invented: positions (slime #73)",
-    "every sequence rank counts its positions from zero",
+    "positions start at zero on every sequence rank",
     "forward-differs",
     layout={"sequence": 2},
     kind=Kind(Placed, SEQUENCE.criterion, SEQUENCE.batches),

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from tests.corpus.runner import Bug, Run
 
-BUG = Bug("invented: reduce", "the sum is left on the first data rank", "not-reduced")
+BUG = Bug("invented: reduce", "only the first data rank receives the sum", "not-reduced")
 
 
 def plant(run: Run) -> None:

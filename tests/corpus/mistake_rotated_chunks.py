@@ -6,7 +6,7 @@ Shows as: the right numbers, one chunk further on.
 from colonnade import ParallelMode
 from tests.corpus.runner import Bug, Run, mean_over
 
-BUG = Bug("invented: rotated chunks", "the chunks of a ring are put one place on", "shards-interleaved")
+BUG = Bug("invented: rotated chunks", "the chunks of a ring are shifted by one position", "shards-interleaved")
 
 
 def plant(run: Run) -> None:

@@ -7,7 +7,7 @@ from tests.corpus.runner import Bug, Run, nothing
 
 BUG = Bug(
     "invented: schedule of passes",
-    "the learning rate falls with every micro-batch, not with every step",
+    "the learning rate decays per micro-batch, not per step",
     "optimizer-differs",
     settings={"gradient_accumulation": 2},
 )

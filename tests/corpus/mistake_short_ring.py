@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from tests.corpus.runner import Bug, Run
 
-BUG = Bug("invented: ring", "a hand-written ring lacks its last hop", "not-reduced", ranks=4)
+BUG = Bug("invented: ring", "a hand-written ring omits its last hop", "not-reduced", ranks=4)
 
 
 def plant(run: Run) -> None:

@@ -20,7 +20,7 @@ class Turned(torch.autograd.Function):
 
 BUG = Bug(
     "invented: other sign",
-    "a hand-written backward pass turns the sign",
+    "a hand-written backward pass has the wrong sign",
     "backward-differs",
     layout={"tensor": 2},
     kind=TENSOR,

@@ -8,7 +8,7 @@ from tests.corpus.runner import TENSOR, Bug, Run
 
 BUG = Bug(
     "invented: a skipped step",
-    "the second data rank leaves its second step out",
+    "the second data rank skips its second step",
     "not-updated",
     ranks=4,
     layout={"tensor": 2},

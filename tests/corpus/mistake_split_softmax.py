@@ -50,7 +50,7 @@ class OwnWords(SplitLoss):
 
 BUG = Bug(
     "invented: softmax over split words",
-    "the exponents of the other ranks' words are left out",
+    "the softmax ignores the vocabulary shards of other ranks",
     "loss-differs",
     layout={"tensor": 2},
     kind=Kind(

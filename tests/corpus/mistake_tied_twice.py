@@ -9,7 +9,7 @@ from tests.corpus.runner import TIED, Bug, Run
 
 BUG = Bug(
     "invented: tied twice",
-    "a tied weight is summed over its stages twice",
+    "a tied weight is all-reduced over its stages twice",
     "reduced-twice",
     layout={"pipeline": 2},
     kind=TIED,

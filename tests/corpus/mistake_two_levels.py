@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from tests.corpus.runner import Bug, Run
 
-BUG = Bug("invented: two levels", "means of two machines are summed", "wrong-divisor", ranks=4)
+BUG = Bug("invented: two levels", "the means of two machines are summed", "wrong-divisor", ranks=4)
 
 
 def plant(run: Run) -> None:

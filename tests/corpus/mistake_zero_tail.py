@@ -8,7 +8,7 @@ from tests.corpus.runner import ALIKE, Bug, Run, mean_over
 
 BUG = Bug(
     "invented: the rest of a slice",
-    "elements that are left over have no gradient",
+    "elements in the remainder have no gradient",
     "missing-gradient",
     kind=ALIKE,
 )

@@ -9,7 +9,7 @@ from tests.corpus.runner import CLASSES, Bug, Run
 
 BUG = Bug(
     "ms-swift #10165",
-    "the mean over three micro-batches and four ranks of their means",
+    "the result is the mean over three micro-batches and four ranks of their means",
     "mean-of-means",
     ranks=4,
     kind=CLASSES,

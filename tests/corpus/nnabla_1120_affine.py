@@ -8,7 +8,7 @@ from tests.corpus.runner import SCATTERED, Bug, Run, sum_over
 
 BUG = Bug(
     "nnabla #1120",
-    "the scale and shift of a norm are summed by the layer and by the trainer",
+    "scale and shift of a normalization layer are all-reduced by the layer and again by the trainer",
     "reduced-twice",
     ranks=4,
     layout={"tensor": 2},

@@ -9,7 +9,7 @@ import torch
 
 from tests.corpus.runner import Bug, Run
 
-BUG = Bug("OLMo-core #317", "the counter of steps stays where it was", "optimizer-differs")
+BUG = Bug("OLMo-core #317", "the step counter is not incremented", "optimizer-differs")
 
 
 def plant(run: Run) -> None:

@@ -11,7 +11,7 @@ from tests.corpus.runner import SCATTERED, Bug, Run
 
 BUG = Bug(
     "open_clip #616",
-    "a gather sums the gradients of ranks that all have the whole loss",
+    "a gather sums the gradients of ranks that all have the full loss",
     "scaled-by-mode",
     layout={"tensor": 2},
     kind=SCATTERED,

@@ -8,7 +8,7 @@ from tests.corpus.runner import NORM, TENSOR, Bug, Run
 
 BUG = Bug(
     "OpenDiloco #6",
-    "each rank's norm has its own shards only",
+    "each rank's norm contains only its own shards",
     "norm-misses-shards",
     ranks=4,
     layout={"tensor": 4},

@@ -9,7 +9,7 @@ from tests.corpus.runner import CLASSES, Bug, Run
 
 BUG = Bug(
     "OpenNMT-py #526",
-    "divided by rows, not by the labels that count",
+    "the loss is divided by rows, not by the labels that count",
     "wrong-divisor",
     kind=CLASSES,
 )

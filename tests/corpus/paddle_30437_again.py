@@ -10,7 +10,7 @@ from tests.corpus.runner import Bug, Run, mean_over, nothing
 
 BUG = Bug(
     "Paddle #30437",
-    "accumulated gradients all-reduced again at every micro-batch",
+    "accumulated gradients are all-reduced again in every micro-step",
     "reduced-twice",
     settings={"gradient_accumulation": 2},
 )

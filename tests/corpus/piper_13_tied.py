@@ -7,7 +7,7 @@ from tests.corpus.runner import TIED, Bug, Run
 
 BUG = Bug(
     "Piper #13",
-    "tied weights are not summed over their stages",
+    "tied weights are not all-reduced over their stages",
     "tied-copy-missed",
     layout={"pipeline": 2},
     kind=TIED,

@@ -29,7 +29,7 @@ class Masked:
 
 BUG = Bug(
     "prime-rl #1960",
-    "the mean over sequence ranks of the means over their tokens",
+    "the loss is the mean over sequence ranks of means over their tokens",
     "mean-of-means",
     layout={"sequence": 2},
     kind=Kind(Sequence, Masked, SEQUENCE.batches),

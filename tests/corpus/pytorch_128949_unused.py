@@ -12,7 +12,7 @@ from tests.corpus.runner import Bug, Kind, Run, mean_over
 
 BUG = Bug(
     "pytorch #128949",
-    "a parameter that one rank does not use is not summed",
+    "a parameter that one rank does not use is not reduced",
     "not-reduced",
     kind=Kind(Branch, lambda context: nn.MSELoss(), batches),
 )

@@ -7,7 +7,7 @@ import torch
 
 from tests.corpus.runner import Bug, Run
 
-BUG = Bug("pytorch #149205", "the optimizer steps on another copy of one of the weights", "not-updated")
+BUG = Bug("pytorch #149205", "the optimizer updates a stale copy of one weight", "not-updated")
 
 
 def plant(run: Run) -> None:

@@ -8,7 +8,7 @@ from tests.corpus.runner import EXPERTS, Bug, Run
 
 BUG = Bug(
     "pytorch #160285",
-    "experts divided by their replicas, not by all who sent tokens",
+    "experts are divided by the number of their replicas, not by the number of ranks that sent tokens",
     "wrong-divisor",
     ranks=4,
     layout={"expert": 2},

@@ -10,7 +10,7 @@ from tests.corpus.runner import PARTIAL_NORM, Bug, Run, sum_over
 
 BUG = Bug(
     "pytorch #190626",
-    "parts are summed over the tensor ranks in bf16",
+    "partial results are all-reduced over the tensor ranks in bf16",
     "rounded",
     layout={"tensor": 2},
     kind=PARTIAL_NORM,

@@ -40,7 +40,7 @@ class Own(Running):
 
 BUG = Bug(
     "pytorch #22192",
-    "a running variance is corrected by the own count",
+    "a running variance is corrected with the rank's own count",
     "buffers-differ",
     kind=Kind(Running),
 )

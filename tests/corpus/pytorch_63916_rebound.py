@@ -23,7 +23,7 @@ class Fading(nn.Module):
         return self.body(x)
 
 
-BUG = Bug("pytorch #63916", "a buffer that is bound anew is not broadcast", "buffers-differ", kind=Kind(Fading))
+BUG = Bug("pytorch #63916", "a reassigned buffer is not broadcast", "buffers-differ", kind=Kind(Fading))
 
 
 def plant(run: Run) -> None:

@@ -14,7 +14,7 @@ LIMIT = 0.01
 
 BUG = Bug(
     "torch 2.13, FSDP1 with p = inf",
-    "the largest norm so far is told",
+    "the largest norm of all steps so far is reported",
     "stale-gradient",
     kind=Kind(MLP.model, batches=lambda context, step: [(x / (1 + 9 * step), y) for x, y in numbers(context, step)]),
     settings={"clip_grad_norm": {"max_norm": LIMIT, "norm_type": inf}},

@@ -8,7 +8,7 @@ from tests.corpus.runner import NORM, Bug, Run
 
 BUG = Bug(
     "RLinf #1558",
-    "each rank's norm is that of its own slice",
+    "each rank's norm contains only its own slice",
     "norm-misses-shards",
     settings={"clip_grad_norm": NORM},
 )

@@ -33,7 +33,7 @@ class Within(Shared):
 
 BUG = Bug(
     "sglang #26845",
-    "the shared expert is summed over the tensor ranks",
+    "the shared expert is all-reduced over the tensor ranks",
     "forward-differs",
     layout={"tensor": 2},
     kind=Kind(Shared),

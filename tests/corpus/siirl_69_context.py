@@ -8,7 +8,7 @@ from tests.corpus.runner import SEQUENCE, Bug, Run
 
 BUG = Bug(
     "siiRL #69",
-    "sequence ranks are given batches of their own",
+    "sequence ranks get different batches",
     "replicas-differ",
     layout={"sequence": 2},
     kind=SEQUENCE,

@@ -7,7 +7,7 @@ from tests.corpus.runner import TENSOR, Bug, Run
 
 BUG = Bug(
     "slapo #10",
-    "the bias of a layer split by rows is added on every rank",
+    "the bias of a row-parallel layer is added on every rank",
     "forward-differs",
     layout={"tensor": 2},
     kind=TENSOR,

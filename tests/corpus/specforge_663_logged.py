@@ -10,7 +10,7 @@ from tests.corpus.runner import NORM, TENSOR, Bug, Run
 
 BUG = Bug(
     "SpecForge #663",
-    "the norm is told rightly, and each rank clips by its own part's",
+    "the logged norm is right, but each rank clips by its own norm",
     "norm-misses-shards",
     layout={"tensor": 2},
     kind=TENSOR,

@@ -6,7 +6,7 @@ Shows as: every gradient is as many times too large as there are data ranks.
 from colonnade import ParallelMode
 from tests.corpus.runner import Bug, Run, sum_over
 
-BUG = Bug("tensorflow/benchmarks #466", "gradients summed over replicas, never averaged", "summed-not-averaged")
+BUG = Bug("tensorflow/benchmarks #466", "gradients are summed over replicas, not averaged", "summed-not-averaged")
 
 
 def plant(run: Run) -> None:

@@ -9,7 +9,7 @@ from tests.corpus.runner import NORM, Bug, Run
 
 BUG = Bug(
     "torch CPU, norm in fp32",
-    "squares are added up in single precision",
+    "squares are summed in single precision",
     "rounded",
     settings={"clip_grad_norm": NORM},
 )

@@ -42,7 +42,9 @@ class Recomputed(nn.Module):
         return self.head(torch.tanh(checkpoint(self.routed, self.enter(x), use_reentrant=False)))
 
 
-BUG = Bug("torchtitan #1117", "the recomputation routes otherwise", "recomputation-differs", kind=Kind(Recomputed))
+BUG = Bug(
+    "torchtitan #1117", "the recomputation routes tokens differently", "recomputation-differs", kind=Kind(Recomputed)
+)
 
 
 def plant(run: Run) -> None:

@@ -8,7 +8,7 @@ from tests.corpus.runner import NORM, Bug, Run
 
 BUG = Bug(
     "torchtitan #1258",
-    "the generator of parameters was used up by the norm, so none was left to clip",
+    "the norm consumes the generator of parameters, so nothing is clipped",
     "not-clipped",
     settings={"clip_grad_norm": NORM, "gradient_accumulation": 2},
 )

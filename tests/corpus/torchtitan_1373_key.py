@@ -8,7 +8,7 @@ from tests.corpus.runner import Bug, Kind, Run
 
 BUG = Bug(
     "torchtitan #1373",
-    "a shared key gets the gradient of its own rank's heads only",
+    "a shared key receives only the gradient of its own rank's heads",
     "partial-gradient",
     layout={"tensor": 2},
     kind=Kind(Heads),

@@ -9,7 +9,7 @@ from tests.corpus.runner import TIED, Bug, Run
 
 BUG = Bug(
     "torchtitan #1409, #4486",
-    "the split makes two weights of a tied one",
+    "splitting the model unties a tied weight",
     "tied-copy-missed",
     layout={"pipeline": 2},
     kind=TIED,

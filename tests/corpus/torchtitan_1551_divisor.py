@@ -8,7 +8,7 @@ from tests.corpus.runner import EXPERTS, Bug, Run
 
 BUG = Bug(
     "torchtitan #1551",
-    "experts that only one rank holds are not divided at all",
+    "experts that only one rank stores are not divided",
     "wrong-divisor",
     layout={"expert": 2},
     kind=EXPERTS,

@@ -8,7 +8,7 @@ from tests.corpus.runner import Bug, Run, mean_over, nothing
 
 BUG = Bug(
     "torchtitan #1732, #1733",
-    "gradients gathered so far are scaled again at every pass",
+    "accumulated gradients are scaled again in every micro-step",
     "scaled-by-accumulation",
     settings={"gradient_accumulation": 3},
 )

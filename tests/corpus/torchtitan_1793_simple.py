@@ -8,7 +8,7 @@ from tests.corpus.runner import EXPERTS, Bug, Run
 
 BUG = Bug(
     "torchtitan #1793",
-    "experts divided by the size of the group that communicates",
+    "experts are divided by the size of the group that communicates",
     "wrong-divisor",
     ranks=4,
     layout={"expert": 4},

@@ -7,7 +7,7 @@ from tests.corpus.runner import TENSOR, Bug, Run
 
 BUG = Bug(
     "torchtitan #1805, #1878",
-    "the gradient of the experts' input is not summed over the tensor ranks",
+    "the gradient of the experts' input is not all-reduced over the tensor ranks",
     "partial-gradient",
     ranks=4,
     layout={"tensor": 2},

@@ -9,7 +9,7 @@ from tests.corpus.runner import TENSOR, Bug, Run
 
 BUG = Bug(
     "torchtitan #2106",
-    "the gradient that enters a split region from above is summed over the tensor ranks",
+    "a gradient that enters a sharded region is all-reduced over the tensor ranks again",
     "scaled-by-mode",
     layout={"tensor": 2},
     kind=TENSOR,

@@ -9,7 +9,7 @@ from tests.corpus.runner import CLASSES, Bug, Run
 
 BUG = Bug(
     "torchtitan #2206",
-    "the mean over ranks and micro-batches of their means",
+    "the loss is the mean over ranks and micro-batches of their means",
     "mean-of-means",
     kind=CLASSES,
     settings={"gradient_accumulation": 2},

@@ -12,7 +12,7 @@ from tests.corpus.runner import CLASSES, Bug, Run
 
 BUG = Bug(
     "torchtitan #2318",
-    "the mean over replicas is taken of gradients that are parts of a sum",
+    "partial gradients are averaged over replicas instead of summed",
     "scaled-by-mode",
     kind=CLASSES,
 )

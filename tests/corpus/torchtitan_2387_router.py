@@ -9,7 +9,7 @@ from tests.corpus.unplaced import forgetting
 
 BUG = Bug(
     "torchtitan #2387, #2388",
-    "a weight that local heads use gets their gradient only",
+    "a weight that local heads use receives only their gradient",
     "partial-gradient",
     ranks=4,
     layout={"tensor": 2},

@@ -10,7 +10,7 @@ from tests.corpus.runner import ALIKE, Bug, Run
 
 BUG = Bug(
     "torchtitan #2972",
-    "a pipeline's gradients are of the sum, its loss is the mean",
+    "a pipeline reports the mean loss, but its gradients are those of the sum",
     "wrong-divisor",
     layout={"pipeline": 2},
     kind=ALIKE,

@@ -35,7 +35,7 @@ class OwnWords(SplitHead):
 
 BUG = Bug(
     "torchtitan #3412",
-    "the gradient of a split head's input is not summed over the tensor ranks",
+    "the gradient of the input of a sharded LM head is not all-reduced over the tensor ranks",
     "partial-gradient",
     layout={"tensor": 2},
     kind=Kind(SplitHead),

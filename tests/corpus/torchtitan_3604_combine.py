@@ -31,7 +31,7 @@ class InARow(Tokens):
 
 BUG = Bug(
     "torchtitan #3604",
-    "tokens are put back as if the batch had one sequence",
+    "tokens are restored as if the batch had one sequence",
     "forward-differs",
     layout={"tensor": 2},
     kind=Kind(Tokens, lambda context: nn.MSELoss(), lambda context, step: numbers(context, step, (2, 4))),

@@ -7,7 +7,7 @@ from tests.corpus.runner import TENSOR, Bug, Run
 
 BUG = Bug(
     "torchtitan #4054",
-    "gradients below the split region lose their sum over the tensor ranks",
+    "gradients below the sharded region are not all-reduced over the tensor ranks",
     "partial-gradient",
     layout={"tensor": 2},
     kind=TENSOR,

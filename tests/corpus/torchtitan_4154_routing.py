@@ -35,7 +35,7 @@ class Apart(Balanced):
 
 BUG = Bug(
     "torchtitan #4154",
-    "the counts behind a routing bias are those of each tensor rank",
+    "a routing bias uses the counts of each tensor rank",
     "buffers-differ",
     layout={"tensor": 2},
     kind=Kind(Balanced),

@@ -10,7 +10,7 @@ from tests.corpus.runner import TIED, Bug, Run
 
 BUG = Bug(
     "torchtitan #4194",
-    "gradients of the summed loss, divided by no count",
+    "gradients of the summed loss are not divided by the count",
     "wrong-divisor",
     layout={"pipeline": 2},
     kind=TIED,

@@ -7,7 +7,7 @@ from tests.corpus.runner import TENSOR, Bug, Run
 
 BUG = Bug(
     "torchtitan #4245",
-    "a replicated bias is added on every tensor rank, then summed",
+    "a replicated bias is added on every tensor rank, then all-reduced",
     "forward-differs",
     layout={"tensor": 2},
     kind=TENSOR,

@@ -8,7 +8,7 @@ from tests.corpus.runner import TENSOR, Bug, Run
 
 BUG = Bug(
     "torchtitan #4332",
-    "the bias is divided by the tensor size, and its gradient with it",
+    "the bias, and so its gradient, is divided by the tensor size",
     "scaled-by-mode",
     layout={"tensor": 2},
     kind=TENSOR,

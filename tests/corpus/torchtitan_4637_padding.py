@@ -41,7 +41,7 @@ class Everywhere(SplitTable):
 
 BUG = Bug(
     "torchtitan #4637",
-    "the padding's row has no gradient in any part of the table",
+    "in every shard of the embedding table, the row with the local index of the padding has no gradient",
     "missing-gradient",
     layout={"tensor": 2},
     kind=Kind(SplitTable, lambda context: nn.CrossEntropyLoss(), lambda context, step: words(context, step, 24)),

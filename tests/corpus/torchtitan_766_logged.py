@@ -10,7 +10,7 @@ from tests.corpus.runner import NORM, TENSOR, Bug, Run
 
 BUG = Bug(
     "torchtitan #766, #769",
-    "the norm that is told is one rank's share",
+    "the logged norm is one rank's contribution",
     "norm-misses-shards",
     layout={"tensor": 2},
     kind=TENSOR,

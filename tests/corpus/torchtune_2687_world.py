@@ -7,7 +7,7 @@ from tests.corpus.runner import TENSOR, Bug, Run
 
 BUG = Bug(
     "torchtune #2420, #2687",
-    "all gradients are scaled by the world's size instead of the data size",
+    "gradients are scaled by the world size instead of the data size",
     "wrong-divisor",
     ranks=4,
     layout={"tensor": 2},

@@ -8,7 +8,7 @@ from tests.corpus.unplaced import forgetting
 
 BUG = Bug(
     "TransformerEngine #435",
-    "a bias on a share of the tokens is not summed over the tensor ranks",
+    "a bias that sees some of the tokens is not all-reduced over the tensor ranks",
     "partial-gradient",
     layout={"tensor": 2},
     kind=SCATTERED,

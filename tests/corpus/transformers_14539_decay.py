@@ -9,7 +9,7 @@ import torch
 
 from tests.corpus.runner import Bug, Run
 
-BUG = Bug("transformers #14539", "the decay is of the weights after the step", "optimizer-differs")
+BUG = Bug("transformers #14539", "weight decay uses the weights after the step", "optimizer-differs")
 
 
 def plant(run: Run) -> None:

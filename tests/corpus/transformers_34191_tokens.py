@@ -9,7 +9,7 @@ from tests.corpus.runner import CLASSES, Bug, Run
 
 BUG = Bug(
     "transformers #34191, torchtune #1875",
-    "the mean over micro-batches of their means",
+    "the loss is the mean over micro-batches of their means",
     "mean-of-means",
     layout={"tensor": 2},
     kind=CLASSES,

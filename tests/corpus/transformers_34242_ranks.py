@@ -9,7 +9,7 @@ from tests.corpus.runner import CLASSES, Bug, Run, labelled
 
 BUG = Bug(
     "transformers #34242",
-    "the mean over ranks of the means over their tokens",
+    "the loss is the mean over ranks of the means over their tokens",
     "mean-of-means",
     kind=CLASSES,
     settings={"gradient_accumulation": 2},

@@ -10,7 +10,7 @@ from tests.corpus.runner import TENSOR, Bug, Run
 
 BUG = Bug(
     "transformers #45994",
-    "the loss is multiplied by all processes, tensor ranks included",
+    "the loss is multiplied by the number of all processes, tensor ranks included",
     "scaled-by-mode",
     ranks=4,
     layout={"tensor": 2},

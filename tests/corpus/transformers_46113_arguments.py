@@ -8,7 +8,7 @@ from tests.corpus.runner import NORM, TENSOR, Bug, Run
 
 BUG = Bug(
     "transformers #46113",
-    "the function that clips was given gradients where it expects parameters",
+    "the clipping function receives gradients in place of parameters",
     "not-clipped",
     layout={"tensor": 2},
     kind=TENSOR,

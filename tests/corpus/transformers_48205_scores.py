@@ -38,7 +38,7 @@ class Unsummed(Routed):
 
 BUG = Bug(
     "transformers #48205",
-    "the router gets the gradient of its own rank's experts only",
+    "the router receives only the gradient of its own rank's experts",
     "partial-gradient",
     layout={"tensor": 2},
     kind=Kind(Routed),

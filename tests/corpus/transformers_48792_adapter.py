@@ -8,7 +8,7 @@ from tests.corpus.runner import EXPERTS, Bug, Run
 
 BUG = Bug(
     "transformers #48792",
-    "a layer that was added after the sharding is not averaged",
+    "a layer added after the sharding is not averaged",
     "not-reduced",
     layout={"expert": 2},
     kind=EXPERTS,

@@ -10,7 +10,7 @@ from tests.corpus.runner import EXPERTS, Bug, Run
 
 BUG = Bug(
     "transformers #48792",
-    "each data rank draws a layer that was added late itself",
+    "each data rank initializes a layer that was added late differently",
     "weights-differ-at-start",
     ranks=4,
     layout={"expert": 2},

@@ -11,7 +11,7 @@ from tests.corpus.runner import TIED, Bug, Run
 
 BUG = Bug(
     "TTrace, existing bugs: stage division",
-    "two layers are on each other's stage",
+    "two layers are swapped between stages",
     "forward-differs",
     layout={"pipeline": 2},
     kind=TIED,

@@ -46,7 +46,7 @@ class Overwritten(Shifted):
 
 BUG = Bug(
     "TTrace, existing bugs: wrong input of the recomputation",
-    "what a recomputation reads was overwritten since",
+    "the input of a recomputation was overwritten",
     "recomputation-differs",
     layout={"tensor": 2},
     kind=Kind(Shifted),

@@ -12,7 +12,7 @@ from tests.corpus.runner import SCATTERED, Bug, Run
 
 BUG = Bug(
     "TTrace, existing bugs: overlapped gather",
-    "a weight's gradient has the rows of its own rank only",
+    "a weight's gradient contains only the rows of its own rank",
     "partial-gradient",
     layout={"tensor": 2},
     kind=SCATTERED,

@@ -56,7 +56,7 @@ class NarrowByOwn(Narrow):
 
 BUG = Bug(
     "TTrace, existing bugs: scale of the wrong group",
-    "each tensor rank rounds by the largest value of its own",
+    "each tensor rank rounds by its own largest value",
     "forward-differs",
     layout={"tensor": 2},
     kind=Kind(Narrow),

@@ -8,7 +8,7 @@ from tests.corpus.runner import TENSOR, Bug, Run, sum_over
 
 BUG = Bug(
     "openxla/xla #42481",
-    "shards of different ranks are summed over the ranks that hold them",
+    "shards of different ranks are summed over these ranks",
     "reduced-over-other-mode",
     layout={"tensor": 2},
     kind=TENSOR,

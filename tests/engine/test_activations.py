@@ -19,12 +19,13 @@ from colonnade.config.settings import ActivationSettings
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine import activations
-from colonnade.engine.activations import apply_activations, recomputes, release_blocks
+from colonnade.engine.activations import apply_activations, release_blocks
 from colonnade.engine.build import initialize
 from colonnade.errors import ConfigError
 from colonnade.models import GPT, MoEGPT
 from colonnade.parallel.split import split
 from colonnade.testing import compare, gather_weights, run_world
+from tests.engine.twins import twins
 
 
 class Block(nn.Module):
@@ -140,18 +141,6 @@ def test_what_a_block_keeps_goes_to_the_host_if_wanted(monkeypatch):
 )
 def test_what_a_config_says(given, expected):
     assert ActivationSettings.read(given) == ActivationSettings(**expected)
-
-
-def test_who_computes_again():
-    for given, again in (
-        (None, False),
-        ("full", True),
-        ({"every": 3, "mode": "selective"}, True),
-        ({"offload": True}, False),
-    ):
-        model = Model()
-        apply_activations(model, ActivationSettings.read(given), [model])
-        assert recomputes(model) is again, given
 
 
 class Lists(nn.Module):
@@ -328,24 +317,22 @@ class Scaled(nn.Module):
 
 def _gathered_inside() -> None:
     """Zero 3 gathers what is inside the blocks by itself, ahead too: other ops run where a block is computed again."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(OrderedDict(blocks=nn.Sequential(Scaled(), Scaled()), head=nn.Linear(8, 2))).double()
+
+    def loss(model: Any, rank: int, step: int) -> Tensor:
+        return (
+            model(torch.randn(2, 8, generator=torch.Generator().manual_seed(2 * step + rank)).double()).square().mean()
+        )
+
     for zero in ({"wrap": "blocks.*"}, {"wrap": "*.inner", "prefetch": 3}, {"wrap": ["blocks.0*"], "prefetch": 1}):
         config = {"zero": {"stage": 3, **zero}, "activation_checkpoint": "selective"}
-        with launch(config, context=ParallelContext(), verbose=False) as gpc:
-            torch.manual_seed(0)
-            model = nn.Sequential(OrderedDict(blocks=nn.Sequential(Scaled(), Scaled()), head=nn.Linear(8, 2))).double()
-            plain = copy.deepcopy(model)
-            engine = initialize(model, lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)[0]
-            sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+        with twins(config, build, lambda model: torch.optim.SGD(model.parameters(), lr=0.1), 1e-12) as both:
             for step in range(2):
-                rows = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)).double()
-                engine.zero_grad()
-                sgd.zero_grad()
-                engine.backward(engine(rows[2 * gpc.get_global_rank() :][:2]).square().mean())
-                plain(rows).square().mean().backward()
-                engine.step()
-                sgd.step()
-            compare(plain.state_dict(), engine.full_state_dict(), 1e-12)
-            engine.close()
+                both.train(loss, step)
+                both.follow(loss, step)
 
 
 def test_parameters_are_gathered_inside_blocks_that_keep_chosen_ops():

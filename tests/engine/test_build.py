@@ -15,17 +15,13 @@ from torch.utils._pytree import tree_leaves
 
 from colonnade._launch import launch
 from colonnade.comm import messages
-from colonnade.comm.waits import OUTSIDE
 from colonnade.config import load_config
 from colonnade.config.settings import ZeroSettings
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine import build, compile, prepare
 from colonnade.engine import engine as engine_module
 from colonnade.engine.build import initialize
-from colonnade.engine.precision import Precision
 from colonnade.engine.schedule.pipeline import PipelineSchedule
-from colonnade.engine.stepper import SkipAwareScheduler
-from colonnade.errors import ConfigError
 from colonnade.gradients import synchroniser
 from colonnade.optim import engine_optimizer
 from colonnade.optim.zero import fsdp
@@ -170,66 +166,12 @@ def test_a_name_that_no_layer_has_is_a_slip_where_the_whole_model_is_known(monke
     assert told == [layers[0], layers, complete]
 
 
-def test_an_engine_is_being_built_until_it_is_outside(monkeypatch):
-    with launch({}, context=ParallelContext(), verbose=False) as gpc:
-        during: list[Any] = []
-        read = Precision.read
-        monkeypatch.setattr(Precision, "read", lambda config: during.append(gpc.waits._place[:2]) or read(config))
-        model = nn.Linear(2, 2)
-        engine = initialize(model, torch.optim.SGD(model.parameters()), context=gpc)[0]
-        assert during == [("in initialize()", None)]
-        assert gpc.waits._place[:2] == (OUTSIDE, 0)
-        engine.close()
-
-
-@pytest.mark.parametrize(
-    ("stage", "offload", "home"), [(3, True, "cpu"), (3, False, "meta"), (2, True, "meta"), (0, False, "meta")]
-)
-def test_where_parameters_lie_between_steps(stage, offload, home):
-    assert build._home(ZeroSettings(stage=stage, offload=offload), torch.device("meta")).type == home
-
-
-@pytest.mark.parametrize(
-    ("may_skip", "world_size", "given", "is_wrapped"),
-    [(False, 1, True, False), (True, 1, True, True), (False, 2, True, True), (True, 2, False, False)],
-)
-def test_a_scheduler_knows_of_dropped_steps_where_there_may_be_some(may_skip, world_size, given, is_wrapped):
-    engine: Any = SimpleNamespace(may_skip=may_skip, context=SimpleNamespace(world_size=world_size))
-    scheduler = object() if given else None
-    found = build._scheduler(scheduler, engine)
-    assert isinstance(found, SkipAwareScheduler) is is_wrapped
-    assert is_wrapped or found is scheduler
-
-
 @pytest.mark.parametrize(("device", "in_buckets"), [("cpu", True), ("cuda", False)])
 def test_a_plan_says_where_gradients_lie_on_another_machine(device, in_buckets):
     model = nn.Linear(2, 2, device="meta")
     context: Any = SimpleNamespace(config={}, pipeline_parallel_size=1)
     optimizer = torch.optim.AdamW(model.parameters())
     assert prepare.prepare_sums(model, optimizer, context, ZeroSettings(), planned_on=device).bucket_all is in_buckets
-
-
-@pytest.mark.parametrize(("pipeline", "between"), [(1, False), (2, True), (3, True)])
-def test_a_sharded_optimizer_is_told_whether_there_is_a_pipeline(monkeypatch, pipeline, between):
-    told: list[bool] = []
-    sharded = SimpleNamespace(
-        plan_shards=lambda pipeline: told.append(pipeline), needs_buckets=lambda *_: False, user_optimizer=None
-    )
-    monkeypatch.setattr(prepare, "ZeroOptimizer", lambda *_: sharded)
-    model = nn.Linear(1, 1)
-    context: Any = SimpleNamespace(config={}, pipeline_parallel_size=pipeline)
-    optimizer = torch.optim.SGD(model.parameters())
-    assert prepare.prepare_sums(model, optimizer, context, ZeroSettings(stage=1)).optimizer is sharded
-    assert told == [between]
-
-
-@pytest.mark.parametrize("given", [{"param_groups": []}, {"step": print}, {}])
-def test_what_lacks_a_step_or_parameters_is_no_optimizer(given):
-    with (
-        launch({}, context=ParallelContext(), verbose=False) as gpc,
-        pytest.raises(ConfigError, match=r"^optimizer is a"),
-    ):
-        initialize(nn.Linear(1, 1), lambda parameters: SimpleNamespace(**given), context=gpc)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,8 @@ from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
 from colonnade.errors import GradientError
-from colonnade.testing import compare, gather_weights, run_world
+from colonnade.testing import run_world
+from tests.engine.twins import twins
 from tests.gradients.scenarios import numbers
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
@@ -49,30 +50,14 @@ def _both(
     loss_of: Callable[[nn.Module, int, int], Tensor] = loss_of,
 ) -> None:
     """Train on the ranks and in one process; `change(model, optimizer, step)` is done to both before each step."""
-    plain = build()
-    reference = make(begin(plain))
-    with launch(config, context=ParallelContext(), verbose=False) as gpc:
-        model = build()
-        engine = initialize(model, make(begin(model)), context=gpc)[0]
+    with twins(config, build, lambda model: make(begin(model))) as both:
         for step in range(steps):
-            for one, optimizer in ((model, engine.optimizer), (plain, reference)):
-                change(one, optimizer, step)
-            engine.zero_grad()
-            model.zero_grad()  # also what the optimizer does not have
-            engine.backward(loss_of(engine.model, gpc.get_global_rank(), step))
-            engine.step()
-            plain.zero_grad()
-            (sum(loss_of(plain, rank, step) for rank in range(2)) / 2).backward()
-            if "clip_grad_norm" in config:
-                torch.nn.utils.clip_grad_norm_(plain.parameters(), config["clip_grad_norm"])
-            reference.step()
-            compare(dict(plain.named_parameters()), gather_weights(model, gpc), 1e-10)
-        engine.close()
-
-
-def _thaw(model: nn.Module, optimizer: Any, step: int) -> None:
-    """The middle layer is frozen at first, thawed before step 2, and frozen again before step 4."""
-    model[2].requires_grad_(2 <= step < 4)
+            change(both.model, both.engine.optimizer, step)
+            change(both.plain, both.reference, step)
+            both.model.zero_grad()  # also what the optimizer does not have
+            both.train(loss_of, step)
+            both.follow(loss_of, step)
+            both.compare()
 
 
 def _freeze_first(model: nn.Module) -> Any:

@@ -1,20 +1,23 @@
-"""The engine's loop: accumulation, uneven data, ranks that use other parameters, and clear errors."""
+"""The engine's loop: accumulation, uneven data, ranks that use other parameters, clear errors; its observers, and its whole weights."""
 
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
+from colonnade.engine.engine import ON_ENGINE, Observer, announce
 from colonnade.engine.schedule.base import BaseSchedule
-from colonnade.errors import ConfigError, ContextError, GradientError
+from colonnade.errors import CheckpointError, ConfigError, ContextError, GradientError
 from colonnade.testing import compare, gather_gradients, gather_weights, plain_gradients, run_world
 
 RTOL = 1e-12
@@ -159,64 +162,7 @@ def test_ranks_that_use_other_parameters_get_the_right_gradient_and_a_word_in_th
     assert "branch.2" not in result.stderr[0]
 
 
-def _frozen_and_thawed(accumulation: int = 1) -> None:
-    """The last layer is thawed in step 2, the first frozen from step 3 to 4: clipped AdamW against one process."""
-    config = {"clip_grad_norm": 0.05, "gradient_accumulation": accumulation}
-    with launch(config, context=ParallelContext(), verbose=False) as gpc:
-        net, plain = model(), model()
-        net[2].requires_grad_(False)
-        engine = initialize(net, lambda _: torch.optim.AdamW(net.parameters(), lr=0.01), context=gpc)[0]
-        adamw = torch.optim.AdamW(plain.parameters(), lr=0.01)
-        for step in range(7):
-            for one in (net, plain):
-                one[0].requires_grad_(step not in (3, 4))
-                one[2].requires_grad_(step >= 2)
-            adamw.zero_grad()
-            for micro in range(accumulation):
-                parts = [numbers(3, 4, seed=100 * step + 10 * micro + rank) for rank in range(gpc.world_size)]
-                engine.zero_grad()
-                engine.backward(engine(parts[gpc.get_global_rank()]).square().mean())
-                engine.step()
-                (plain(torch.cat(parts)).square().mean() / accumulation).backward()
-            norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
-            adamw.step()
-            assert abs(engine.grad_norm.item() - norm.item()) <= RTOL * norm.item(), step
-            compare(dict(plain.named_parameters()), gather_weights(net, gpc), RTOL)
-        engine.close()
-
-
-def test_layers_frozen_and_thawed_in_mid_run_equal_one_process():
-    run_world(2, _frozen_and_thawed)
-
-
 # -- what is refused --------------------------------------------------------------------------------------
-
-
-def test_step_and_backward_out_of_order_are_said():
-    with world_of_one() as gpc:
-        engine = start(gpc)
-        with pytest.raises(GradientError, match=r"step\(\) before backward"):
-            engine.step()
-        x, y = numbers(3, 4, seed=0), numbers(3, 2, seed=1)
-        engine.backward(engine.criterion(engine(x), y))
-        with pytest.raises(GradientError, match="was called 2 times for one step, which has 1"):
-            engine.backward(engine.criterion(engine(x), y))
-        engine.step()
-
-
-@pytest.mark.parametrize("loss", [torch.zeros(3), 1.0, (torch.zeros(()), 1, 2), "loss"], ids=str)
-def test_a_loss_that_is_no_scalar_is_refused(loss):
-    with world_of_one() as gpc, pytest.raises(GradientError, match="loss"):
-        start(gpc).backward(loss)
-
-
-def test_means_and_sums_in_one_step_are_refused():
-    with world_of_one(gradient_accumulation=2) as gpc:
-        engine = start(gpc)
-        x, y = numbers(3, 4, seed=0), numbers(3, 2, seed=1)
-        engine.backward(engine.criterion(engine(x), y))
-        with pytest.raises(GradientError, match="use one form"):
-            engine.backward((engine.criterion(engine(x), y), 3))
 
 
 def compare_states(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -326,6 +272,8 @@ def test_a_schedule_that_is_set_later_is_prepared_too():
     [
         (lambda: 3, torch.optim.SGD, "model is a torch.nn.Module"),
         (model, lambda p: 3, "optimizer is a torch optimizer"),
+        (model, lambda p: SimpleNamespace(param_groups=[]), "optimizer is a torch optimizer"),
+        (model, lambda p: SimpleNamespace(step=print), "optimizer is a torch optimizer"),
     ],
 )
 def test_what_is_no_model_or_no_optimizer_is_refused(built, optimizer, part):
@@ -355,16 +303,6 @@ def test_options_that_torch_compile_refuses_are_named(options):
         pytest.raises(ConfigError, match=rf"compile: torch.compile cannot be called with {options}"),
     ):
         initialize(nn.Linear(2, 2), lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)
-
-
-def test_the_handlers_of_an_engine_are_those_of_the_config_in_their_order():
-    names = ["PipelineSharedModuleGradientHandler", "DataParallelGradientHandler"]
-    with world_of_one(gradient_handler=names) as gpc:
-        engine = start(gpc)
-        assert [type(handler).__name__ for handler in engine.gradient_handlers][:2] == names
-        engine.gradient_handlers.clear()  # a list of the caller's own
-        assert engine.gradient_handlers
-        engine.close()
 
 
 def test_an_engine_trains_until_it_is_told_to_evaluate():
@@ -402,3 +340,86 @@ class _OwnLoss(BaseSchedule):
         if not forward_only:
             engine.backward(loss)
         return None, y, loss.detach()
+
+
+# -- observers ---
+class _Heard(Observer):
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.said = model, list[Any]()
+
+    def on_loss(self, loss: Any) -> None:
+        self.said.append("loss")
+
+    def on_reduced(self, scale: Any) -> None:
+        self.said.append(("reduced", all(p.grad is not None for p in self.model.parameters()), scale))
+
+    def on_stepped(self) -> None:
+        self.said.append("stepped")
+
+
+def test_an_observer_hears_every_pass_and_every_step_once():
+    with launch({"gradient_accumulation": 2}, context=ParallelContext(), verbose=False) as gpc:
+        model = nn.Linear(2, 2)
+        engine, *_ = initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), context=gpc)
+        heard = _Heard(model)
+        engine.observers.append(heard)
+        for _ in range(2):
+            engine.zero_grad()
+            engine.execute_schedule(iter([(torch.ones(1, 2), torch.zeros(1, 2))]))
+            engine.step()
+        assert heard.said == ["loss", "loss", ("reduced", True, None), "stepped"]
+        engine.observers.remove(heard)
+        engine.zero_grad()
+        engine.execute_schedule(iter([(torch.ones(1, 2), torch.zeros(1, 2))]))
+        assert len(heard.said) == 4
+
+
+SEEN = []
+
+
+def test_a_new_engine_is_shown_to_whom_the_environment_names(monkeypatch):
+    announce("nobody looks")
+    monkeypatch.setenv(ON_ENGINE, f"{__name__}:look")
+    announce("an engine")
+    assert SEEN == ["an engine"]
+
+
+def look(engine):
+    SEEN.append(engine)
+
+
+# -- whole weights ---
+def test_whole_weights_in_memory_and_in_a_file(tmp_path):
+    with world_of_one() as gpc:
+        engine = start(gpc)
+        engine.model.register_buffer("seen", torch.tensor([3]))
+        own = {name: value.detach() for name, value in engine.model.state_dict().items()}
+        for to in ("all", "first"):
+            found = engine.full_state_dict(to)
+            assert found.keys() == own.keys()
+            assert all(torch.equal(found[name], own[name]) and found[name].dtype == own[name].dtype for name in own)
+        half = engine.full_state_dict(dtype=torch.bfloat16)
+        assert {value.dtype for name, value in half.items() if name != "seen"} == {torch.bfloat16}
+        assert half["seen"].dtype == torch.int64
+        assert engine.full_state_dict(tmp_path / "x.safetensors") == {}
+        written = load_file(tmp_path / "x.safetensors")
+        assert all(torch.equal(written[name], own[name]) for name in own)
+        with pytest.raises(CheckpointError) as error:
+            engine.full_state_dict("every")
+        assert str(error.value).startswith(
+            "to is 'all', 'first' or the name of a .safetensors file to write, not 'every'"
+        )
+        engine.close()
+
+
+def test_weights_that_are_on_their_way_are_waited_for(tmp_path):
+    with world_of_one() as gpc:
+        engine, waited = start(gpc), list[str]()
+        engine.wait_for_weights()  # there is nothing to wait for
+        engine.engine_optimizer.wait = lambda: waited.append("waited")
+        engine.full_state_dict()
+        assert len(waited) == 1
+        with pytest.raises(CheckpointError):  # a model without a config of transformers
+            engine.save_pretrained(tmp_path / "folder")
+        assert len(waited) == 2
+        engine.close()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD
 
 from colonnade._launch import launch
 from colonnade.checkpoint.manager import CheckpointManager
@@ -20,6 +21,7 @@ from colonnade.errors import ConfigError, GradientError, PlacementError
 from colonnade.nn import Linear
 from colonnade.nn.layer import arrange
 from colonnade.testing import compare, gather_weights, run_world
+from tests.engine.twins import twins
 from tests.gradients.scenarios import numbers
 
 CONFIGS: list[dict[str, Any]] = [
@@ -59,8 +61,8 @@ def _adversaries() -> None:
     for config in CONFIGS:
         with launch(config, context=ParallelContext(), verbose=False) as gpc:
             rank, models, plain = gpc.get_global_rank(), [Net(1), Net(2)], [Net(1), Net(2)]
-            engines = [initialize(one, lambda p: torch.optim.SGD(p, lr=0.5), context=gpc)[0] for one in models]
-            optimizers = [torch.optim.SGD(one.parameters(), lr=0.5) for one in plain]
+            engines = [initialize(one, lambda p: SGD(p, lr=0.5), context=gpc)[0] for one in models]
+            optimizers = [SGD(one.parameters(), lr=0.5) for one in plain]
 
             def losses(parts: Any, r: int, step: int) -> list[Any]:
                 make, judge = parts
@@ -119,7 +121,7 @@ def _two_engines_one_optimizer() -> None:
     for config in CONFIGS[:3]:
         with launch(config, context=ParallelContext(), verbose=False) as gpc:
             model, plain, rank = Net(), Net(), gpc.get_global_rank()
-            optimizer, truth = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain))
+            optimizer, truth = (SGD(one.parameters(), lr=0.1) for one in (model, plain))
             engines = [initialize(model, optimizer, context=gpc)[0] for _ in range(2)]
             for step in range(6):
                 engine = engines[step % 2]
@@ -142,29 +144,17 @@ def test_two_engines_take_turns_with_one_optimizer():
 def _not_stepped_on() -> None:
     """The third layer has gradients, and no optimizer: they count in the norm of their own step, and of no later one."""
     for config in [*CONFIGS, {"zero": 3, "clip_grad_norm": 0.1}]:
-        with launch(config, context=ParallelContext(), verbose=False) as gpc:
-            model, plain, rank = Net(), Net(), gpc.get_global_rank()
-            optimizer, truth = (
-                torch.optim.SGD([*one.first.parameters(), *one.second.parameters()], lr=0.1) for one in (model, plain)
-            )
-            engine = initialize(model, optimizer, context=gpc)[0]
+        with twins(config, Net, lambda m: SGD([*m.first.parameters(), *m.second.parameters()], lr=0.1)) as both:
             for step in range(4):
-                engine.zero_grad()
-                engine.backward(_loss(engine, rank, step))
-                engine.step()
-                plain.zero_grad()
-                sum(_loss(plain, r, step) / 2 for r in range(2)).backward()
-                _clip(plain, config)
-                truth.step()
-            compare(dict(plain.named_parameters()), gather_weights(model, gpc), 1e-10)
-            engine.close()
+                both.train(_loss, step)
+                both.follow(_loss, step)
 
 
 def test_gradients_that_nobody_steps_on_are_cleared_too():
     run_world(2, _not_stepped_on)
 
 
-class Normed(torch.optim.SGD):
+class Normed(SGD):
     """Divides each gradient by its norm, or in groups with nesterov each row of it."""
 
     @torch.no_grad()
@@ -210,39 +200,15 @@ def test_an_optimizer_that_needs_whole_weights_is_refused_where_they_are_split()
     run_world(2, _steps_on_parts)
 
 
-class Weighted(nn.Module):
-    """A loss that learns its own weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.log_weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
-
-    def forward(self, output: Tensor) -> Tensor:
-        return output.square().mean() * torch.exp(-self.log_weight) + self.log_weight
-
-
-def _parameters_elsewhere() -> None:
-    for config in CONFIGS:
-        with launch(config, context=ParallelContext(), verbose=False) as gpc:
-            model, criterion = Net(), Weighted()
-            optimizer = torch.optim.AdamW([*model.parameters(), *criterion.parameters()], lr=0.1)
-            with pytest.raises(GradientError, match=r"\(\).*not the model's.*submodule of the model"):
-                initialize(model, optimizer, criterion, context=gpc)
-
-
-def test_parameters_of_the_optimizer_that_are_not_the_models_are_refused():
-    run_world(2, _parameters_elsewhere)
-
-
 def _shared_memory() -> None:
     for config in CONFIGS:
         with launch(config, context=ParallelContext(), verbose=False) as gpc:
             model = Net()
             model.third.weight.data = model.first.weight.data
             with pytest.raises(PlacementError, match=r"'first.weight' and 'third.weight' share memory"):
-                initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), context=gpc)
+                initialize(model, SGD(model.parameters(), lr=0.1), context=gpc)
             model.third.weight = model.first.weight
-            initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), context=gpc)[0].close()
+            initialize(model, SGD(model.parameters(), lr=0.1), context=gpc)[0].close()
 
 
 def test_two_parameters_in_the_same_memory_are_refused():
@@ -250,32 +216,22 @@ def test_two_parameters_in_the_same_memory_are_refused():
 
 
 def _error_in_step() -> None:
-    class Moody(torch.optim.SGD):
+    class Moody(SGD):
         def step(self, closure: Any = None) -> Any:
             if any(float(group["lr"]) == 0 for group in self.param_groups):
                 raise ValueError("no rate")
             return super().step(closure)
 
     for config in CONFIGS:
-        with launch(config, context=ParallelContext(), verbose=False) as gpc:
-            model, plain, rank = Net(), Net(), gpc.get_global_rank()
-            engine = initialize(model, lambda p: Moody(p, lr=0.1), context=gpc)[0]
-            truth = torch.optim.SGD(plain.parameters(), lr=0.1)
+        with twins(config, Net, lambda model: Moody(model.parameters(), lr=0.1)) as both:
             for step in range(4):
-                engine.zero_grad()
-                engine.backward(_loss(engine, rank, step))
-                engine.optimizer.param_groups[0]["lr"] = 0.0 if step == 1 else 0.1
+                both.engine.optimizer.param_groups[0]["lr"] = 0.0 if step == 1 else 0.1
                 if step == 1:
                     with pytest.raises(ValueError, match="no rate"):
-                        engine.step()
-                    continue
-                engine.step()
-                truth.zero_grad()
-                sum(_loss(plain, r, step) / 2 for r in range(2)).backward()
-                _clip(plain, config)
-                truth.step()
-            compare(dict(plain.named_parameters()), gather_weights(model, gpc), 1e-10)
-            engine.close()
+                        both.train(_loss, step)
+                else:
+                    both.train(_loss, step)
+                    both.follow(_loss, step)
 
 
 def test_an_error_of_the_optimizer_that_is_caught_costs_one_step():
@@ -286,7 +242,7 @@ def test_what_cannot_be_trained_is_refused_by_name_before_the_first_step():
     with launch({}, context=ParallelContext(), verbose=False) as gpc:
         model = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2))
         with pytest.raises(ConfigError, match=r"'1.weight', '1.bias' have no shape yet.*pass of a batch"):
-            initialize(model, lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)
+            initialize(model, lambda p: SGD(p, lr=0.1), context=gpc)
         with pytest.raises(ConfigError, match=r"LBFGS\.step\(\) needs 'closure'"):
             initialize(Net(), torch.optim.LBFGS, context=gpc)
 
@@ -295,7 +251,7 @@ def _saved_whole() -> None:
     for config in [*CONFIGS, {"zero": {"stage": 2, "gather_ahead": True}}, {"guard": {"every": 1}}]:
         with launch(config, context=ParallelContext(), verbose=False) as gpc:
             model, rank = Net(), gpc.get_global_rank()
-            engine = initialize(model, lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)[0]
+            engine = initialize(model, lambda p: SGD(p, lr=0.1), context=gpc)[0]
             for step in range(3):
                 engine.wait_for_weights()
                 file = io.BytesIO()
@@ -359,7 +315,7 @@ class Wrapper:
 def test_a_wrapper_that_passes_step_on_is_an_optimizer():
     with launch({}, context=ParallelContext(), verbose=False) as gpc:
         model = nn.Linear(2, 1)
-        engine = initialize(model, Wrapper(torch.optim.SGD(model.parameters(), lr=0.5)), context=gpc)[0]
+        engine = initialize(model, Wrapper(SGD(model.parameters(), lr=0.5)), context=gpc)[0]
         before = model.bias.item()
         engine.zero_grad()
         engine.backward(engine(torch.zeros(1, 2)).sum())

@@ -22,7 +22,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
 from colonnade.engine.engine import LossBook
 from colonnade.engine.schedule import loss as loss_module
-from colonnade.engine.schedule.loss import LossForm, MeanWatch, count_on, own_loss, split_loss
+from colonnade.engine.schedule.loss import LossForm, MeanWatch, own_loss, split_loss
 from colonnade.errors import GradientError
 from colonnade.nn import CrossEntropyLoss
 from colonnade.parallel.split import split
@@ -192,27 +192,6 @@ def test_a_mean_of_means_that_nobody_can_mend_is_said_once(caplog, loss):
     assert len(said) == 1
 
 
-@pytest.mark.parametrize(
-    "count",
-    [0, 1, 0.5, 0.0, torch.tensor(0), torch.tensor(0.5), torch.tensor([3.0]), torch.ones((), device="meta")],
-    ids=str,
-)
-def test_a_count_is_a_number_from_0_on(count):
-    assert split_loss((torch.ones(()), count))[1] is count
-
-
-def test_a_run_is_told_once_that_its_loss_is_a_mean_of_means(monkeypatch):
-    said: list[str] = []
-    monkeypatch.setattr(loss_module, "get_dist_logger", lambda: SimpleNamespace(warning=said.append))
-    x = numbers(3, 4, seed=0).requires_grad_()
-    form = LossForm()
-    for _ in range(2):
-        form.read(F.cross_entropy(x, torch.tensor([1, -100, 0])) * 1.0)
-    assert len(said) == 1
-    LossForm().read(F.cross_entropy(x, torch.tensor([1, -100, 0])))  # counted: there is nothing to say
-    assert len(said) == 1
-
-
 NAN, INF = torch.tensor(math.nan), torch.tensor(math.inf)
 WRONG = [math.nan, math.inf, -1, -0.5, None, "3", NAN, INF, torch.tensor(-0.5), torch.empty(0), torch.ones(2)]
 
@@ -261,24 +240,6 @@ def test_a_batch_without_anything_to_count_weighs_nothing():
     assert (total.item(), float(weight)) == (0.0, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("counts", "expected"), [([None], 8.0), ([None, None], 8.0), ([3], 3.0), ([3, 4], 7.0), ([0], 0.0)]
-)
-def test_the_scaler_of_fp16_is_told_what_a_step_counted(counts, expected):
-    told: list[Tensor] = []
-    scaler: Any = SimpleNamespace(count=torch.tensor(8.0, dtype=torch.float64), expect=told.append)
-    with world_of_one() as gpc:
-        book = LossBook(gpc, 2)
-        book.uneven = True
-        for count in counts:
-            book.add(count)
-        factor = _factor(book, scaler)
-        total = sum(count or 0 for count in counts)
-        divisor = len(counts) / 2 if counts[0] is None else total / 8 or 1.0
-        assert factor.item() == pytest.approx(1 / divisor)
-    assert [number.item() for number in told] == [expected]
-
-
 @pytest.mark.parametrize(("accumulation", "is_one"), [(1, True), (2, False)])
 def test_the_mean_of_one_pass_on_one_rank_stays_a_mean(accumulation, is_one):
     labels = torch.tensor([1, -100, 0])
@@ -292,51 +253,6 @@ def test_the_mean_of_one_pass_on_one_rank_stays_a_mean(accumulation, is_one):
         assert book.read(plain) == (plain, None, None)
         value, count, over = book.read((mean, 5))
         assert (value is mean, count, over) == (True, 5, 5)
-
-
-@pytest.mark.parametrize(
-    ("totals", "device", "form", "is_refused"),
-    [
-        ((3.0, 2.0), "cpu", None, True),
-        ((3.0, 2.0), "cpu", True, True),
-        ((1.0, 1.0), "cpu", True, True),
-        ((3.0, 0.0), "cpu", True, False),
-        ((0.0, 2.0), "cpu", False, False),
-        ((3.0, 2.0), "meta", True, False),  # who gave counts does not wait for the device
-    ],
-)
-def test_two_forms_in_one_step_are_refused_once(totals, device, form, is_refused):
-    with world_of_one() as gpc:
-        book = LossBook(gpc, 1)
-        book._form.counted, book._totals = form, torch.tensor(totals, device=device)
-        if is_refused:
-            with pytest.raises(
-                GradientError, match=r"^some ranks gave their loss as \(sum, count\), others as a mean; use"
-            ):
-                book.refuse_two_forms()
-        book.refuse_two_forms()
-        assert book._totals is None
-
-
-def test_a_book_takes_part_once_counts_were_given_and_where_ranks_may_run_out():
-    with world_of_one() as gpc:
-        book = LossBook(gpc, 2)
-        assert (book.takes_part, book.counted, book._one_mean) == (False, None, False)
-        assert _factor(book) is None
-        book.add(None)
-        assert (book.takes_part, book.counted, book._means) == (False, False, 1)
-        book.uneven = True
-        assert book.takes_part
-        assert _factor(book) == 2.0  # one of the two means of a step
-        book.uneven = False
-        book.clear()
-        assert (book.counted, book._means, book._count, book._carried) == (None, 0, 0.0, False)
-        book.add(3, here=False)  # another rank of the pipeline reports it
-        assert (book.takes_part, book.counted, book._count) == (True, True, 0.0)
-        book.clear()
-        book.add(None)
-        assert book.takes_part  # or one that gives counts would be waited for
-        assert book.factor(torch.tensor([1.0, 1.0])).isnan()
 
 
 @pytest.mark.parametrize(
@@ -372,7 +288,7 @@ def test_a_run_keeps_the_form_of_its_first_loss():
     with pytest.raises(GradientError, match=r"^the loss was a mean before and is \(sum, count\) now; use one form"):
         form.read((mean, 3))
     with pytest.raises(
-        GradientError, match=r"^a loss given as \(sum, count\) is known to all ranks: leave out loss_ev"
+        GradientError, match=r"^a loss given as \(sum, count\) is shared with all ranks: leave out loss_ev"
     ):
         LossForm(allow_counts=False).read((mean, 3))
     labelled = F.cross_entropy(numbers(3, 4, seed=0).requires_grad_(), torch.tensor([1, -100, 0]))
@@ -408,11 +324,11 @@ def test_where_a_model_that_makes_its_loss_has_it(output, loss):
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (torch.ones(2), "a loss is one number, not a tensor of shape (2,): return its mean, or (sum, count)"),
-        ("text", "a loss is one number, not str: return its mean, or (sum, count)"),
-        ((1, 2), "a loss is a scalar tensor (a mean) or (sum, count), not a tuple of 2"),
-        ([torch.ones(()), 1, 2], "a loss is a scalar tensor (a mean) or (sum, count), not a list of 3"),
-        ((torch.ones(2), 2), "a loss is one number, not a tensor of shape (2,): return its mean, or (sum, count)"),
+        (torch.ones(2), "a loss must be one number, not a tensor of shape (2,): return its mean, or (sum, count)"),
+        ("text", "a loss must be one number, not str: return its mean, or (sum, count)"),
+        ((1, 2), "a loss must be a scalar tensor (a mean) or (sum, count), not a tuple of 2"),
+        ([torch.ones(()), 1, 2], "a loss must be a scalar tensor (a mean) or (sum, count), not a list of 3"),
+        ((torch.ones(2), 2), "a loss must be one number, not a tensor of shape (2,): return its mean, or (sum, count)"),
     ],
 )
 def test_what_is_no_loss_is_said(loss, message):
@@ -461,20 +377,6 @@ def test_a_mean_that_leaves_entries_out_is_known_by_its_labels(labels, ignored, 
     x = numbers(3, 4, seed=0).requires_grad_()
     loss = F.cross_entropy(x, torch.tensor(labels), ignore_index=ignored, reduction=reduction)
     assert loss_module._leaves_out(loss.grad_fn) is is_said
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [(3, 3.0), (0.5, 0.5), (torch.tensor([2.0], requires_grad=True), 2.0), (torch.tensor(4), 4.0)],
-)
-def test_a_count_is_one_number_on_the_device(value, expected):
-    found = count_on(value, torch.device("cpu"))
-    assert (found.item(), found.shape, found.dtype, found.requires_grad) == (expected, (), torch.float64, False)
-    there = count_on(value, torch.device("meta"))
-    assert (there.device.type, there.dtype) == ("meta", torch.float64)
-    if isinstance(value, Tensor):
-        already = value.detach().to("meta")
-        assert count_on(already, torch.device("cpu")).device.type == "meta"
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine import memory
 from colonnade.engine.build import initialize
 from colonnade.engine.memory import KindBytes, MemoryTable
-from colonnade.optim.engine_optimizer import PlainOptimizer
 from colonnade.testing import run_world
 
 WIDTH, LAYERS = 128, 8
@@ -46,6 +44,10 @@ def test_what_is_measured_is_what_the_layout_says_at_every_stage():
             for kind in (table.parameters, table.gradients, table.state, table.held):
                 assert kind.device == pytest.approx(kind.formula, rel=0.03, abs=1000), table
             assert (table.other, table.activations, table.peak) == (None, None, None)
+        lines = str(plain).splitlines()
+        assert lines[0].split() == ["MiB", "on", "cpu", "here", "on", "the", "host", "formula"]
+        assert [line.split()[0] for line in lines[1:]] == ["parameters", "gradients", "optimizer", "together"]
+        assert len({len(line) for line in lines}) == 1
         whole, shard = 4 * NUMEL, 2 * NUMEL
         sizes = {
             "plain": (plain, [whole, whole, 2 * whole]),
@@ -57,14 +59,6 @@ def test_what_is_measured_is_what_the_layout_says_at_every_stage():
         for name, (table, wanted) in sizes.items():
             found = [kind.formula for kind in (table.parameters, table.gradients, table.state)]
             assert found == pytest.approx(wanted, rel=0.001), name
-
-
-def test_the_table_is_readable():
-    table = run_world(1, _table, {}, env=ON_CPU).values[0]
-    lines = str(table).splitlines()
-    assert lines[0].split() == ["MiB", "on", "cpu", "here", "on", "the", "host", "formula"]
-    assert [line.split()[0] for line in lines[1:]] == ["parameters", "gradients", "optimizer", "together"]
-    assert len({len(line) for line in lines}) == 1
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -100,29 +94,6 @@ def test_on_a_gpu_it_adds_up() -> None:
     aside, _ = table(1024, True)
     assert aside.state.device < 1e6 < aside.state.host
     assert aside.peak < few.peak - few.state.device // 2
-
-
-def test_what_a_gpu_counts_is_shared_out(monkeypatch) -> None:
-    """The arithmetic, with numbers that a GPU could give; all tensors are on the host."""
-    was_reset: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1000)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1700)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", was_reset.append)
-    device = torch.device("cuda", 0)
-    sizes = [KindBytes(400, 0, 400), KindBytes(300, 5, 325), KindBytes(100, 0, 100)]
-    held = iter([*sizes, sizes[0], KindBytes(300, 5, 200), sizes[2], sizes[0], KindBytes(300, 0, 3000), sizes[2]])
-    monkeypatch.setattr(memory, "_held", lambda *args: next(held))
-    layout: Any = type("Layout", (), {"parameters": 10, "__getitem__": lambda self, kind: SimpleNamespace(bytes=4.0)})()
-    none = PlainOptimizer(None, nn.Module())
-    table = memory.memory_table(nn.Linear(1, 1), none, SimpleNamespace(layout=()), layout, device, reset=True)
-    assert (table.other, table.activations, table.peak) == (200, 680, 1700)
-    assert table.held == KindBytes(800, 5, 825)
-    assert was_reset == [device]
-    model, sync = nn.Linear(1, 1), SimpleNamespace(layout=())
-    again, gone = (memory.memory_table(model, none, sync, layout, device, reset=False) for _ in range(2))
-    assert (again.activations, gone.activations) == (700, 0)  # nothing was given back; more than the peak had
-    assert was_reset == [device]
-    assert str(table).splitlines()[-1].split() == ["peak", "0.0"]
 
 
 def test_bytes_are_counted_once_and_by_where_they_lie() -> None:

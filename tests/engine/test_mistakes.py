@@ -22,7 +22,8 @@ from colonnade.engine.gradient_handler import BaseGradientHandler, PlannedGradie
 from colonnade.errors import GradientError, PlacementError
 from colonnade.nn.layer import arrange
 from colonnade.registry import GRADIENT_HANDLER
-from colonnade.testing import compare, gather_weights, run_world
+from colonnade.testing import gather_weights, run_world
+from tests.engine.twins import twins
 from tests.gradients import scenarios
 from tests.gradients.scenarios import numbers
 
@@ -67,27 +68,16 @@ def _batch(rank: int, step: int) -> Tensor:
 def _recovers(accumulation: int, counted: bool) -> None:
     """Rank 1 fails in step 1, both fail in step 3: these steps are dropped on both ranks, and the others are right."""
     for config in CONFIGS:
-        with launch({**config, "gradient_accumulation": accumulation}, context=ParallelContext(), verbose=False) as gpc:
-            rank = gpc.get_global_rank()
-            model, plain = Net(), Net()
-            engine = initialize(model, lambda p: torch.optim.AdamW(p, lr=0.1), context=gpc)[0]
-            reference = torch.optim.AdamW(plain.parameters(), lr=0.1)
+        config = {**config, "gradient_accumulation": accumulation}
+        with twins(config, Net, lambda model: torch.optim.AdamW(model.parameters(), lr=0.1)) as both:
             for step in range(6):
-                _try_step(engine, rank, step, step == 3 or (step == 1 and rank == 1), accumulation, counted)
-                if step in (1, 3):
-                    continue
-                reference.zero_grad()
-                passes = range(accumulation * step, accumulation * (step + 1))
-                sum(
-                    plain(_batch(r, at)).square().mean() / (2 * accumulation) for r in range(2) for at in passes
-                ).backward()
-                if "clip_grad_norm" in config:
-                    torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-                reference.step()
-            engine.zero_grad()
-            compare(dict(plain.named_parameters()), gather_weights(model, gpc), 1e-10)
-            assert engine.skipped_steps == 2
-            engine.close()
+                fails = step == 3 or (step == 1 and both.rank == 1)
+                _try_step(both.engine, both.rank, step, fails, accumulation, counted)
+                if step not in (1, 3):
+                    passes = range(accumulation * step, accumulation * (step + 1))
+                    both.follow(lambda plain, rank, at: plain(_batch(rank, at)).square().mean(), *passes)
+            both.engine.zero_grad()
+            assert both.engine.skipped_steps == 2
 
 
 def _try_step(engine: Any, rank: int, step: int, fail: bool, accumulation: int, counted: bool) -> None:
@@ -332,25 +322,6 @@ def _default_double() -> None:
 
 def test_double_precision_as_the_default_dtype():
     run_world(2, _default_double)
-
-
-def _batch_norms() -> None:
-    def start(*layers: nn.Module, **config: Any) -> None:
-        with launch(config, context=ParallelContext(), verbose=False) as gpc:
-            model = nn.Sequential(nn.Linear(2, 2), *layers)
-            initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), context=gpc)[0].close()
-
-    start(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
-    for quiet in (nn.BatchNorm1d(2).eval(), nn.SyncBatchNorm(2), nn.LayerNorm(2)):
-        start(quiet)
-    start(nn.BatchNorm1d(2), parallel={"tensor": 2})
-
-
-def test_batch_norms_that_see_a_part_of_the_batch_are_said_once():
-    first, second = run_world(2, _batch_norms).stderr
-    assert first.count("BatchNorm1d (1, 2) normalises over the rows that one rank has") == 1
-    assert first.count("normalises over") == 1
-    assert "normalises over" not in second
 
 
 def _repeated() -> list[str]:

@@ -34,6 +34,12 @@ SCHEDULES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+FORMER_NAMES: dict[str, tuple[dict[str, Any], str]] = {
+    "PipelineSchedule": ({}, "loop1"),
+    "InterleavedPipelineSchedule": ({"num_chunks": 2}, "loop2"),
+}
+
+
 class Block(nn.Module):
     """A split feed-forward layer under tensor parallelism; whole without it."""
 
@@ -166,9 +172,9 @@ def _train(parallel: dict, name: str, settings: dict, lie: str, tied: bool, accu
         return order
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", [*SCHEDULES, *FORMER_NAMES])
 def test_every_schedule_on_two_ranks_tied_and_accumulated(name):
-    settings, lie = SCHEDULES[name]
+    settings, lie = (SCHEDULES | FORMER_NAMES)[name]
     run_world(2, _train, {"pipeline": 2}, name, settings, lie, True, 2)
 
 

@@ -38,13 +38,6 @@ def test_a_flag_that_nobody_read_counts_when_the_next_one_comes() -> None:
     assert (report.total, report.last) == (3, False)
 
 
-def test_the_flag_is_as_it_was_when_it_was_noted() -> None:
-    report, flag = SkipReport(), torch.tensor(1.0)
-    report.note(flag)
-    flag.zero_()
-    assert report.read() == 1
-
-
 def test_noting_a_step_reads_nothing_of_that_step() -> None:
     report, flag = SkipReport(), torch.tensor(1.0)
     with Operations() as seen:

@@ -40,23 +40,11 @@ def test_without_a_norm_only_groups_are_clipped() -> None:
     assert settings.method_options == {"max_norm": math.inf}
 
 
-def test_one_slot_for_all_by_default() -> None:
-    slots = numbered(NAMES)
-    assert (slots.names, slots.group_of) == (("all",), (0,))
-    assert set(slots.of_parameter.values()) == {0}
-
-
 def test_one_slot_per_group_in_the_order_of_the_config_and_the_rest_last() -> None:
     slots = numbered(NAMES, groups={"z": {"params": "head.*"}, "a": {"params": ["embed.*", "scale"]}})
     assert slots.names == ("z", "a", "rest")
     assert slots.group_of == (0, 1, 2)
     assert slots.of_parameter == dict(zip(NAMES, [1, 2, 2, 2, 0, 1], strict=True))
-
-
-def test_the_first_group_that_fits_is_a_parameters_group() -> None:
-    slots = numbered(NAMES, groups={"bias": {"params": "*.bias"}, "first": {"params": "layers.0.*"}})
-    assert slots.of_parameter["layers.0.norm.bias"] == 0
-    assert slots.of_parameter["layers.0.attn.1.weight"] == 1
 
 
 def test_a_layer_is_a_name_up_to_its_first_number_else_the_module() -> None:
@@ -80,12 +68,6 @@ def test_a_layer_with_parameters_of_two_groups_has_two_slots_with_two_names() ->
     assert slots.names == ("layers.0 (bias)", "layers.1", "embed", "head", "layers.0 (rest)", "scale")
     assert slots.group_of == (0, 0, 1, 1, 1, 1)
     assert slots.of_parameter["layers.0.norm.bias"] != slots.of_parameter["layers.0.attn.1.weight"]
-
-
-def test_one_slot_per_parameter() -> None:
-    slots = numbered(NAMES, per="parameter")
-    assert slots.names == tuple(sorted(NAMES))
-    assert [slots.names[slots.of_parameter[name]] for name in NAMES] == NAMES
 
 
 def test_a_group_that_fits_nothing_is_an_error_with_the_nearest_name() -> None:
@@ -117,9 +99,18 @@ def _stages(per: str) -> tuple[Slots, str]:
         return slots, ""
 
 
+def _all_stages() -> dict[str, tuple[Slots, str]]:
+    return {per: _stages(per) for per in ("group", "layer", "parameter")}
+
+
+@pytest.fixture(scope="module")
+def numbered_by_ranks() -> list[dict[str, tuple[Slots, str]]]:
+    return run_world(4, _all_stages).values
+
+
 @pytest.mark.parametrize("per", ["group", "layer", "parameter"])
-def test_ranks_that_hold_other_layers_number_them_alike(per: str) -> None:
-    values = run_world(4, _stages, per).values
+def test_ranks_that_hold_other_layers_number_them_alike(numbered_by_ranks, per: str) -> None:
+    values = [found[per] for found in numbered_by_ranks]
     assert len({(slots.names, slots.group_of) for slots, _ in values}) == 1
     names = values[0][0].names
     for rank, (slots, error) in enumerate(values):

@@ -26,6 +26,7 @@ class Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
         x = x.clone()
         dist.all_reduce(x, group=group)
         return x
@@ -93,6 +94,7 @@ class Scenario:
     world = 2
     parallel: dict[str, Any] = {}
     accumulation = 1
+    plain: type[nn.Module] = Plain
 
     @property
     def config(self) -> dict[str, Any]:
@@ -114,7 +116,7 @@ class Scenario:
         engine.backward(F.mse_loss(engine(x), y))
 
     def truth(self) -> dict[str, Tensor]:
-        model = Plain()
+        model = self.plain()
         batches = [self.batch(part) for part in range(self.parts)]
         x, y = (torch.cat(column) for column in zip(*batches, strict=True))
         return plain_gradients(model, F.mse_loss(model(x), y))
@@ -225,21 +227,12 @@ class SplitMoe(PlainMoe):
         return out[len(x) * self.at : len(x) * (self.at + 1)]
 
 
-class SumRows(torch.autograd.Function):
+class SumRows(Sum):
     """Sum the experts' rows in forward; in backward each rank's rows come from that rank alone: sum too."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        x = x.clone()
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.contiguous().clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
+        return Copy.backward(ctx, grad)
 
 
 class Expert(Scenario):
@@ -247,14 +240,10 @@ class Expert(Scenario):
 
     world = 4
     parallel = {"expert": 2}
+    plain = PlainMoe
 
     def build(self, gpc: ParallelContext) -> nn.Module:
         return SplitMoe(gpc)
-
-    def truth(self) -> dict[str, Tensor]:
-        model = PlainMoe()
-        x, y = (torch.cat(column) for column in zip(*[self.batch(p) for p in range(self.parts)], strict=True))
-        return plain_gradients(model, F.mse_loss(model(x), y))
 
 
 class Expert4(Expert):
@@ -305,6 +294,7 @@ class Pipeline(Scenario):
     world = 8
     parallel = {"pipeline": 4}
     parts = 2
+    plain = PlainPipe
 
     def build(self, gpc: ParallelContext) -> nn.Module:
         return PipeStage(gpc.get_local_rank(ParallelMode.PIPELINE))
@@ -330,11 +320,6 @@ class Pipeline(Scenario):
             engine.backward_by_grad(out, grad)
         if not gpc.is_first_rank(pipe):
             dist.send(x.grad, dst=before, group=group)
-
-    def truth(self) -> dict[str, Tensor]:
-        model = PlainPipe()
-        x, y = (torch.cat(column) for column in zip(*[self.batch(p) for p in range(self.parts)], strict=True))
-        return plain_gradients(model, F.mse_loss(model(x), y))
 
 
 class Sequence(Scenario):

@@ -10,12 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from colonnade._launch import launch
 from colonnade.comm.torch_versions import noting_collectives
-from colonnade.context.parallel_context import ParallelContext
-from colonnade.engine.build import initialize
 from colonnade.engine.stepper import Stepper
-from colonnade.testing import compare, gather_weights, run_world
+from colonnade.testing import run_world
+from tests.engine.twins import twins
 from tests.gradients.scenarios import numbers
 from tests.gradients.summing import on_the_cpu
 
@@ -51,25 +49,19 @@ def _trains(counted: bool, flags: bool, changes: dict[str, Any]) -> list[int]:
     if flags:
         Stepper._piggybacked_flags = on_the_cpu  # type: ignore[method-assign]
     calls: list[int] = []
-    with launch({**CONFIG, **changes}, context=ParallelContext(), verbose=False) as gpc:
-        rank, model, plain = gpc.get_global_rank(), _net(), _net()
-        engine = initialize(model, lambda p: torch.optim.AdamW(p, lr=0.1), context=gpc)[0]
-        reference = torch.optim.AdamW(plain.parameters(), lr=0.1)
+
+    def loss(model: Any, rank: int, at: int) -> Any:
+        return _loss(model, rank, at) if counted else _loss(model, rank, at)[0] / 7
+
+    with twins({**CONFIG, **changes}, _net, lambda model: torch.optim.AdamW(model.parameters(), lr=0.1)) as both:
         for step in range(STEPS):
+            passes = range(2 * step, 2 * step + both.engine.accumulation)
             with _counted_calls(calls):
-                engine.zero_grad()
-                for at in range(engine.accumulation):
-                    loss = _loss(engine, rank, 2 * step + at)
-                    engine.backward(loss if counted else loss[0] / 7)
-                    engine.step()
-            reference.zero_grad()
-            losses = [_loss(plain, r, 2 * step + at) for r in range(2) for at in range(engine.accumulation)]
-            count = sum(rows for _, rows in losses) if counted else 7 * 2 * engine.accumulation
-            (torch.stack([total for total, _ in losses]).sum() / count).backward()
-            torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-            reference.step()
-        compare(dict(plain.named_parameters()), gather_weights(model, gpc), 1e-10)
-        engine.close()
+                both.engine.zero_grad()
+                for at in passes:
+                    both.engine.backward(loss(both.engine, both.rank, at))
+                    both.engine.step()
+            both.follow(loss, *passes)
     return calls
 
 
@@ -91,10 +83,8 @@ def _fail(grad: torch.Tensor) -> None:
 def _gives_up_and_runs_out() -> None:
     """Rank 1 fails in the first of two passes, and later runs out of batches; one process knows of neither."""
     config = {"gradient_accumulation": 2, "sync": CONFIG["sync"]}
-    with launch(config, context=ParallelContext(), verbose=False) as gpc:
-        rank, model, plain = gpc.get_global_rank(), _net(), _net()
-        engine = initialize(model, lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)[0]
-        reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    with twins(config, _net, lambda model: torch.optim.SGD(model.parameters(), lr=0.1)) as both:
+        rank, engine = both.rank, both.engine
         for step in range(5):
             engine.zero_grad()
             for at in (0, 1) if rank == 0 or step != 3 else (0,):
@@ -108,24 +98,15 @@ def _gives_up_and_runs_out() -> None:
                     engine.backward((total, rows))
                     engine.step()
             if step != 3:
-                _reference_step(plain, reference, [(r, 2 * step + at) for r in range(2) for at in (0, 1)])
+                both.follow(_loss, 2 * step, 2 * step + 1)
         places = [(r, 20 + at) for r in range(2) for at in range(4 - 2 * r)]
         for r, at in engine.batches([place for place in places if place[0] == rank]):
             engine.zero_grad()
             engine.backward(_loss(engine, r, at))
             engine.step()
         for first in (20, 22):
-            _reference_step(plain, reference, [(r, at) for r, at in places if first <= at < first + 2])
-        compare(dict(plain.named_parameters()), gather_weights(model, gpc), 1e-10)
+            both.follow(_loss, places=[(r, at) for r, at in places if first <= at < first + 2])
         assert engine.skipped_steps == 1
-        engine.close()
-
-
-def _reference_step(plain: nn.Module, optimizer: torch.optim.Optimizer, places: list[tuple[int, int]]) -> None:
-    optimizer.zero_grad()
-    losses = [_loss(plain, *place) for place in places]
-    (torch.stack([total for total, _ in losses]).sum() / sum(rows for _, rows in losses)).backward()
-    optimizer.step()
 
 
 def test_ranks_that_give_up_a_step_or_run_out_of_batches_do_not_keep_the_others_waiting():

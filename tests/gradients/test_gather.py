@@ -1,26 +1,91 @@
-"""Gathers that run on into the next forward pass: for parameters that their own modules announce, and no others."""
+"""Owned slices of parameters, and gathers that run on into the next forward pass."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from colonnade._launch import launch
+from colonnade.comm.rank_group import GroupMemory
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
-from colonnade.gradients.bucket import BucketValues
+from colonnade.gradients.bucket import Bucket, BucketValues, Buffer, GradientShard
 from colonnade.gradients.gather import Gather, GatherAhead
 from colonnade.gradients.sums import Sharding, Sum, SyncOptions
 from colonnade.gradients.synchroniser import Synchroniser
+from colonnade.gradients.transport import LocalTransport
 from colonnade.testing import run_world
-from tests.gradients.test_values import group, values
+
+SHAPES = st.lists(st.lists(st.integers(1, 7), max_size=3).map(tuple), min_size=1, max_size=6)
+KINDS = st.sampled_from([torch.float64, torch.float32, torch.bfloat16])
 
 
+def group(size: int, index: int) -> Any:
+    return SimpleNamespace(size=size, index=index, sockets=None, alone=size == 1, ranks=tuple(range(size)))
+
+
+def values(
+    shapes: list[tuple[int, ...]], dtype: torch.dtype, ranks: int, index: int, wide: bool = False
+) -> BucketValues:
+    """The values 1, 2, 3, ... in parameters p0, p1, ..., as rank `index` of `ranks` has them."""
+    start, parameters = 1, []
+    for shape in shapes:
+        numel = torch.empty(shape).numel()
+        parameters.append(nn.Parameter(torch.arange(start, start + numel, dtype=torch.float64).view(shape).to(dtype)))
+        start += numel
+    names = tuple(f"p{at}" for at in range(len(shapes)))
+    one = Sum(names, tuple(parameters), tuple(range(ranks)), None, 1.0, sharding=Sharding(wide=wide))
+    bucket = Bucket(one, range(len(shapes)), index)
+    bucket.buffers.append(Buffer(bucket, GroupMemory(torch.zeros(bucket.numel, dtype=dtype))))
+    bucket.shard = GradientShard(torch.zeros(bucket.used, dtype=torch.float32 if wide else dtype))
+    bucket.buffers[0].transport = LocalTransport(bucket, bucket.buffers[0].memory, group(ranks, index))
+    bucket.use(bucket.buffers[0])
+    return BucketValues(bucket, group(ranks, index))
+
+
+@given(SHAPES, KINDS, st.integers(1, 5))
+def test_the_spans_of_all_ranks_make_up_every_parameter_once(shapes, dtype, ranks):
+    seen: dict[int, list[int]] = {}
+    for index in range(ranks):
+        one = values(shapes, dtype, ranks, index)
+        bucket = one.bucket
+        assert bucket.numel % ranks == 0
+        for span, part in zip(bucket.spans, one.parts, strict=True):
+            seen.setdefault(span.index, []).extend(range(span.start, span.stop))
+            parameter = bucket.parameters[span.index]
+            assert torch.equal(part, parameter.detach().flatten()[span.start : span.stop])
+            part.fill_(7)
+            assert bool((parameter.flatten()[span.start : span.stop] == 7).all()), "a view, not a copy"
+        padding = one.memory.own.clone()
+        for span in bucket.layout.spans:
+            padding[span.start : span.stop] = 0
+        assert not padding.any()
+        assert one.owned.numel() == bucket.used <= bucket.numel // ranks
+    for index, shape in enumerate(shapes):
+        assert sorted(seen[index]) == list(range(torch.empty(shape).numel()))
+
+
+@given(SHAPES, st.integers(1, 4))
+def test_a_master_copy_keeps_the_places_and_comes_back_rounded(shapes, ranks):
+    one = values(shapes, torch.bfloat16, ranks, 0, wide=True)
+    assert one.owned.dtype == torch.float32
+    for part in one.parts:
+        part.fill_(1.0 + 2**-12)
+    one.publish()
+    for span, part in zip(one.bucket.spans, one.parts, strict=True):
+        assert bool((one.bucket.parameters[span.index].flatten()[span.start : span.stop] == 1.0).all())
+        assert bool((part != 1.0).all())
+
+
+# -- gathers ---
 class Reaches(nn.Module):
     """Calls one child, and uses the weight of the other without a call of it."""
 
@@ -131,19 +196,3 @@ def _slices(shared: bool) -> None:
 @pytest.mark.parametrize("shared", [False, True])
 def test_slices_reach_all_ranks_through_shared_memory_and_by_collectives(shared):
     run_world(2, _slices, shared)
-
-
-def test_a_gather_is_under_way_until_it_is_waited_for_and_then_the_parameters_are_the_new_ones():
-    some = [values([(3,), (2, 2)], torch.bfloat16, 1, 0, wide=wide) for wide in (False, True)]  # with masters too
-    gather = Gather(group(1, 0), some)
-    for one in some:
-        for part in one.parts:
-            part.detach().fill_(7)
-    gather.begin()
-    assert all(gather.is_under_way(one) for one in some)
-    gather.wait([some[0]])
-    assert [gather.is_under_way(one) for one in some] == [False, True]
-    gather.wait()
-    assert not any(gather.is_under_way(one) for one in some)
-    for one in some:
-        assert all(torch.equal(p, torch.full_like(p, 7)) for p in one.bucket.parameters)

@@ -40,8 +40,20 @@ def _build(config: dict) -> tuple[str, str, list[str]] | str:
         return str(engine.ledger()), engine.ledger().to_json(), names
 
 
-def test_it_prints_patterns_and_gives_json():
-    text, as_json, handlers = run_world(4, _build, {}).values[0]
+def _build_all(configs: list[dict]) -> list[tuple[str, str, list[str]] | str]:
+    return [_build(config) for config in configs]
+
+
+@pytest.fixture(scope="module")
+def built() -> dict[str, list]:
+    """Every config of this page on the same four ranks: what each rank saw."""
+    configs = {**GOOD, **{name: config for name, (config, _) in BAD.items()}}
+    ranks = run_world(4, _build_all, [*configs.values()]).values
+    return {name: [rank[at] for rank in ranks] for at, name in enumerate(configs)}
+
+
+def test_it_prints_patterns_and_gives_json(built):
+    text, as_json, handlers = built["plain"][0]
     assert handlers == ["DataParallelGradientHandler"]
     assert text.splitlines()[0].split() == ["parameters", "n", "over", "ranks", "divided", "by", "done", "by"]
     assert "*.weight    3  DATA  [0, 2]  2           DataParallelGradientHandler" in text
@@ -57,9 +69,8 @@ def test_it_prints_patterns_and_gives_json():
     }
 
 
-def test_automatic_handlers_run_before_named_ones():
-    named = [{"type": "LedgerTouch"}, {"type": "LedgerWeights"}]
-    text, _, handlers = run_world(4, _build, {"gradient_handlers": named}).values[0]
+def test_automatic_handlers_run_before_named_ones(built):
+    text, _, handlers = built["named"][0]
     assert handlers == ["DataParallelGradientHandler", "LedgerTouch", "LedgerWeights"]
     assert "LedgerWeights" in text
     assert "LedgerTouch" not in text
@@ -125,46 +136,73 @@ class LedgerByHand(BaseGradientHandler):
                 parameter.grad /= self.context.data_parallel_size
 
 
-def test_a_handler_written_by_hand_is_looked_at_and_takes_its_rows():
-    text, _, handlers = run_world(4, _build, {"gradient_handler": ["LedgerByHand"]}).values[1]
+def test_a_handler_written_by_hand_is_looked_at_and_takes_its_rows(built):
+    text, _, handlers = built["by hand"][1]
     assert handlers == ["LedgerByHand"]
     assert "DataParallelGradientHandler" not in text
 
 
-BOTH = [{"type": "LedgerWeights"}, {"type": "DataParallelGradientHandler"}]
-BAD = [
-    ({"gradient_handler": ["LedgerHalf"]}, ["LedgerHalf", "divides by 4, but 2 ranks saw distinct data", "0.weight"]),
-    ({"gradient_handler": BOTH}, ["0.weight", "DataParallelGradientHandler", "but LedgerWeights does so, too"]),
-    ({"gradient_handler": ["LedgerTensor"]}, ["2.weight", "sums over TENSOR", "requires DATA [0, 2] / 2"]),
-    ({"sync": {"automatic": False}}, ["0.weight", "needs an all-reduce over DATA", "no handler performs it", "waive"]),
-    ({"gradient_handler": ["LedgerTypo"]}, ["'0.weigth' matches none", "Did you mean '0.weight'"]),
-    ({"gradient_handler": ["LedgerOneRank"]}, ["no sum over a group of any mode", "covers()"]),
-    ({"gradient_handler": ["LedgerNone"]}, ["set the gradient of 0.weight to None"]),
-    ({"gradient_handler": ["LedgerWieghts"]}, ["no gradient handler 'LedgerWieghts'", "Did you mean 'LedgerWeights'"]),
-    ({"gradient_handler": [{"type": "LedgerTouch", "x": 1}]}, ["LedgerTouch could not be built with", "x"]),
-    ({"gradient_handler": [{"type": "LedgerWeights", "bucket": 1}]}, ["unknown option 'bucket'", "bucket_mb"]),
-]
+GOOD = {
+    "plain": {},
+    "named": {"gradient_handlers": [{"type": "LedgerTouch"}, {"type": "LedgerWeights"}]},
+    "by hand": {"gradient_handler": ["LedgerByHand"]},
+    "waived biases": {"sync": {"waive": "*.bias"}},
+    "all waived": {"gradient_handler": ["LedgerHalf"], "sync": {"waive": ["*"]}},
+}
+BAD = {
+    "a wrong divisor": (
+        {"gradient_handler": ["LedgerHalf"]},
+        ["LedgerHalf", "divides by 4, but 2 ranks saw distinct data", "0.weight"],
+    ),
+    "one row by two": (
+        {"gradient_handler": [{"type": "LedgerWeights"}, {"type": "DataParallelGradientHandler"}]},
+        ["0.weight", "DataParallelGradientHandler", "but LedgerWeights does so, too"],
+    ),
+    "a wrong group": (
+        {"gradient_handler": ["LedgerTensor"]},
+        ["2.weight", "sums over TENSOR", "requires DATA [0, 2] / 2"],
+    ),
+    "no handler": (
+        {"sync": {"automatic": False}},
+        ["0.weight", "needs an all-reduce over DATA", "no handler performs it", "waive"],
+    ),
+    "a name of no parameter": (
+        {"gradient_handler": ["LedgerTypo"]},
+        ["'0.weigth' matches none", "Did you mean '0.weight'"],
+    ),
+    "one rank": ({"gradient_handler": ["LedgerOneRank"]}, ["no sum over a group of any mode", "covers()"]),
+    "None": ({"gradient_handler": ["LedgerNone"]}, ["set the gradient of 0.weight to None"]),
+    "a name of no handler": (
+        {"gradient_handler": ["LedgerWieghts"]},
+        ["no gradient handler 'LedgerWieghts'", "Did you mean 'LedgerWeights'"],
+    ),
+    "a wrong argument": (
+        {"gradient_handler": [{"type": "LedgerTouch", "x": 1}]},
+        ["LedgerTouch could not be built with", "x"],
+    ),
+    "a wrong option": (
+        {"gradient_handler": [{"type": "LedgerWeights", "bucket": 1}]},
+        ["unknown option 'bucket'", "bucket_mb"],
+    ),
+}
 
 
-@pytest.mark.parametrize(("config", "parts"), BAD, ids=[parts[0] for _, parts in BAD])
-def test_what_is_wrong_is_said_on_every_rank_before_step_one(config, parts):
-    for rank, message in enumerate(run_world(4, _build, config).values):
-        assert isinstance(message, str), (rank, message)
-        if rank == 0:
-            for part in parts:
-                assert part in message
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_wrong_is_said_on_every_rank_before_step_one(built, name):
+    assert all(isinstance(message, str) for message in built[name])
+    for part in BAD[name][1]:
+        assert part in built[name][0]
 
 
-def test_an_error_on_one_rank_is_told_to_the_others():
-    messages = run_world(4, _build, {"gradient_handler": ["LedgerOneRank"]}).values
+def test_an_error_on_one_rank_is_told_to_the_others(built):
+    messages = built["one rank"]
     assert messages[3].startswith("LedgerError: LedgerOneRank changed the gradient of 0.weight")
     assert messages[0].startswith("LedgerError: on rank 3 (this rank is 0): LedgerOneRank changed")
 
 
-def test_waived_parameters_are_left_alone():
-    text, _, _ = run_world(4, _build, {"sync": {"waive": "*.bias"}}).values[0]
+def test_waived_parameters_are_left_alone(built):
+    text, _, _ = built["waived biases"][0]
     assert [line.split()[0] for line in text.splitlines() if "waived" in line] == ["*.bias"]
-    config = {"gradient_handler": ["LedgerHalf"], "sync": {"waive": ["*"]}}
-    text, _, handlers = run_world(4, _build, config).values[0]
+    text, _, handlers = built["all waived"][0]
     assert handlers == ["LedgerHalf"]
     assert {line.split("  ")[-1].strip() for line in text.splitlines()[1:]} == {"LedgerHalf (waived)"}

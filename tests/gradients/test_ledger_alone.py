@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from math import inf
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,17 +14,7 @@ from colonnade.context.layout_builder import build_layout
 from colonnade.context.parallel_mode import ParallelMode as M
 from colonnade.errors import LedgerError
 from colonnade.gradients.ledger import Ledger, LedgerRow, match, require_complete
-from colonnade.gradients.probe import (
-    _columns,
-    _divisor,
-    _explain,
-    _fill,
-    _Marked,
-    _Marks,
-    _possible_sums,
-    _Sum,
-    _with_repeats,
-)
+from colonnade.gradients.probe import _divisor, _Probed, _ProbeValues
 from colonnade.gradients.sums import Reduction, read_demands
 from colonnade.parallel.placement import Replicate, place
 
@@ -165,11 +153,11 @@ def test_many_problems_alike_are_one_line():
 
 @pytest.mark.parametrize(("world", "expected"), [(1024, [3, 12, 27, 36]), (1025, [1, 4, 9, 12])])
 def test_marks_of_many_ranks_are_expected_to_cancel(world, expected):
-    marks = _Marks(world)
-    assert [marks.largest(count) for count in (1, 4, 9, 16)] == expected
-    marks.next_run()
-    assert marks._runs[0].abs().max() == expected[0]  # what one rank has
-    assert marks._runs[0].abs().min() == 1
+    values = _ProbeValues(world)
+    assert [values.largest_sum(count) for count in (1, 4, 9, 16)] == expected
+    values.next_run()
+    assert values._runs[0].abs().max() == expected[0]  # what one rank has
+    assert values._runs[0].abs().min() == 1
 
 
 @pytest.mark.parametrize(
@@ -206,7 +194,7 @@ def test_little_precision_is_explained_by_what_is_owed_first():
 
 def test_sums_that_may_be_found_begin_with_what_is_owed(known):
     demand = known.factors["1.weight", "DATA"][0]
-    found = [(one.ranks, one.mode and one.mode.name, one.divisor) for one in _possible_sums(demand, LAYOUT, 0)]
+    found = [(one.ranks, one.mode and one.mode.name, one.divisor) for one in _Probed.of(demand, LAYOUT, 0).candidates]
     first = [
         (tuple(range(8)), "DATA", 4),
         ((0, 2, 4, 6), "DATA", 4),
@@ -218,82 +206,8 @@ def test_sums_that_may_be_found_begin_with_what_is_owed(known):
     ]
     assert found[:7] == first
     assert found[-1] == ((0,), None, None)
-    plain = [(one.ranks, one.divisor) for one in _possible_sums(known.factors["0.weight", "DATA"][0], LAYOUT, 0)]
+    other = known.factors["0.weight", "DATA"][0]
+    plain = [(one.ranks, one.divisor) for one in _Probed.of(other, LAYOUT, 0).candidates]
     assert plain[:3] == [((0, 2, 4, 6), 4), ((0, 4), 2), ((0, 2), 2)]
     assert ((0, 1), None) in plain[3:]  # of a group to which nothing is owed
     assert all(divisor is None and len(ranks) > 1 for ranks, divisor in plain[3:-1])
-
-
-def marked(known, name: str = "0.weight", runs: int = 1) -> tuple[_Marks, _Marked]:
-    marks = _Marks(8)
-    for _ in range(runs):
-        marks.next_run()
-    demand = known.factors[name, "DATA"][0]
-    return marks, _Marked(demand, _columns(demand), _possible_sums(demand, LAYOUT, 0))
-
-
-def explained(marks: _Marks, one: _Marked, values: torch.Tensor) -> list[tuple[Any, ...]]:
-    one.values = [values]
-    return [(sum.ranks, sum.mode and sum.mode.name, sum.divisor) for sum in _explain(SimpleNamespace(), one, marks, 0)]
-
-
-def test_every_sum_that_explains_the_marks_is_found(known):
-    marks, one = marked(known)
-    own, data = marks.of(0, one.columns).double(), marks.total((0, 4), one.columns)
-    assert explained(marks, one, own) == [((0,), None, 1)]
-    assert explained(marks, one, data / 2) == [((0, 4), "DATA", 2)]
-    assert explained(marks, one, data) == [((0, 4), "DATA", 1)]
-    assert explained(marks, one, 2 * data) == [((0, 4), "DATA", 1 / 2)]
-    assert explained(marks, one, marks.total((0, 1), one.columns)) == [((0, 1), "TENSOR", 1)]
-    rounded = (data / 2 * 10).round() / 10 + 0.01
-    assert explained(marks, one, rounded) == [((0, 4), "DATA", 2)]
-    with pytest.raises(LedgerError, match="no sum over a group of any mode"):
-        explained(marks, one, own / 2)  # divided and not summed
-    one.columns = torch.tensor(
-        [next(at for at in range(64) if marks.of(0, torch.tensor(at)) == marks.of(4, torch.tensor(at)))]
-    )
-    answers = explained(marks, one, marks.of(0, one.columns).double())
-    assert ((0, 4), "DATA", 2) in answers  # one mark alone may tell little
-    assert answers[-1] == ((0,), None, 1)
-
-
-def test_what_no_sum_explains_is_shown(known):
-    marks, one = marked(known, runs=2)
-    one.columns = torch.arange(5)
-    one.values = [torch.zeros(5), torch.tensor([0.123456, 1.5, 2.25, 7.0, 8.0], dtype=torch.float64)]
-    with pytest.raises(LedgerError) as error:
-        _explain(SimpleNamespace(), one, marks, 0)
-    own = marks._runs[1][0, :4].tolist()
-    assert f"its first elements {own} became [0.1235, 1.5, 2.25, 7.0]. Define" in str(error.value)
-
-
-def test_marks_are_the_parameters_own_and_fill_its_gradient(known):
-    first, second = known.demands
-    assert not torch.equal(_columns(first), _columns(second))
-    assert len(_columns(first)) == 4
-    gradient = torch.zeros(2, 3)
-    _fill(gradient, torch.tensor([1, 2, 3, -1]))
-    assert gradient.tolist() == [[1, 2, 3], [-1, 1, 2]]
-    _fill(torch.zeros(0, 2), torch.tensor([]))  # this rank has no part of it
-
-
-def test_a_sum_that_is_done_twice_and_divided_once_stands_there_twice(known):
-    (one, data), two = known.factors["0.weight", "DATA"], known.factors["1.weight", "DATA"][0]
-    seen = [_Marked(demand, torch.arange(4), _possible_sums(demand, LAYOUT, 0)) for demand in (one, two)]
-    right, undivided, none = _Sum(data.ranks, M.DATA, 2), _Sum(data.ranks, M.DATA, 1), _Sum((0,), None, 1)
-    strange = _Sum((0, 1), M.TENSOR, 1)
-
-    def divisors(answers: list[_Sum], elements: int, unseen: int = 0) -> list[tuple[str, float]]:
-        found = _with_repeats(seen, answers, Counter({data.ranks: elements, (0, 1): 99}), unseen)
-        return [(demand.name[0], owed.divisor) for demand, owed in found]
-
-    assert divisors([right, right], 8) == [("0", 2), ("1", 2)]
-    assert divisors([right, right], 99) == [("0", 2), ("1", 2)]
-    assert divisors([undivided, none], 4) == [("0", 1)]
-    assert divisors([undivided, none], 7) == [("0", 1)]
-    assert divisors([undivided, none], 8) == [("0", 2), ("0", 1)]
-    assert divisors([undivided, right], 8) == [("0", 1), ("1", 2)]
-    assert divisors([undivided, right], 12) == [("0", 2), ("0", 1), ("1", 2)]
-    assert divisors([undivided, none], 8, unseen=3) == [("0", 1)]
-    assert divisors([undivided, none], 11, unseen=3) == [("0", 2), ("0", 1)]
-    assert divisors([strange, none], 0) == [("0", 1)]  # nothing is owed there, so no divisor is

@@ -8,13 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from colonnade._launch import launch
-from colonnade.context.parallel_context import ParallelContext
-from colonnade.engine.build import initialize
 from colonnade.engine.stepper import Stepper
 from colonnade.errors import GradientError
 from colonnade.gradients.uneven import FLAG_COUNT, PiggybackedFlags
-from colonnade.testing import compare, gather_weights, run_world
+from colonnade.testing import run_world
+from tests.engine.twins import twins
 from tests.gradients.scenarios import numbers
 from tests.gradients.summing import on_the_cpu
 
@@ -50,7 +48,7 @@ def test_ranks_that_all_deviate_at_once_know_it():
         says = [(step in (3, 4), False), (step == 4, False)]
         told = [flags.begin() for flags in (first, second)]
         assert all((text is not None) == (step == 5) for text in told)  # of step 3, where one deviated
-        assert all(text is None or text.startswith("step 3 was dropped: ") for text in told)
+        assert all(text is None or text.startswith("step 3 was skipped: ") for text in told)
         summed = first.numbers(*says[0]) + second.numbers(*says[1])
         for flags in (first, second):
             assert flags.take(summed).item() == float(step in (3, 4))
@@ -84,6 +82,10 @@ class Branch(nn.Module):
         return self.branch(x) if use else x
 
 
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
 def _uses(rank: int, step: int) -> bool:
     """Steady, then from step 7 on rank 1 leaves the branch out now and then, and both in step 12."""
     return step < 7 or (rank == 0 and step != 12) or (step % 2 == 0 and step != 12)
@@ -91,68 +93,50 @@ def _uses(rank: int, step: int) -> bool:
 
 def _trains(config: dict[str, Any]) -> int:
     Stepper._piggybacked_flags = on_the_cpu  # type: ignore[method-assign]
-    with launch({**config, "sync": {"shared_memory": False}}, context=ParallelContext(), verbose=False) as gpc:
-        rank = gpc.get_global_rank()
-        model, plain = Branch(), Branch()
-        engine = initialize(model, lambda p: torch.optim.AdamW(p, lr=0.1), context=gpc)[0]
-        reference = torch.optim.AdamW(plain.parameters(), lr=0.1)
+
+    def loss(model: Any, rank: int, step: int) -> Tensor:
+        return model(numbers(3, 4, seed=10 * step + rank), _uses(rank, step)).square().mean()
+
+    with twins({**config, "sync": {"shared_memory": False}}, Branch, adamw) as both:
         steady = []
         for step in range(16):
-            engine.zero_grad()
-            engine.backward(engine(numbers(3, 4, seed=10 * step + rank), _uses(rank, step)).square().mean())
-            engine.step()
-            steady.append(engine._stepper._flags.steady)
-            reference.zero_grad()
-            if step == 7:  # nobody saw it coming: dropped on both ranks
-                continue
-            losses = [plain(numbers(3, 4, seed=10 * step + r), _uses(r, step)).square().mean() for r in range(2)]
-            (sum(losses) / 2).backward()
-            if "clip_grad_norm" in config:
-                torch.nn.utils.clip_grad_norm_(plain.parameters(), config["clip_grad_norm"])
-            reference.step()
-        compare(dict(plain.named_parameters()), gather_weights(model, gpc), 1e-10)
+            both.train(loss, step)
+            steady.append(both.engine._stepper._flags.steady)
+            if step != 7:  # nobody saw it coming: dropped on both ranks
+                both.follow(loss, step)
         assert steady == [False] * 3 + [True] * 6 + [False] * 7, steady
-        dropped = engine.skipped_steps
-        engine.close()
-        return dropped
+        return both.engine.skipped_steps
 
 
-@pytest.mark.parametrize(
-    "config", [{"clip_grad_norm": 0.1}, {}, {"zero": 1, "clip_grad_norm": 0.1}, {"zero": 2}], ids=str
-)
-def test_a_step_that_nobody_saw_coming_is_dropped_by_all_and_the_rest_is_right(config):
-    assert run_world(2, _trains, config).values == [1, 1]
+def _trains_with_each(configs: list[dict[str, Any]]) -> list[int]:
+    return [_trains(config) for config in configs]
+
+
+def test_a_step_that_nobody_saw_coming_is_dropped_by_all_and_the_rest_is_right():
+    configs = [{"clip_grad_norm": 0.1}, {}, {"zero": 1, "clip_grad_norm": 0.1}, {"zero": 2}]
+    assert run_world(2, _trains_with_each, configs).values == [[1] * 4] * 2
 
 
 def _freezes() -> int:
     """In a steady step all ranks freeze a layer, and thaw it later: nothing is dropped."""
     Stepper._piggybacked_flags = on_the_cpu  # type: ignore[method-assign]
-    config = {"clip_grad_norm": 0.1, "sync": {"shared_memory": False}}
-    with launch(config, context=ParallelContext(), verbose=False) as gpc:
-        rank = gpc.get_global_rank()
-        model, plain = Branch(), Branch()
-        engine = initialize(model, lambda p: torch.optim.AdamW(p, lr=0.1), context=gpc)[0]
-        reference = torch.optim.AdamW(plain.parameters(), lr=0.1)
+
+    def loss(model: Any, rank: int, step: int) -> Tensor:
+        return model(numbers(3, 4, seed=10 * step + rank), True).square().mean()
+
+    with twins({"clip_grad_norm": 0.1, "sync": {"shared_memory": False}}, Branch, adamw) as both:
         steady = []
         for step in range(20):
-            for one in (model, plain):
+            for one in (both.model, both.plain):
                 one.branch.requires_grad_(not 6 <= step < 13)
-            engine.zero_grad()
-            engine.backward(engine(numbers(3, 4, seed=10 * step + rank), True).square().mean())
-            engine.step()
-            steady.append(engine._stepper._flags.steady)
-            reference.zero_grad()
-            losses = [plain(numbers(3, 4, seed=10 * step + r), True).square().mean() for r in range(2)]
-            (sum(losses) / 2).backward()
-            torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-            reference.step()
-            compare(dict(plain.named_parameters()), gather_weights(model, gpc), 1e-10)
+            both.train(loss, step)
+            steady.append(both.engine._stepper._flags.steady)
+            both.follow(loss, step)
+            both.compare()
         assert steady[6], "the step in which it froze was one without agreement"
         assert steady[12]
         assert steady[-1], "and the ranks are steady again"
-        dropped = engine.skipped_steps
-        engine.close()
-        return dropped
+        return both.engine.skipped_steps
 
 
 def test_what_all_ranks_change_at_once_drops_no_step():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,20 +12,17 @@ from colonnade.config import load_config
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError, LedgerError
-from colonnade.gradients.bucket import Bucket, BucketStorage
 from colonnade.gradients.handler import PlannedGradientHandler
 from colonnade.gradients.sums import (
     Reduction,
     Sharding,
     Shards,
-    Sum,
     SyncOptions,
     choose,
     read_demands,
     sums_of,
     with_groups,
 )
-from colonnade.gradients.transport import TRANSPORTS
 from colonnade.parallel.placement import Replicate, place
 from colonnade.proof.planner.ranks import fake_rank
 
@@ -165,41 +161,6 @@ F16, B16, F32, F64, C64 = torch.float16, torch.bfloat16, torch.float32, torch.fl
 def test_in_which_type_gradients_are_added_and_sent(settings, dtype, added, sent):
     options = SyncOptions.read(settings)
     assert (options.sum_dtype(dtype), options.wire_dtype(dtype)) == (added, sent)
-
-
-@pytest.mark.parametrize(
-    ("sharding", "flags"),
-    [
-        (None, (False, True, False)),
-        (Sharding(), (True, True, False)),
-        (Sharding(keep_full=False), (True, False, False)),
-        (Sharding(keep_full=False, every_pass=True), (True, False, True)),
-    ],
-)
-def test_what_a_bucket_keeps(sharding, flags):
-    parameter = nn.Parameter(torch.zeros(5))
-    bucket = Bucket(Sum(("a",), (parameter,), (0, 1), None, 2.0, sharding=sharding), [0], 0)
-    assert (bucket.is_sharded, bucket.keeps_gradients, bucket.every_pass) == flags
-
-
-@pytest.mark.parametrize(
-    ("asked", "there", "chosen"),
-    [
-        ("auto", True, "SharedMemoryTransport"),
-        ("auto", False, "CollectiveTransport"),
-        (False, True, "CollectiveTransport"),
-        (True, True, "SharedMemoryTransport"),
-    ],
-)
-def test_which_transport_serves(monkeypatch, asked, there, chosen):
-    for one in TRANSPORTS:
-        fits = one.__name__ in ("SharedMemoryTransport", "CollectiveTransport")
-        monkeypatch.setattr(one, "serves", classmethod(lambda cls, group, device, fits=fits: fits))
-    parameter = nn.Parameter(torch.zeros(5))
-    one_sum = Sum(("a",), (parameter,), (0, 1), None, 2.0, SyncOptions(shared_memory=asked))
-    group: Any = SimpleNamespace(under_way=None)
-    found = BucketStorage(one_sum, group, torch.float32, torch.device("cpu"))._transport(shared=there)
-    assert found.__name__ == chosen
 
 
 def test_parameters_are_chosen_by_name_or_by_a_function(context):

@@ -21,7 +21,6 @@ from colonnade.engine.build import initialize
 from colonnade.engine.gradient_handler import BaseGradientHandler
 from colonnade.errors import LedgerError
 from colonnade.gradients import probe
-from colonnade.gradients.probe import find_difference, state_put_back
 from colonnade.gradients.sums import read_demands
 from colonnade.registry import GRADIENT_HANDLER
 from colonnade.testing import run_world
@@ -271,21 +270,6 @@ def test_a_rank_that_is_slow_is_waited_for(built):
     assert all(isinstance(rows, dict) for rows, _ in built["Unlike", "slow on rank 2"])
 
 
-def test_a_rank_that_works_or_is_about_to_pass_is_no_difference():
-    here = {"at": "g", "does": "calls a", "size": 2, "calls": {"g": 1}, "ended": False, "raised": ""}
-    working = {"at": "", "does": "", "size": 1, "calls": {}, "ended": False, "raised": ""}
-    assert find_difference(0, [0, 1], {0: here, 1: working}, unchanged=True) is None
-    elsewhere = {**here, "at": "h", "calls": {"h": 1}}
-    assert find_difference(0, [0, 1], {0: here, 1: elsewhere, 2: working}, unchanged=True) is None
-    passing = {**here, "at": "h", "calls": {"h": 1}}
-    assert find_difference(0, [0, 1], {0: here, 1: elsewhere, 2: passing}, unchanged=True) is None
-    stuck = {0: here, 1: elsewhere, 2: {**working, "ended": True}}
-    assert find_difference(0, [0, 1], stuck, unchanged=False) is None
-    assert "rank 1 calls a where rank 0 calls a" in str(find_difference(0, [0, 1], stuck, unchanged=True))
-    passed = {**here, "calls": {"g": 2}, "does": "calls b"}
-    assert find_difference(0, [0, 1], {0: passed, 1: here, 2: working}, unchanged=True) is None
-
-
 @GRADIENT_HANDLER.register_module
 class Idle(BaseGradientHandler):
     """Does nothing, and counts how often."""
@@ -415,30 +399,6 @@ def _stateful() -> None:
 
 def test_a_handler_with_state_and_the_random_streams_are_as_before():
     run_world(2, _stateful)
-
-
-def test_state_comes_back_in_place():
-    class Holder:
-        pass
-
-    holder = Holder()
-    tensor, generator = torch.zeros(3), torch.Generator().manual_seed(1)
-    holder.inner = {"tensor": tensor, "list": [tensor], "generator": generator}
-    holder.inner["self"] = holder.inner
-    inner, memory = holder.inner, tensor.data_ptr()
-    with state_put_back(holder, ParallelContext()):
-        tensor.add_(1)
-        tensor.data = torch.ones(5)
-        torch.rand(1, generator=generator)
-        inner["list"].append(1)
-        holder.inner = None
-    assert holder.inner is inner
-    assert inner["self"] is inner
-    assert inner["tensor"] is tensor
-    assert inner["list"] == [tensor]
-    assert tensor.tolist() == [0, 0, 0]
-    assert tensor.data_ptr() == memory
-    assert torch.equal(torch.rand(1, generator=generator), torch.rand(1, generator=torch.Generator().manual_seed(1)))
 
 
 # -- marks ------------------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
-from colonnade.testing import compare, gather_weights, run_world
+from colonnade.testing import compare, run_world
+from tests.engine.twins import twins
 from tests.gradients.scenarios import numbers
 from tests.optim.zero.cases import whole_gradients
 
@@ -27,6 +28,10 @@ def _config(stage: int, shared_memory: Any, **more: Any) -> dict[str, Any]:
 def layers(count: int = 4) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(5, 5) for _ in range(count))).double()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def _freed(passes: int) -> None:
@@ -94,23 +99,18 @@ def test_a_late_gradient_is_summed_too():
 
 def _loaders() -> None:
     """Rank 1 has one batch less, rank 0's last step is its own; (sum, count) losses."""
+
+    def loss(model: Any, rank: int, at: int) -> tuple[Tensor, int]:
+        x = numbers(2 + at, 5, seed=at + 10 * rank)
+        return model(x).square().sum(), x.numel()
+
     for stage, shared_memory in [*WAYS, (0, "auto")]:
-        with launch(_config(stage, shared_memory), context=ParallelContext(), verbose=False) as gpc:
-            model, plain = layers(), layers()
-            engine = initialize(model, lambda p: torch.optim.AdamW(p, lr=0.1), context=gpc)[0]
-            reference = torch.optim.AdamW(plain.parameters(), lr=0.1)
-            mine = [numbers(2 + at, 5, seed=at + 10 * gpc.get_global_rank()) for at in range(3 - gpc.get_global_rank())]
-            for x in engine.batches(mine):
-                engine.zero_grad()
-                engine.backward((engine(x).square().sum(), x.numel()))
-                engine.step()
-            for step in range(3):
-                parts = [numbers(2 + step, 5, seed=step + 10 * rank) for rank in range(2) if step < 3 - rank]
-                reference.zero_grad()
-                plain(torch.cat(parts)).square().mean().backward()
-                reference.step()
-            compare(dict(plain.named_parameters()), gather_weights(model, gpc), 1e-10)
-            engine.close()
+        config = _config(stage, shared_memory)
+        with twins(config, layers, lambda model: torch.optim.AdamW(model.parameters(), lr=0.1)) as both:
+            for at in both.engine.batches(range(3 - both.rank)):
+                both.train(loss, at)
+            for at in range(3):
+                both.follow(loss, places=[(rank, at) for rank in range(2) if at < 3 - rank])
 
 
 def test_uneven_loaders_and_weighted_losses():
@@ -119,23 +119,16 @@ def test_uneven_loaders_and_weighted_losses():
 
 def _accumulated_loaders() -> None:
     """Rank 1 runs out in the middle of a step: rank 0 waits for its part of a pass, and it for rank 0's next batch."""
+
+    def loss(model: Any, rank: int, at: int) -> Tensor:
+        return model(numbers(3, 5, seed=at + 10 * rank)).square().mean()
+
     for stage, shared_memory in WAYS:
-        config = _config(stage, shared_memory, gradient_accumulation=2)
-        with launch(config, context=ParallelContext(), verbose=False) as gpc:
-            model, plain = layers(), layers()
-            engine = initialize(model, lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)[0]
-            reference = torch.optim.SGD(plain.parameters(), lr=0.1)
-            for at in engine.batches(range(6 - 3 * gpc.get_global_rank())):
-                engine.zero_grad()
-                engine.backward(engine(numbers(3, 5, seed=at + 10 * gpc.get_global_rank())).square().mean())
-                engine.step()
-            for step in range(3):
-                seeds = [at + 10 * rank for rank in range(2) for at in (2 * step, 2 * step + 1) if at < 6 - 3 * rank]
-                reference.zero_grad()
-                plain(torch.cat([numbers(3, 5, seed=seed) for seed in seeds])).square().mean().backward()
-                reference.step()
-            compare(dict(plain.named_parameters()), gather_weights(model, gpc), 1e-10)
-            engine.close()
+        with twins(_config(stage, shared_memory, gradient_accumulation=2), layers, sgd) as both:
+            for at in both.engine.batches(range(6 - 3 * both.rank)):
+                both.train(loss, at)
+            for at in (0, 2, 4):
+                both.follow(loss, places=[(r, one) for r in range(2) for one in (at, at + 1) if one < 6 - 3 * r])
 
 
 def test_uneven_loaders_beside_accumulation():
@@ -144,24 +137,20 @@ def test_uneven_loaders_beside_accumulation():
 
 def _asked_between() -> None:
     """Rank 1 does not use the last layers, whose buckets rank 0 waits for in backward; then both join their losses."""
+
+    def loss_of(model: Any, rank: int, step: int) -> Tensor:
+        return model[: 8 - 3 * rank](numbers(3, 5, seed=step + 10 * rank)).square().mean()
+
     for stage, shared_memory in [*WAYS, (0, False)]:
         config = _config(stage, shared_memory, sync={"bucket_mb": 0.0003})
-        with launch(config, context=ParallelContext(), verbose=False) as gpc:
-            model, plain = layers(8), layers(8)
-            engine = initialize(model, lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)[0]
-            rank = gpc.get_global_rank()
+        with twins(config, lambda: layers(8), sgd) as both:
             for step in range(3):
-                engine.zero_grad()
-                loss = model[: 8 - 3 * rank](numbers(3, 5, seed=step + 10 * rank)).square().mean()
-                engine.backward(loss)
+                both.engine.zero_grad()
+                loss = loss_of(both.model, both.rank, step)
+                both.engine.backward(loss)
                 dist.all_reduce(loss.detach())
-                engine.step()
-                plain.zero_grad()
-                losses = [plain[: 8 - 3 * r](numbers(3, 5, seed=step + 10 * r)).square().mean() for r in range(2)]
-                (sum(losses) / 2).backward()
-                torch.optim.SGD(plain.parameters(), lr=0.1).step()
-            compare(dict(plain.named_parameters()), gather_weights(model, gpc), 1e-10)
-            engine.close()
+                both.engine.step()
+                both.follow(loss_of, step)
 
 
 def test_ranks_that_use_other_layers_may_talk_between_backward_and_step():

@@ -115,20 +115,6 @@ def test_a_killed_rank_is_named_and_leaves_nothing_behind(where, tmp_path):
         assert not maps.exists() or "colonnade-shared" not in maps.read_text()
 
 
-def _names() -> list[str]:
-    """While it runs: the mappings are there, but no file."""
-    model = _model()
-    reducer = reduce_all(model, TINY, shared_memory=True)
-    _step(model, reducer)
-    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "colonnade-shared" in line]
-    assert len(maps) == dist.get_world_size()
-    return [name for name in os.listdir("/dev/shm") if "colonnade" in name]
-
-
-def test_no_file_exists_even_while_it_runs():
-    assert run_world(2, _names).values == [[], []]
-
-
 def _silent() -> str:
     group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
     names, parameters = zip(*_model().named_parameters(), strict=True)

@@ -1,8 +1,8 @@
-"""A synchroniser in one process: when passes are open, what is noticed of gradients, and what a step leaves behind."""
+"""A synchroniser in one process: which groups share memory, what is refused, and what is noticed of gradients."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +10,95 @@ import torch
 from torch import nn
 
 from colonnade.errors import GradientError
-from colonnade.gradients.sums import Sharding, Sum, SyncOptions
-from colonnade.gradients.synchroniser import StepOutcome, Synchroniser
+from colonnade.gradients import synchroniser
+from colonnade.gradients.sums import Sum, SyncOptions
+from colonnade.gradients.synchroniser import Synchroniser, open_groups
 from colonnade.gradients.uneven import PiggybackedFlags
 
+
+class Group:
+    """Stands for the ranks of a group; three ranks cannot share."""
+
+    def __init__(self, ranks: tuple[int, ...], group: None, log: object) -> None:
+        self.ranks, self.alone = ranks, len(ranks) == 1
+        self.asked: bool | None = None
+        self.sockets: Any = None
+        self.closed = False
+
+    def share_memory(self, must: bool) -> None:
+        self.asked = must
+        if must and len(self.ranks) == 3:
+            raise GradientError("three cannot share")
+        self.sockets = object()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def opened(*sums: tuple[int, str, dict[str, Any]]) -> tuple[dict[tuple[int, ...], Any], list[str]]:
+    """The groups of sums over so many ranks, on that device and with those options; and what was said."""
+    made = [
+        Sum(
+            (f"p{at}",),
+            (nn.Parameter(torch.zeros(1, device=device)),),
+            tuple(range(ranks)),
+            None,
+            1.0,
+            SyncOptions(**options),
+        )
+        for at, (ranks, device, options) in enumerate(sums)
+    ]
+    said: list[str] = []
+    return open_groups(made, said.append), said  # type: ignore[return-value]
+
+
+@pytest.fixture
+def made_up(monkeypatch):
+    monkeypatch.setattr(synchroniser, "RankGroup", Group)
+
+
+@pytest.mark.parametrize(
+    ("sums", "asked"),
+    [
+        ([(2, "cpu", {})], False),
+        ([(2, "cpu", {"shared_memory": True})], True),
+        ([(2, "cpu", {"shared_memory": False})], None),
+        ([(2, "meta", {})], None),  # not in memory of the host
+        ([(1, "cpu", {"shared_memory": True})], None),  # with nobody
+        ([(2, "meta", {}), (2, "cpu", {})], False),
+        ([(2, "cpu", {"shared_memory": False}), (2, "cpu", {"shared_memory": True})], True),
+    ],
+)
+def test_memory_is_shared_where_it_is_wanted_and_lies_on_the_host(made_up, sums, asked):
+    (group,) = opened(*sums)[0].values()
+    assert group.asked is asked
+
+
+def test_there_is_one_group_for_each_set_of_ranks(made_up):
+    groups, said = opened((4, "cpu", {}), (2, "cpu", {}), (4, "cpu", {}))
+    assert list(groups) == [(0, 1), (0, 1, 2, 3)]
+    assert said == []
+
+
+def test_parameters_of_two_sums_and_divisors_that_are_none_are_refused():
+    parameter = nn.Parameter(torch.zeros(1))
+    one = Sum(("a",), (parameter,), (0,), None, 0.5)
+    assert open_groups([one], print)
+    for wrong in ([one, replace(one, names=("b",))], [replace(one, divisor=0.0)], [replace(one, divisor=-0.5)]):
+        with pytest.raises(GradientError, match=r"is in two sums|a divisor must be greater than 0"):
+            open_groups(wrong, print)
+
+
+def test_a_group_that_must_share_and_cannot_is_an_error_after_the_others_were_opened(monkeypatch):
+    made: list[Group] = []
+    monkeypatch.setattr(synchroniser, "RankGroup", lambda *args: made.append(Group(*args)) or made[-1])
+    with pytest.raises(GradientError, match="three cannot share"):
+        opened((3, "cpu", {"shared_memory": True}), (4, "cpu", {}))
+    assert [group.asked for group in made] == [True, False]
+    assert all(group.closed for group in made)
+
+
+# -- passes ---
 SMALL = SyncOptions(bucket_mb=64 / 2**20, first_bucket_mb=32 / 2**20)
 
 
@@ -27,47 +112,6 @@ def alone(*numels: int, **more: Any) -> tuple[Synchroniser, tuple[nn.Parameter, 
 
 def backward(parameters: tuple[nn.Parameter, ...], value: float = 4.0) -> None:
     sum((value * parameter).sum() for parameter in parameters).backward()
-
-
-def test_a_new_one_has_seen_nothing():
-    reducer, parameters = alone(8, 8, 8)
-    assert (reducer.generation, reducer.unprepared_gradients) == (0, False)
-    assert reducer.parameters == {id(parameter) for parameter in parameters}
-    assert [bucket.names for bucket in reducer.layout] == [("p2",), ("p1", "p0")]
-    assert reducer._step == 0
-    assert not reducer.host_waits
-    reducer.buckets[0].transport.host_waits = True  # type: ignore[misc]
-    assert reducer.host_waits
-
-
-def test_the_scale_of_a_step_is_told_in_its_outcome():
-    reducer, parameters = alone(8)
-    for scale in (0.5, None):
-        parameters[0].grad = None
-        reducer.prepare(last=True)
-        backward(parameters)
-        assert reducer.wait(scale) == StepOutcome(scale, [])
-        assert parameters[0].grad.tolist() == [2.0 if scale is None else 1.0] * 8
-
-
-def test_every_pass_begins_for_all_sums():
-    reducer, parameters = alone(8)
-    for _ in range(2):  # what a bucket waits for is what came in one pass
-        reducer.prepare(last=True)
-        backward(parameters)
-    reducer.wait()
-    assert [bucket.firings for bucket in reducer.buckets] == [1]
-    parameters[0].data = parameters[0].data.double()
-    with pytest.raises(GradientError, match=r"'p0' was torch\.float32 on cpu at initialize"):
-        reducer.prepare(last=True)
-
-
-def test_parameters_without_elements_take_part():
-    reducer, parameters = alone(0)
-    reducer.prepare(last=True)
-    backward(parameters)
-    reducer.wait()
-    assert parameters[0].grad is not None
 
 
 @pytest.mark.parametrize("change", [None, "written", "replaced", "taken", "given"])
@@ -96,95 +140,6 @@ def test_gradients_that_are_changed_between_backward_and_step_are_refused(change
     reducer.wait()
 
 
-def test_gradients_of_a_pass_that_nobody_prepared_have_strayed_where_others_wait_for_them():
-    reducer, parameters = alone(8)
-    for prepared in (True, False):  # first while the order is recorded, then not
-        for others in (False, True):
-            (state,) = reducer._states
-            state.group.size = 2 if others else 1
-            parameters[0].grad = None
-            if prepared:
-                reducer.prepare(last=True)
-            backward(parameters)
-            assert reducer.unprepared_gradients is (others and not prepared)
-            state.group.size = 1
-            if prepared:
-                reducer.wait()
-    reducer.prepare(last=True)
-    assert not reducer.unprepared_gradients
-
-
-def test_a_rank_that_fails_drops_its_gradients_and_goes_on():
-    reducer, parameters = alone(8, 8)
-    reducer.prepare(last=False)
-    backward(parameters)
-    reducer.fail("why")
-    outcome = reducer.wait()
-    assert (outcome.failed_ranks, outcome.reasons) == ([0], {0: "why"})
-    assert [parameter.grad for parameter in parameters] == [None, None]
-    for _ in range(2):
-        for parameter in parameters:
-            parameter.grad = None
-        reducer.prepare(last=True)
-        backward(parameters)
-        assert reducer.wait() == StepOutcome(None, [])
-        assert all(parameter.grad.tolist() == [2.0] * 8 for parameter in parameters)
-
-
-@pytest.mark.parametrize(
-    "sharding", [Sharding(), Sharding(keep_full=False, every_pass=True), Sharding(keep_full=False)]
-)
-@pytest.mark.parametrize("failed", [False, True])
-@pytest.mark.parametrize("ends", [False, True])
-def test_of_a_sharded_sum_the_slices_are_the_result_of_all_passes(sharding, failed, ends):
-    reducer, parameters = alone(8, 8, 8, sharding=sharding)
-    for step in range(3):
-        for last in (False, True):
-            reducer.prepare(last)
-            backward(parameters)
-            if ends:
-                reducer.end_backward()
-        if failed and step == 1:
-            reducer.fail()
-        reducer.wait(0.5 if step == 2 else None)
-        assert all(parameter.grad is None for parameter in parameters)
-        assert not any(bucket.started or bucket.shard.landed for bucket in reducer.buckets)
-        if not (failed and step == 1):
-            expected = 4.0 * (0.5 if step == 2 else 1.0)
-            for bucket in reducer.buckets:
-                found = [bucket.gradient[span.at : span.at + span.numel] for span in bucket.spans]
-                assert [part.unique().tolist() for part in found] == [[expected]] * len(found)
-
-
-def test_whole_gradients_are_given_back_where_they_are_wanted():
-    reducer, parameters = alone(8, 8, 8, sharding=Sharding(give_back=True))
-    reducer.prepare(last=True)
-    backward(parameters[:2])
-    reducer.wait()
-    assert [None if p.grad is None else p.grad.unique().tolist() for p in parameters] == [[2.0], [2.0], None]
-
-
-def test_frozen_and_thawed_parameters_lay_the_buckets_out_anew():
-    reducer, parameters = alone(8, 8, 8)
-    for step, thawed in enumerate([True, True, False, False, True]):
-        parameters[1].requires_grad_(thawed)
-        for parameter in parameters:
-            parameter.grad = None
-        reducer.prepare(last=True)
-        backward(tuple(parameter for parameter in parameters if parameter.requires_grad))
-        reducer.wait()
-        assert reducer.generation == [0, 0, 1, 1, 2][step]
-        assert parameters[0].grad.tolist() == [2.0] * 8
-    assert sorted(name for bucket in reducer.buckets for name in bucket.names) == ["p0", "p1", "p2"]
-
-
-def test_no_numbers_are_carried_where_no_bucket_goes_to_the_world():
-    reducer, _ = alone(8)
-    assert not reducer.carry(torch.ones(2), lambda numbers: numbers[0])
-    assert reducer._scale_of is None
-    assert (reducer._first_to_all, reducer._last_to_all) == (None, None)
-
-
 def test_a_step_that_flags_dropped_is_logged():
     said: list[str] = []
     parameters = (nn.Parameter(torch.zeros(8)),)
@@ -203,15 +158,11 @@ def test_a_step_that_flags_dropped_is_logged():
         flags.take(outcome.unsent_flags)
     # Unsteady while it learns; in step 4 it is steady, and deviates; from then on it is noted.
     assert unsteady == [[0, 1], [0, 0], [0, 0], [0, 0], [1, 0], [0, 0], [0, 0]]
-    assert [text[:18] for text in said] == ["step 4 was dropped"]
+    assert [text[:18] for text in said] == ["step 4 was skipped"]
 
 
-def test_closing_takes_the_hooks_and_the_connections_away():
-    reducer, parameters = alone(8)
-    closed: list[bool] = []
-    (group,) = reducer.groups.values()
-    group.sockets = SimpleNamespace(close=lambda: closed.append(True))  # type: ignore[assignment]
-    reducer.close()
-    assert closed == [True]
-    backward(parameters)
-    assert parameters[0].grad is not reducer.buckets[0].grads[0]
+def test_the_host_waits_where_one_transport_makes_it_wait():
+    reducer, _ = alone(8)
+    assert not reducer.host_waits
+    reducer.buckets[0].transport.host_waits = True  # type: ignore[misc]
+    assert reducer.host_waits

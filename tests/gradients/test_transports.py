@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colonnade.errors import ConfigError
-from colonnade.gradients.sums import SyncOptions
 from colonnade.testing import run_world
 from tests.gradients.summing import LARGE, TINY, data, everywhere, reduce_all, train
 
@@ -121,42 +119,3 @@ def _bits(numels: list[int]) -> None:
 
 def test_bits_do_not_depend_on_bucket_sizes_in_shared_memory_nor_with_fixed_order():
     run_world(4, _bits, [5, 1000, 33, 64, 257, 3000])
-
-
-@pytest.mark.parametrize(
-    ("given", "hint"),
-    [
-        ({"bucket_mb": 0}, "more than 0"),
-        ({"overlap": "yes"}, '"auto"'),
-        ({"reduce_dtype": torch.int32}, "floating point"),
-        ({"reduce_dtype": 3}, "floating point dtype, not 3"),
-        ({"compress": "bf61"}, "Did you mean 'bf16'"),
-        ({"compress": "fp32"}, "allowed: bf16"),
-        ({"compres": "bf16"}, "Did you mean 'compress'"),
-        ({"compress": "fp16", "reduce_dtype": "bf16"}, "both set the dtype for sending"),
-    ],
-    ids=str,
-)
-def test_options_that_cannot_be_used_say_what_can(given, hint):
-    with pytest.raises(ConfigError, match=hint):
-        SyncOptions.read(given)
-
-
-def test_options_can_be_compared_and_hashed():
-    first, second = (
-        SyncOptions.read({"compress": "bf16", "reduce_dtype": "fp32", "bucket_mb": None}) for _ in range(2)
-    )
-    assert first == second
-    assert hash(first) == hash(second)
-    assert first == SyncOptions(compress=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-def test_sums_are_never_narrower_and_messages_never_wider_than_the_gradients():
-    assert SyncOptions().sum_dtype(torch.float16) is torch.float32
-    assert SyncOptions().sum_dtype(torch.bfloat16) is torch.bfloat16
-    assert SyncOptions(reduce_dtype=torch.bfloat16).sum_dtype(torch.float32) is torch.float32
-    assert SyncOptions(compress=torch.bfloat16).wire_dtype(torch.float32) is torch.bfloat16
-    assert SyncOptions(compress=torch.bfloat16).wire_dtype(torch.float16) is torch.float16
-    assert SyncOptions(reduce_dtype=torch.bfloat16).wire_dtype(torch.float32) is torch.bfloat16
-    assert SyncOptions(reduce_dtype=torch.float32).wire_dtype(torch.bfloat16) is torch.bfloat16
-    assert SyncOptions(reduce_dtype=torch.bfloat16).sum_dtype(torch.float16) is torch.float32

@@ -14,12 +14,8 @@ from colonnade.gradients import transport as transport_module
 from colonnade.gradients.bucket import Bucket, GradientShard
 from colonnade.gradients.sums import Sharding, Sum, SyncOptions
 from colonnade.gradients.transport import (
-    TRANSPORTS,
     CollectiveTransport,
-    LocalTransport,
     SharedMemoryTransport,
-    is_one,
-    real,
 )
 
 F16, B16, F32, F64, C64 = torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64
@@ -62,34 +58,6 @@ def test_each_rank_sums_its_slice_into_the_memory_of_all(monkeypatch, dtype, opt
     assert said == []  # they tell each other once for all buckets
 
 
-@pytest.mark.parametrize("takes_turns", [False, True])
-@pytest.mark.parametrize(("dtype", "wide"), [(F32, False), (B16, True), (F16, False)])
-def test_of_a_sharded_bucket_each_rank_has_its_slice(monkeypatch, dtype, wide, takes_turns):
-    monkeypatch.setattr(transport_module, "_CACHE_BYTES", 1)
-    sharding, ranks = Sharding(wide=wide, keep_full=not takes_turns), 3
-    buckets = [bucket_of(20_000, dtype, index, ranks, sharding=sharding) for index in range(ranks)]
-    every = [torch.arange(buckets[0].numel).remainder(7).add(at + 1).to(dtype) for at in range(ranks)]
-    before = [one.clone() for one in every]
-    total, said = sum(one.double() for one in every), []
-    for index, bucket in enumerate(buckets):
-        transport = SharedMemoryTransport(bucket, GroupMemory(every[index], every), group_of(index, ranks, said))
-        assert transport.reduced_in is (F32 if dtype in (F16, B16) else dtype)
-        transport.start()
-        transport.finish(0.5)
-        assert torch.equal(bucket.shard.flat.double(), total[bucket.own][: bucket.used] * 0.5)
-    assert all(torch.equal(one, was) for one, was in zip(every, before, strict=True))
-    assert said == [b"f", "collected"] * ranks * takes_turns
-
-
-def test_a_bf16_sum_without_masters_is_taken_in_bf16():
-    bucket = bucket_of(32, B16, 0, 2, sharding=Sharding())
-    every = [torch.full((bucket.numel,), value, dtype=B16) for value in (256.0, 1.0)]
-    transport = SharedMemoryTransport(bucket, GroupMemory(every[0], every), group_of(0))
-    transport.finish(1.0)
-    assert bucket.shard.flat[0] == 256.0  # 257 is none of bf16's numbers
-    assert transport.reduced_in is B16
-
-
 @pytest.mark.parametrize(
     ("options", "dtype", "sharding", "carries", "reduced_in"),
     [
@@ -115,40 +83,3 @@ def test_what_options_come_to_over_a_process_group(options, dtype, sharding, car
     assert transport.early
     assert transport.host_waits
     assert CollectiveTransport.serves(group_of(0), torch.device("cpu"))
-
-
-@pytest.mark.parametrize("dtype", [F32, C64])
-@pytest.mark.parametrize("factor", [1.0, 0.5, torch.tensor(0.25)])
-def test_alone_there_is_only_the_factor(dtype, factor):
-    for sharding in (None, Sharding()):
-        if sharding is not None and dtype is C64:
-            continue
-        bucket = bucket_of(5, dtype, ranks=1, sharding=sharding)
-        memory = torch.full((bucket.numel,), 4.0, dtype=dtype)
-        transport = LocalTransport(bucket, GroupMemory(memory), group_of(0, 1))
-        transport.start()
-        transport.finish(factor)
-        result = memory if bucket.shard is None else bucket.shard.flat
-        assert torch.equal(result, torch.full_like(result, 4.0 * float(factor)))
-    assert LocalTransport.serves(group_of(0, 1), torch.device("cpu"))
-    assert not LocalTransport.serves(group_of(0, 2), torch.device("cpu"))
-
-
-def test_shared_memory_serves_connected_ranks_on_the_host():
-    connected, apart = SimpleNamespace(sockets=object()), SimpleNamespace(sockets=None)
-    cpu, meta = torch.device("cpu"), torch.device("meta")
-    found = [SharedMemoryTransport.serves(group, device) for group in (connected, apart) for device in (cpu, meta)]  # type: ignore[arg-type]
-    assert found == [True, False, False, False]
-    assert [one.__name__ for one in TRANSPORTS] == [
-        "LocalTransport",
-        "SharedMemoryTransport",
-        "DeviceCollectiveTransport",
-        "CollectiveTransport",
-    ]
-
-
-def test_a_complex_buffer_is_twice_as_many_reals_and_one_is_a_number_of_the_host():
-    assert real(torch.tensor([1 + 2j, 3 + 4j])).tolist() == [1, 2, 3, 4]
-    plain = torch.ones(2)
-    assert real(plain) is plain
-    assert [is_one(1.0), is_one(0.5), is_one(torch.tensor(1.0))] == [True, False, False]

@@ -23,20 +23,17 @@ def test_a_good_job_passes(script: str) -> None:
     assert checked(job) is job
 
 
-def test_a_missing_script_names_the_nearest(script: str) -> None:
-    with pytest.raises(LaunchError, match=r"no script '.*/trian.py'.*Did you mean '.*/train.py'\?"):
-        checked(LaunchJob(script.replace("train", "trian")))
-
-
-def test_a_missing_script_in_this_folder_names_the_nearest(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(Path(script).parent)
-    with pytest.raises(LaunchError, match=r"Did you mean 'train.py'\?"):
-        checked(LaunchJob("tarin.py"))
-
-
-def test_a_folder_is_not_a_script(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match="is a folder"):
-        checked(LaunchJob(str(tmp_path)))
+def test_a_script_that_is_missing_or_a_folder_is_named_with_the_nearest(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for target, told in (
+        (script.replace("train", "trian"), r"no script '.*/trian.py'.*Did you mean '.*/train.py'\?"),
+        ("tarin.py", r"Did you mean 'train.py'\?"),
+        (str(tmp_path), "is a folder"),
+    ):
+        with pytest.raises(LaunchError, match=told):
+            checked(LaunchJob(target))
 
 
 def test_a_module_must_exist() -> None:

@@ -19,7 +19,6 @@ from colonnade.optim.norm import (
     bucket_blocks,
     check_order,
     chunk_table,
-    flattened,
     on_device,
     padded,
     to_device,
@@ -27,32 +26,11 @@ from colonnade.optim.norm import (
 from colonnade.parallel.flat import FlatLayout
 
 
-@settings(deadline=None)
-@given(numel=st.integers(0, 700), count=st.integers(1, 9))
-def test_slices_of_all_holders_are_the_block(numel: int, count: int) -> None:
-    tensor = torch.arange(float(numel))
-    slices = [GradientBlock(tensor, count, index).owned for index in range(count)]
-    assert torch.equal(torch.cat(slices), tensor)
-
-
 def test_slices_are_even_and_views() -> None:
     tensor = torch.arange(64.0 * 100).view(100, 64)
     slices = [GradientBlock(tensor, 4, index).owned for index in range(4)]
     assert [len(s) for s in slices] == [1600] * 4
     assert all(s.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() for s in slices)
-
-
-def test_block_refuses_an_index_outside_its_holders() -> None:
-    with pytest.raises(GradientError, match="0 to 1, not 2"):
-        GradientBlock(torch.zeros(1), count=2, index=2)
-
-
-def test_flattened_is_a_view_of_dense_memory_in_any_order() -> None:
-    dense = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    assert flattened(dense).data_ptr() == dense.data_ptr()
-    assert flattened(dense.t() if dense.dim() == 2 else dense.permute(3, 1, 0, 2)).data_ptr() == dense.data_ptr()
-    expanded = torch.randn(3, 1).expand(3, 4)
-    assert torch.equal(flattened(expanded).sort().values, expanded.reshape(-1).sort().values)
 
 
 def bucket(*numels: int) -> tuple[FlatLayout, torch.Tensor]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,10 +16,7 @@ from colonnade.engine.build import initialize
 from colonnade.engine.gradient_handler import BaseGradientHandler
 from colonnade.errors import GradientError
 from colonnade.optim import bucket_step
-from colonnade.optim.bucket_step import BucketStep, OwnedBucket, ReplicatedBucket, wants_flat
-from colonnade.optim.flat_step import FlatBucket
-from colonnade.optim.norm import GradientBlock, bucket_blocks, reduce_norms
-from colonnade.parallel.flat import FlatLayout
+from colonnade.optim.bucket_step import wants_flat
 from colonnade.registry import GRADIENT_HANDLER
 from colonnade.testing import run_world
 
@@ -133,22 +128,6 @@ def test_a_rank_that_is_out_of_batches_steps_as_the_others_do(dtype):
     torch.testing.assert_close(other_weights, weights, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_rank_measures_its_half_of_what_two_hold_or_all_of_it(whole):
-    members = [nn.Parameter(torch.zeros(1000)), nn.Parameter(torch.zeros(24))]
-    layout = FlatLayout(members)
-    facts = SimpleNamespace(
-        sum=SimpleNamespace(ranks=(0, 1)), layout=layout, gradient=torch.ones(layout.numel), parameters=members
-    )
-    measured = 0
-    for index in (0, 1):
-        entries = [SimpleNamespace(holding=SimpleNamespace(count=2, index=index, ranks=(0, 1)))] * 2
-        blocks = ReplicatedBucket(facts, entries, [0, 0], whole).blocks([])  # type: ignore[arg-type]
-        assert len(blocks) == 1
-        measured += blocks[0].owned.numel()
-    assert measured == (2 if whole else 1) * layout.numel
-
-
 def test_a_step_that_is_to_be_recorded_is_the_same_before_it_is(monkeypatch):
     asked: list[tuple[int, bool]] = []
     monkeypatch.setattr(bucket_step, "check_capturable", lambda owned, flat: asked.append((len(owned), flat)))
@@ -216,181 +195,6 @@ def test_who_can_drop_a_step_without_the_host(flat, optimizer, drops):
 
 
 # -- without an engine -------------------------------------------------------------------------------------
-
-
-class Flat(OwnedBucket):
-    """Parameters whose gradients are views of one buffer, as long as nobody takes them away."""
-
-    def __init__(self, entries: list[Any], slots: list[int]) -> None:
-        super().__init__(entries, slots)
-        self._members = [entry.tensor for entry in entries]
-        self._layout = FlatLayout(self._members)
-        self._buffer = self._layout.allocate()
-
-    def give(self, grads: Sequence[torch.Tensor | None]) -> None:
-        for member, view, grad in zip(self._members, self._layout.views(self._buffer), grads, strict=True):
-            member.grad = None if grad is None else view.copy_(grad)
-
-    @property
-    def members(self) -> list[torch.Tensor]:
-        return self._members
-
-    def take_gradients(self) -> list[int]:
-        return [at for at, member in enumerate(self._members) if member.grad is None]
-
-    def blocks(self, absent: Sequence[int]) -> list[GradientBlock]:
-        return bucket_blocks(self._layout, self._buffer, [(1, 0)] * len(self.entries), self.slots, absent=absent)
-
-    def flat(self) -> FlatBucket:
-        return FlatBucket(self._layout, self._members, self._buffer, self.slots)
-
-
-SHAPES = [(3, 4), (5,), (2, 2), (7,), (6,)]
-SLOTS = {"p0": 0, "p1": 1, "p2": 1, "p3": 0, "p4": 1}
-
-
-class World:
-    """Two buckets of two parameters, and one loose parameter that a second rank holds too."""
-
-    def __init__(self, flat: bool = True, whole: bool = False, make: Any = torch.optim.SGD, **options: Any) -> None:
-        self.model = nn.ParameterList([nn.Parameter(numbers(*shape, seed=at)) for at, shape in enumerate(SHAPES)])
-        self.plain = [parameter.detach().clone().requires_grad_() for parameter in self.model]
-        holding = SimpleNamespace(count=2, index=1, ranks=(0, 1))
-        self.held = [SimpleNamespace(tensor=p, name=f"p{at}", holding=holding) for at, p in enumerate(self.model)]
-        self.buckets = [Flat(self.held[:2], [0, 1]), Flat(self.held[2:4], [1, 0])]
-        self.optimizer = make([*self.model][:4], lr=0.1, **options)
-        self.truth = make(self.plain[:4], lr=0.1, **options)
-        self.generation = 0
-        self.step = BucketStep(
-            self.optimizer,
-            lambda: self.buckets,
-            lambda: self.generation,
-            self.held,
-            lambda one: SLOTS[one.name],
-            flat,
-            self.model,
-            whole,
-        )
-
-    def give(self, seed: int, without: Sequence[int] = ()) -> list[torch.Tensor | None]:
-        grads = [None if at in without else numbers(*shape, seed=10 * seed + at) for at, shape in enumerate(SHAPES)]
-        self.buckets[0].give(grads[:2])
-        self.buckets[1].give(grads[2:4])
-        return grads
-
-
-def numbers(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-@pytest.mark.parametrize("flat", [True, False])
-@pytest.mark.parametrize("measured", [True, False])
-def test_members_without_a_gradient_take_no_part_wherever_they_are(flat, measured):
-    world = World(flat, momentum=0.9, weight_decay=0.1)
-    if flat:
-        world.optimizer.step = None  # nobody calls it
-    for seed, without in enumerate([[], [3], [0, 2], [0, 1], [], [3]]):
-        grads = world.give(seed, without)
-        if measured:
-            wanted = torch.cat([grad.flatten() for grad in grads[:4] if grad is not None]).norm()
-            norms = reduce_norms(world.step.meter(2.0, 2, torch.device("cpu")).measure())
-            torch.testing.assert_close(norms.total(), wanted)
-        world.step.step_divided(torch.tensor([2.0, 4.0]), None)
-        for parameter, grad, slot in zip(world.plain, grads, [0, 1, 1, 0], strict=False):
-            parameter.grad = None if grad is None else grad / (2.0, 4.0)[slot]
-        world.truth.step()
-        torch.testing.assert_close([*world.model][:4], world.plain[:4])
-    assert (world.step.flat is not None) is flat
-    world.step.close()
-    assert world.step.flat is None
-
-
-def test_a_meter_stays_until_something_is_another():
-    world = World()
-    cpu = torch.device("cpu")
-    world.give(0)
-    first = world.step.meter(2.0, 2, cpu)
-    assert world.step.meter(2.0, 2, cpu) is first
-    assert world.step.meter(1.0, 2, cpu) is not first
-    assert world.step.meter(2.0, 3, cpu).slots == 3
-    second = world.step.meter(2.0, 2, cpu)
-    world.give(0, [1])
-    third = world.step.meter(2.0, 2, cpu)
-    assert third is not second
-    world.generation = 1
-    assert world.step.meter(2.0, 2, cpu) is not third
-    for scattered in ([True, False], [False, True]):  # their gradients may lie elsewhere at every step
-        for bucket, is_scattered in zip(world.buckets, scattered, strict=True):
-            bucket.scattered = is_scattered
-        assert world.step.meter(2.0, 2, cpu) is not world.step.meter(2.0, 2, cpu)
-
-
-@pytest.mark.parametrize(("whole", "counted"), [(False, 64), (True, 128)])
-def test_a_gradient_outside_of_all_buckets_is_measured_in_its_slot(whole, counted):
-    world = World(whole=whole)
-    world.held[4].tensor = world.model[4] = nn.Parameter(torch.zeros(128, dtype=torch.float64))
-    world.give(0, range(4))
-    world.held[4].tensor.grad = torch.ones(128, dtype=torch.float64)
-    sums = reduce_norms(world.step.meter(2.0, 2, torch.device("cpu")).measure()).sums
-    assert sums.tolist() == pytest.approx([0.0, counted])
-    assert world.step.measures_full_gradient is whole
-
-
-def test_loose_parameters_are_divided_by_their_slot():
-    world = World(flat=False)
-    world.optimizer.param_groups[0]["params"].append(world.model[4])
-    before = world.model[4].detach().clone()
-    world.give(0)
-    world.model[4].grad = torch.ones(6, dtype=torch.float64)
-    world.step.step_divided(torch.tensor([1.0, 4.0]), torch.tensor(0.0))
-    torch.testing.assert_close(world.model[4].detach(), before - 0.1 / 4)
-
-
-def test_a_parameter_that_nobody_knows_is_refused_by_name():
-    world = World()
-    world.give(0)
-    world.optimizer.add_param_group({"params": [world.model[4]]})  # the model's: known
-    world.step.step_divided(None, None)
-    stranger, other = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(3))
-    world.model.append(stranger)
-    world.optimizer.param_groups[1]["params"].append(stranger)
-    with pytest.raises(GradientError, match=r"^5 of shape \(2, 2\) was added to optimizer group 1 after"):
-        world.step.step_divided(None, None)
-    world.optimizer.param_groups[1]["params"][-1] = other
-    world.optimizer.add_param_group({"params": []})
-    with pytest.raises(GradientError, match=r"^a parameter of shape \(3,\) was added to optimizer group 1 after"):
-        world.step.step_divided(None, None)
-
-
-def test_a_flat_step_is_made_anew_when_buckets_or_groups_are_others():
-    world = World(momentum=0.9)
-    taken = []
-    for generation in (0, 0, 1, 1):
-        world.generation = generation
-        world.give(generation)
-        world.step.step_divided(None, None)
-        taken.append(world.step.flat)
-        assert len(world.optimizer._optimizer_load_state_dict_post_hooks) == 1  # of the last one alone
-    assert taken[0] is taken[1] is not taken[2] is taken[3]
-    world.optimizer.add_param_group({"params": []})
-    world.step.step_divided(None, None)
-    assert world.step.flat is not taken[3]
-
-
-def test_gradients_that_are_in_no_bucket_are_stepped_on_by_the_optimizer_itself():
-    for case, is_flat in (("in no group", True), ("frozen", True), ("may come", False), ("is here", False)):
-        world = World()
-        world.give(0)
-        if case != "in no group":
-            world.optimizer.add_param_group({"params": [world.model[4]]})
-        world.model[4].requires_grad_(case != "frozen")
-        world.model[4].grad = torch.ones(6, dtype=torch.float64) if case == "is here" else None
-        before = world.model[4].detach().clone()
-        world.step.step_divided(None, None)
-        assert (world.step.flat is not None) is is_flat, case
-        torch.testing.assert_close(world.model[4].detach(), before - (0.1 if case == "is here" else 0.0))
-        expected = world.plain[0] - 0.1 * numbers(3, 4, seed=0)
-        torch.testing.assert_close(world.model[0].detach(), expected.detach())
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from colonnade.optim import clip
 from colonnade.optim.clip import _device, clip_grad_norm_, grad_norm
 from colonnade.parallel.placement import Shard, place
 from colonnade.testing import run_world
-from tests.optim.watch import Operations, collectives
+from tests.optim.watch import collectives
 
 ORDERS = [1.0, 2.0, 3.0, 2.5, 0.5, math.inf]
 KINDS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128]
@@ -159,30 +159,6 @@ def test_limits_that_are_none(max_norm: float) -> None:
         clip_grad_norm_(held(), max_norm)
 
 
-@pytest.mark.parametrize("p", [0.0, -2.0])
-def test_orders_that_are_none(p: float) -> None:
-    with pytest.raises(GradientError, match="above 0 and at most 32, or inf"):
-        grad_norm(held(), p)
-
-
-def test_nothing_is_read_on_the_host_and_nothing_large_is_made() -> None:
-    parameter = nn.Parameter(torch.zeros(3_000_000))
-    parameter.grad = torch.randn(3_000_000)
-    with collectives() as called, Operations() as seen:
-        clip_grad_norm_(parameter, 1.0)
-    assert called == []
-    assert seen.host_reads == 0
-    assert seen.largest <= 3_000_000 // 1024 * 8 + 1024
-
-
-def test_gradients_that_are_views_with_holes() -> None:
-    parameter = nn.Parameter(torch.zeros(40, 30, dtype=torch.float64))
-    parameter.grad = torch.randn(40, 60, dtype=torch.float64)[:, :30]
-    true = reference([parameter], 2.0)
-    assert clip_grad_norm_(parameter, true / 2).item() == pytest.approx(true, rel=1e-12)
-    assert reference([parameter], 2.0) == pytest.approx(true / 2, rel=1e-6)
-
-
 def test_the_norm_is_joined_where_a_gradient_lies_that_is_not_on_the_host() -> None:
     host, device = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1, device="meta"))
     assert _device([host, device, host], None) == torch.device("meta")
@@ -286,34 +262,3 @@ def _stages() -> tuple[float, float]:
 def test_dtensors_of_pipeline_stages_need_a_context_which_knows_that_they_are_no_copies() -> None:
     for norm, true in run_world(4, _stages).values:
         assert norm == pytest.approx(true, rel=1e-12)
-
-
-def _meshes() -> None:
-    """Without a context: DTensors with every placement on meshes of the world and of a part of it, and plain tensors."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate as TorchReplicate
-    from torch.distributed.tensor import Shard as TorchShard
-    from torch.distributed.tensor import distribute_tensor
-
-    square, line = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns")), init_device_mesh("cpu", (4,))
-    full = torch.randn(4, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    plain = nn.Parameter(torch.zeros(3, dtype=torch.float64))
-    plain.grad = torch.arange(3.0, dtype=torch.float64)
-    kinds = [TorchReplicate(), TorchShard(0), TorchShard(1)]
-    meshes = [(square, [one, other]) for one in kinds for other in kinds]
-    meshes += [(mesh, [one]) for mesh in (line, square["rows"], square["columns"]) for one in kinds]
-    for mesh, placements in meshes:
-        parameter = nn.Parameter(distribute_tensor(full, mesh, placements, src_data_rank=None))
-        parameter.grad = distribute_tensor(full, mesh, placements, src_data_rank=None)
-        for tensors, true in (
-            ([parameter], full.norm()),
-            ([plain, parameter], math.hypot(full.norm(), plain.grad.norm())),
-        ):
-            assert grad_norm(tensors).item() == pytest.approx(float(true), rel=1e-12), placements
-    # Other gradients at the same coordinates: ranks of a column, which are taken for replicas, differ.
-    parameter.grad.to_local().mul_(1.0 + square.get_local_rank("rows"))
-    assert math.isnan(grad_norm([plain, parameter]).item())
-
-
-def test_dtensors_on_any_mesh_count_once_without_a_context() -> None:
-    run_world(4, _meshes)

@@ -58,12 +58,6 @@ def test_bad_norms_give_bad_divisors_as_in_torch() -> None:
     assert math.isinf(NormClip(1.0)(seen(math.inf)).divisor.item())
 
 
-@pytest.mark.parametrize("value", [0, -1.0, math.nan, True, "1"])
-def test_limits_that_are_no_limit(value: float) -> None:
-    with pytest.raises(ConfigError, match="max_norm must be a number > 0"):
-        NormClip(value)
-
-
 def test_methods_without_memory_have_an_empty_state() -> None:
     method = NormClip(1.0)
     method(seen(2.0))
@@ -76,9 +70,8 @@ def test_methods_without_memory_have_an_empty_state() -> None:
 def test_a_limit_may_be_a_whole_number_that_a_float_holds() -> None:
     assert positive("max_norm", 2) == 2.0
     assert positive("max_norm", 2**62) == 2.0**62
-    for value in (2**63, 0, -1, True, "1", math.nan):
-        with pytest.raises(ConfigError, match="max_norm must be a number > 0"):
-            positive("max_norm", value)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="max_norm must be a number > 0"):
+        positive("max_norm", 2**63)
 
 
 # --- Methods with history ---
@@ -185,14 +178,6 @@ def test_a_norm_as_large_as_the_bound_is_no_spike() -> None:
         assert bool(verdict.skip) is skipped
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_a_bad_first_step_leaves_no_trace(name: str) -> None:
-    method, other = METHODS[name](), METHODS[name]()
-    method(seen(math.nan))
-    for norm in noisy(12):
-        assert torch.equal(method(seen(norm)).divisor, other(seen(norm)).divisor)
-
-
 def test_the_averages_of_several_slots_are_restored() -> None:
     method, other = AdaGC(warmup=1), AdaGC(warmup=1)
     for row in ((1.0, 2.0, 0.5), (1.5, 1.0, 0.0)):
@@ -232,9 +217,9 @@ def test_adagc_meets_a_slot_after_the_warm_up() -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_a_bad_step_is_not_remembered(name: str) -> None:
     method, other = METHODS[name](), METHODS[name]()
+    method(seen(math.nan))
     for step, norm in enumerate(noisy(12)):
-        method(seen(norm))
-        other(seen(norm))
+        assert torch.equal(method(seen(norm)).divisor, other(seen(norm)).divisor)
         if step % 3 == 0:
             method(seen(math.nan if step % 2 else math.inf))
     assert all(torch.equal(other.state[key], value) for key, value in method.state.items())
@@ -270,56 +255,40 @@ def test_a_state_of_other_settings_is_refused() -> None:
         PercentileClip(window=8).load_state_dict(method.state_dict())
 
 
-def test_settings_out_of_range() -> None:
-    for make in (lambda: ZClip(alpha=1.0), lambda: PercentileClip(0), lambda: AdaGC(warmup=0)):
-        with pytest.raises(ConfigError):
-            make()
+STEPS = ("a number of steps from 1 to 1000000", (0, -1, 1_000_001, True, 2.0, "3", None), (1, 1_000_000))
+FRACTION = ("a number between 0 and 1", (0, 1, -0.5, 1.5, True, "0.5", None), (0.25,))
+LIMIT = ("a number > 0 (inf: only measure)", (0, -1.0, math.nan, True, "1"), (2,))
+OPTIONS: list[tuple[Any, str, Any]] = [
+    (NormClip, "max_norm", LIMIT),
+    (ZClip, "warmup", STEPS),
+    (ZClip, "alpha", FRACTION),
+    (ZClip, "z_max", LIMIT),
+    (ZClip, "max_norm", LIMIT),
+    (PercentileClip, "window", STEPS),
+    (SkipOnSpike, "window", STEPS),
+    (SkipOnSpike, "sigmas", LIMIT),
+    (SkipOnSpike, "bound", LIMIT),
+    (SkipOnSpike, "max_norm", LIMIT),
+    (AdaGC, "warmup", STEPS),
+    (AdaGC, "beta", FRACTION),
+    (AdaGC, "factor", LIMIT),
+    (AdaGC, "max_norm", LIMIT),
+]
+"""(method, option, what it may be, values that it may not have, values that it may)"""
 
 
-STEPS = [0, -1, 1_000_001, True, 2.0, "3", None]
-FRACTIONS = [0, 1, -0.5, 1.5, True, "0.5", None]
-
-
-@pytest.mark.parametrize("value", STEPS)
-def test_what_is_no_number_of_steps(value: Any) -> None:
-    for make, name in ((ZClip, "warmup"), (PercentileClip, "window"), (SkipOnSpike, "window"), (AdaGC, "warmup")):
+@pytest.mark.parametrize(("make", "name", "kind"), OPTIONS)
+def test_options_have_a_range(make: Any, name: str, kind: Any) -> None:
+    allowed, wrong, right = kind
+    for value in wrong:
         with pytest.raises(ConfigError) as error:
             make(**{name: value})
-        assert str(error.value).startswith(f"{name} must be a number of steps from 1 to 1000000, not {value!r}")
-        for fits in (1, 1_000_000):
-            assert getattr(make(**{name: fits}), name) == fits
+        assert str(error.value).startswith(f"{name} must be {allowed}, not {value!r}")
+    assert all(getattr(make(**{name: value}), name) == value for value in right)
 
 
-@pytest.mark.parametrize("value", FRACTIONS)
-def test_what_is_no_fraction(value: Any) -> None:
-    for make, name in ((ZClip, "alpha"), (AdaGC, "beta")):
-        with pytest.raises(ConfigError) as error:
-            make(**{name: value})
-        assert str(error.value).startswith(f"{name} must be a number between 0 and 1, not {value!r}")
-        assert getattr(make(**{name: 0.25}), name) == 0.25
-
-
-@pytest.mark.parametrize("percentile", [0, 100, -1, 101])
-def test_what_is_no_percentile(percentile: float) -> None:
-    with pytest.raises(ConfigError, match=r"^percentile / 100 must be a number between 0 and 1, not"):
-        PercentileClip(percentile)
+def test_a_percentile_is_between_0_and_100() -> None:
+    for percentile in (0, 100, -1, 101):
+        with pytest.raises(ConfigError, match=r"^percentile / 100 must be a number between 0 and 1, not"):
+            PercentileClip(percentile)
     assert PercentileClip(99).fraction == 0.99
-
-
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [
-        (ZClip, "z_max"),
-        (ZClip, "max_norm"),
-        (SkipOnSpike, "sigmas"),
-        (SkipOnSpike, "bound"),
-        (SkipOnSpike, "max_norm"),
-        (AdaGC, "factor"),
-        (AdaGC, "max_norm"),
-    ],
-)
-def test_limits_are_above_zero(make: Any, name: str) -> None:
-    for value in (0, -1.0, math.nan, True, "1"):
-        with pytest.raises(ConfigError, match=f"^{name}"):
-            make(**{name: value})
-    assert getattr(make(**{name: 2}), name) == 2.0

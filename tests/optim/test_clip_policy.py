@@ -9,30 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from colonnade.config.settings import ClipGroup
+from colonnade.config.settings import ClipGroup, ClipSettings
 from colonnade.errors import CheckpointError, ConfigError, GradientError
 from colonnade.optim.clip import ClipPolicy, _Masks
 from colonnade.optim.clip_method import NormClip, SkipOnSpike, ZClip
 from colonnade.optim.norm import Norms
-from tests.optim.watch import Operations
 
 
 def norms(*values: float, p: float = 2.0) -> Norms:
     tensor = torch.tensor(values, dtype=torch.float64)
     return Norms(p, tensor if math.isinf(p) else tensor**p, tensor.isfinite().logical_not().double())
-
-
-def test_one_group_by_default() -> None:
-    decision = ClipPolicy(NormClip(1.0)).decide(norms(4.0))
-    assert decision.norm.item() == 4.0
-    assert decision.divisor.tolist() == [4.0 + 1e-6]
-    assert decision.found_inf.item() == 0.0
-    assert decision.found_inf.dtype == torch.float32
-
-
-def test_several_slots_of_one_group_get_a_divisor_each() -> None:
-    decision = ClipPolicy(NormClip(1.0), group_of=(0, 0)).decide(norms(3.0, 4.0))
-    assert decision.divisor.tolist() == [5.0 + 1e-6] * 2
 
 
 @pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
@@ -133,15 +119,6 @@ def test_history_goes_through_a_checkpoint() -> None:
         ClipPolicy(NormClip(1.0)).load_state_dict(policy.state_dict())
 
 
-def test_nothing_is_read_on_the_host() -> None:
-    groups = [ClipGroup("body"), ClipGroup("head", max_norm=0.5)]
-    policy = ClipPolicy(NormClip(1.0), groups, [0, 1])
-    measured = norms(1.0, 2.0)
-    with Operations() as watched:
-        policy.decide(measured)
-    assert watched.host_reads == 0
-
-
 def test_wrong_settings_are_said_at_once() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'raise'"):
         ClipPolicy(NormClip(1.0), nonfinite="rais")  # type: ignore[arg-type]
@@ -157,3 +134,94 @@ def test_wrong_settings_are_said_at_once() -> None:
         ClipPolicy(NormClip(1.0), group_of=[0, 0], names=["a"])
     with pytest.raises(ConfigError, match="max_norm of clip group 'a'"):
         ClipGroup("a", max_norm=0)
+
+
+# -- clip settings ----------------------------------------------------------------------------------------
+# `clip_grad_norm` of a config: every form of it, and which parameters are in which group.
+
+
+HEAD = {"head": {"params": "head.*", "max_norm": 2}}
+HEAD_GROUP = (ClipGroup("head", ("head.*",), 2.0),)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, None),
+        (0, None),
+        ({"max_norm": 0}, None),
+        (1, ClipSettings(max_norm=1.0)),
+        ({"max_norm": 1}, ClipSettings(max_norm=1.0)),
+        ({"max_norm": 1, "norm_type": 3}, ClipSettings(max_norm=1.0, norm_type=3.0)),
+        ({"max_norm": 1, "nonfinite": "raise"}, ClipSettings(max_norm=1.0, nonfinite="raise")),
+        ({"max_norm": 1, "per": "layer"}, ClipSettings(max_norm=1.0, per="layer")),
+        ({"max_norm": 1, "report": "layer"}, ClipSettings(max_norm=1.0, report="layer")),
+        ({"groups": HEAD}, ClipSettings(max_norm=math.inf, groups=HEAD_GROUP)),
+        ({"max_norm": 0, "groups": HEAD}, ClipSettings(max_norm=math.inf, groups=HEAD_GROUP)),
+        ({"max_norm": 5, "groups": HEAD}, ClipSettings(max_norm=5.0, groups=HEAD_GROUP)),
+        ({"method": "adagc"}, ClipSettings(method="adagc", per="parameter")),
+        ({"method": "adagc", "per": "group"}, ClipSettings(method="adagc", per="group")),
+        ({"method": {"type": "zscore", "factor": 3}}, ClipSettings(method="zscore", options={"factor": 3})),
+        ({"method": {"max_norm": 4}}, ClipSettings(max_norm=4)),
+    ],
+    ids=str,
+)
+def test_forms(given, expected):
+    assert ClipSettings.read(given) == expected
+
+
+def test_a_group_says_what_it_is_and_is_not():
+    entries = {"a": {"params": ["x", "y.*"], "counted": False}, "b": {"params": "*", "clipped": False}}
+    settings = ClipSettings.read({"max_norm": 1, "groups": entries})
+    assert settings is not None
+    assert settings.groups == (
+        ClipGroup("a", ("x", "y.*"), counted=False),
+        ClipGroup("b", ("*",), clipped=False),
+    )
+    assert [group.params for group in settings.groups] == [("x", "y.*"), ("*",)]
+    assert [group.name for group in settings.clip_groups()] == ["a", "b", "rest"]
+    assert [group.name for group in ClipSettings().clip_groups()] == ["all"]
+
+
+def test_a_parameter_is_in_the_first_group_that_names_it_or_in_the_rest():
+    entries = {"a": {"params": ["x", "y.*"]}, "b": {"params": "y.z"}, "c": {"params": "w"}}
+    settings = ClipSettings.read({"max_norm": 1, "groups": entries})
+    assert settings is not None
+    assert [settings.group_of(name) for name in ("x", "y.z", "w", "v", "xx")] == [0, 0, 2, 3, 3]
+
+
+def policy(settings: ClipSettings | None) -> ClipPolicy:
+    assert settings is not None
+    return ClipPolicy.from_settings(settings, (0,), ("all",))
+
+
+def test_a_policy_has_the_method_the_groups_and_the_rules_of_its_settings():
+    entries = {"head": {"params": "head.*", "max_norm": 2}}
+    settings = ClipSettings.read({"max_norm": 5, "groups": entries, "nonfinite": "raise", "per": "layer"})
+    assert settings is not None
+    made = ClipPolicy.from_settings(settings, (1, 0), ("body", "head"))
+    assert isinstance(made.method, NormClip)
+    assert (made.method.max_norm, made.nonfinite, made.per_slot, made.names) == (5.0, "raise", True, ("body", "head"))
+    assert ([group.name for group in made.groups], made.group_of) == (["head", "rest"], (1, 0))
+    assert policy(ClipSettings(max_norm=3.0)).per_slot is False
+
+
+def test_options_that_the_method_does_not_take_are_refused():
+    with pytest.raises(ConfigError, match="method 'norm' does not accept these options"):
+        policy(ClipSettings(max_norm=1.0, options={"no": 1}))
+
+
+@pytest.mark.parametrize("method", ["zclip", "percentile", "skip_on_spike"])
+@pytest.mark.parametrize("per", ["layer", "parameter"])
+def test_methods_for_the_total_norm_refuse_to_clip_each_by_its_own(method, per):
+    settings = ClipSettings.read({"method": method, "per": per})
+    assert settings is not None
+    with pytest.raises(ConfigError, match=rf"a single limit for the total norm.* Use report='{per}'"):
+        policy(settings)
+    assert policy(ClipSettings.read({"method": method, "report": per})).per_slot is False
+
+
+def test_a_report_of_other_parts_than_those_that_are_clipped_is_refused():
+    with pytest.raises(ConfigError, match="Remove report"):
+        ClipSettings.read({"max_norm": 1, "per": "layer", "report": "parameter"})
+    assert ClipSettings.read({"max_norm": 1, "per": "layer", "report": "layer"}) is not None

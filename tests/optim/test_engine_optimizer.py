@@ -62,22 +62,3 @@ def test_on_gpus_that_hold_the_same_each_rank_measures_all(counts, world_size, d
     made = PlainOptimizer(optimizer, nn.Module(), False)
     step = made.make_step(synchroniser, [entry(one) for one in counts], lambda _: 0, context(world_size, device))
     assert step.measures_full_gradient is whole
-
-
-@pytest.mark.parametrize("flat", [True, False])
-def test_gradients_in_no_bucket_are_stepped_on_where_they_lie_if_kernels_can(monkeypatch, flat):
-    made: list[Any] = []
-    monkeypatch.setattr(
-        engine_optimizer, "BucketStep", lambda optimizer, buckets, generation, *_: (buckets, generation)
-    )
-    monkeypatch.setattr(engine_optimizer, "scattered_buckets", lambda *given: made.append(given) or [])
-    monkeypatch.setattr(engine_optimizer, "can_scatter", lambda tensor: tensor.numel() == 1)
-    inside, frozen, plain, large = entry(1), entry(1, trains=False), entry(1), entry(1, size=2)
-    synchroniser: Any = SimpleNamespace(parameters={id(inside.tensor): 0}, layout=(), generation=7)
-    model = nn.ParameterList([one.tensor for one in (inside, frozen, plain, large)])
-    optimizer = PlainOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, flat)
-    step: Any = optimizer.make_step(synchroniser, [inside, frozen, plain, large], lambda _: 3, context())
-    buckets, generation = step
-    assert buckets() == []
-    assert made == [([plain], [3], False) if flat else ([], [], False)]
-    assert generation() == (7, [False, True] if flat else [])

@@ -19,7 +19,7 @@ from tests.optim.field_layouts import CASES
 from tests.optim.field_survey import survey
 from tests.optim.field_table import ROWS, Row, checks_of_world, markdown
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "clipping.md"
+PAGE = Path(__file__).parents[2] / "docs" / "evidence" / "clipping.md"
 ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
 BEGIN, END = "<!-- table of failures: begin -->\n", "<!-- table of failures: end -->"
 

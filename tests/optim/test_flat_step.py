@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,17 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from colonnade.errors import GradientError
-from colonnade.optim.flat_step import FlatBucket, FlatStep, _steps_as_torch, _unfit, why_not
+from colonnade.optim import flat_step
+from colonnade.optim.flat_step import (
+    BucketState,
+    FlatBucket,
+    FlatStep,
+    ScatteredGradient,
+    _steps_as_torch,
+    _unfit,
+    join_neighbours,
+    why_not,
+)
 from colonnade.parallel.flat import FlatLayout
 from tests.optim.flat import Pair, buckets_of, parameters
 from tests.optim.watch import Operations
@@ -186,22 +197,37 @@ def test_state_from_before_is_taken_over_and_a_fresh_state_starts_anew() -> None
         assert other.state[b]["step"] == one.state[a]["step"] == 1
 
 
-def test_one_divisor_per_slot() -> None:
+def step_beside_torch(
+    slots: Sequence[int] = (0,) * 7, divisors: Sequence[float] = (1.0,), frozen: Sequence[int] = (), count: int = 7
+) -> tuple[list[Tensor], Optimizer]:
+    """One step on the first `count` parameters, equal to torch's on divided gradients: our parameters, our optimizer."""
     theirs, ours = parameters(torch.float32, "cpu"), parameters(torch.float32, "cpu")
-    one, other = AdamW(theirs, fused=True), AdamW(ours, fused=True)
-    slots = [0, 2, 2, 1, 0, 1, 1]
+    for at in frozen:
+        theirs[at].requires_grad_(False)
+        ours[at].requires_grad_(False)
+    one, other = AdamW(theirs[:count], fused=True), AdamW(ours[:count], fused=True)
     buckets = buckets_of(ours, [4, 3], slots)
     views = [view for bucket in buckets for view in bucket.layout.views(bucket.grad)]
     flat = FlatStep(other, buckets)
-    divisor = torch.tensor([1.0, 3.0, 7.0], dtype=torch.float64)
     for a, b, view, slot in zip(theirs, ours, views, slots, strict=True):
-        view.normal_()
-        b.grad = view
-        a.grad = view / divisor[slot].float()
+        if a.requires_grad:
+            view.normal_()
+            a.grad, b.grad = view / divisors[slot], view
     one.step()
-    flat.step(divisor, torch.zeros(()))
+    flat.step(torch.tensor(divisors, dtype=torch.float64), torch.zeros(()), absent=frozen)
     for a, b in zip(theirs, ours, strict=True):
         torch.testing.assert_close(b, a, rtol=1e-6, atol=1e-7)
+    return ours, other
+
+
+def test_one_divisor_per_slot() -> None:
+    step_beside_torch([0, 2, 2, 1, 0, 1, 1], [1.0, 3.0, 7.0])
+
+
+def test_parameters_that_are_frozen_or_not_in_the_optimizer() -> None:
+    ours, optimizer = step_beside_torch(frozen=[2], count=5)
+    assert ours[2] not in optimizer.state
+    assert ours[5] not in optimizer.state
 
 
 def test_gradients_of_another_dtype() -> None:
@@ -217,26 +243,6 @@ def test_gradients_of_another_dtype() -> None:
     flat.step(torch.tensor([3.0]), torch.zeros(()), absent=[])
     for a, b in zip(theirs, ours, strict=True):
         torch.testing.assert_close(b, a, rtol=1e-6, atol=1e-7)
-
-
-def test_parameters_that_are_frozen_or_not_in_the_optimizer() -> None:
-    theirs, ours = parameters(torch.float32, "cpu"), parameters(torch.float32, "cpu")
-    for tensors in (theirs, ours):
-        tensors[2].requires_grad_(False)
-    one, other = AdamW(theirs[:5], fused=True), AdamW(ours[:5], fused=True)
-    buckets = buckets_of(ours, [6, 1])
-    views = [view for bucket in buckets for view in bucket.layout.views(bucket.grad)]
-    flat = FlatStep(other, buckets)
-    for a, b, view in zip(theirs, ours, views, strict=True):
-        if a.requires_grad:
-            view.normal_()
-            a.grad, b.grad = view.clone(), view
-    one.step()
-    flat.step(torch.ones(()), torch.zeros(()), absent=[2])
-    for a, b in zip(theirs, ours, strict=True):
-        torch.testing.assert_close(b, a, rtol=1e-6, atol=1e-7)
-    assert ours[2] not in other.state
-    assert ours[5] not in other.state
 
 
 def test_parameters_keep_identity_shape_and_memory_format() -> None:
@@ -406,3 +412,125 @@ def test_under_another_default_dtype() -> None:
         pair.compare(1e-12, 1e-13)
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+# -- flat state -------------------------------------------------------------------------------------------
+# Buckets that lie one after another in one gradient buffer become one; all others stay as they are.
+
+
+SIZES = [(3, 5), (7,), (2, 2), (40,)]
+
+
+def buckets_in(dtypes: list[torch.dtype], gap: int = 0) -> list[FlatBucket]:
+    """One bucket per size, in one buffer per dtype; `gap` elements lie before the last one."""
+    buffers = {dtype: torch.arange(400.0).to(dtype) for dtype in dtypes}
+    starts = dict.fromkeys(dtypes, 0)
+    found = []
+    for at, (shape, dtype) in enumerate(zip(SIZES, dtypes, strict=True)):
+        members: list[Tensor] = [torch.nn.Parameter(torch.randn(shape, dtype=dtype)) for _ in range(2)]
+        layout = FlatLayout(members)
+        start = starts[dtype] + (gap if at == len(SIZES) - 1 else 0)
+        found.append(FlatBucket(layout, members, buffers[dtype][start : start + layout.numel], [at, at]))
+        starts[dtype] = start + layout.numel
+    return found
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_neighbours_become_one_with_every_view_where_it_was(first: int) -> None:
+    buckets = buckets_in([torch.float32] * 4)[first:]
+    (joined,) = join_neighbours(buckets)
+    assert [id(member) for member in joined.members] == [id(m) for bucket in buckets for m in bucket.members]
+    before = [view for bucket in buckets for view in bucket.layout.views(bucket.grad)]
+    views = joined.layout.views(joined.grad)
+    assert [view.data_ptr() for view in views] == [view.data_ptr() for view in before]
+    assert [view.shape for view in views] == [view.shape for view in before]
+    assert joined.slots == [0, 0, 1, 1, 2, 2, 3, 3][2 * first :]
+    assert joined.grad.numel() == sum(bucket.grad.numel() for bucket in buckets)
+
+
+@pytest.mark.parametrize(
+    ("buckets", "lengths"),
+    [
+        (buckets_in([torch.float32] * 4, gap=16), [6, 2]),
+        (buckets_in([torch.float32, torch.float32, torch.float64, torch.float64]), [4, 4]),
+        (buckets_in([torch.float32, torch.float64] * 2), [2, 2, 2, 2]),
+    ],
+    ids=["a gap", "two buffers", "in turn"],
+)
+def test_others_stay_apart(buckets: list[FlatBucket], lengths: list[int]) -> None:
+    assert [len(bucket.members) for bucket in join_neighbours(buckets)] == lengths
+
+
+@pytest.mark.parametrize(
+    "other", ["memory", "dtype of parameters", "scattered gradients", "scattered gradients of both"]
+)
+def test_what_would_fit_by_its_offsets_stays_apart_all_the_same(other: str) -> None:
+    first, second, *_ = buckets_in([torch.float32] * 4)
+    layout, members, grad = second.layout, second.members, second.grad
+    if other == "memory":
+        grad = torch.zeros(400)[grad.storage_offset() :][: grad.numel()]
+    elif other == "dtype of parameters":
+        members = [torch.nn.Parameter(member.detach().bfloat16()) for member in members]
+        layout = FlatLayout(members)
+        grad = first.grad.as_strided((layout.numel,), (1,), grad.storage_offset())
+    else:
+        grad = ScatteredGradient(layout)
+    if other.endswith("both"):
+        first = FlatBucket(first.layout, first.members, ScatteredGradient(first.layout), first.slots)
+    pair = [first, FlatBucket(layout, members, grad, second.slots)]
+    for order in (pair, pair[::-1]):
+        assert all(one is before for one, before in zip(join_neighbours(order), order, strict=True))
+
+
+def test_parameters_that_have_a_flat_buffer_already_keep_it() -> None:
+    buckets = buckets_in([torch.float32] * 4)
+    buckets[1].params = torch.zeros(buckets[1].layout.numel)
+    BucketState(buckets[1], 0).reclaim()  # nothing to bring back
+    assert [len(bucket.members) for bucket in join_neighbours(buckets)] == [2, 2, 4]
+
+
+@pytest.mark.parametrize(("limit", "lengths"), [(95, [64, 32, 96]), (96, [96, 96]), (100, [96, 96]), (192, [192])])
+def test_what_is_joined_has_a_limit(limit: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert flat_step.JOINED >= 1 << 20
+    monkeypatch.setattr(flat_step, "JOINED", limit)
+    joined = join_neighbours(buckets_in([torch.float32] * 4))
+    assert [bucket.grad.numel() for bucket in joined] == lengths
+
+
+def test_addresses_are_written_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[list[int]] = []
+    assert flat_step.pinned(SimpleNamespace(pin_memory=lambda: "pinned")) == "pinned"  # type: ignore[arg-type]
+    monkeypatch.setattr(flat_step, "pinned", lambda numbers: (written.append(numbers.tolist()), numbers)[1])
+    bucket, *_ = buckets_in([torch.float32] * 4)
+    gradient = ScatteredGradient(bucket.layout)
+    for addresses in ([64, 128], [64, 128], [64, 0]):
+        gradient.point_to(addresses)
+        assert gradient.addresses.tolist() == addresses
+    assert written == [[64, 128], [64, 0]]
+    assert gradient.limits.tolist() == [span.stop for span in bucket.layout.spans]
+    assert gradient.numel() == bucket.layout.numel
+
+
+@pytest.mark.parametrize(("numel", "members"), [(0, 1), (1, 2), (-1, 2)])
+def test_a_layout_that_does_not_fit_is_refused(numel: int, members: int) -> None:
+    bucket, *_ = buckets_in([torch.float32] * 4)
+    grad = torch.zeros(bucket.layout.numel + numel)
+    with pytest.raises(GradientError, match=f"fit {members} parameters and a gradient buffer of {len(grad)} elements"):
+        FlatBucket(bucket.layout, bucket.members[:members], grad, bucket.slots)
+
+
+def test_parameters_that_were_given_other_memory_come_back_with_their_values() -> None:
+    bucket, *_ = buckets_in([torch.float32] * 4)
+    state = BucketState(bucket, 0)
+    first, second = bucket.members
+    second.data = torch.full_like(second, 7.0)
+    state.reclaim()
+    home = bucket.layout.views(state.params)[1]
+    assert second.data_ptr() == home.data_ptr()
+    assert bool((home == 7).all())
+    first.data = torch.zeros_like(first, dtype=torch.float64)
+    with pytest.raises(GradientError, match=r"torch.float32 on cpu, was changed .* torch.float64"):
+        state.reclaim()
+    first.data = torch.zeros(2)
+    with pytest.raises(GradientError, match=r"a parameter of shape \(3, 5\), .* was changed to shape \(2,\)"):
+        state.reclaim()

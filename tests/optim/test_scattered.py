@@ -15,9 +15,7 @@ from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
 from colonnade.optim import bucket_step, engine_optimizer, flat_step, kernels
-from colonnade.optim.flat_step import FlatBucket, Fragment
 from colonnade.optim.norm import UNIT
-from colonnade.parallel.flat import FlatLayout
 
 
 def sgd(
@@ -42,56 +40,6 @@ def python_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flat_step, "prepare_launch", flat_step.TritonLaunch)
     monkeypatch.setattr(flat_step, "pinned", lambda numbers: numbers)
     monkeypatch.setattr(engine_optimizer, "can_scatter", lambda *_: True)
-
-
-def test_what_a_launch_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces of at most a chunk with the places of their counts, and the options of the group, for both kinds of memory."""
-    given: list[tuple[Any, ...]] = []
-    fake = SimpleNamespace(adam=lambda *all: given.append(all), sgd=lambda *all: given.append(all))
-    monkeypatch.setitem(sys.modules, "colonnade.optim.kernels.step_kernels", fake)
-    monkeypatch.setattr(kernels, "step_kernels", fake, raising=False)
-    members: list[Tensor] = [nn.Parameter(torch.zeros(shape)) for shape in ((1200,), (5,), (40,))]
-    layout, steps = FlatLayout(members), torch.zeros(9)
-    fragments = [Fragment(0, 1216, 7), Fragment(1216, 1264, 4)]
-    numbers = (torch.ones(1), torch.zeros(()))
-    adam = {
-        "lr": torch.tensor(0.5),
-        "betas": (0.9, 0.99),
-        "eps": 1e-8,
-        "weight_decay": 0.1,
-        "decoupled_weight_decay": True,
-    }
-    sgd = {"lr": 0.25, "momentum": 0.0, "dampening": 0.5, "weight_decay": 0.2, "nesterov": False}
-    for gradient in (layout.allocate(), flat_step.ScatteredGradient(layout)):
-        state = flat_step.BucketState(FlatBucket(layout, members, gradient, [0, 0, 0]), 0)
-        run = flat_step.TritonLaunch(state, steps, fragments)
-        given.clear()
-        run.adam(adam, *numbers)
-        run.sgd(sgd, *numbers)
-        run.sgd({**sgd, "momentum": 0.9}, *numbers)
-        flat = isinstance(gradient, Tensor)
-        first, tables = gradient if flat else gradient.like, [one[2] for one in given]
-        owners = [] if flat else given[0][1][2].tolist()
-        # In units of 8 elements: the first 1200, or 1216, are two chunks.
-        cuts = [(0, 128, 7), (128, 152, 7), (152, 158, 4)]
-        pieces = [*map(list, cuts if flat else [cuts[0], (128, 150, 7), (150, 152, 7), cuts[2]])]
-        assert all(table.tolist() == pieces for table in tables)
-        assert owners == ([] if flat else [0, 0, 1, 2])
-        for (buffers, where, _, control, *_), moments in zip(given, MOMENTS, strict=True):
-            kept = [state.moments.get(name, state.params) for name in moments]
-            assert [id(one) for one in buffers] == [id(one) for one in (state.params, first, *kept)]
-            assert (where is None) is flat
-            assert [id(one) for one in control] == [id(one) for one in (steps, *numbers)]
-            assert flat or [id(one) for one in where[:2]] == [id(gradient.addresses), id(gradient.limits)]
-        assert [one[4:] for one in given] == [
-            (0.5, (0.9, 0.99), 1e-8, 0.1, True),
-            (0.25, 0.0, 0.5, 0.2, False),
-            (0.25, 0.9, 0.5, 0.2, False),
-        ]
-        assert type(given[0][4]) is float  # of the host: by value
-
-
-MOMENTS = (("exp_avg", "exp_avg_sq"), ("none",), ("momentum_buffer",))
 
 
 @pytest.mark.parametrize(

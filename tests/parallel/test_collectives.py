@@ -16,7 +16,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import PlacementError
 from colonnade.parallel import collectives, wire
-from colonnade.parallel.wire import Members, numbers_of_all
+from colonnade.parallel.wire import Members
 from colonnade.proof.planner.ranks import fake_rank
 from colonnade.testing import run_world
 
@@ -308,15 +308,6 @@ def test_equal_parts_are_joined_without_a_copy():
         assert not wire.all_gather(torch.zeros(2, 2, 3), members, 1, (2,) * 4)._is_view()
 
 
-def test_parts_are_padded_to_the_longest():
-    x = torch.ones(2, 3)
-    assert wire._padded(x, 0, 2) is x
-    for length in (3, 4):
-        padded = wire._padded(x, 0, length)
-        assert padded.tolist() == [[1.0] * 3] * 2 + [[0.0] * 3] * (length - 2)
-    assert wire._padded(x, 1, 4).tolist() == [[1.0, 1.0, 1.0, 0.0]] * 2
-
-
 def test_a_group_of_one_is_none():
     with plan(0, 2) as (context, _):
         assert wire.members_of(ParallelMode.DATA, context) is None
@@ -342,37 +333,3 @@ def test_lengths_are_cut_in_multiples_of_a_unit_the_first_ones_longer():
         assert collectives.split_sizes(18, MODE, 3, context=context) == (6, 6, 3, 3)
         with pytest.raises(PlacementError, match="10 cannot be split in multiples of 4"):
             collectives.split_sizes(10, MODE, 4, context=context)
-
-
-def test_lengths_that_are_given_must_fit():
-    members, x = Members(MODE, None, (4, 5, 6), 1), torch.zeros(5, 3)
-    assert collectives._counted([0, 3, 2.0], members) == (0, 3, 2)
-    for sizes in ([1, 2], [1, 2, 3, 4], [4, 2, -1]):
-        with pytest.raises(PlacementError, match="has 3 ranks, so give that many lengths"):
-            collectives._counted(sizes, members)
-    assert collectives._lengths_of_shards(x, 1, [7, 3, 1], members) == (7, 3, 1)
-    with pytest.raises(PlacementError, match="give this rank 7 along dimension 1"):
-        collectives._lengths_of_shards(x, 1, [3, 7, 1], members)
-    assert collectives._lengths_of_split(x, 0, None, members) == (2, 2, 1)
-    assert collectives._lengths_of_split(x, 0, [0, 5, 0], members) == (0, 5, 0)
-    with pytest.raises(PlacementError, match="add up to 6"):
-        collectives._lengths_of_split(x, 0, [0, 5, 1], members)
-
-
-def test_dimensions_may_count_from_the_end_and_received_rows_may_be_given():
-    x = torch.zeros(8, 12)
-    with plan(1) as (context, _):
-        shapes = [tuple(collectives.scatter(x, MODE, dim, context=context).shape) for dim in (-2, -1, 0, 1)]
-        assert shapes == [(2, 12), (8, 3), (2, 12), (8, 3)]
-        for dim in (-3, 2):
-            with pytest.raises(PlacementError, match="it has 0 to 1"):
-                collectives.scatter(x, MODE, dim, context=context)
-        assert len(collectives.all_to_all(x, MODE, context=context)) == 8
-        assert len(collectives.all_to_all(x, MODE, [1, 2, 5, 0], [9, 0, 1, 0], context=context)) == 10
-
-
-def test_in_a_plan_the_others_say_the_same():
-    with plan(1) as (context, members):
-        assert members == Members(MODE, context.get_group(MODE), (0, 1, 2, 3), 1)
-        said = numbers_of_all((5, -7), members, torch.device("cpu"))
-        assert said == [[5, -7]] * 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import weakref
 from types import MethodType
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from colonnade.parallel.forward import override_forward, restore_forward
+from colonnade.parallel.forward import ModelHook, override_forward, restore_forward
 
 
 def doubled(self: nn.Module, before: Any, *args: Any, **kwargs: Any) -> Any:
@@ -86,3 +87,19 @@ def test_weights_go_with_the_module() -> None:
         assert weight() is None
     finally:
         gc.enable()
+
+
+# -- hooks ------------------------------------------------------------------------------------------------
+# A hook of ours belongs to one model: copies and pickles of the model do without it.
+
+
+def test_a_hook_acts_on_its_own_model_alone() -> None:
+    seen: list[int] = []
+    layer = nn.Linear(2, 2)
+    layer.register_forward_pre_hook(ModelHook(lambda module, args: seen.append(len(args))))
+    copies = [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))]
+    for other in copies:
+        other(torch.ones(2))
+    assert seen == []
+    layer(torch.ones(2))
+    assert seen == [1]

@@ -15,11 +15,28 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from colonnade.config import load_config
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.engine.schedule import NonPipelineSchedule, PipelineSchedule
 from colonnade.engine.schedule.executor import Executor
 from colonnade.engine.schedule.micro_batch import split_into_micro_batches
 from colonnade.engine.schedule.orders import make_table
-from colonnade.errors import ScheduleError
-from colonnade.parallel.split import Stage, _measured, _now, balanced, find_ties, split
+from colonnade.errors import ConfigError, ScheduleError
+from colonnade.parallel.placement import Shard, Tied, is_placed, place, placement_of
+from colonnade.parallel.split import (
+    Chunks,
+    Stage,
+    _measured,
+    _now,
+    balanced,
+    build_schedule,
+    find_ties,
+    split,
+    take_stages,
+)
+from colonnade.proof.planner.ranks import fake_rank
+from colonnade.registry import SCHEDULE
 from colonnade.testing import run_world
 
 
@@ -176,13 +193,6 @@ def test_a_hooked_container_is_not_taken_apart(how: str) -> None:
     assert layer_names(parts.stages) == [("0",), ("1", "2")]
     x = torch.ones(1, 2)
     assert torch.equal(run_all(parts.stages, x), model(x))
-
-
-def test_stages_are_balanced_by_parameters() -> None:
-    sizes = [1, 1, 1, 9, 1, 1, 1, 1]
-    model = nn.Sequential(*(nn.Linear(size, 10, bias=False) for size in sizes))
-    parts = split(model, num_stages=3)
-    assert layer_names(parts.stages) == [("0", "1", "2"), ("3",), ("4", "5", "6", "7")]
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=8), st.integers(1, 8))
@@ -580,16 +590,23 @@ def split_batch() -> tuple[Tensor, Tensor]:
     return tuple(torch.randn(5, size, generator=generator, dtype=torch.float64) for size in (4, 2))  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("order", ["zb_v", "interleaved_1f1b"])
-def test_a_split_model_on_two_ranks_has_the_gradients_of_the_whole(order: str) -> None:
+ORDERS = ("zb_v", "interleaved_1f1b")
+
+
+def run_both() -> list[dict[str, Tensor | None]]:
+    return [run_split(order) for order in ORDERS]
+
+
+def test_a_split_model_on_two_ranks_has_the_gradients_of_the_whole() -> None:
     """Pairs go between its stages as one argument; a cut comes before an in-place layer."""
     assert ("1",) in layer_names(split(sequential(), at=["1", "2"]).stages)
     model = sequential()
     data, label = split_batch()
     nn.functional.mse_loss(model(data), label).backward()
-    found = {name: grad for grads in run_world(2, run_split, order).values for name, grad in grads.items()}
     expected = {name: parameter.grad for name, parameter in model.named_parameters()}
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    for parts in zip(*run_world(2, run_both).values, strict=True):
+        found = {name: grad for grads in parts for name, grad in grads.items()}
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
 def test_a_layer_whose_weight_is_not_its_own_is_timed() -> None:
@@ -611,3 +628,120 @@ def test_a_time_is_read_when_the_gpu_is_done(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(True))
     assert _now() <= time.perf_counter()
     assert waited == [True]
+
+
+# -- stages -----------------------------------------------------------------------------------------------
+# The stages of one rank: names and state of the whole model.
+
+
+def two_of_four() -> tuple[nn.Sequential, Chunks]:
+    """A model, and the stages of the first of two ranks, stages going round."""
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+    chunks = take_stages(split(model, num_stages=4), [0, 1, 0, 1], 0)
+    assert isinstance(chunks, Chunks)
+    return model, chunks
+
+
+def test_the_names_are_those_of_the_whole_model() -> None:
+    _, chunks = two_of_four()
+    names = ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert list(chunks.state_dict()) == [name for name, _ in chunks.named_parameters()] == names
+    assert chunks.get_submodule("2") is dict(chunks.named_modules())["2"]
+    assert chunks.get_submodule("") is chunks
+    with pytest.raises(AttributeError):
+        chunks.get_submodule("3")
+
+
+def test_loading_tells_what_is_missing_and_unexpected_in_all_stages() -> None:
+    model, chunks = two_of_four()
+    state = {name: torch.ones_like(value) for name, value in model.state_dict().items()}
+    for name in ("0.bias", "2.weight"):
+        del state[name]
+    found = chunks.load_state_dict(state, strict=False)
+    assert found.missing_keys == ["0.bias", "2.weight"]
+    assert found.unexpected_keys == ["1.bias", "1.weight", "3.bias", "3.weight"]
+    assert chunks.state_dict()["0.weight"].eq(1).all()
+    with pytest.raises(RuntimeError, match=r"unexpected keys for the stages of this rank: 1\.bias"):
+        chunks.load_state_dict(state)
+    whole = chunks.load_state_dict(chunks.state_dict())
+    assert (whole.missing_keys, whole.unexpected_keys) == ([], [])
+
+
+def test_a_module_of_two_stages_is_named_once() -> None:
+    layer = nn.Linear(2, 2)
+    chunks = Chunks([nn.ModuleDict({"a": layer}), nn.ModuleDict({"b": layer})])
+    assert [name for name, _ in chunks.named_modules()] == ["", "a", ""]
+    assert [name for name, _ in chunks.named_modules({layer})] == ["", ""]
+    assert [name for name, _ in chunks.named_parameters()] == ["a.weight", "a.bias"]
+
+
+def shared(*stages: int) -> tuple[nn.Module, nn.Parameter]:
+    """Four layers, those at `stages` with one weight."""
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+    weight = place(model[stages[0]].weight, {ParallelMode.TENSOR: Shard(0)}, (4, 2))
+    for stage in stages:
+        model[stage].weight = weight
+    return model, weight
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_what_stages_of_several_ranks_share_is_tied_on_these(rank: int) -> None:
+    model, weight = shared(0, 1, 2)
+    taken = take_stages(split(model, num_stages=4), [0, 1, 0, 2], rank)
+    assert isinstance(taken, Chunks) == (rank == 0)
+    placed = placement_of(weight)
+    assert placed.tied == (Tied((0, 1), "0.weight") if rank < 2 else None)
+    assert (placed.shards, placed.shape) == ({ParallelMode.TENSOR: Shard(0)}, (4, 2))
+    assert not any(is_placed(layer.bias) for layer in model)
+
+
+def test_what_stages_of_one_rank_share_stays_one_parameter() -> None:
+    model, weight = shared(0, 2)
+    chunks = take_stages(split(model, num_stages=4), [0, 1, 0, 1], 0)
+    assert placement_of(weight).tied is None
+    assert len(list(chunks.parameters())) == 3
+
+
+# -- schedules --------------------------------------------------------------------------------------------
+# The schedule of a config: the class or the order that it names, or the one for its sizes.
+
+
+OneFOneB, Interleaved = SCHEDULE.get_module("OneFOneB"), SCHEDULE.get_module("Interleaved1F1B")
+PIPELINE = {"parallel": {"pipeline": 2}, "num_microbatches": 4}
+
+
+def built(config: dict[str, Any]) -> Any:
+    context = ParallelContext()
+    with fake_rank(load_config(config), 2, 0, context):
+        return build_schedule(context)
+
+
+def test_without_a_schedule_the_sizes_say_which() -> None:
+    assert type(built({})) is NonPipelineSchedule
+    plain = built(PIPELINE)
+    assert (type(plain), plain.num_microbatches) == (OneFOneB, 4)
+    chunked = built({**PIPELINE, "model": {"num_chunks": 2}})
+    assert (type(chunked), chunked.num_microbatches, chunked.num_chunks) == (Interleaved, 4, 2)
+    for config in (PIPELINE, {**PIPELINE, "model": {"num_chunks": 2}}):
+        assert built({**config, "TENSOR_SHAPE": (2, 3)}).tensor_shape == (2, 3)
+    with pytest.raises(ConfigError, match="a pipeline of 2 stages needs a schedule and a number of micro-batches"):
+        built({"parallel": {"pipeline": 2}})
+
+
+def test_a_class_or_an_order_by_its_name() -> None:
+    settings = {"num_microbatches": 4}
+    assert type(built({**PIPELINE, "schedule": {"type": "OneFOneB", **settings}})) is OneFOneB
+    ordered = built({**PIPELINE, "schedule": {"type": "gpipe", **settings}})
+    assert type(ordered) is PipelineSchedule
+    assert type(built({"schedule": "NonPipelineSchedule"})) is NonPipelineSchedule
+    with pytest.raises(ConfigError, match="OneFOneB could not be built with"):
+        built({**PIPELINE, "schedule": {"type": "OneFOneB", "depth": 3}})
+
+
+def test_what_cannot_run_a_step_is_no_schedule() -> None:
+    @SCHEDULE.register_module
+    class Stepless:
+        pass
+
+    with pytest.raises(ConfigError, match=r"Stepless has no forward_back_step\(\)"):
+        built({"schedule": "Stepless"})

@@ -202,7 +202,7 @@ class World:
             dtype=self.dtype,
             accumulation=self.accumulation,
             max_norm=self.max_norm,
-            differing_masks={"up": self.planted("masks", ())},
+            differing_draws={"up": self.planted("masks", ())},
         )
 
     def _info(self, name: str) -> ParameterInfo:

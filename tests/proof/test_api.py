@@ -72,7 +72,7 @@ def test_a_handler_that_does_not_divide_is_found_on_every_rank_with_dropout_on()
     for report in run_world(2, report_with_mistake).values:
         assert not report.ok
         assert report.causes[0] == "summed-not-averaged", str(report)
-        assert [row.name for row in report.rows if row.quantity == "dropout masks"] == ["1"]
+        assert [row.name for row in report.rows if row.quantity == "random numbers"] == ["1"]
         assert "0.weight" in report.findings[0].parameters  # which nobody steps on
         assert "warning: no parameter group of the optimizer has 0.weight, 0.bias" in report.notes[0]
 

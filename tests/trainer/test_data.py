@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from colonnade.context.layout import Layout, world_axes
 from colonnade.context.layout_builder import run_initializers
-from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError
 from colonnade.trainer import data
 from colonnade.trainer.data import EpochPosition, Feed, Lengths, moves_together, read_lengths
@@ -72,20 +71,6 @@ def test_which_ranks_need_loaders_of_one_length(context, lengths, told, monkeypa
 def test_who_would_be_missed(context, known, unknown):
     assert moves_together(Lengths((3, 3)), context) is known
     assert moves_together(Lengths((3, None)), context) is unknown
-
-
-def test_places_are_counted_in_samples_where_they_are_known():
-    two = SimpleNamespace(layout=SimpleNamespace(distinct_data=2))
-    feed = Feed(SimpleNamespace(batch_size=3), two)  # type: ignore[arg-type]
-    place = feed.after(EpochPosition(), 4)
-    assert place == EpochPosition(4, 24)
-    assert feed.after(place, 1) == EpochPosition(5, 30)
-    assert feed.after(EpochPosition(2, None), 1) == EpochPosition(3, None)
-    assert [feed.batches_behind(EpochPosition(9, samples)) for samples in (0, 5, 6, 13, None)] == [0, 0, 1, 2, 9]
-    assert [feed.inside_batch(EpochPosition(9, samples)) for samples in (0, 5, 6, 13, None)] == [0, 5, 0, 1, 0]
-    unknown = Feed([], two)  # type: ignore[arg-type]
-    assert unknown.after(EpochPosition(), 4) == EpochPosition(4, None)
-    assert (unknown.batches_behind(EpochPosition(4, 24)), unknown.inside_batch(EpochPosition(4, 23))) == (4, 0)
 
 
 @pytest.mark.parametrize("kind", ["ours", "torch's", "a list"])
@@ -152,80 +137,6 @@ def test_what_is_in_the_middle_of_a_batch_is_read_again_where_a_loader_cannot_be
         ours = Feed(get_dataloader(rows, batch_size=4, context=gpc), gpc)
         assert ours.load_state_dict(EpochPosition(3, 6), None) == EpochPosition(3, 6)
         assert [batch[0].tolist() for batch in ours.open(0, EpochPosition(3, 6))] == [[6, 7, 8, 9], [10, 11]]
-
-
-def test_the_length_of_a_loader_is_asked_of_it_and_what_is_no_loader_is_refused():
-    with world_of_one() as gpc:
-        assert read_lengths([1, 2], gpc) == Lengths((2,))
-        assert read_lengths(iter([1, 2]), gpc) == Lengths((None,))
-        for wrong in (torch.zeros(2, 2), {"a": 1}, TensorDataset(torch.zeros(2)), "text", 3, None):
-            with pytest.raises(ConfigError, match="rank 0: a data loader is an iterable of batches, not"):
-                read_lengths(wrong, gpc)
-
-
-@pytest.mark.parametrize("own", [True, False])
-def test_a_loader_that_shuffles_goes_on_with_the_batches_of_its_epoch(own):
-    """With a generator of its own, or with torch's random numbers; the streams are then left where they are told."""
-    rows = TensorDataset(torch.arange(12))
-    generator = torch.Generator().manual_seed(3) if own else None
-    with world_of_one() as gpc:
-        feed = Feed(DataLoader(rows, 2, shuffle=True, generator=generator), gpc)
-        torch.manual_seed(7)
-        whole = [batch.tolist() for (batch,) in feed.open(0, EpochPosition())]
-        torch.rand(5)
-        if generator is not None:
-            torch.rand(5, generator=generator)
-        then = data.random_state(gpc)
-        torch.rand(1)
-        rest = feed.open(0, EpochPosition(batches=2, samples=None), then)
-        left = torch.get_rng_state()
-        data.set_random_state(then, gpc)
-        assert torch.equal(torch.get_rng_state(), left)
-        assert [batch.tolist() for (batch,) in rest] == whole[2:]
-        assert sorted(row for batch in whole for row in batch) == list(range(12))
-
-
-def test_a_batch_that_was_fetched_ahead_is_drawn_again_as_it_was():
-    class Draws:
-        """Every batch takes of torch's random numbers."""
-
-        def __iter__(self) -> Any:
-            return (torch.rand(1).item() for _ in range(4))
-
-    with world_of_one() as gpc:
-        feed = Feed(Draws(), gpc)
-        batches = feed.open(0, EpochPosition())
-        next(batches)
-        torch.rand(3)
-        feed.look_ahead()
-        ahead = next(batches)
-        torch.rand(2)  # the step before it
-        then, own = data.random_state(gpc), feed.own_state()
-        third = next(batches)
-        torch.manual_seed(9)
-        other = Feed(Draws(), gpc)
-        rest = other.open(0, other.load_state_dict(EpochPosition(1, None), own), then)
-        assert [next(rest), next(rest)] == [ahead, third]
-        assert other.own_state()["ahead"] is None
-
-
-def test_which_axes_meet_in_forward_passes():
-    def axis(name: str, size: int, data: str, mode: Any = None) -> Any:
-        return SimpleNamespace(name=name, size=size, data=data, mode=mode)
-
-    axes = [
-        axis("data", 2, "distinct", ParallelMode.DATA),
-        axis("mine", 2, "distinct"),
-        axis("single", 1, "distinct"),
-        axis("tensor", 2, "same"),
-    ]
-    for initialized, experts, expected in ((False, 4, ["mine"]), (True, 1, ["mine"]), (True, 2, ["data", "mine"])):
-        context: Any = SimpleNamespace(
-            layout=SimpleNamespace(axes=axes),
-            is_initialized=lambda mode, initialized=initialized: initialized and mode is ParallelMode.EXPERT,
-            get_world_size=lambda mode, experts=experts: experts,
-        )
-        assert data._other_distinct(context) == expected
 
 
 def test_what_may_be_a_loader():

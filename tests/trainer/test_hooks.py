@@ -17,7 +17,7 @@ from colonnade.registry import HOOKS
 from colonnade.testing import run_world
 from colonnade.trainer import BaseHook, Trainer
 from colonnade.trainer.hooks import EarlyStopHook, LoadCheckpointHook, LossHook, LRSchedulerHook, SaveCheckpointHook
-from colonnade.trainer.hooks.hook import POINTS, HookList, build_hook
+from colonnade.trainer.hooks.hook import POINTS, build_hook
 from tests.trainer.runs import PIPELINE, cut, make_trainer
 
 HEARD: list[str] = []
@@ -174,49 +174,23 @@ def test_every_built_in_hook_is_registered_under_its_name():
         assert HOOKS.get_module(name) is getattr(hooks, name)
 
 
-@pytest.mark.parametrize(
-    ("by_epoch", "interval", "expected"),
-    [
-        (True, 1, ["epoch 0", "epoch 1", "epoch 2", "epoch 3"]),
-        (True, 2, ["epoch 1", "epoch 3"]),
-        (True, 3, ["epoch 2"]),
-        (False, 1, ["step 1", "step 2", "step 3", "step 4"]),
-        (False, 3, ["step 3"]),
-    ],
-)
-def test_when_a_checkpoint_is_saved(monkeypatch, by_epoch, interval, expected):
-    saved: list[str] = []
-    hook = SaveCheckpointHook(interval, by_epoch=by_epoch)
-    monkeypatch.setattr(hook, "_save", lambda trainer: saved.append(trainer.place))
-    for at in range(4):
-        for done in (False, True):
-            step = SimpleNamespace(step_done=done, cur_step=at + 1, place=f"step {at + 1}")
-            hook.after_train_iter(step, None, None, None)  # type: ignore[arg-type]
-            epoch = SimpleNamespace(epoch_done=done, cur_epoch=at, place=f"epoch {at}")
-            hook.after_train_epoch(epoch)  # type: ignore[arg-type]
-    assert saved == expected
-
-
 class Stateless(BaseHook):
     def state_dict(self) -> dict[str, Any]:
         raise ValueError("no state today")
 
 
-def _fails_while_saving(folder: Path) -> None:
+def test_a_run_that_fails_closes_the_checkpoints_of_its_hook(tmp_path):
     trainer = make_trainer({})
-    hook = SaveCheckpointHook(1, folder, by_epoch=False, background=True)
+    hook = SaveCheckpointHook(1, tmp_path, by_epoch=False, background=True)
     with pytest.raises(HookError, match="Failing"):
         trainer.fit(cut(range(24), 24), epochs=1, hooks=[hook, Failing("after_train_iter", 0, 1)])
     assert hook._manager is None
     told = "hook Stateless failed in state_dict .*no state today"
     with pytest.raises(HookError, match=told):
-        trainer.fit(cut(range(24), 24), epochs=9, hooks=[SaveCheckpointHook(1, folder, by_epoch=False), Stateless()])
-    with CheckpointManager(folder, trainer.context):  # nobody else holds the folder
+        trainer.fit(cut(range(24), 24), epochs=9, hooks=[SaveCheckpointHook(1, tmp_path, by_epoch=False), Stateless()])
+    with CheckpointManager(tmp_path, trainer.context):  # nobody else holds the folder
         pass
-
-
-def test_a_run_that_fails_closes_the_checkpoints_of_its_hook(tmp_path):
-    run_world(1, _fails_while_saving, tmp_path)
+    trainer.context.destroy()
 
 
 def _state_of(trainer: Trainer) -> list[Any]:
@@ -226,12 +200,12 @@ def _state_of(trainer: Trainer) -> list[Any]:
     return [tensor.tolist() for tensor in (*state, *clip["state"].values())]
 
 
-def _refused(folder: Path) -> None:
+def test_a_checkpoint_that_the_trainer_refuses_changes_nothing(tmp_path):
     """Of checkpoints that the trainer does not take: weights, momentum and the history of clipping stay as they are."""
     sgd = partial(torch.optim.SGD, momentum=0.9)
     saved = make_trainer({"clip_grad_norm": {"method": "zclip"}}, lr=0.1, optimizer=sgd)
-    saved.fit(cut(range(24), 24), epochs=1, hooks=[SaveCheckpointHook(100, folder / "zclip", by_epoch=False)])
-    with CheckpointManager(folder / "plain", saved.context) as manager:
+    saved.fit(cut(range(24), 24), epochs=1, hooks=[SaveCheckpointHook(100, tmp_path / "zclip", by_epoch=False)])
+    with CheckpointManager(tmp_path / "plain", saved.context) as manager:
         manager.save(1, saved.engine.model, saved.engine.optimizer)
     saved.context.destroy()
     trainer = make_trainer({"clip_grad_norm": {"method": "percentile"}}, lr=0.1, optimizer=sgd)
@@ -239,13 +213,10 @@ def _refused(folder: Path) -> None:
     before, place = _state_of(trainer), (trainer.cur_epoch, trainer.cur_step)
     for name, told in (("zclip", "the clip state was saved by ZClip"), ("plain", "no SaveCheckpointHook saved it")):
         with pytest.raises(HookError, match=told):
-            trainer.fit(cut(range(8), 24), epochs=9, hooks=[LoadCheckpointHook(folder / name)])
+            trainer.fit(cut(range(8), 24), epochs=9, hooks=[LoadCheckpointHook(tmp_path / name)])
         assert _state_of(trainer) == before, name
         assert (trainer.cur_epoch, trainer.cur_step) == place
-
-
-def test_a_checkpoint_that_the_trainer_refuses_changes_nothing(tmp_path):
-    run_world(1, _refused, tmp_path)
+    trainer.context.destroy()
 
 
 def _noted(folder: Path) -> list[str]:
@@ -271,7 +242,7 @@ def _noted(folder: Path) -> list[str]:
 
 
 def test_a_run_that_goes_on_tells_the_launcher_from_where(tmp_path):
-    saved, loaded, own = run_world(1, _noted, tmp_path).values[0]
+    saved, loaded, own = _noted(tmp_path)
     folder = tmp_path / "run" / "step-00000002"
     assert saved == loaded == f"step 2 in {folder}; a run with a LoadCheckpointHook resumes from it"
     assert own.startswith(f"step 3 in {tmp_path / 'own' / 'step-00000003'}; a loop that calls CheckpointManager.load()")
@@ -334,15 +305,3 @@ def test_an_early_stop_waits_for_so_many_epochs_and_goes_on_where_it_was():
         with pytest.raises(ConfigError, match="EarlyStopHook"):
             EarlyStopHook(**wrong)
     assert EarlyStopHook(patience=0).state_dict() == {"best": None, "waited": 0}
-
-
-def test_the_states_of_hooks_of_one_class_are_told_apart():
-    hooks = [EarlyStopHook(), Listener("without a state"), EarlyStopHook(), EarlyStopHook()]
-    for number, hook in enumerate(hooks):
-        hook.best = float(number)  # type: ignore[attr-defined]
-    states = HookList.state_dict(known := SimpleNamespace(hooks=hooks, _named=lambda: HookList._named(known)))  # type: ignore[arg-type]
-    assert {name: state["best"] for name, state in states.items()} == {
-        "EarlyStopHook": 0.0,
-        "EarlyStopHook 2": 2.0,
-        "EarlyStopHook 3": 3.0,
-    }

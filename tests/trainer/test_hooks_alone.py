@@ -1,25 +1,21 @@
-"""Hooks in one process, with a trainer of numbers: signals, traces, averages, facts of a run."""
+"""Hooks in runs of one process: signals, traces, averages, checkpoints, files, facts of a run."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
-import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
-from colonnade.errors import CheckpointError, ConfigError
+from colonnade.errors import ConfigError, HookError
 from colonnade.trainer import Trainer
 from colonnade.trainer.hooks import (
     CsvHook,
@@ -31,14 +27,11 @@ from colonnade.trainer.hooks import (
     ProfilerHook,
     SaveCheckpointHook,
     StopOnSignal,
-    checkpoint_hooks,
     log,
-    profiler,
 )
-from colonnade.trainer.hooks.hook import BaseHook, HookList, checked_interval
-from tests.engine.test_engine import world_of_one
+from colonnade.trainer.hooks.hook import BaseHook, checked_interval
 from tests.trainer.runs import cut, dataset, make_trainer
-from tests.trainer.test_look import Managed
+from tests.trainer.test_loop import Events, fitted
 from tests.trainer.test_writers import record
 from tests.trainer.test_writers import trainer as writing
 
@@ -89,105 +82,30 @@ def test_a_signal_asks_to_stop_and_the_second_is_as_before():
     assert StopOnSignal()._signals == (signal.SIGTERM,)
 
 
-def test_signals_come_to_the_main_thread_only():
-    told: list[str] = []
-
-    def attempt() -> None:
-        try:
-            StopOnSignal((signal.SIGUSR1,)).before_train(stopped())
-        except ConfigError as error:
-            told.append(str(error))
-
-    thread = threading.Thread(target=attempt)
-    thread.start()
-    thread.join()
-    assert [text.partition(":")[0] for text in told] == [
-        "StopOnSignal needs the main thread, where Python delivers signals; call fit in the main thread [C092]"
-    ]
-
-
 # -- traces -----------------------------------------------------------------------------------------------
 
 
-class Profile:
-    """Stands for torch.profiler.profile."""
-
-    made: list[Any] = []
-
-    def __init__(self, **options: Any) -> None:
-        self.options, self.told = options, list[str]()
-        self.made.append(self)
-
-    def start(self) -> None:
-        self.told.append("start")
-
-    def stop(self) -> None:
-        self.told.append("stop")
-
-    def export_chrome_trace(self, path: str) -> None:
-        self.told.append("export")
-        Path(path).write_text('{"traceEvents": []}')
+@pytest.mark.parametrize(("steps", "skip", "traced"), [(2, 1, 2), (1, 0, 1), (9, 4, 2)])
+def test_a_trace_has_the_steps_that_were_asked_for_and_the_clock_of_its_rank(tmp_path, steps, skip, traced):
+    """Of six steps of two passes each."""
+    fitted(6, {"gradient_accumulation": 2}, epochs=2, hooks=[ProfilerHook(tmp_path / "new", steps, skip)])
+    (file,) = (tmp_path / "new").glob("*.json")
+    trace = json.loads(file.read_text())
+    passed = [event for event in trace["traceEvents"] if event["name"] == f"{ENGINE}: AddmmBackward0"]
+    assert len(passed) == 2 * 2 * traced  # of two layers
+    assert (trace["colonnade"]["rank"], len(trace["colonnade"]["met_us"])) == (0, 9)
+    assert trace["colonnade"]["met_us"][0] == pytest.approx(time.time() * 1e6, abs=60e6)
 
 
-@pytest.mark.parametrize(("device", "memory"), [("cpu", False), ("cuda", True)])
-def test_a_trace_is_begun_ended_and_written_with_the_clock_of_its_rank(monkeypatch, tmp_path, device, memory):
-    monkeypatch.setattr(torch.profiler, "profile", Profile)
-    monkeypatch.setattr(Profile, "made", [])
-    met: list[int] = []
-    meet = profiler._clocks
-    monkeypatch.setattr(profiler, "_clocks", lambda trainer, times: met.append(times) or meet(trainer, times))
-    with world_of_one() as gpc:
-        context = SimpleNamespace(
-            device=torch.device(device),
-            layout=gpc.layout,
-            get_global_rank=lambda: 0,
-            is_launched=True,
-            world_size=1,
-        )
-        trainer: Any = SimpleNamespace(context=context, logger=SimpleNamespace(info=lambda text: None), step_done=True)
-        for folder in (tmp_path / "new" / "trace", tmp_path):  # one that is not there, and one that is
-            hook = ProfilerHook(folder, steps=1, skip=0, memory=memory)
-            hook.before_train(trainer)
-            hook.after_train_iter(trainer, None, None, None)
-            (profile,) = Profile.made
-            Profile.made.clear()
-            assert profile.told == ["start", "stop", "export"]
-            kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-            assert profile.options == {"activities": kinds[: 1 + (device == "cuda")], "profile_memory": memory}
-            (file,) = folder.glob("*.json")
-            trace = json.loads(file.read_text())
-            assert trace["traceEvents"] == []
-            assert trace["colonnade"]["rank"] == 0
-            assert len(trace["colonnade"]["met_us"]) == 9
-            assert trace["colonnade"]["met_us"][0] == pytest.approx(time.time() * 1e6, abs=60e6)
-    assert met == [9, 1] * 2
+ENGINE = "autograd::engine::evaluate_function"
 
 
-def test_ranks_meet_where_there_are_several(monkeypatch):
-    met: list[Any] = []
-    monkeypatch.setattr(dist, "barrier", lambda group: met.append(group))
-    for size, expected in ((1, []), (2, ["world"] * 3)):
-        context = SimpleNamespace(is_launched=True, world_size=size, get_group=lambda mode: "world")
-        moments = profiler._clocks(SimpleNamespace(context=context), 3)  # type: ignore[arg-type]
-        assert met == expected
-        assert len(moments) == 3
-
-
-def test_a_trace_that_an_error_cuts_off_is_stopped_and_one_that_the_run_ends_is_written(monkeypatch):
-    warned: list[str] = []
-    trainer: Any = SimpleNamespace(logger=SimpleNamespace(warning=warned.append), step_done=True)
-    ended: list[Any] = []
-    for seen, profile in ((0, None), (1, None), (2, None), (3, Profile())):
-        hook = ProfilerHook("trace", skip=2)
-        monkeypatch.setattr(hook, "_end", ended.append)
-        hook._seen, hook._profile = seen, profile
-        hook.after_train(trainer)
-    assert len(warned) == 2  # of the first two the run was too short
-    assert ended == [trainer]
-    hook.close()
-    assert (hook._profile, profile.told) == (None, ["stop"])  # type: ignore[union-attr]
-    hook.close()
-    assert ProfilerHook("trace")._seen == 0
+def test_a_run_that_is_too_short_for_its_trace_is_told(tmp_path, caplog, capfd):
+    for skip in (2, 3):
+        fitted(hooks=[ProfilerHook(tmp_path / "trace", skip=skip)], epochs=1)
+    told = caplog.text + capfd.readouterr().err
+    assert "wrote no trace: the run had 2 steps, and the first 3 are skipped" in told
+    assert "the first 2 are skipped" not in told
 
 
 # -- averages ---------------------------------------------------------------------------------------------
@@ -232,70 +150,6 @@ def test_an_average_counts_every_so_many_steps_and_goes_on_in_a_second_run():
     assert hook._average[0].item() == 2.0
 
 
-@pytest.mark.parametrize(("evaluate", "updates", "seen"), [(True, 1, 2.0), (False, 1, 3.0), (True, 0, 3.0)])
-def test_evaluations_see_the_average_and_the_weights_come_back(evaluate, updates, seen):
-    hook, trainer, weight = averaged(evaluate=evaluate)
-    hook.updates = updates
-    weight.data.fill_(3.0)
-    hook._average[0].fill_(2.0)
-    hook.before_test(trainer)
-    assert weight.item() == seen
-    assert len(trainer.waited) == (seen == 2.0)
-    hook.before_test(trainer)  # a second time changes nothing
-    hook.after_test(trainer)
-    assert weight.item() == 3.0
-    hook.after_test(trainer)
-    with suppress(ZeroDivisionError), hook.swapped():
-        assert weight.item() == 2.0
-        raise ZeroDivisionError
-    assert weight.item() == 3.0
-    hook._swap_in()
-    hook.close()
-    assert weight.item() == 3.0
-    with EMAHook().swapped():  # of no run yet
-        pass
-
-
-class Loaded(Managed):
-    """A checkpoint in which the weight is 7."""
-
-    def load(self, model: Any, step: int) -> None:
-        self.done.append(("load", step))
-        with torch.no_grad():
-            model[0].fill_(7.0)
-
-
-def test_an_average_is_saved_and_loaded_in_the_place_of_the_weights(monkeypatch, tmp_path):
-    made: list[Any] = []
-    monkeypatch.setattr(
-        checkpoint_hooks, "CheckpointManager", lambda *given, **named: made.append(Loaded(*given, **named)) or made[-1]
-    )
-    hook, trainer, weight = averaged()
-    assert (hook.state_dict(), made) == ({"updates": 0}, [])
-    trainer.hooks, trainer.context, trainer.cur_step = [SaveCheckpointHook(1, tmp_path, keep=5)], "world", 4
-    hook.before_train(trainer)
-    manager = made[0]
-    assert (manager.given, manager.named) == ((tmp_path / "ema", "world", 5, False), {})
-    hook.updates = 3
-    assert hook.state_dict() == {"updates": 3}
-    assert manager.done == [("save", 4, trainer.engine.model)]
-    hook.load_state_dict({"updates": 9})
-    assert (hook.updates, len(made)) == (3, 1)  # there is nothing to load from
-    trainer.hooks = [LoadCheckpointHook(tmp_path / "old")]
-    hook.load_state_dict({"updates": 9})
-    assert (made[1].given, made[1].named) == ((tmp_path / "old" / "ema", "world"), {"read_only": True})
-    assert made[1].done[0] == ("load", 4)
-    assert (hook.updates, hook._average[0].item(), weight.item()) == (9, 7.0, 1.0)
-    hook.after_train(trainer)
-    assert manager.done[-1] == "close"
-    hook.after_train(trainer)
-    hook.close()
-    assert len(manager.done) == 2
-    hook._manager = manager
-    hook.close()
-    assert (manager.done[-1], hook._manager) == (("exit", CheckpointError), None)
-
-
 def test_only_narrow_weights_are_replaced_while_an_average_is_saved():
     hook, trainer, wide = averaged()
     narrow = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
@@ -317,152 +171,40 @@ def test_only_narrow_weights_are_replaced_while_an_average_is_saved():
 # -- checkpoints ------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_is_saved_once_a_step_and_at_the_end(monkeypatch, tmp_path):
-    made: list[Any] = []
-    monkeypatch.setattr(checkpoint_hooks, "CheckpointManager", lambda *given: made.append(Managed(*given)) or made[-1])
-    engine = SimpleNamespace(model="model", optimizer="optimizer")
-    trainer: Any = SimpleNamespace(engine=engine, cur_step=2, context="world", failed=False, state_dict=lambda: "state")
-    hook = SaveCheckpointHook(1, tmp_path, keep=4, background=True)
-    hook._save(trainer)  # before it has begun
-    hook.before_train(trainer)
-    (manager,) = made
-    assert manager.given == (tmp_path, "world", 4, True)
-    hook._save(trainer)  # that step is there already
-    assert manager.done == []
-    trainer.cur_step = 3
-    hook._save(trainer)
-    hook._save(trainer)
-    saved = [("save", 3, "model", "optimizer", "state")]
-    assert manager.done == saved
-    trainer.cur_step = 4
-    hook.after_train(trainer)
-    assert manager.done == [*saved, ("save", 4, "model", "optimizer", "state"), "close"]
-    hook.after_train(trainer)
-    hook.close()
-    assert len(manager.done) == 3
-    hook._manager, trainer.failed, trainer.cur_step = manager, True, 5
-    hook.after_train(trainer)
-    assert manager.done[3:] == ["close"]
-    hook._manager = manager
-    hook.close()
-    assert manager.done[4:] == [("exit", CheckpointError)]
-    other = SaveCheckpointHook(1, tmp_path, model="mine")  # type: ignore[arg-type]
-    other._manager = manager
-    other._save(trainer)
-    assert manager.done[-1] == ("save", 5, "mine", "optimizer", "state")
+def saved_steps(folder: Path) -> list[int]:
+    return [int(path.name.removeprefix("step-")) for path in sorted(folder.glob("step-*"))]
 
 
 @pytest.mark.parametrize(
-    ("rank", "steps", "first_has", "required", "step", "is_loaded"),
+    ("by_epoch", "interval", "expected"),
     [
-        (0, [3], True, False, None, True),
-        (0, [], False, False, None, False),
-        (0, None, False, False, None, False),
-        (0, [], False, True, None, True),
-        (0, [], False, False, 3, True),
-        (1, [], True, False, None, True),  # rank 0 says
-        (1, [3], False, False, None, False),
+        (True, 1, [2, 4, 6, 8]),
+        (True, 2, [4, 8]),
+        (True, 3, [6, 8]),
+        (False, 1, [1, 2, 3, 4, 5, 6, 7, 8]),
+        (False, 3, [3, 6, 8]),
     ],
 )
-def test_a_run_goes_on_where_rank_0_sees_a_checkpoint_or_must(
-    monkeypatch, tmp_path, rank, steps, first_has, required, step, is_loaded
-):
-    folder = tmp_path / "run"
-    if steps is not None:
-        folder.mkdir()
-    made: list[Any] = []
-    asked: list[bool] = []
-
-    class Found(Managed):
-        def steps(self) -> list[int]:
-            assert rank == 0
-            assert steps is not None
-            return steps
-
-    def gather(mine: bool, context: Any) -> list[bool]:
-        asked.append(mine)
-        return [mine, not mine] if rank == 0 else [first_has, mine]
-
-    monkeypatch.setattr(
-        checkpoint_hooks, "CheckpointManager", lambda *given, **named: made.append(Found(*given, **named)) or made[-1]
-    )
-    monkeypatch.setattr(checkpoint_hooks, "gather_from_all", gather)
-    loaded: list[Any] = []
-    trainer: Any = SimpleNamespace(
-        context=SimpleNamespace(get_global_rank=lambda: rank),
-        logger=SimpleNamespace(info=lambda text: None),
-        load_state=lambda *given: loaded.append(given),
-    )
-    LoadCheckpointHook(folder, step, required, model="mine").before_train(trainer)  # type: ignore[arg-type]
-    assert made[0].named == {"read_only": True}
-    assert loaded == ([(made[0], "mine", step)] if is_loaded else [])
-    assert asked == [bool(steps) and rank == 0]
+def test_a_checkpoint_is_saved_at_every_interval_and_once_at_the_end(tmp_path, by_epoch, interval, expected):
+    fitted(epochs=4, hooks=[SaveCheckpointHook(interval, tmp_path, by_epoch=by_epoch, keep=9)])
+    assert saved_steps(tmp_path) == expected
 
 
-# -- lists ------------------------------------------------------------------------------------------------
+def test_a_run_that_fails_saves_nothing_more(tmp_path):
+    def fail(trainer: Trainer) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(HookError, match="ZeroDivisionError"):
+        fitted(epochs=2, hooks=[SaveCheckpointHook(1, tmp_path), Events({("after_train_iter", 1, 3): fail})])
+    assert saved_steps(tmp_path) == [2]
 
 
-class Heard(BaseHook):
-    def __init__(self, name: str, fails: bool = False) -> None:
-        super().__init__()
-        self.name, self.fails, self.told = name, fails, list[Any]()
-
-    def before_train(self, trainer: Any) -> None:
-        self.told.append("before_train")
-        if self.fails:
-            raise ValueError(self.name)
-
-    def state_dict(self) -> dict[str, Any]:
-        if self.fails:
-            raise ValueError("no state")
-        return {"name": self.name} if self.name else {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.told.append(state)
-        if self.fails:
-            raise ValueError("not this state")
-
-    def close(self) -> None:
-        self.told.append("close")
-        if self.fails:
-            raise ValueError("open")
-
-
-def test_the_first_error_is_held_and_the_hook_that_raised_is_not_called_again():
-    hooks = [Heard("one", True), Heard("two"), Heard("three", True)]
-    listed = HookList(SimpleNamespace(cur_epoch=1, cur_step=2), hooks)
-    assert {point: len(calls) for point, calls in listed._calls.items() if calls} == {"before_train": 3}
-    for _ in range(2):
-        listed.call("before_train")
-    assert [hook.told for hook in hooks] == [["before_train"], ["before_train"] * 2, ["before_train"]]
-    assert str(listed.pending).startswith("hook Heard failed in before_train (epoch 1, step 2): ValueError: one")
-    listed.close()
-    assert [hook.told[-1] for hook in hooks] == ["close"] * 3
-
-
-def test_states_of_hooks_are_kept_by_name_and_what_fails_is_held():
-    trainer = SimpleNamespace(cur_epoch=0, cur_step=0)
-    listed = HookList(trainer, [Heard("one"), Heard(""), Heard("three")])
-    states = listed.state_dict()
-    assert states == {"Heard": {"name": "one"}, "Heard 3": {"name": "three"}}
-    listed.load_state_dict(states)
-    assert [hook.told for hook in listed.hooks] == [[{"name": "one"}], [], [{"name": "three"}]]  # type: ignore[attr-defined]
-    assert listed.pending is None
-    for use, told in (
-        (HookList.state_dict, "state_dict"),
-        (lambda each: each.load_state_dict(states), "load_state_dict"),
-    ):
-        failing = HookList(trainer, [Heard("one", True)])
-        use(failing)
-        assert f"hook Heard failed in {told}" in str(failing.pending)
-
-
-def test_what_a_hook_is_by_itself():
-    hook, trainer = BaseHook(), SimpleNamespace(states={})
-    assert hook.state_dict() == {}
-    hook.init_runner_states(trainer, "mine", 1)  # type: ignore[arg-type]
-    hook.init_runner_states(trainer, "mine", 2)  # type: ignore[arg-type]
-    assert trainer.states == {"mine": 1}
+def test_a_run_without_a_checkpoint_begins_anew_unless_one_is_required(tmp_path):
+    folder = tmp_path / "none"
+    assert fitted(max_steps=1, hooks=[LoadCheckpointHook(folder)]).cur_step == 1
+    for asked in ({"required": True}, {"step": 3}):
+        with pytest.raises(HookError, match="no checkpoint"):
+            fitted(max_steps=1, hooks=[LoadCheckpointHook(folder, **asked)])
 
 
 # -- files ------------------------------------------------------------------------------------------------
@@ -490,31 +232,12 @@ def test_a_table_that_was_cut_off_before_its_first_line_has_one_again(tmp_path):
     assert path.read_text() == "step,epoch,loss,lr,grad_norm,samples,seconds\n"
 
 
-def test_memory_is_measured_once_in_a_while(tmp_path, monkeypatch):
-    hook = JsonlHook(tmp_path / "run.jsonl")
-    logged: list[float] = []
-    here = SimpleNamespace(
-        step_done=True, context=SimpleNamespace(device=torch.device("cpu")), log=lambda values: logged.append(now)
-    )
-    for file, is_done, now in (
-        (None, True, 10.0),
-        ("open", False, 10.0),
-        ("open", True, 10.0),
-        ("open", True, 10.5),
-        ("open", True, 11.0),
-        ("open", True, 11.5),
-    ):
-        monkeypatch.setattr(log.time, "monotonic", lambda now=now: now)
-        hook._file, here.step_done = file, is_done  # type: ignore[assignment]
-        hook.after_train_iter(here, None, None, None)  # type: ignore[arg-type]
-    assert logged == [10.0, 11.5]
-
-
 @pytest.mark.parametrize(("rank", "report", "pages"), [(0, True, 1), (0, False, 0), (1, True, 0)])
 def test_the_page_of_a_run_is_written_by_who_wrote_the_file_and_is_asked_to(tmp_path, monkeypatch, rank, report, pages):
     import logging
 
-    monkeypatch.setattr(log, "run_facts", lambda trainer: {})
+    for name in ("run_facts", "world_facts"):
+        monkeypatch.setattr(log, name, lambda trainer: {})
     hook = JsonlHook(tmp_path / "run.jsonl", report=report)
     written: list[Path] = []
     monkeypatch.setattr("colonnade.proof.report.write_run_page", lambda logs, page: written.append(page))
@@ -552,35 +275,6 @@ def test_configs_by_dotted_names():
     assert log.flat_config({"a": 1, "b": {"c": {"d": 2}, "e": 3}}) == {"a": 1, "b.c.d": 2, "b.e": 3}
 
 
-def test_the_facts_of_a_run_are_plain_values():
-    held = SimpleNamespace(
-        **{
-            kind: SimpleNamespace(formula=given)
-            for kind, given in (("parameters", 8), ("gradients", None), ("state", 0))
-        }
-    )
-    axes = [SimpleNamespace(name=name, size=size) for name, size in (("data", 1), ("tensor", 2), ("pipeline", 3))]
-    context = SimpleNamespace(
-        device=torch.device("cpu"),
-        world_size=6,
-        layout=SimpleNamespace(axes=axes),
-        config={"clip_grad_norm": 2, "x": math.inf},
-    )
-    engine = SimpleNamespace(
-        memory=lambda: held,
-        schedule=None,
-        accumulation=4,
-        model=nn.Linear(2, 3),
-        ledger=lambda: SimpleNamespace(by_pattern=list),
-    )
-    facts = log.run_facts(SimpleNamespace(engine=engine, context=context))  # type: ignore[arg-type]
-    assert facts["layout"] == {"tensor": 2, "pipeline": 3}
-    assert facts["memory"] == {"parameters": 8, "gradients": 0, "state": 0}
-    assert (facts["parameters"], facts["clip"], facts["accumulation"], facts["world_size"]) == (9, 2.0, 4, 6)
-    assert facts["config"] == {"clip_grad_norm": 2, "x": "Infinity"}
-    assert json.loads(json.dumps(facts)) == facts
-
-
 # -- whole runs -------------------------------------------------------------------------------------------
 
 
@@ -615,16 +309,16 @@ def test_hooks_are_closed_at_the_end_of_a_fit_or_when_others_take_their_place():
     trainer.context.destroy()
 
 
-def trained(folder: Path, parts: list[dict[str, int]]) -> tuple[list[torch.Tensor], list[float | None]]:
+def trained(folder: Path, parts: list[dict[str, int]]) -> tuple[list[torch.Tensor], list[list[float | None]]]:
     """A run in parts, with dropout and batches in random order: its weights, and the best losses of an early stop."""
     best = []
     for limits in parts:
         trainer = make_trainer({}, lr=0.1, dropout=0.3)
-        stop = EarlyStopHook(on="train", patience=50)
-        hooks = [LoadCheckpointHook(folder), LossHook(), stop, SaveCheckpointHook(100, folder)]
+        stops = [EarlyStopHook(on="train", patience=50, mode=mode) for mode in ("min", "max")]
+        hooks = [LoadCheckpointHook(folder), LossHook(), *stops, SaveCheckpointHook(100, folder)]
         trainer.fit(DataLoader(dataset(16), batch_size=4, shuffle=True), hooks=hooks, **limits)
         weights = [each.detach().clone() for each in trainer.engine.model.parameters()]
-        best.append(stop.best)
+        best.append([stop.best for stop in stops])
         trainer.context.destroy()
     return weights, best
 
@@ -637,3 +331,4 @@ def test_a_run_in_parts_is_the_whole_one_to_the_bit(tmp_path, parts):
     found, (_, then) = trained(tmp_path / "parts", parts)
     assert all(torch.equal(one, other) for one, other in zip(whole, found, strict=True))
     assert then == best
+    assert best[0] < best[1]  # two hooks of one class have a state each

@@ -16,7 +16,6 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError, ScheduleError, TrainerError
 from colonnade.testing import compare, gather_weights, run_world
-from colonnade.trainer import Trainer
 from colonnade.trainer.data import Lengths, read_lengths
 from colonnade.trainer.hooks import LossHook, LRSchedulerHook
 from colonnade.utils import get_dataloader
@@ -229,22 +228,3 @@ def test_lengths_speak_of_ranks():
     assert str(Lengths((5, 3))) == "rank 0 has 5, rank 1 has 3"
     with pytest.raises(ConfigError, match="no batches"):
         read_lengths([], ParallelContext())
-
-
-def test_fit_without_an_end_is_refused():
-    assert run_world(1, _limits).ok
-
-
-def _limits() -> None:
-    trainer = make_trainer({})
-    for arguments, told in (
-        ({}, "epochs= or max_steps="),
-        ({"epochs": 0}, "from 1 on"),
-        ({"max_steps": True}, "from 1 on"),
-    ):
-        with pytest.raises(ConfigError, match=told):
-            trainer.fit(cut(range(8), 8), **arguments)
-    with pytest.raises(ConfigError, match="no batches"):
-        trainer.fit(Unsized([]), max_steps=3)
-    with pytest.raises(ConfigError, match="engine"):
-        Trainer(trainer)  # type: ignore[arg-type]

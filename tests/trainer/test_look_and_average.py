@@ -68,12 +68,13 @@ def truth() -> dict[str, Tensor]:
     trainer.fit(get_dataloader(dataset(64), batch_size=8, context=trainer.context), max_steps=STEPS, hooks=[weights])
     for after in weights.seen:
         average = {name: DECAY * mean + (1 - DECAY) * after[name] for name, mean in average.items()}
+    trainer.context.destroy()
     return average
 
 
 @pytest.fixture(scope="module")
 def one_process() -> dict[str, Tensor]:
-    return run_world(1, truth).values[0]
+    return truth()
 
 
 def averaged(folder: Path) -> dict[str, Tensor]:
@@ -119,7 +120,7 @@ def half(folder: Path) -> tuple[list[Tensor], list[Tensor]]:
     return kept[0], kept[1]
 
 
-def evaluated() -> None:
+def test_an_evaluation_sees_the_average_and_the_weights_come_back():
     trainer = make_trainer({}, lr=0.5, optimizer=SGD)
     batches, hook = cut(range(24), 24), EMAHook(0.9)
 
@@ -138,10 +139,7 @@ def evaluated() -> None:
     assert loss() == own
     hook.evaluate = False
     assert trainer.evaluate(batches)["Loss"] == pytest.approx(own, rel=1e-9)
-
-
-def test_an_evaluation_sees_the_average_and_the_weights_come_back():
-    run_world(1, evaluated)
+    trainer.context.destroy()
 
 
 def by_steps(folder: Path) -> tuple[list[tuple[int, float]], list[tuple[int, float]], int]:
@@ -165,11 +163,12 @@ def by_steps(folder: Path) -> tuple[list[tuple[int, float]], list[tuple[int, flo
     stopped.fit(
         cut(range(32), 32), epochs=9, hooks=[LossHook(), EvaluateHook(cut(range(24), 24), 2), EarlyStopHook(patience=1)]
     )
+    stopped.context.destroy()
     return lines[0], lines[1], stopped.cur_step
 
 
 def test_evaluations_by_step_are_written_once_and_an_early_stop_counts_them(tmp_path):
-    whole, parts, stopped = run_world(1, by_steps, tmp_path).values[0]
+    whole, parts, stopped = by_steps(tmp_path)
     assert [step for step, _ in whole] == [2, 4, 6, 8, 10, 12]
     assert parts == whole
     assert stopped == 7  # better at 2, no better at 4 and 6; the next step is the last
@@ -187,18 +186,15 @@ def test_a_decay_is_from_0_to_below_1():
 
 
 def test_what_they_refuse():
-    for wrong in (
-        partial(EMAHook, 1.0),
-        partial(EMAHook, -0.1),
-        partial(EvaluateHook, [], 0),
-        partial(ProfilerHook, "trace", steps=0),
-    ):
-        with pytest.raises(ConfigError):
-            wrong()
+    with pytest.raises(ConfigError, match="interval must be an int >= 1"):
+        EvaluateHook([], 0)
+    for steps, skip in ((0, 0), (-1, 0), (1, -1)):
+        with pytest.raises(ConfigError, match=f"^ProfilerHook: steps={steps} must be an int >= 1, skip={skip} an int"):
+            ProfilerHook("trace", steps, skip)
 
 
 def test_the_average_of_half_precision_weights_is_saved_unrounded(tmp_path):
-    first, then = run_world(1, half, tmp_path).values[0]
+    first, then = half(tmp_path)
     assert first[0].dtype == torch.float32
     assert not torch.equal(first[0], first[0].bfloat16().float())
     assert all(torch.equal(one, other) for one, other in zip(first, then, strict=True))

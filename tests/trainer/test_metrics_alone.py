@@ -19,7 +19,7 @@ from colonnade.trainer.hooks import (
     MetricHook,
     ThroughputHook,
 )
-from colonnade.trainer.metrics import _REDUCTIONS, MeanMetric, StatefulMetric
+from colonnade.trainer.metrics import MeanMetric, StatefulMetric
 from tests.engine.test_engine import world_of_one
 from tests.trainer.runs import make_trainer, uneven
 from tests.trainer.test_metrics import COUNT, STATES, Margin, counted, truth
@@ -138,18 +138,6 @@ def _of(output: torch.Tensor, label: torch.Tensor) -> float:
     return margin.compute()
 
 
-def test_the_states_of_two_ranks_become_one():
-    values = [torch.tensor([4.0, 5.0]), torch.tensor([3.0, 6.0])]
-    found = {how: join(values) for how, join in _REDUCTIONS.items()}
-    assert {how: torch.stack(list(value)).tolist() for how, value in found.items() if how != "cat"} == {
-        "sum": [7.0, 11.0],
-        "max": [4.0, 6.0],
-        "min": [3.0, 5.0],
-    }
-    assert [value.tolist() for value in found["cat"]] == [[4.0, 5.0], [3.0, 6.0]]
-    assert _REDUCTIONS["cat"]([[1], [2, 3]]) == [1, 2, 3]
-
-
 @pytest.mark.parametrize("by_epoch", [True, False])
 def test_a_learning_rate_moves_after_steps_or_after_epochs(by_epoch):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=8.0)
@@ -188,24 +176,6 @@ class Updated:
     def reset(self) -> None: ...
 
 
-def test_a_loss_counts_where_a_rank_has_it_and_is_saved():
-    with world_of_one() as gpc:
-        trainer: Any = SimpleNamespace(states={"metrics": {"train": {}, "test": {}}}, context=gpc)
-        hook, other = LossHook(), LossHook()
-        hook.after_hook_is_attached(trainer)
-        for trainer.batch_weight in ((None, 0.0), (torch.tensor(6.0), 2.0), (None, 9.0)):
-            hook.after_test_iter(trainer, None, None, None)
-            hook.after_train_iter(trainer, None, None, None)
-        hook.on_record(trainer, StepRecord(1, 0, None, None, None, 1, 1.0))
-        hook.on_record(trainer, StepRecord(2, 0, 4.0, None, None, 1, 1.0, weight=3.0))
-        saved = hook.state_dict()
-        assert {kind: state["sums"] for kind, state in saved.items()} == {"train": [12.0, 3.0], "test": [6.0, 2.0]}
-        other.after_hook_is_attached(trainer)
-        other.load_state_dict({**saved, "test": {}})
-        assert other.state_dict()["train"]["sums"] == [12.0, 3.0]
-        assert other.state_dict()["test"]["sums"] == [0.0, 0.0]
-
-
 @pytest.mark.parametrize("found", [2, (2, 5)])
 def test_an_accuracy_of_ones_own_is_out_of_the_rows_or_of_what_it_says(found):
     metric: Any = Updated()
@@ -239,78 +209,6 @@ def test_a_metric_is_copied_or_made_and_sees_outputs_without_their_graph():
         assert [given[1] for given in seen.seen] == ["label", "label"]
         assert not seen.seen[0][0].requires_grad
         assert seen.seen[1][0] == {"a": 1}
-
-
-class Counts:
-    """A metric with a state, as torchmetrics has them; a result is kept until something changes."""
-
-    higher_is_better = True
-
-    def __init__(self) -> None:
-        self.sync_on_compute = self._to_sync = True
-        self._computed: Any = "kept"
-        self.reset()
-
-    def reset(self) -> None:
-        self.total, self.seen = torch.tensor(0.0), list[Any]()
-
-    def update(self, output: Any, label: Any) -> None:
-        self.total = self.total + output
-        self.seen.append(label)
-
-    def compute(self) -> Any:
-        assert self._computed is None
-        return self.total + len(self.seen)
-
-
-COUNTED = {"total": "sum", "seen": "cat"}
-
-
-def test_a_metric_computes_with_what_all_ranks_saw_and_keeps_its_own(monkeypatch):
-    with world_of_one() as gpc:
-        given = Counts()
-        metric = StatefulMetric(given, gpc, COUNTED)
-        assert (metric.higher_is_better, given.sync_on_compute, given._to_sync) == (True, False, False)
-        metric.update(2.0, "a")
-        monkeypatch.setattr(metric, "_joined", lambda: {"total": torch.tensor(10.0), "seen": ["x", "y"]})
-        metric.gather()
-        assert metric.get_accumulated_value() == 12.0
-        assert (given.total.item(), given.seen) == (2.0, ["a"])
-        monkeypatch.undo()
-        assert metric.state_dict() == {"joined": {"total": torch.tensor(2.0), "seen": ["a"]}, "value": 12.0}
-        plain = StatefulMetric(Updated(), gpc, {})
-        assert (plain.higher_is_better, hasattr(plain._metric, "_to_sync"), hasattr(plain._metric, "_computed")) == (
-            False,
-        ) * 3
-
-
-@pytest.mark.parametrize(("rank", "joined", "takes"), [(0, True, True), (1, True, False), (0, False, False)])
-def test_rank_0_takes_up_what_all_had_seen(rank, joined, takes):
-    with world_of_one() as gpc:
-        context: Any = SimpleNamespace(layout=gpc.layout, is_launched=False, get_global_rank=lambda: rank)
-        metric = StatefulMetric(Counts(), context, COUNTED)
-        metric.update(5.0, "old")
-        metric.load_state_dict({"value": 3, "joined": {"total": torch.tensor(8.0), "seen": ["b"]} if joined else None})
-        assert metric.get_accumulated_value() == 3.0
-        assert (metric._metric.total.item(), metric._metric.seen) == ((8.0, ["b"]) if takes else (0.0, []))
-        assert metric._saw is takes
-
-
-def test_what_a_metric_says_of_its_states_is_taken_and_several_ranks_need_it():
-    def dim_zero_sum() -> None: ...
-
-    several: Any = SimpleNamespace(is_launched=True, world_size=2)
-    metric: Any = Counts()
-    with pytest.raises(ConfigError, match="Counts does not declare its state"):
-        StatefulMetric(metric, several)
-    assert StatefulMetric(metric, several, COUNTED)._states == COUNTED
-    metric._reductions = {"total": dim_zero_sum, "seen": "cat"}
-    assert StatefulMetric(metric, several)._states == COUNTED
-    metric._reductions = {"total": dim_zero_sum, "seen": None}
-    with pytest.raises(
-        ConfigError, match=r"the states \{'seen': 'None'\} of Counts are not reduced by sum, max, min or cat"
-    ):
-        StatefulMetric(metric, several)
 
 
 def test_a_metric_gives_one_number():

@@ -9,52 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from colonnade.trainer import StepRecord, records
-from colonnade.trainer.records import _DIVISOR, _LOSS, _LR, _NORM, _WEIGHT, Draft, RecordBook, weigh
-
-
-class Clock:
-    restarts = 0
-
-    def restart(self) -> None:
-        self.restarts += 1
-
-    def end_step(self) -> None: ...
-
-
-def engine(*rates: float, norm: Any = None, divisor: Any = None) -> Any:
-    groups = [{"lr": rate} for rate in rates]
-    return SimpleNamespace(
-        optimizer=SimpleNamespace(param_groups=groups), grad_norm=norm, clip_divisor=divisor, last_skip_flag=None
-    )
-
-
-def test_a_record_has_the_loss_of_all_passes_and_the_rate_of_the_first_group():
-    clock: Any = Clock()
-    book = RecordBook(clock)
-    assert clock.restarts == 1
-    assert book.draft() is None
-    book.add_pass(torch.tensor(6.0), 2.0, 4)
-    book.add_pass(torch.tensor(3.0), 1.0, 3)
-    book.add_pass(None, 9.0, 2)
-    book.add({"mine": 5, "other": torch.tensor(7.0)})
-    book.end_step(8, 2, engine(0.5, 0.25, norm=torch.tensor(3.0)))
-    book.add({"late": 1.0})
-    assert book._samples == 9
-    assert book._values["mine"] == 5.0
-    assert book._values[_LR] == 0.5
-    assert book._values["late"] == 1.0
-    assert book._tensors["other"].item() == 7.0
-    assert book._tensors[_LOSS].item() == 9.0
-    assert book._weight == 3.0
-    assert book._place is not None
-    assert book._place[:2] == (8, 2)
-    assert 0 <= book._place[2] < 60
-    assert book.draft() is not None
-    assert book.draft() is None
-    assert (book._samples, book._weight, book._tensors, book._values) == (0, 0.0, {}, {})
-    book.end_step(9, 2, engine())
-    assert _LR not in book._values
+from colonnade._launch import launch
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.testing import run_world
+from colonnade.trainer import records
+from colonnade.trainer.records import Draft, count_tokens, is_first_with_data, slots_of, weigh
+from tests.trainer.test_data import world
 
 
 @pytest.mark.parametrize(
@@ -74,59 +34,89 @@ def test_a_batch_weighs_what_its_criterion_counted_or_its_rows(count, rows, weig
     assert weigh(None, count, rows) == (None, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("skip", "divisor", "clipped", "skipped"),
-    [
-        (None, None, False, False),
-        (None, 1.0, False, False),
-        (None, 2.0, True, False),
-        (0.0, 2.0, True, False),
-        (1.0, 2.0, False, True),
-        (1.0, None, False, True),
-    ],
-)
-def test_a_record_is_made_of_what_the_ranks_have_added_up(skip, divisor, clipped, skipped):
-    flag: Any = None if skip is None else SimpleNamespace(read=lambda: skip)
-    times: Any = None if skip is None else SimpleNamespace(read=lambda: {"data": 1.0})
-    values = {_LR: 0.5, "mine": 3.0} | ({} if divisor is None else {_DIVISOR: divisor})
-    tensors = {_LOSS: torch.tensor(6.0), _WEIGHT: torch.tensor(2.0), _NORM: torch.tensor([9.0])}
-    draft = Draft((7, 1, 0.25), 8, tensors, values, flag, times)
-    assert draft.sums() == [6.0, 2.0, 8.0]
-    found = draft.record([12.0, 4.0, 16.0])
-    assert found == StepRecord(
-        step=7,
-        epoch=1,
-        loss=3.0,
-        lr=0.5,
-        grad_norm=9.0,
-        samples=16,
-        seconds=0.25,
-        weight=4.0,
-        clipped=clipped,
-        skipped=skipped,
-        times={} if skip is None else {"data": 1.0},
-        values={"mine": 3.0},
-    )
-    marks = {"clipped": 1.0} if clipped else {"skipped": 1.0} if skipped else {}
-    assert found.numbers() == {
-        **dict(loss=3.0, lr=0.5, grad_norm=9.0, samples=16, seconds=0.25, mine=3.0),
-        **marks,
-        **({} if skip is None else {"time/data": 1.0}),
-    }
-
-
 def test_a_step_of_which_no_rank_tells_the_loss_has_none():
     draft = Draft((1, 0, 1.0), 0, {}, {})
-    assert draft.sums() == [0.0, 0.0, 0.0]
-    found = draft.record([0.0, 0.0, 4.0])
+    assert draft.sums() == [0.0, 0.0, 0.0, 0.0]
+    found = draft.record([0.0, 0.0, 4.0, 0.0])
     assert (found.loss, found.lr, found.grad_norm) == (None, None, None)
     assert found.numbers() == {"samples": 4, "seconds": 1.0}
 
 
-def test_numbers_of_the_host_join_those_of_a_device(monkeypatch):
-    copied: list[torch.Tensor] = []
-    monkeypatch.setattr(records, "HostCopy", copied.append)
-    for devices, device in ((("cpu", "meta", "cpu"), "meta"), (("cpu", "cpu"), "cpu")):
-        Draft((1, 0, 1.0), 0, {str(at): torch.ones((), device=each) for at, each in enumerate(devices)}, {})
-        stacked = copied.pop()
-        assert (stacked.device.type, stacked.dtype, stacked.shape) == (device, torch.float64, (len(devices),))
+@pytest.mark.parametrize(("world", "late"), [(4, 2), (64, 63), (100, 99), (1000, 17)])
+def test_the_rank_that_the_others_wait_for_is_named(world, late):
+    """The time that it computes is the largest; beyond 64 ranks, the first of the neighbours that share a number."""
+    slots = slots_of(world)
+    assert [rank for ranks in slots for rank in ranks] == list(range(world))
+    assert len(slots) == min(world, 64)
+
+    def draft(rank: int) -> Draft:
+        busy = 3.0 if rank == late else 1.0
+        times: Any = SimpleNamespace(
+            read=lambda: {"forward": busy - 0.5, "communication": 2.0, "other": 2.0 - busy, "data": 0.5}
+        )
+        return Draft((1, 0, 4.0), 0, {}, {}, None, times, 0, slots, rank)
+
+    sums = [sum(each) for each in zip(*(draft(rank).sums() for rank in range(world)), strict=True)]
+    (ranks,) = (ranks for ranks in slots if late in ranks)
+    busy = draft(0).record(sums).busy
+    assert busy == {"slowest": 1.0 + 2.0 / len(ranks), "fastest": 1.0, "slowest_rank": ranks[0]}
+    assert draft(0).record(sums).numbers()["busy/fastest"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("batch", "count"),
+    [
+        ({"input_ids": torch.zeros(2, 5, dtype=torch.long), "labels": torch.zeros(2, 5, dtype=torch.long)}, 10),
+        ((torch.zeros(2, 3, 8), torch.zeros(2, dtype=torch.long)), 0),
+        ([torch.zeros(2, 3, dtype=torch.bool), (torch.zeros(2, 7, dtype=torch.int32),)], 14),
+        (None, 0),
+    ],
+)
+def test_tokens_are_the_integers_of_rows(batch, count):
+    assert count_tokens(batch) == count
+
+
+# -- exchange ---------------------------------------------------------------------------------------------
+# Who speaks for whom, and which values are gathered.
+
+
+@pytest.mark.parametrize(
+    ("context", "data", "rows"),
+    [
+        (world(2), [0, 1], [0, 1]),
+        (world(4, tensor=2), [0, 2], [0, 2]),
+        (world(4, pipeline=2), [0, 1, 2, 3], [0, 2]),
+        (world(4, sequence=2), [0, 1, 2, 3], [0, 2]),
+        (world(4, pipeline=2, tensor=2), [0, 2], [0]),
+        (world(8, pipeline=2, tensor=2), [0, 2, 4, 6], [0, 4]),
+    ],
+)
+def test_the_first_rank_of_those_that_see_the_same_data_speaks(context, data, rows):
+    def speakers(rows: bool) -> list[int]:
+        found = []
+        for rank in range(context.world_size):
+            here: Any = SimpleNamespace(layout=context.layout, get_global_rank=lambda rank=rank: rank)
+            assert is_first_with_data(here) == is_first_with_data(here, rows=False)
+            found += [rank] if is_first_with_data(here, rows) else []
+        return found
+
+    assert (speakers(False), speakers(True)) == (data, rows)
+
+
+def gathered() -> list[Any]:
+    with launch({}, context=ParallelContext(), verbose=False) as gpc:
+        rank = gpc.get_global_rank()
+        value = {"a": torch.full((2,), float(rank), dtype=torch.bfloat16), "b": [rank, torch.ones(rank, 2) > 0]}
+        found = records.gather_values(value, rank != 1, gpc)
+        assert records.gather_values(value, False, gpc) == []
+        return found
+
+
+def test_values_of_the_ranks_that_have_one_are_gathered_in_their_order():
+    for first, third in run_world(3, gathered).values:
+        for rank, found in ((0, first), (2, third)):
+            assert (found["a"].tolist(), found["a"].dtype) == ([rank, rank], torch.bfloat16)
+            assert (found["b"][0], found["b"][1].tolist()) == (rank, [[True, True]] * rank)
+    value = {"a": torch.ones(2)}
+    assert records.gather_values(value, True, ParallelContext()) == [value]
+    assert records.gather_values(value, False, ParallelContext()) == []

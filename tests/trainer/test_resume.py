@@ -180,13 +180,6 @@ def test_lines_of_an_epoch_are_there_once(tmp_path):
     assert [line["step"] for line in steps_of(tmp_path)] == list(range(1, STEPS + 1))
 
 
-def test_a_run_that_begins_anew_puts_an_older_file_aside(tmp_path):
-    (tmp_path / "log.jsonl").write_text("older\n")
-    run_world(1, train, tmp_path, {}, "ours", 50, None)
-    assert (tmp_path / "log.jsonl.1").read_text() == "older\n"
-    assert len(steps_of(tmp_path)) == STEPS
-
-
 @pytest.mark.slow
 def test_another_number_of_ranks_goes_on_after_as_many_samples(tmp_path):
     run_world(2, train, tmp_path, {}, "ours", 3, (4, signal.SIGKILL, 0), check=False)
@@ -243,19 +236,15 @@ def epoch_in_parts(folder: Path, parts: list[tuple[int, int, int]]) -> list[list
     return read
 
 
-def in_other_sizes(folder: Path) -> None:
+def test_another_batch_or_accumulation_goes_on_after_as_many_samples(tmp_path):
     cases = {
         "a larger batch": [(1, 4, 3), (1, 32, 99)],
         "more accumulation": [(1, 4, 3), (4, 4, 99)],
         "back and forth": [(2, 4, 1), (3, 2, 2), (1, 12, 3), (2, 5, 99)],
     }
     for name, parts in cases.items():
-        seen = epoch_in_parts(folder / name, parts)
+        seen = epoch_in_parts(tmp_path / name, parts)
         assert sorted(chain.from_iterable(seen)) == list(range(COUNT)), (name, seen)
-
-
-def test_another_batch_or_accumulation_goes_on_after_as_many_samples(tmp_path):
-    run_world(1, in_other_sizes, tmp_path)
 
 
 def test_a_loader_that_only_skips_begins_at_a_whole_batch_and_says_what_is_read_again(caplog):

@@ -111,17 +111,14 @@ def test_predictions_are_in_the_order_of_the_samples_on_every_rank(ranks, config
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
 
-def random_order() -> None:
+def test_a_loader_of_random_order_cannot_be_predicted_in_order():
     trainer = make_trainer({})
     with pytest.raises(ConfigError, match="shuffle=False"):
         trainer.predict(DataLoader(dataset(8), shuffle=True))
     assert trainer.engine.training
-    trainer.predict(DataLoader(dataset(8)))
+    assert not trainer.predict(DataLoader(dataset(8))).requires_grad
     assert trainer.engine.training
-
-
-def test_a_loader_of_random_order_cannot_be_predicted_in_order():
-    assert run_world(1, random_order).ok
+    trainer.context.destroy()
 
 
 class Told(BaseHook):
@@ -163,17 +160,6 @@ def test_records_have_the_loss_and_the_samples_of_all_ranks():
             assert math.hypot(*norms) == pytest.approx(expected[0][1], rel=1e-9)
 
 
-def scheduled() -> tuple[int, int, int]:
-    trainer = make_trainer({"gradient_accumulation": 2})
-    scheduler = torch.optim.lr_scheduler.StepLR(trainer.engine.optimizer, 100)
-    trainer.fit(cut(range(20), 20), epochs=2, hooks=[hooks.LRSchedulerHook(scheduler, by_epoch=False)])
-    return trainer.cur_step, scheduler.last_epoch, trainer.steps_per_epoch
-
-
-def test_a_step_is_an_optimizer_step_and_the_last_of_an_epoch_may_have_fewer_batches():
-    assert run_world(1, scheduled).values[0] == (6, 6, 3)
-
-
 def stopped_early() -> tuple[int, str]:
     trainer = make_trainer({}, lr=0.0)
     batches = cut(range(8), 8)
@@ -188,11 +174,8 @@ def test_a_run_that_does_not_get_better_stops_on_every_rank():
         assert "Accuracy has not improved for 3 epochs" in reason
 
 
-def many_things() -> None:
+def test_arguments_and_what_is_missing():
     trainer = make_trainer({})
-    assert (trainer.stopping, trainer.failed, trainer.step_done, trainer.epoch_done) == (False,) * 4
-    assert (trainer._wants_exit, trainer.returns_output, trainer.is_fitting) == (False, True, False)
-    assert (trainer.cur_epoch, trainer.cur_step) == (0, 0)
     batches = cut(range(16), 16)
     with pytest.raises(HookError, match=r"no test metric 'Los'.*Did you mean 'Loss'"):
         trainer.fit(batches, 1, None, batches, hooks=[hooks.LossHook(), hooks.EarlyStopHook("Los")])
@@ -210,10 +193,7 @@ def many_things() -> None:
     trainer.fit(batches, epochs=5)  # the two batches that are left
     assert trainer.cur_epoch == 5
     assert trainer.steps_per_epoch == 4
-
-
-def test_arguments_and_what_is_missing():
-    assert run_world(1, many_things).ok
+    trainer.context.destroy()
 
 
 class OwnLoss(nn.Module):
@@ -228,7 +208,7 @@ class OwnLoss(nn.Module):
         return {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
 
-def without_criterion() -> None:
+def test_a_model_with_a_loss_of_its_own_needs_no_criterion():
     gpc = launch({}, context=ParallelContext(), verbose=False)
     built = OwnLoss()
     engine, *_ = initialize(built, torch.optim.SGD(built.parameters(), lr=0.0), context=gpc)
@@ -242,10 +222,7 @@ def without_criterion() -> None:
         assert trainer.metric_values(kind) == {"Loss": pytest.approx(expected)}
     assert trainer.evaluate(batches, hooks=[]) == {}
     assert trainer.predict(batches)["logits"].shape == (10, 3)
-
-
-def test_a_model_with_a_loss_of_its_own_needs_no_criterion():
-    run_world(1, without_criterion)
+    gpc.destroy()
 
 
 class Twice(BaseSchedule):
@@ -259,15 +236,12 @@ class Twice(BaseSchedule):
         return None, None, loss.detach()
 
 
-def own_schedule() -> float:
-    trainer = make_trainer({})
-    trainer = Trainer(trainer.engine, schedule=Twice())
-    return trainer.evaluate(cut(range(8), 8))["Loss"]
-
-
 def test_a_schedule_of_the_users():
     x, y = samples(8)
-    assert run_world(1, own_schedule).values[0] == pytest.approx(2 * F.cross_entropy(model()(x), y).item())
+    trainer = Trainer(make_trainer({}).engine, schedule=Twice())
+    found = trainer.evaluate(cut(range(8), 8))["Loss"]
+    trainer.context.destroy()
+    assert found == pytest.approx(2 * F.cross_entropy(model()(x), y).item())
 
 
 class Slow(BaseHook):

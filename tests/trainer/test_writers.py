@@ -113,7 +113,8 @@ def test_the_last_line_says_how_a_run_ended(tmp_path, by, how):
     trainer.context.destroy()
 
 
-def test_other_ranks_write_nothing(tmp_path):
+def test_other_ranks_write_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(log, "world_facts", lambda trainer: {})
     hook = JsonlHook(tmp_path / "run.jsonl")
     hook.before_train(trainer(rank=1))
     hook.on_record(trainer(), record(1))

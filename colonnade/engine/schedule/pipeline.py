@@ -316,7 +316,13 @@ def _num_microbatches(given: int | None, table: Table | None) -> int:
 
 @SCHEDULE.register_module
 class TableSchedule(PipelineSchedule):
-    """A pipeline in your own order: a CSV file or rows, one per pipeline rank, checked before it runs."""
+    """A pipeline in your own order: a CSV file or rows, one per pipeline rank, checked before it runs.
+
+    Example::
+
+        schedule = dict(type="TableSchedule", table=["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"])
+        gpc = colonnade.launch(dict(parallel=dict(pipeline=2), schedule=schedule))
+    """
 
     def __init__(self, table: TableSource, num_microbatches: int | None = None, **options: Any) -> None:
         super().__init__(num_microbatches, table=table, **options)

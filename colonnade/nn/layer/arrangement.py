@@ -77,20 +77,20 @@ class Arrangement(ABC):
 
     @abstractmethod
     def embed(self, tokens: Tensor, weight: Tensor, rows: int, padding: int | None) -> Tensor:
-        """Look up replicated tokens in a weight of `rows` rows, sharded like a "column" weight; in the outer spread."""
+        """Look up replicated tokens in a weight of `rows` rows, sharded like a "column" weight; returns the outer spread."""
 
     def enter(self, x: Tensor) -> Tensor:
-        """The full input, out of the outer spread, of a product with this rank's rows of a "column" weight.
+        """Convert an activation between blocks to the full input that this rank's rows of a "column" weight need.
 
-        Raises for schemes whose product is more than that, such as SUMMA.
+        Raises for schemes that do not multiply by single blocks, such as SUMMA.
         """
         raise PlacementError(
-            f"under {type(self).__name__} a product is more than that of this rank's block and an input"
+            f"{type(self).__name__} does not compute a product from this rank's block of the weight and a full input"
         )
 
     @property
     def partial_modes(self) -> tuple[ParallelMode, ...]:
-        """The modes over which weights are replicated and each rank has other rows of the batch: gradients are partial."""
+        """The modes that replicate weights but split the batch, so that gradients of weights are partial."""
         return ()
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, split: Split) -> Tensor:
@@ -103,7 +103,7 @@ class Arrangement(ABC):
         return self.inner if split == "column" else self.outer
 
     def side(self, side: Side) -> Spread:
-        """A spread by its name."""
+        """The activation sharding (spread) called "outer" (between blocks) or "inner" (inside a block)."""
         return self.outer if side == "outer" else self.inner
 
     def weight_placement(self, split: Split, parts: int = 1) -> dict[ParallelMode, Spec]:
@@ -141,7 +141,7 @@ class Arrangement(ABC):
         return (length,) if mode is None else self._sizes(length, mode, unit, "features")
 
     def is_split(self, side: Side) -> bool:
-        """Whether activations of this side are sharded over more than one rank."""
+        """Whether activations are sharded over several ranks between blocks ("outer") or inside a block ("inner")."""
         return any(size_of(mode, self.context) > 1 for mode in self.side(side).modes)
 
     def __deepcopy__(self, memo: Any) -> Arrangement:

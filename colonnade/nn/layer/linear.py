@@ -37,6 +37,14 @@ class Linear(nn.Module):
         device: As in torch.nn.Linear.
         dtype: As in torch.nn.Linear.
         source: A full layer to take the weights from; see `from_module`.
+
+    Example::
+
+        from colonnade.nn import Linear
+
+        gpc = colonnade.launch(dict(parallel=dict(tensor=dict(size=2, mode="1d"))))
+        up, down = Linear(4, 8), Linear(8, 2, split="row")
+        output = down(torch.relu(up(torch.ones(3, 4))))
     """
 
     layer_kind = "linear"

@@ -48,6 +48,15 @@ class MoE(nn.Module):
         bias: Whether the experts have biases.
         shared: A layer for every token, such as MLP(hidden, inner), whose output is added.
         context: Defaults to the global one.
+
+    Example::
+
+        from colonnade.nn.moe import MoE, TopKRouter
+
+        gpc = colonnade.launch(dict(parallel=dict(expert=2)))
+        layer = MoE(hidden=16, experts=4, router=TopKRouter(16, 4, k=2))  # two experts on each rank
+        tokens = torch.randn(8, 16)
+        output = tokens + layer(tokens)
     """
 
     def __init__(

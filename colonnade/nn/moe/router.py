@@ -121,7 +121,7 @@ class TopKRouter(nn.Module):
 
     @property
     def bias(self) -> Tensor:
-        """The bias of the scores, used for the choice only."""
+        """A bias on the scores that influences which experts are chosen, but not their weights."""
         return self.steps.double() * self.bias_rate
 
     @property

@@ -81,7 +81,7 @@ def split_sequence(
 ) -> Tensor:
     """This rank's part of a tensor that every rank of the sequence group has in full. No communication.
 
-    In backward the other parts of `x` get zeros here, so the gradient of a parameter behind it is partial. A parameter that
+    In backward the other parts of `x` get zeros here, so gradients of parameters before this call are partial. A parameter that
     is replicated over the sequence group is all-reduced there anyway.
 
     Args:
@@ -177,9 +177,9 @@ def parts_of(length: int, lengths: Sequence[int] | None, balanced: bool, context
 class SharedLengths:
     """The lengths of the parts, exchanged once per pass for all layers of a model.
 
-    The first layer of a pass exchanges them. A new pass starts with a layer that comes again or, in forward, with a layer
-    that is not the next one (pipeline stages may alternate). This depends on the order of calls only, never on a length, so
-    all ranks take part in the same exchanges.
+    The first layer of a pass exchanges them. A pass ends when a layer is called a second time or, in forward, when layers are
+    called out of order (pipeline stages may alternate). Only the order of calls decides this, so all ranks take part in the
+    same exchanges.
     """
 
     def __init__(self) -> None:

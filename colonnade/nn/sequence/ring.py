@@ -61,6 +61,14 @@ def ring_attention(
         context: Defaults to the global one.
 
     Collective over the sequence group.
+
+    Example::
+
+        from colonnade.nn.sequence import ring_attention
+
+        gpc = colonnade.launch(dict(parallel=dict(sequence=2)))
+        q = k = v = torch.randn(2, 4, 8, 16)  # batch, heads, this rank's 8 of 16 tokens, width
+        output = ring_attention(q, k, v, causal=True)
     """
     check_heads(q, k, v)
     context = given_or_global(context)

@@ -128,13 +128,13 @@ def plan_gradients(
             name = type(handler).__name__
             if said is None:
                 notes[
-                    f"{name} (named in the config) sums by hand: what it calls is found by a trial in `initialize`, "
-                    f"and is not in this plan. What is said of its parameters is what the automatic handlers would do"
+                    f"{name} (named in the config) declares no reductions; `initialize` finds them with probe gradients. "
+                    f"This estimate does not include its collectives, and uses the automatic handlers for its parameters"
                 ] = None
                 continue
             if said and not isinstance(handler, PlannedGradientHandler):
                 notes[
-                    f"{name} sums gradients itself: which parameters is in the ledger, what it calls is not in this plan"
+                    f"{name} reduces gradients itself: the ledger lists its parameters, but this estimate does not include its collectives"
                 ] = None
             claims.append((handler, said))
         found = plan_sums(
@@ -253,9 +253,7 @@ def _stepping(
     except Exception as error:  # the user's own code, and of what is planned the least
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         name = type(optimizer).__name__
-        notes[
-            f"the step of {name} cannot be tried without values ({reason}): what it takes for a moment is left out"
-        ] = None
+        notes[f"the step of {name} cannot run without values ({reason}): its temporary memory is not included"] = None
         return 0
     finally:
         optimizer.state = state

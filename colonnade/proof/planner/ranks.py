@@ -87,8 +87,8 @@ def fake_rank(config: Config, world_size: int, rank: int, context: ParallelConte
 
 
 NOT_PLANNED = {
-    "compile": "what it joins into one kernel takes less time, and may keep less, than is said here",
-    "float8": "linear layers are planned in the dtype that they have without it",
+    "compile": "fused kernels take less time, and may store less, than this estimate",
+    "float8": "linear layers are estimated in their dtype without float8",
 }
 
 
@@ -191,7 +191,7 @@ class _Planning:
                 schedule.stage_ranks(stages) if piped else (0,),
             )
             if not piped and type(schedule) is not NonPipelineSchedule:
-                kinds.notes[f"the schedule {kinds.schedule} is planned as one pass over the batch of a rank"] = None
+                kinds.notes[f"the schedule {kinds.schedule} is estimated as one pass over the batch of a rank"] = None
             kinds.notes |= {
                 f"`{key}` is not planned: {why}": None for key, why in NOT_PLANNED.items() if self.config.get(key)
             }
@@ -323,15 +323,15 @@ class _Planning:
                     found = run_repeated(module, run, sharded=sharded)
                 except DynamicOutputShapeException as error:
                     raise ConfigError(
-                        f"the model makes a tensor whose size depends on values ({error}, as by a mask or nonzero()): without data "
-                        f"it cannot be planned. Ask `context.is_simulated` there, and assume a size"
+                        f"the model makes a tensor whose size depends on values ({error}; a mask or nonzero(), for example), and "
+                        f"an estimate has no values. Branch on `context.is_simulated` there, and assume a size"
                     ) from error
                 except ColonnadeError:
                     raise
                 except (RuntimeError, TypeError, ValueError) as error:
                     raise ConfigError(
-                        f"stage {stage} fails on tensors of the batch's shapes ({_form(value)}), which have no values in a plan: "
-                        f"{type(error).__name__}: {error}. Does `batch` give what the model takes, and the model ask for no values?"
+                        f"stage {stage} fails on tensors of the batch's shapes ({_form(value)}), which have no values in an estimate: "
+                        f"{type(error).__name__}: {error}. Check that `batch` returns the inputs of the model, and that the model reads no values"
                     ) from error
         largest = 0 if in_pass else max((each.nbytes for each in gradients.pending), default=0)
         return replace(found, rank=rank, pending=largest), summed

@@ -173,8 +173,8 @@ def _read(tensor: Tensor) -> bool:
     if tensor.dtype is torch.bool:
         return False
     raise ConfigError(
-        f"the model reads a number of type {tensor.dtype} from a tensor (by .item(), .tolist() or the like), and goes on by it: "
-        f"without data it cannot be planned. Ask `context.is_simulated` there, and assume one"
+        f"the model reads a number of type {tensor.dtype} from a tensor (with .item() or .tolist(), for example), and "
+        f"an estimate has no values. Branch on `context.is_simulated` there, and assume a number"
     )
 
 

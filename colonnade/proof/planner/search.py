@@ -83,8 +83,8 @@ class _Search:
         self.known = Known()
         self.elements, self.experts = self._look()
         self.notes = (
-            "tensor sizes stay inside a node, stage 3 of ZeRO is looked at without a pipeline, and activations are computed again "
-            "only where they do not fit otherwise",
+            "the search keeps tensor groups inside a node, tries ZeRO stage 3 only without a pipeline, and uses activation "
+            "checkpointing only if the layout does not fit without it",
         )
 
     def run(self) -> tuple[list[Candidate], list[Candidate]]:
@@ -152,7 +152,9 @@ class _Search:
         share = layout["tensor"] * layout["pipeline"] * layout["expert"]
         least = bytes_held(layout["zero"], self.elements // share, layout["data"]).total
         if least > self.hardware.memory:
-            return f"parameters, gradients and state alone are more than the {self.hardware.memory / 1e9:.0f} GB of a device"
+            return (
+                f"parameters, gradients and optimizer state exceed the {self.hardware.memory / 1e9:.0f} GB of a device"
+            )
         return ""
 
     # -- what a layout takes ------------------------------------------------------------------------------
@@ -178,7 +180,7 @@ class _Search:
             totals.hfu,
         )
         if not totals.fits:
-            again = " even when activations are computed again" if layout["checkpoint"] == "full" else ""
+            again = " even with activation checkpointing" if layout["checkpoint"] == "full" else ""
             return replace(one, reason=f"the fullest rank does not fit{again}")
         self.plans[_key(layout)] = made
         return one

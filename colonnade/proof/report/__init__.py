@@ -1,4 +1,4 @@
-"""Pages and pictures of runs and plans: one HTML file each, with no network. Charts are pygal's."""
+"""Pages and pictures of runs and plans: one HTML file each, without network. uPlot draws the charts of runs."""
 
 from __future__ import annotations
 

@@ -1,140 +1,263 @@
-"""Charts by pygal, styled once: colours are variables of the page, so that one drawing serves light and dark."""
+"""Charts: `plot` is a part of a page that uPlot draws in the browser, `line_chart` and `bar_chart` are SVG.
+
+A run may have a million steps. `thinned` reduces a column to at most `MOST_POINTS` points, each with the mean, the smallest and the
+largest value of its steps, so that a spike of one step stays visible. The page has these points as JSON, and `charts.js` draws them.
+"""
 
 from __future__ import annotations
 
+import json
 import math
-import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
-from itertools import pairwise
-from typing import Any, Literal
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31", "#7f7f7f")
-"""Told apart by colour-blind people too (after Okabe and Ito); the page has a lighter set of them for the dark."""
+if TYPE_CHECKING:
+    from colonnade.proof.report.runs import Column
 
-WIDTH, HEIGHT = 560, 300
-MOST_POINTS = 160
-"""Of one line. More cannot be seen at this width."""
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31", "#7f7f7f", "#d6c000")
+"""Distinguishable by colour-blind readers (after Okabe and Ito); the style sheet has a lighter set for dark pages."""
+
+MOST_POINTS = 2000
+"""Of one line. On a screen, a chart is about 600 pixels wide; the others are for zooming."""
 
 Points = Sequence[tuple[float, float]]
 
 
+class Thin(NamedTuple):
+    """The values of several neighbouring steps: the last of these steps, and what their values are."""
+
+    step: float
+    mean: float
+    low: float
+    high: float
+
+
 @dataclass(frozen=True)
 class Series:
-    """Points of one name. A `level` is a dashed line; `dots` are marks; a `band` is the area inside its points; `color` is a
-    place in `COLORS`."""
+    """Points of one name: (step, value), or `Thin`, whose smallest and largest values become an area around the line.
+
+    A `level` is a dashed line, a `curve` a line with a mark at each point, `dots` are marks only. `color` is an index of `COLORS`.
+    `run` is the run whose tokens and times the steps have.
+    """
 
     name: str
-    points: Points
-    kind: Literal["line", "dots", "level", "band"] = "line"
+    points: Sequence[tuple[float, float]] | Sequence[Thin]
+    kind: Literal["line", "dots", "level", "curve"] = "line"
     color: int | None = None
+    run: int = 0
 
 
-def line_chart(
+# --- Thinning ---
+
+
+def buckets(steps: Sequence[float], most: int = MOST_POINTS) -> list[float]:
+    """The last step of each bucket: every step, or `most` buckets of equally many steps."""
+    if len(steps) <= most:
+        return list(steps)
+    return [steps[round((at + 1) * len(steps) / most) - 1] for at in range(most)]
+
+
+def thinned(column: Column, lasts: Sequence[float]) -> list[Thin]:
+    """The values of a column in each bucket that has any; `lasts` are the last steps of the buckets."""
+    edges = [0, *(bisect_right(column.steps, last) for last in lasts)]
+    points = []
+    for begin, end in pairwise(edges):
+        if values := column.values[begin:end]:
+            points.append(Thin(column.steps[end - 1], math.fsum(values) / len(values), min(values), max(values)))
+    return points
+
+
+# --- Charts of a page ---
+
+
+def plot(
     series: Sequence[Series],
     *,
-    x: str = "step",
     y: str,
-    logarithmic: bool = False,
-    number: Callable[[float], str] = "{:.4g}".format,
-    standalone: bool = False,
+    logarithmic: bool | None = None,
+    from_zero: bool = False,
+    stacked: bool = False,
+    smooth: bool = False,
+    second: tuple[str, float] | None = None,
 ) -> str:
-    """Values over steps as SVG, with labelled axes. `logarithmic` leaves out what is not positive.
+    """Values over steps as a part of a page whose script has uPlot.
 
-    `standalone`: a whole file with colours of its own; else a part of a page that has our style sheet.
+    Args:
+        series: the lines, in the order of the legend.
+        y: the label of the axis.
+        logarithmic: whether the axis is logarithmic at first; the reader can switch it. None: it is always linear.
+        from_zero: the axis starts at zero.
+        stacked: each series is an area on top of the previous ones; all have the same steps.
+        smooth: the slider of the page smooths its lines.
+        second: (label, factor) of an axis on the right, which has the values times a factor.
     """
-    import pygal
+    grids: dict[tuple[float, ...], int] = {}
+    made = []
+    for at, one in enumerate(series):
+        points = [point for point in one.points if math.isfinite(point[1])]
+        if not points:
+            continue
+        grid = grids.setdefault(tuple(point[0] for point in points), len(grids))
+        kind = "curve" if one.kind == "line" and len(points) == 1 else one.kind
+        color = (at if one.color is None else one.color) % len(COLORS)
+        entry: dict[str, Any] = {"name": one.name, "kind": kind, "color": color, "run": one.run, "grid": grid}
+        entry["y"] = [_short(point[1]) for point in points]
+        # An area only where points stand for several values.
+        if isinstance(points[0], Thin) and any(point.low < point.high for point in points if isinstance(point, Thin)):
+            for name in ("low", "high"):
+                entry[name] = [_short(getattr(point, name)) for point in points]
+        made.append(entry)
+    if not made:
+        return '<p class="empty">no values in the log</p>'
+    chart = {"y": y, "zero": from_zero, "stacked": stacked, "smooth": smooth, "series": made}
+    chart["grids"] = [list(map(_short, grid)) for grid in grids]
+    chart |= {"log": logarithmic} if logarithmic is not None else {}
+    chart |= {"second": second} if second is not None else {}
+    names = [
+        f'<button type="button" data-serie="{at}" class="color-{one["color"]}" aria-pressed="true">'
+        f'<i class="mark is-{"area" if stacked else one["kind"]}"></i>{escape(one["name"])}</button>'
+        for at, one in enumerate(made)
+    ]
+    single = " single" if len(made) == 1 else ""
+    label = escape(f"{y}: " + ", ".join(f"{one['name']}, last value {one['y'][-1]:.4g}" for one in made), quote=True)
+    switch = '<button type="button" class="switch" data-log>log</button>' if logarithmic is not None else ""
+    return (
+        f'<figure class="chart">{switch}<div class="plot" role="img" aria-label="{label}" tabindex="0"></div>'
+        f'<figcaption class="key{single}">{"".join(names)}</figcaption>{data_block(chart)}</figure>'
+    )
 
-    shown = [(one, _drawable(one.points, logarithmic)) for one in series]
-    shown = [(replace(one, kind="dots") if _is_alone(one, points) else one, points) for one, points in shown]
-    series = [one for one, _ in shown]
+
+def data_block(data: Any, name: str = "") -> str:
+    """Values for a script, as an element that a browser does not run."""
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    return f'<script type="application/json"{f" id={json.dumps(name)}" if name else ""}>{text}</script>'
+
+
+def _short(value: float) -> float:
+    """With six digits, and without a fraction if it has none."""
+    value = float(f"{value:.6g}") if value % 1 else value
+    return int(value) if value % 1 == 0 and abs(value) < 2**53 else value
+
+
+# --- SVG ---
+
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 800, 320, 64, 64
+
+
+def line_chart(series: Sequence[Series], *, x: str = "step", y: str, logarithmic: bool = False) -> str:
+    """Values over steps as a file, with labelled axes. With `logarithmic`, only positive values are drawn."""
+    shown = [
+        (one, [(at, value) for at, value, *_ in one.points if math.isfinite(value) and (value > 0 or not logarithmic)])
+        for one in series
+    ]
     values = [value for _, points in shown for _, value in points]
     steps = [at for _, points in shown for at, _ in points]
     if not values:
-        return '<p class="empty">nothing was measured</p>'
-    place: Callable[[float], float] = math.log10 if logarithmic else float
-    formatter = (lambda value: number(10**value)) if logarithmic else number
-    chart = pygal.XY(
-        **_options(series, standalone),
-        x_title=x,
-        y_title=y,
-        value_formatter=formatter,
-        x_value_formatter=lambda at: f"{x} {at:,.0f}" if not standalone else f"{at:,.0f}",
-        xrange=(min(steps), max(max(steps), min(steps) + 1)),
-    )
-    chart.x_labels = [
-        {"value": at, "label": f"{at:,.0f}"} for at in round_numbers(min(steps), max(steps)) if at % 1 == 0
-    ]
+        return _file(_WIDTH, 40, [_text(12, 24, "no values")])
+    place = math.log10 if logarithmic else float
     ticks = decades(min(values), max(values)) if logarithmic else round_numbers(min(values), max(values))
-    chart.y_labels = [{"value": place(value), "label": number(value)} for value in ticks]
-    for one, points in shown:
-        placed = [(at, place(value)) for at, value in points]
-        if one.kind == "level" and placed:
-            placed = [(min(steps), placed[0][1]), (max(steps), placed[0][1])]
-        dashes = {"dasharray": "6, 4"} if one.kind == "level" else None
-        dots = 2.6 if one.kind == "dots" else 1
-        area = {"fill": True, "show_dots": False} if one.kind == "band" else {}
-        chart.add(one.name, placed, stroke=one.kind != "dots", dots_size=dots, stroke_style=dashes, **area)
-    return _rendered(chart, series, standalone)
+    low, high = (pick(map(place, [*values, *ticks])) for pick in (min, max))
+    high = high if high > low else low + 1
+    first, last = min(steps), max(max(steps), min(steps) + 1)
 
+    def across(step: float) -> float:
+        return _LEFT + (step - first) / (last - first) * (_WIDTH - _LEFT - 16)
 
-def stacked_chart(
-    names: Sequence[str], columns: Sequence[tuple[str, Sequence[float]]], *, x: str, y: str, bars: bool = False
-) -> str:
-    """Parts of a whole, one upon the other: `columns` are (label of x, a value for each name); bars, or areas."""
-    import pygal
+    def up(value: float) -> float:
+        return 12 + (high - place(value)) / (high - low) * (_HEIGHT - _BOTTOM - 12)
 
-    kind = pygal.StackedBar if bars else pygal.StackedLine
-    labels = [label for label, _ in columns]
-    every = max(1, len(labels) // 6)
-    chart = kind(
-        **_options([], False),
-        x_title=x,
-        y_title=y,
-        fill=True,
-        value_formatter="{:.4g}".format,
-        show_minor_x_labels=False,
-        truncate_label=-1,
-    )
-    chart.y_labels = _value_labels(values for _, values in columns)
-    chart.x_labels = labels
-    chart.x_labels_major = labels if bars else labels[::every]
-    for at, name in enumerate(names):
-        chart.add(name, [values[at] for _, values in columns])
-    return _rendered(chart, [Series(name, ()) for name in names], False)
+    parts = []
+    for value in ticks:
+        parts.append(f'<path d="M{_LEFT} {up(value):.1f}H{_WIDTH - 16}" stroke="#e2e2e2"/>')
+        parts.append(_text(_LEFT - 6, up(value) + 4, f"{value:.4g}", "end"))
+    parts += [
+        _text(across(step), _HEIGHT - _BOTTOM + 18, f"{step:,.0f}", "middle") for step in round_numbers(first, last)
+    ]
+    parts.append(_text(_WIDTH / 2, _HEIGHT - _BOTTOM + 34, x, "middle"))
+    parts.append(f'<g transform="translate(14 {(_HEIGHT - _BOTTOM) / 2}) rotate(-90)">{_text(0, 0, y, "middle")}</g>')
+    at = float(_LEFT)
+    for number, (one, points) in enumerate(shown):
+        color = COLORS[(number if one.color is None else one.color) % len(COLORS)]
+        marks = one.kind in ("dots", "curve") or len(points) == 1
+        if one.kind == "level" and points:
+            points = [(first, points[0][1]), (last, points[0][1])]
+        if one.kind != "dots" and points:
+            line = "L".join(f"{across(step):.1f} {up(value):.1f}" for step, value in points)
+            dashes = ' stroke-dasharray="6 4"' if one.kind == "level" else ""
+            parts.append(f'<path d="M{line}" fill="none" stroke="{color}" stroke-width="1.8"{dashes}/>')
+        for step, value in points if marks and one.kind != "level" else ():
+            told = escape(f"{x} {step:,.0f}: {value:.4g}")
+            parts.append(
+                f'<circle cx="{across(step):.1f}" cy="{up(value):.1f}" r="2.6" fill="{color}"><title>{told}</title></circle>'
+            )
+        parts.append(f'<rect x="{at:.0f}" y="{_HEIGHT - 18}" width="10" height="10" fill="{color}"/>')
+        parts.append(_text(at + 14, _HEIGHT - 9, one.name))
+        at += 34 + 6.6 * len(one.name)
+    return _file(_WIDTH, _HEIGHT, parts)
 
 
 def bar_chart(
-    names: Sequence[str], rows: Sequence[tuple[str, Sequence[float]]], *, x: str, standalone: bool = False
+    names: Sequence[str],
+    rows: Sequence[tuple[str, Sequence[float]]],
+    *,
+    x: str,
+    page: bool = False,
+    colors: Sequence[int] = (),
 ) -> str:
-    """Horizontal bars of several parts: `rows` are (label, a value for each name)."""
-    import pygal
+    """Horizontal bars of several parts: `rows` are (label, a value for each name). A file, or with `page` a part of a page."""
+    colors = colors or [at % len(COLORS) for at in range(len(names))]
+    left, width, line = 16 + 7.4 * max((len(label) for label, _ in rows), default=0), 560 if page else 800, 30
+    left = min(left, width / 3)
+    most = max((sum(values) for _, values in rows), default=0.0) or 1.0
+    scale, bottom = (width - left - 16) / most, len(rows) * line + 8
+    parts = []
+    for value in round_numbers(0.0, most):
+        at = left + value * scale
+        parts.append(f'<path class="guide" d="M{at:.1f} 4V{bottom}" stroke="#e2e2e2"/>')
+        parts.append(_text(at, bottom + 16, f"{value:.4g}", "middle"))
+    for row, (label, values) in enumerate(rows):
+        top = row * line + 8
+        short = label if len(label) <= 24 else "…" + label[-23:]
+        parts.append(_text(left - 8, top + 15, short, "end"))
+        for at, (before, value) in enumerate(zip(accumulate((0.0, *values)), values, strict=False)):
+            told = escape(f"{label}\n{names[at]}: {value:.4g} {x}", quote=True)
+            fill = f"var(--c{colors[at]})" if page else COLORS[colors[at]]
+            parts.append(
+                f'<rect x="{left + before * scale:.1f}" y="{top}" width="{value * scale:.1f}" height="{line - 8}" '
+                f'fill="{fill}" data-hint="{told}"/>'
+            )
+    parts.append(_text(left + (width - left) / 2, bottom + 34, x, "middle"))
+    if not page:
+        at = left
+        for number, name in enumerate(names):
+            parts.append(
+                f'<rect x="{at:.0f}" y="{bottom + 46}" width="10" height="10" fill="{COLORS[colors[number]]}"/>'
+            )
+            parts.append(_text(at + 14, bottom + 55, name))
+            at += 34 + 6.6 * len(name)
+        return _file(width, bottom + 64, parts)
+    key = "".join(
+        f'<span><i class="swatch" style="background:var(--c{color})"></i>{escape(name)}</span>'
+        for color, name in zip(colors, names, strict=True)
+    )
+    drawing = f'<svg class="bars" data-hints viewBox="0 0 {width} {bottom + 40}">{"".join(parts)}</svg>'
+    return f'<figure class="chart">{drawing}<figcaption class="key">{key}</figcaption></figure>'
 
-    series = [Series(name, ()) for name in names]
-    options = _options(series, standalone) | {"height": 90 + 34 * len(rows)}
-    chart = pygal.HorizontalStackedBar(**options, x_title=x, value_formatter="{:.4g}".format, truncate_label=-1)
-    chart.y_labels = _value_labels(values for _, values in rows)
-    chart.x_labels = [label for label, _ in rows]
-    for at, name in enumerate(names):
-        chart.add(name, [values[at] for _, values in rows])
-    return _rendered(chart, series, standalone)
+
+def _text(x: float, y: float, words: str, anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
-def thinned(points: Points, join: Callable[[list[float]], float], most: int = MOST_POINTS) -> list[tuple[float, float]]:
-    """At most so many points: neighbours become one, at the last step of them, with what `join` makes of their values."""
-    if len(points) <= most:
-        return list(points)
-    edges = [round(at * len(points) / most) for at in range(most + 1)]
-    groups = [points[begin:end] for begin, end in pairwise(edges)]
-    return [(group[-1][0], join([value for _, value in group])) for group in groups if group]
-
-
-def band(points: Points, most: int = MOST_POINTS) -> list[tuple[float, float]]:
-    """From the smallest to the largest of the values that `thinned` makes one: its outline; nothing where none are joined."""
-    if len(points) <= most:
-        return []
-    return thinned(points, max, most) + thinned(points, min, most)[::-1]
+def _file(width: float, height: float, parts: Sequence[str]) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}" '
+        f'font-family="system-ui, sans-serif" font-size="12" fill="#222"><rect width="100%" height="100%" fill="#fff"/>'
+        f"{''.join(parts)}</svg>\n"
+    )
 
 
 def round_numbers(low: float, high: float, about: int = 5) -> list[float]:
@@ -147,95 +270,9 @@ def round_numbers(low: float, high: float, about: int = 5) -> list[float]:
 
 
 def decades(low: float, high: float) -> list[float]:
-    """Powers of ten that hold the values; 2 and 5 between them where there are few."""
+    """The powers of ten around the values; with 2 and 5 between them if there are few."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     steps = (1.0,) if len(powers) > 4 else (1.0, 2.0, 5.0)
     found = [factor * 10.0**power for power in powers for factor in steps]
     inside = [value for value in found if low <= value <= high]
     return inside if len(inside) > 1 else [10.0**power for power in powers]
-
-
-def _drawable(points: Points, logarithmic: bool) -> Points:
-    return [(at, value) for at, value in points if math.isfinite(value) and (value > 0 or not logarithmic)]
-
-
-def _is_alone(one: Series, points: Points) -> bool:
-    """A line of one point would not be seen."""
-    return one.kind == "line" and len(points) == 1
-
-
-def _value_labels(columns: Iterable[Sequence[float]]) -> list[float]:
-    """What stands at the axis of sums: pygal's own labels are as many as fit in height, and lie over each other in width."""
-    return round_numbers(0.0, max(map(sum, columns), default=0.0))
-
-
-def _options(series: Sequence[Series], standalone: bool) -> dict[str, Any]:
-    from pygal.style import Style
-
-    colors = [COLORS[(at if one.color is None else one.color) % len(COLORS)] for at, one in enumerate(series)]
-    style = Style(
-        background="#ffffff" if standalone else "transparent",
-        plot_background="transparent",
-        foreground="#444",
-        foreground_strong="#111",
-        foreground_subtle="#ddd",
-        guide_stroke_color="#e2e2e2",
-        major_guide_stroke_color="#e2e2e2",
-        guide_stroke_dasharray="0",
-        major_guide_stroke_dasharray="0",
-        font_family="system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif",
-        label_font_size=12 if standalone else 15,  # a page shows them so large on a phone
-        major_label_font_size=12 if standalone else 15,
-        legend_font_size=12.5,
-        title_font_size=12.5,
-        opacity=".7",
-        colors=tuple(colors) or COLORS,
-    )
-    options: dict[str, Any] = {} if standalone else {"css": ()}
-    return options | {
-        "style": style,
-        "js": (),
-        "width": 800 if standalone else WIDTH,
-        "height": HEIGHT,
-        "explicit_size": standalone,
-        "disable_xml_declaration": not standalone,
-        "show_legend": standalone,
-        "legend_at_bottom": True,
-        "legend_at_bottom_columns": max(1, len(series)),
-        "legend_box_size": 10,
-        "truncate_legend": -1,
-        "margin": 8,
-        "spacing": 8,
-        "show_x_guides": False,
-        "show_y_guides": True,
-        "include_x_axis": False,
-    }
-
-
-def _rendered(chart: Any, series: Sequence[Series], standalone: bool) -> str:
-    """The drawing, with a class for each kind of series, and without what nobody sees."""
-    text: str = chart.render(is_unicode=True)
-    text = re.sub(r"<!--.*?-->|<script.*?</script>|<title>[^<]*</title>", "", text, flags=re.S)
-    text = re.sub(r'<desc class="[xy][^"]*">[^<]*</desc>', "", text)
-    text = re.sub(r"(\d\.\d)\d+(?=[ \")])", r"\1", text)
-    for at, one in enumerate(series):
-        color = at if one.color is None else one.color
-        text = text.replace(
-            f'class="series serie-{at} color-{at}"', f'class="series serie-{at} is-{one.kind} color-{color}"'
-        )
-        text = text.replace(f'class="color-{at} reactive"', f'class="color-{color} reactive"')
-    if standalone:
-        return text
-    text = re.sub(r"<style.*?</style>|<defs></defs>", "", text, flags=re.S)
-    drawing = re.sub(r' id="chart-[^"]*"', "", text)
-    return f'<figure class="chart">{drawing}{_legend(series)}</figure>'
-
-
-def _legend(series: Sequence[Series]) -> str:
-    """The names in the page's own type, which stays readable where the drawing is small; a click hides a series."""
-    names = [
-        f'<button type="button" data-serie="{at}" class="color-{at if one.color is None else one.color}">'
-        f'<i class="mark is-{one.kind}"></i>{escape(one.name)}</button>'
-        for at, one in enumerate(series)
-    ]
-    return f'<figcaption class="key{" single" if len(series) == 1 else ""}">{"".join(names)}</figcaption>'

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from base64 import b64encode
 from collections.abc import Callable, Sequence
 from functools import cache
-from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 from colonnade.errors import ColonnadeError, ConfigError
 from colonnade.proof.report.page_of_run import run_page
-from colonnade.proof.report.shell import page, script_of_pages
+from colonnade.proof.report.shell import page, policy, script_of
 
 SECONDS = 5
 """After which a page that is looked at is made anew."""
@@ -68,17 +66,9 @@ def make_server(sources: Sequence[str | Path], port: int) -> ThreadingHTTPServer
 
 @cache
 def _guards() -> tuple[tuple[str, str], ...]:
-    """Headers of every answer: a browser runs the page's own script alone, loads nothing, and shows the page in no other one.
-
-    Colours and widths stand in the page as styles of single elements, which no hash can allow.
-    """
-    known = b64encode(sha256(script_of_pages().encode()).digest()).decode()
-    policy = (
-        f"default-src 'none'; script-src 'sha256-{known}'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
-        f"form-action 'none'; frame-ancestors 'none'"
-    )
+    """Headers of every answer: the policy of the page itself, and no other site may show the page in a frame."""
     return (
-        ("Content-Security-Policy", policy),
+        ("Content-Security-Policy", f"{policy(script_of('run'))}; frame-ancestors 'none'"),
         ("X-Frame-Options", "DENY"),
         ("X-Content-Type-Options", "nosniff"),
         ("Referrer-Policy", "no-referrer"),
@@ -89,4 +79,4 @@ def _page(sources: Sequence[str | Path]) -> str:
     try:
         return run_page(sources, refresh=SECONDS)
     except (ColonnadeError, OSError) as error:  # it may not have begun
-        return page("No page yet", [str(error)], [], refresh=SECONDS)
+        return page("No page yet", [str(error)], [], script_of("run"), refresh=SECONDS)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from colonnade.paths import local_path
-from colonnade.proof.report.charts import COLORS, bar_chart
+from colonnade.proof.report.charts import COLORS, bar_chart, data_block
 from colonnade.proof.report.plan_tables import (
     FORMULAS,
     MEMORY,
@@ -32,7 +32,7 @@ from colonnade.proof.report.plan_tables import (
     timeline_words,
     title_of,
 )
-from colonnade.proof.report.shell import card, cards, folded, page, table, tiles
+from colonnade.proof.report.shell import card, cards, folded, page, script_of, table, tiles
 from colonnade.texts import format_bytes, format_count, format_seconds
 
 # --- Pictures as SVG files: the mesh by modes, the ledger as a matrix, the timeline of the pipeline ---
@@ -137,11 +137,10 @@ def plan_page(values: Values) -> str:
     search, plan = (values, values["best"]) if "fitting" in values else (None, values)
     parts = [] if search is None else [cards([_search(search)])]
     if plan is None:
-        return page("No layout fits", [hardware_line(values)], parts)
+        return page("No layout fits", [hardware_line(values)], parts, script_of("plan"))
     line = f"{plan['totals']['world_size']:,} ranks · {format_count(plan['totals']['parameters'])} parameters · {hardware_line(plan)}"
     parts += [_problems(plan), _figures(plan), cards(_cards(plan))]
-    script = (Path(__file__).parent / "plan.js").read_text(encoding="utf-8")
-    return page(f"Plan: {title_of(plan)}", [line], [*parts, _data(plan)], script)
+    return page(f"Plan: {title_of(plan)}", [line], [*parts, _data(plan)], script_of("plan"))
 
 
 def write_plan_pictures(values: Values, folder: str | Path) -> list[Path]:
@@ -153,8 +152,8 @@ def write_plan_pictures(values: Values, folder: str | Path) -> list[Path]:
     pictures = {"mesh": mesh_svg(plan)}
     if plan["classes"]:
         pictures["ledger"] = ledger_svg(plan)
-        pictures["memory"] = _memory_chart(plan, standalone=True)
-        pictures["communication"] = _communication_chart(plan, standalone=True)
+        pictures["memory"] = _memory_chart(plan, page=False)
+        pictures["communication"] = _communication_chart(plan, page=False)
     if plan["timeline"]:
         pictures["timeline"] = timeline_svg(plan)
     target.mkdir(parents=True, exist_ok=True)
@@ -169,7 +168,7 @@ def _problems(plan: Values) -> str:
 
 
 def _figures(plan: Values) -> str:
-    return tiles(figures(plan)) + f"<p>{'<br>'.join(map(escape, FORMULAS))}</p>"
+    return tiles(figures(plan)) + f'<p class="note">{"<br>".join(map(escape, FORMULAS))}</p>'
 
 
 def _cards(plan: Values) -> list[str]:
@@ -198,18 +197,24 @@ def _cards(plan: Values) -> list[str]:
 def _mesh(plan: Values) -> str:
     buttons = ['<button type="button" data-mode="all" aria-pressed="true">all modes</button>']
     buttons += [
-        f'<button type="button" data-mode="{escape(mode)}" aria-pressed="false">'
-        f'<i class="swatch" style="background:var(--c{at % 8})"></i>{escape(mode)}</button>'
-        for at, mode in enumerate(_shown(plan))
+        f'<button type="button" data-mode="{escape(names)}" aria-pressed="false" data-hint="{escape(_mode_words(names, mode))}">'
+        f'<i class="swatch" style="background:var(--c{at % 8})"></i>{escape(names)}</button>'
+        for at, (names, mode) in enumerate(_shown(plan).items())
     ]
     field = (
         f'<label>rank <input id="mesh-rank" type="number" min="0" max="{plan["totals"]["world_size"] - 1}"></label>'
         if plan["totals"]["world_size"] > 1
         else '<input id="mesh-rank" type="hidden">'
     )
-    note = "each cell is a rank, in order; point at one, or click it: its groups in the colours of their modes. A mode colours its groups"
-    content = f'<div class="key">{"".join(buttons)}{field}</div><canvas id="mesh"></canvas><pre id="mesh-words"></pre>'
+    note = "Each cell is a rank. Point at a rank, or click it, to see its groups. Choose a mode to colour its groups."
+    content = f'<div class="key" data-hints>{"".join(buttons)}{field}</div><canvas id="mesh"></canvas><pre id="mesh-words"></pre>'
     return card("Mesh", content, note, wide=True)
+
+
+def _mode_words(names: str, mode: Values) -> str:
+    data = {"same": "the same data", "distinct": "different data"}[mode["data"]]
+    link = "inside a node" if mode["link"] == "node" else "between nodes"
+    return f"{names}: {mode['count']:,} groups of {mode['size']:,} ranks with {data}, {link}"
 
 
 def _timeline(plan: Values) -> str:
@@ -222,17 +227,17 @@ def _timeline(plan: Values) -> str:
     return card("Pipeline", f'{legend}</div><canvas id="timeline"></canvas>', note, wide=True)
 
 
-def _memory_chart(plan: Values, standalone: bool = False) -> str:
+def _memory_chart(plan: Values, page: bool = True) -> str:
     kinds = spread(plan["classes"], 16)
     unit, name = _unit(
         max(one["memory"]["total"] for one in kinds), ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "bytes"))
     )
     used = [part for part in MEMORY if any(one["memory"][part] for one in kinds)]
-    rows = [(one["name"], [one["memory"][part] / unit for part in used]) for one in reversed(kinds)]
-    return bar_chart(used, rows, x=name, standalone=standalone)
+    rows = [(one["name"], [one["memory"][part] / unit for part in used]) for one in kinds]
+    return bar_chart(used, rows, x=name, page=page)
 
 
-def _communication_chart(plan: Values, standalone: bool = False) -> str:
+def _communication_chart(plan: Values, page: bool = True) -> str:
     times: dict[str, list[float]] = {}
     for call in slowest_kind(plan)["collectives"]:
         spent = times.setdefault(call["mode"], [0.0, 0.0])
@@ -242,9 +247,9 @@ def _communication_chart(plan: Values, standalone: bool = False) -> str:
         return '<p class="empty">no rank communicates</p>'
     unit, name = _unit(max(map(sum, times.values())), ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")))
     rows = [
-        (mode, [each / unit for each in spent]) for mode, spent in sorted(times.items(), key=lambda row: sum(row[1]))
+        (mode, [each / unit for each in spent]) for mode, spent in sorted(times.items(), key=lambda row: -sum(row[1]))
     ]
-    return bar_chart(("hidden behind computation", "exposed"), rows, x=f"{name} in a step", standalone=standalone)
+    return bar_chart(("hidden behind computation", "exposed"), rows, x=f"{name} in a step", page=page)
 
 
 def _ledger(plan: Values) -> str:
@@ -255,24 +260,27 @@ def _ledger(plan: Values) -> str:
     head = "".join(f"<th>{escape(mode)}</th>" for mode in modes)
     body = []
     for entry in entries[:MOST_ROWS]:
-        cells = "".join(_owed(entry.sums.get(mode), numbers.get(mode, 7)) for mode in modes)
+        cells = "".join(_owed(mode, entry.sums.get(mode), numbers.get(mode, 7)) for mode in modes)
         body.append(
-            f'<tr><td class="name">{escape(entry.parameters)}</td><td class="number">{entry.elements}</td>'
-            f"<td>{entry.stages}</td><td>{escape(entry.placement)}</td>{cells}</tr>"
+            f'<tr><td class="name" data-head="parameters">{escape(entry.parameters)}</td>'
+            f'<td class="number" data-head="elements on a rank">{entry.elements}</td>'
+            f'<td data-head="stages">{entry.stages}</td><td data-head="placement">{escape(entry.placement)}</td>{cells}</tr>'
         )
     left = f"the first {MOST_ROWS} of {len(entries)} kinds of parameters; " * (len(entries) > MOST_ROWS)
-    heads = f'<tr><th>parameters</th><th class="number">elements on a rank</th><th>stages</th><th>lies</th>{head}</tr>'
-    made = f'<div class="scroll" data-hints><table><thead>{heads}</thead><tbody>{"".join(body)}</tbody></table></div>'
-    note = f"{left}a coloured cell is a sum that gradients owe over the ranks of a mode, and its divisor"
+    heads = (
+        f'<tr><th>parameters</th><th class="number">elements on a rank</th><th>stages</th><th>placement</th>{head}</tr>'
+    )
+    made = f'<div class="scroll" data-hints><table class="stack"><thead>{heads}</thead><tbody>{"".join(body)}</tbody></table></div>'
+    note = f"{left}a coloured cell is a gradient reduction: Σ number of ranks / divisor"
     return card("Ledger", made, note, wide=True)
 
 
-def _owed(owed: OwedSum | None, number: int) -> str:
+def _owed(mode: str, owed: OwedSum | None, number: int) -> str:
     if owed is None:
         return "<td></td>"
     told = f"summed over {owed.ranks} ranks, divided by {owed.divisor}\nby {owed.done_by}"
-    style = f"border-left:4px solid var(--c{number % 8});padding-left:8px"
-    return f'<td class="owed" data-hint="{escape(told)}" style="{style}">Σ {owed.ranks} / {owed.divisor}</td>'
+    style = f"--owed:var(--c{number % 8})"
+    return f'<td class="owed" data-head="{escape(mode)}" data-hint="{escape(told)}" style="{style}">Σ {owed.ranks} / {owed.divisor}</td>'
 
 
 def _printed(made: PlanTable) -> str:
@@ -309,8 +317,7 @@ def _data(plan: Values) -> str:
         "classes": [{"pipeline_rank": one["pipeline_rank"], "shards": _shards(one)} for one in plan["classes"]],
         "timeline": None if timeline is None else _compact(timeline),
     }
-    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    return f'<script type="application/json" id="plan-data">{text}</script>'
+    return data_block(data, "plan-data")
 
 
 def _mode(names: str, mode: Values) -> dict[str, Any]:

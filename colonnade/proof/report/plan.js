@@ -57,12 +57,13 @@ function coordinates(rank) {
     let columns = count <= 64 ? Math.min(count, width < 500 ? 8 : 16) : Math.ceil(Math.sqrt(count * width / Math.min(480, width)));
     const replica = count / (plan.axes.data || 1), even = columns >= replica ? replica : plan.devices_per_node;
     if (columns > even && count > 64) columns = Math.round(columns / even) * even;
-    const cell = Math.min(width / columns, 64);
-    return {columns, cell, rows: Math.ceil(count / columns)};
+    // Few ranks fill the width with flat cells.
+    const cell = width / columns, tall = Math.min(cell, 48);
+    return {columns, cell, tall, rows: Math.ceil(count / columns)};
   };
-  const redraw = sheet(canvas, width => { const {rows, cell} = shape(width); return rows * cell; }, (context, width) => {
-    const {columns, cell} = shape(width), gap = cell > 6 ? 1 : 0;
-    const box = (rank, inset = 0) => context.fillRect(rank % columns * cell + inset, Math.floor(rank / columns) * cell + inset, cell - gap - 2 * inset, cell - gap - 2 * inset);
+  const redraw = sheet(canvas, width => { const {rows, tall} = shape(width); return rows * tall; }, (context, width) => {
+    const {columns, cell, tall} = shape(width), gap = cell > 6 ? 1 : 0;
+    const box = (rank, inset = 0) => context.fillRect(rank % columns * cell + inset, Math.floor(rank / columns) * tall + inset, cell - gap - 2 * inset, tall - gap - 2 * inset);
     const rank = held ?? over, mode = plan.modes.find(each => each.mode === chosen);
     const colors = Array.from({length: 8}, (_, at) => color(at));
     const numbers = new Map(), filled = new Set(), neutral = tone("--ink-2"), none = tone("--line");
@@ -93,7 +94,7 @@ function coordinates(rank) {
       context.font = "12px system-ui, sans-serif"; context.textAlign = "center"; context.textBaseline = "middle";
       for (let each = 0; each < count; each++) {
         context.fillStyle = each === rank || filled.has(each) && context.globalAlpha === 1 ? onColor : onPaper;
-        context.fillText(each, (each % columns + .5) * cell, (Math.floor(each / columns) + .5) * cell);
+        context.fillText(each, (each % columns + .5) * cell, (Math.floor(each / columns) + .5) * tall);
       }
     }
   });
@@ -105,8 +106,8 @@ function coordinates(rank) {
     return lines.join("\n");
   };
   const at = event => {
-    const box = canvas.getBoundingClientRect(), {columns, cell} = shape(box.width);
-    const column = Math.floor((event.clientX - box.left) / cell), rank = Math.floor((event.clientY - box.top) / cell) * columns + column;
+    const box = canvas.getBoundingClientRect(), {columns, cell, tall} = shape(box.width);
+    const column = Math.floor((event.clientX - box.left) / cell), rank = Math.floor((event.clientY - box.top) / tall) * columns + column;
     return column < columns && rank >= 0 && rank < count ? rank : null;
   };
   const select = rank => { held = rank; words.textContent = rank === null ? "" : describe(rank); redraw(); };

@@ -5,18 +5,26 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from colonnade.errors import ConfigError
 from colonnade.paths import local_path
+from colonnade.proof.report.charts import buckets
 
+_MOST_KNOTS = 400
 Line = dict[str, Any]
 MARKS = ("clipped", "skipped")
-RATE = "samples/s"
+RATES = {"samples/s": "samples", "tokens/s": "tokens"}
+"""Columns that are made of others: a count for each second of the step."""
+_KNOWN = re.compile(
+    r"(loss|lr|grad_norm|samples|tokens|seconds|memory|clipped|skipped|samples/s|tokens/s)$|(time|busy|grad_norm|marked)[/ ]"
+)
 _NEEDED = {
     "step": (),
     "train": (),
@@ -49,13 +57,15 @@ class Run:
     """Steps, metrics and events of a run in order; `facts` is what it said of itself when it last began.
 
     `first` and `last` are numbers of steps. `damaged` is how many lines could not be read. `end` is what it said when it ended,
-    None of one that goes on or was killed; `written` is when its log was written last, and `cut` whether inside a line.
+    None of one that goes on or was killed; `written` is when its log was written last, `quiet` for how many seconds then nothing
+    was written, and `cut` whether the log ends inside a line.
     """
 
     name: str
     path: Path
     facts: Line = field(default_factory=dict)
     starts: list[Line] = field(default_factory=list)
+    epochs: list[Line] = field(default_factory=list)
     tests: list[Line] = field(default_factory=list)
     events: list[Line] = field(default_factory=list)
     columns: dict[str, Column] = field(default_factory=dict)
@@ -63,6 +73,7 @@ class Run:
     damaged: int = 0
     end: Line | None = None
     written: float = 0.0
+    quiet: float = 0.0
     cut: bool = False
 
     @property
@@ -85,7 +96,34 @@ class Run:
 
     def test(self, key: str) -> list[tuple[float, float]]:
         """The same of evaluations."""
-        return [(line["step"], line[key]) for line in self.tests if _is_number(line.get(key))]
+        return _points(self.tests, key)
+
+    def metrics(self) -> dict[str, dict[str, list[tuple[float, float]]]]:
+        """The metrics of epochs and evaluations by name, then by "training" and "validation", without the loss."""
+        kinds = {"training": self.epochs, "validation": self.tests}
+        names = dict.fromkeys(key for lines in kinds.values() for line in lines for key in line)
+        found = {
+            name: {kind: points for kind, lines in kinds.items() if (points := _points(lines, name))}
+            for name in names
+            if name not in ("kind", "step", "epoch", "Loss", "LR", "Throughput", "TFLOPS")
+        }
+        return {name: kinds for name, kinds in found.items() if kinds}
+
+    def own_numbers(self) -> list[str]:
+        """The columns that hooks and scripts have logged by their own names."""
+        return [name for name in self.columns if not _KNOWN.match(name)]
+
+    def axes(self) -> dict[str, list[float]]:
+        """Steps with the seconds, and tokens or samples, that the run had used up: at most a few hundred, to interpolate between."""
+        steps, seconds = self.steps.steps, self.columns.get("seconds", Column())
+        axes: dict[str, list[float]] = {"step": [self.first - 1, *buckets(steps, _MOST_KNOTS)]}
+        counted = next((name for name in ("tokens", "samples") if name in self.columns), "")
+        for name, column in (("time", seconds), (counted, self.columns.get(counted, Column()))):
+            if column.steps:
+                edges = [bisect_right(column.steps, step) for step in axes["step"]]
+                parts = (sum(column.values[begin:end]) for begin, end in pairwise(edges))
+                axes[name] = [round(value, 2) for value in accumulate(parts, initial=0.0)]
+        return axes
 
     def layers(self) -> list[str]:
         """What has a gradient norm of its own, in the order of their numbers."""
@@ -103,25 +141,32 @@ class Run:
         if self.steps.steps and step <= self.last:
             for column in (self.steps, *self.columns.values()):
                 column.cut(step)
-        numbers = {
-            key: value for key, value in line.items() if key not in ("kind", "step", "epoch") and _is_number(value)
-        }
-        if numbers.get("seconds") and "samples" in numbers:
-            numbers[RATE] = numbers["samples"] / numbers["seconds"]
-        marks = [mark for mark in MARKS if line.get(mark)] + ["loss"] * ("loss" in line and "loss" not in numbers)
-        numbers |= {f"marked {mark}": numbers.get("grad_norm", 1.0) for mark in marks}
         self.steps.add(step, 0.0)
-        for key, value in numbers.items():
-            if key not in self.columns:
-                self.columns[key] = Column()
-            self.columns[key].add(step, value)
+        for key, value in line.items():
+            if key not in ("kind", "step", "epoch") and _is_number(value):
+                self._put(key, step, value)
+        seconds, loss, norm = line.get("seconds"), line.get("loss", 0.0), line.get("grad_norm")
+        if _is_number(seconds) and seconds:
+            for rate, count in RATES.items():
+                if _is_number(line.get(count)):
+                    self._put(rate, step, line[count] / seconds)
+        for mark in [mark for mark in MARKS if line.get(mark)] + ["loss"] * (not _is_number(loss)):
+            self._put(f"marked {mark}", step, norm if _is_number(norm) else 1.0)
+
+    def _put(self, key: str, step: int, value: float) -> None:
+        column = self.columns.get(key)
+        if column is None:
+            column = self.columns[key] = Column()
+        column.steps.append(step)
+        column.values.append(value)
 
 
 def read_run(source: str | Path) -> Run:
     """The run of a log, or of the folder it is in. Lines that are damaged are left out, and counted."""
     path = find_log(local_path(source, "the run"))
     run = Run(path.absolute().parent.name if path.stem == "log" else path.stem, path, written=path.stat().st_mtime)
-    homes = {"train": [], "test": run.tests, "event": run.events, "run": run.starts}
+    run.quiet = time.time() - run.written
+    homes = {"train": run.epochs, "test": run.tests, "event": run.events, "run": run.starts}
     with path.open(encoding="utf-8", errors="replace") as file:
         for text in file:
             line = _line(text)
@@ -153,7 +198,11 @@ def _line(text: str) -> Line | None:
     return line if needed is not None and all(key in line for key in needed) else None
 
 
-def _is_number(value: Any) -> bool:
+def _points(lines: list[Line], key: str) -> list[tuple[float, float]]:
+    return [(line["step"], line[key]) for line in lines if _is_number(line.get(key))]
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 

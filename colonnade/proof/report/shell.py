@@ -3,35 +3,76 @@
 from __future__ import annotations
 
 import math
+from base64 import b64encode
 from collections.abc import Iterable, Sequence
+from functools import cache
+from hashlib import sha256
 from html import escape
 from pathlib import Path
+from typing import Any
+
+from colonnade.proof.report.charts import data_block
 
 _HERE = Path(__file__).parent
 
 
-def page(title: str, lines: Sequence[str], body: Iterable[str], script: str = "", refresh: int | None = None) -> str:
-    """A whole HTML page that needs no network. `lines` stand below the title; `refresh`: load again after so many seconds."""
+def page(
+    title: str, lines: Sequence[str], body: Iterable[str], script: str, style: str = "", refresh: int | None = None
+) -> str:
+    """A whole HTML page that needs no network, with its content security policy.
+
+    Args:
+        title: the heading.
+        lines: the text below the heading.
+        body: the parts.
+        script: the only script that a browser runs on this page.
+        style: additional rules of the style sheet.
+        refresh: load again after so many seconds.
+    """
     again = f'<meta http-equiv="refresh" content="{refresh}">' if refresh else ""
-    scripts = script_of_pages() + script
     told = "".join(f"<p>{escape(line)}</p>" for line in lines)
     return "\n".join(
         [
             '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{policy(script)}">',
             f'<meta name="viewport" content="width=device-width, initial-scale=1">{again}<title>{escape(title)}</title>',
             '<link rel="icon" href="data:,">',
-            f"<style>{(_HERE / 'page.css').read_text(encoding='utf-8')}</style></head><body><main>",
+            f"<style>{style}{_read('page.css')}</style></head><body><main>",
             f"<header><div><h1>{escape(title)}</h1>{told}</div>",
             '<button type="button" data-toggle="theme">light / dark</button></header>',
             *body,
-            f'</main><div class="hint" hidden></div><script>{scripts}</script></body></html>\n',
+            f'</main><div class="hint" role="status" hidden></div><script>{script}</script></body></html>\n',
         ]
     )
 
 
-def script_of_pages() -> str:
-    """The script that every page has."""
-    return (_HERE / "page.js").read_text(encoding="utf-8")
+def policy(script: str) -> str:
+    """A browser runs this script only, and loads nothing. Colours and widths are styles of single elements, which no hash can allow."""
+    digest = b64encode(sha256(script.encode()).digest()).decode()
+    return (
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:; "
+        f"base-uri 'none'; form-action 'none'"
+    )
+
+
+@cache
+def script_of(name: str) -> str:
+    """The script of the pages of a kind: "run" or "plan"."""
+    if name == "plan":
+        return _read("page.js") + _read("plan.js")
+    # uPlot draws at the resolution of the screen. At least twice that of a usual screen, a chart is sharp in print too.
+    sharp = "const uPlot = (devicePixelRatio => {\n%s\nreturn uPlot; })(Math.max(2, devicePixelRatio));\n"
+    return _read("page.js") + sharp % _read("uplot/uPlot.iife.min.js") + _read("charts.js")
+
+
+def style_of_runs() -> str:
+    """The style sheet of uPlot."""
+    return _read("uplot/uPlot.min.css")
+
+
+@cache
+def _read(name: str) -> str:
+    return (_HERE / name).read_text(encoding="utf-8")
 
 
 def tiles(figures: Sequence[tuple[str, str] | tuple[str, str, bool]]) -> str:
@@ -54,27 +95,37 @@ def card(title: str, content: str, note: str = "", wide: bool = False) -> str:
     return f'<section class="card{" wide" if wide else ""}"><h2>{escape(title)}</h2>{told}{content}</section>'
 
 
-def folded(title: str, content: str) -> str:
-    """A part that is opened by a click."""
-    return f'<details class="card wide"><summary>{escape(title)}</summary>{content}</details>'
+def folded(title: str, content: str, is_open: bool = False) -> str:
+    """A part that a click opens and closes."""
+    return (
+        f'<details class="card wide"{" open" if is_open else ""}><summary>{escape(title)}</summary>{content}</details>'
+    )
 
 
 def table(
     heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = (), names: Sequence[int] = ()
 ) -> str:
-    """Rows of text; columns of `numbers` are set to the right, those of `names` in a fixed width."""
+    """Rows of text; columns of `numbers` are set to the right, those of `names` in a fixed width.
+
+    On a phone, each row of a table with many columns becomes a list of its cells, with their heads.
+    """
+
+    is_wide = len(heads) > 4
 
     def kind(at: int) -> str:
         return ' class="number"' if at in numbers else ' class="name"' if at in names else ""
 
-    head = "".join(f"<th{kind(at) if at in numbers else ''}>{escape(name)}</th>" for at, name in enumerate(heads))
-    body = "".join(
-        "<tr>" + "".join(f"<td{kind(at)}>{escape(cell)}</td>" for at, cell in enumerate(row)) + "</tr>" for row in rows
-    )
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    def cell(at: int, text: str) -> str:
+        head = f' data-head="{escape(heads[at])}"' if is_wide else ""
+        return f"<td{kind(at)}{head}>{escape(text)}</td>"
+
+    titles = "".join(f"<th{kind(at) if at in numbers else ''}>{escape(name)}</th>" for at, name in enumerate(heads))
+    body = "".join("<tr>" + "".join(cell(at, text) for at, text in enumerate(row)) + "</tr>" for row in rows)
+    stack = ' class="stack"' if is_wide else ""
+    return f'<div class="scroll"><table{stack}><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-# --- Heat maps as SVG rectangles ---
+# --- Heat maps, which charts.js draws ---
 
 
 VIRIDIS = ("#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30", "#fde725")
@@ -91,41 +142,20 @@ def shade(part: float) -> str:
 
 def heat_map(names: Sequence[str], steps: Sequence[float], rows: Sequence[Sequence[float | None]]) -> str:
     """A row for each name, a column for each step, by the logarithm of the value; None is left blank."""
-    logs = [math.log10(value) for row in rows for value in row if value is not None and 0 < value < math.inf]
-    if not logs:
-        return '<p class="empty">nothing was measured</p>'
-    low, high = min(logs), max(logs)
-    left, width, line = 190, 1160, 18
-    cell = (width - left) / len(steps)
-    parts = []
-    for at, (name, row) in enumerate(zip(names, rows, strict=True)):
-        short = name if len(name) <= 26 else "…" + name[-25:]
-        parts.append(f'<text x="{left - 8}" y="{at * line + 13}" text-anchor="end">{escape(short)}</text>')
-        for column, value in enumerate(row):
-            if value is not None and 0 < value < math.inf:
-                color = shade((math.log10(value) - low) / (high - low) if high > low else 0.5)
-                told = f"{name}\nstep {steps[column]:,.0f}: {value:.4g}"
-                parts.append(
-                    f'<rect x="{left + column * cell:.1f}" y="{at * line}" width="{cell + 0.3:.1f}" height="{line - 1}" '
-                    f'fill="{color}" data-hint="{escape(told)}"/>'
-                )
-    height = len(rows) * line
-    for column in range(0, len(steps), max(1, len(steps) // 6)):
-        parts.append(f'<text x="{left + column * cell:.1f}" y="{height + 16}">{steps[column]:,.0f}</text>')
-    parts += _scale(left, height + 32, width, f"{10**low:.3g}", f"{10**high:.3g}")
-    return f'<svg class="cells" data-hints viewBox="0 0 {width} {height + 60}">{"".join(parts)}</svg>'
-
-
-def _scale(left: float, top: float, width: float, low: str, high: str) -> list[str]:
-    """What the colours mean."""
-    parts = [f'<text x="{left}" y="{top + 22}">{low}</text>']
-    parts += [
-        f'<rect x="{left + 60 + at * 6}" y="{top + 11}" width="6.3" height="12" fill="{shade(at / 39)}"/>'
-        for at in range(40)
-    ]
-    parts.append(f'<text x="{left + 310}" y="{top + 22}">{high}</text>')
-    parts.append(f'<text x="{width}" y="{top + 22}" text-anchor="end">step</text>')
-    return parts
+    values = [value for row in rows for value in row if value is not None and 0 < value < math.inf]
+    if not values:
+        return '<p class="empty">no values in the log</p>'
+    low, high = min(values), max(values)
+    data: dict[str, Any] = {"names": names, "steps": steps, "low": low, "high": high}
+    data["rows"] = [[None if value is None else float(f"{value:.3g}") for value in row] for row in rows]
+    data["shades"] = [shade(at / 63) for at in range(64)]
+    colors = ", ".join(shade(at / 8) for at in range(9))
+    scale = f'<i class="scale" style="background:linear-gradient(to right, {colors})"></i>'
+    label = escape(f"{len(names)} rows by {len(steps)} columns, values from {low:.3g} to {high:.3g}")
+    return (
+        f'<figure class="heat"><canvas role="img" aria-label="{label}"></canvas>'
+        f'<figcaption class="key"><span>{low:.3g}</span>{scale}<span>{high:.3g}</span></figcaption>{data_block(data)}</figure>'
+    )
 
 
 def _channels(color: str) -> tuple[int, int, int]:

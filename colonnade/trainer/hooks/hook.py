@@ -23,6 +23,15 @@ class BaseHook:
     call them at the same points, so a hook may communicate. An error in a hook of any rank is raised on every rank, between
     two steps. `output`, `label` and `loss` are None on pipeline stages other than the last, and on a rank that has run out
     of batches before the others.
+
+    Example::
+
+        from colonnade.trainer import BaseHook
+
+        class PrintLoss(BaseHook):
+            def on_record(self, trainer, record):
+                if trainer.context.get_global_rank() == 0:
+                    print(record.step, record.loss)
     """
 
     needs_loss = False

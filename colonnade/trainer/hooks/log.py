@@ -27,10 +27,15 @@ import torch
 from torch import Tensor
 
 from colonnade.comm.messages import gather_from_all
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.engine.precision import COMPUTED
 from colonnade.errors import ConfigError
 from colonnade.logging import get_dist_logger
+from colonnade.parallel.held import held_tensors
+from colonnade.parallel.placement import logical_shape
 from colonnade.paths import local_path
 from colonnade.registry import HOOKS
+from colonnade.texts import flat_config
 from colonnade.trainer.hooks.hook import BaseHook, checked_interval
 from colonnade.version import __version__
 
@@ -207,12 +212,24 @@ class JsonlHook(_LineFile):
     Lines have `kind`, `step` and `epoch`; non-finite numbers are null. Kinds: `step`; `train` and `test`, the metrics of an epoch
     and of an evaluation; `run`, facts about the run, at its start and after a resume; `event`, a warning; `end`, the time and the
     way it ended (finished, stopped, failed), missing after a kill. At most once per second a step has `memory`, the peak of
-    rank 0 in MiB. With `report`, the HTML report (`colonnade report`) is written next to the file when the run ends; an error
+    rank 0 in MiB. A step of several ranks has `busy/slowest`, `busy/fastest` and `busy/slowest_rank` (`StepRecord.busy`).
+
+    Args:
+        path: the file.
+        priority: hooks with a lower priority run first.
+        report: write the HTML report at the end.
+        tflop_per_step: work of a step over all ranks, for the MFU of the report. By default, it is 6 flops for each parameter
+            and token; for a model with experts, and for batches without tokens, there is no default.
+
+    With `report`, the HTML report (`colonnade report`) is written next to the file when the run ends; an error
     in it is only logged.
     """
 
-    def __init__(self, path: str | Path, priority: int = 10, *, report: bool = True) -> None:
+    def __init__(
+        self, path: str | Path, priority: int = 10, *, report: bool = True, tflop_per_step: float = 0.0
+    ) -> None:
         super().__init__(path, priority)
+        self._tflop = tflop_per_step
         self._report, self._measured, self._warnings = report, 0.0, _Warnings(self)
         self._ended = False
         self._cut = 0
@@ -220,9 +237,10 @@ class JsonlHook(_LineFile):
 
     def before_train(self, trainer: Trainer) -> None:
         self._warnings.trainer, self._ended = trainer, False
+        world = world_facts(trainer)
         super().before_train(trainer)
         if self._file is not None:
-            facts = {**run_facts(trainer), "made_again": self._cut}
+            facts = {**run_facts(trainer), **world, "tflop_per_step": self._tflop, "made_again": self._cut}
             self.put(trainer, "run", trainer.cur_step, trainer.cur_epoch, facts)
             logging.getLogger("colonnade").addHandler(self._warnings)
 
@@ -322,6 +340,8 @@ def run_facts(trainer: Trainer) -> dict[str, Any]:
         "layout": {axis.name: axis.size for axis in context.layout.axes if axis.size > 1},
         "schedule": type(engine.schedule).__name__,
         "accumulation": engine.accumulation,
+        "dtype": next(iter(engine.precision_table()[COMPUTED].dtypes), ""),
+        "command": " ".join(sys.argv),
         "parameters": sum(parameter.numel() for parameter in engine.model.parameters()),
         "memory": {kind: getattr(memory, kind).formula or 0 for kind in ("parameters", "gradients", "state")},
         "clip": _clip_level(context.config.get("clip_grad_norm")),
@@ -330,19 +350,35 @@ def run_facts(trainer: Trainer) -> dict[str, Any]:
     }
 
 
+def world_facts(trainer: Trainer) -> dict[str, Any]:
+    """The facts that no single rank knows: the parameters of all stages, and the number of devices. Collective over the world."""
+    context, model = trainer.context, trainer.engine.model
+    sizes = {mode: context.get_world_size(mode) for mode in context.layout.modes if context.is_initialized(mode)}
+    held = held_tensors(model, context)
+    counts = [(each, math.prod(logical_shape(each.tensor, each.placement, sizes))) for each in held]
+    own = sum(count for each, count in counts if each.placement.tied is None)
+    # Tied parameters are in several stages, under the same key.
+    tied = {each.label: count for each, count in counts if each.placement.tied is not None}
+    # Several ranks may share one device, whose peak then counts once.
+    device = context.device
+    place = (
+        str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else f"{context.get_global_rank()}"
+    )
+    stage = context.get_local_rank(ParallelMode.PIPELINE) if context.is_initialized(ParallelMode.PIPELINE) else 0
+    found = gather_from_all([stage, own, tied, place, any("expert" in each.name for each in held)], context)
+    stages = {one[0]: one[1] for one in found}
+    shared = {key: count for one in found for key, count in one[2].items()}
+    return {
+        "elements": sum(stages.values()) + sum(shared.values()),
+        "devices": len({one[3] for one in found}),
+        "experts": any(one[4] for one in found),
+    }
+
+
 def _clip_level(setting: Any) -> float | None:
     """The norm that gradients are clipped to, if there is a single fixed one."""
     level = setting.get("max_norm") if isinstance(setting, Mapping) and not setting.get("method") else setting
     return float(level) if isinstance(level, (int, float)) and 0 < level < float("inf") else None
-
-
-def flat_config(config: Mapping[str, Any], under: str = "") -> dict[str, Any]:
-    """The values of a config by dotted key."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        name = f"{under}{key}"
-        flat.update(flat_config(value, f"{name}.") if isinstance(value, Mapping) else {name: value})
-    return flat
 
 
 @HOOKS.register_module

@@ -40,30 +40,6 @@ def test_every_name_of_either_side_finds_the_other():
     made.check([made.note()], "it")
 
 
-def test_what_does_not_fit_is_listed_from_all_ranks():
-    tensors = [here("a", shape=(3,)), here("b", dtype=torch.float64), here("c"), here("d", "e", "e2")]
-    made = plan(tensors, record("a"), record("b"), record("left", "f", "g"), record("alone"))
-    note = made.note()
-    assert note == {
-        "used": ["a", "b"],
-        "missing": ["c", "e"],
-        "mismatched": [
-            "a: F32 [2] in the checkpoint, F32 [3] in the model",
-            "b: F32 [2] in the checkpoint, F64 [2] in the model",
-        ],
-    }
-    with pytest.raises(CheckpointError) as error:
-        made.check([note, {"used": ["alone"], "missing": ["z", "c"], "mismatched": []}], "step 3")
-    assert str(error.value).startswith(
-        "step 3 does not fit this model:\n"
-        "  missing in the checkpoint (3): c, e, z\n"
-        "  in the checkpoint, but not in the model (1): f\n"
-        "  with a different shape or type (2): a: F32 [2] in the checkpoint, F32 [3] in the model, "
-        "b: F32 [2] in the checkpoint, F64 [2] in the model\n"
-        "Build the model that was saved (names, sizes and types are in the manifest), or load another checkpoint."
-    )
-
-
 def saved(folder: Path, weights: dict[str, torch.Tensor], **masters: torch.Tensor) -> Path:
     entries = {name: FileEntry.of("", value) for name, value in weights.items()}
     kept = {name: {MASTER: FileEntry.of("", value)} for name, value in masters.items()}

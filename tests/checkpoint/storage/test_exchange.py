@@ -80,21 +80,6 @@ def test_room_is_made_and_what_was_interrupted_goes(tmp_path: Path, monkeypatch:
         storage.make_room(staged, 10)
 
 
-def test_what_cannot_be_discarded_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise PermissionError
-
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder/file").write_text("")
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "unlink", refuse)
-        storage.discard(tmp_path / "folder")
-    assert (tmp_path / "folder/file").exists()
-    for _ in range(2):
-        storage.discard(tmp_path / "folder")
-        assert list(tmp_path.iterdir()) == []
-
-
 def test_every_file_and_then_every_name_is_on_disk(
     run: Path, tmp_path: Path, synced: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from colonnade.checkpoint import storage as module
-from colonnade.checkpoint.storage import check_space, clean, no_space_errors, published, retire, step_of
+from colonnade.checkpoint.storage import check_space, clean, no_space_errors, published, step_of
 from colonnade.errors import CheckpointError
 
 
@@ -61,30 +61,6 @@ def test_what_is_a_checkpoint_and_what_is_not(tmp_path):
     assert published(tmp_path / "nowhere") == []
     with pytest.raises(CheckpointError, match="is a file"):
         published(tmp_path / "step-00000007")
-
-
-def test_the_newest_steps_are_kept_and_the_new_one_whatever_its_step(tmp_path):
-    for step in (1, 2, 3, 4):
-        (tmp_path / f"step-{step:08d}").mkdir()
-    retire(tmp_path, tmp_path / "step-00000004", 3)
-    assert steps(tmp_path) == [(2, 0), (3, 0), (4, 0)]
-    (tmp_path / "step-00000001").mkdir()  # a run that began anew
-    retire(tmp_path, tmp_path / "step-00000001", 2)
-    assert steps(tmp_path) == [(1, 0), (4, 0)]
-
-
-def test_a_checkpoint_gets_its_name_when_all_of_it_is_on_disk(tmp_path, synced, monkeypatch):
-    passed: list[str] = []
-    monkeypatch.setattr(module, "hook", passed.append)
-    staged = tmp_path / ".tmp-3-01234567"
-    staged.mkdir()
-    module.write_manifest(staged, SimpleNamespace(dump=lambda: b"0123456789"))  # type: ignore[arg-type]
-    assert synced == [("manifest.json", 10)]
-    assert module.publish(staged, 3) == tmp_path / "step-00000003"
-    assert [name for name, _ in synced[1:]] == [staged.name, tmp_path.name]
-    (tmp_path / "step-00000004").mkdir()
-    retire(tmp_path, tmp_path / "step-00000004", 1)
-    assert passed == ["manifest written", "folder synced", "renamed", "parent synced", "retired"]
 
 
 def test_what_cannot_be_deleted_is_left_for_the_next_time(tmp_path, monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from colonnade.comm.torch_versions import noting_collectives
-from colonnade.engine.guard import CallLog, Entry, Steps, first_difference, read_steps
+from colonnade.engine.guard import CallLog, Entry, Steps, first_difference
 from colonnade.gradients.handler import BaseGradientHandler, PlannedGradientHandler
 from colonnade.testing import run_world
 
@@ -57,11 +56,6 @@ def test_a_rank_that_is_under_way_may_make_further_calls():
     assert differ(steps((A,), (A,)), steps((), (A,)))
     assert not differ(steps((A,), (A, B)), steps((A,), (A,)))
     assert differ(steps((A,), (A, B)), steps((A,), (B,)))
-
-
-def test_steps_come_back_from_json():
-    told = steps((BEGINS, A), ())
-    assert read_steps(json.loads(json.dumps(told))) == told
 
 
 class Mixed(BaseGradientHandler):
@@ -134,21 +128,6 @@ def test_collectives_are_noted_before_they_are_made_and_only_inside():
     for noted, restored in run_world(2, both).values:
         assert noted == [None, (0, 1)]
         assert restored
-
-
-def test_what_was_called_so_far_ends_with_the_step_under_way():
-    log = CallLog(nn.Linear(1, 1).named_parameters, lambda text: None)
-    assert log.so_far == [()]
-    log._entries += [A]
-    assert log.so_far == [(A,)]
-    log.end_step()
-    log._entries += [B]
-    assert log.so_far == [(A,), (B,)]
-    log.end_step()
-    first = dict(log.digests)
-    log.forget()
-    assert (log.steps == [], log.digests == first) == (True, True)
-    assert log.so_far == [()]
 
 
 def digests_of(*called: tuple[Entry, ...]) -> dict[Any, int]:

@@ -73,16 +73,19 @@ def _alone(through_engine: bool, mode: bool, after: int, before: bool) -> str:
         return said
 
 
-@pytest.mark.parametrize(
-    ("through_engine", "mode", "after", "before"),
-    [(False, False, 0, False), (True, False, 2, True), (False, True, 1, False), (False, False, 1, True)],
-)
-def test_one_rank_that_evaluates_alone_is_named_before_it_has_a_number(through_engine, mode, after, before):
-    result = run_world(2, _alone, through_engine, mode, after, before, timeout=30)
-    said, _ = result.values
-    assert f"is called without training on rank 0, and rank 1 is in the forward pass of step {after} meanwhile" in said
-    assert "over ranks 0, 1 of TENSOR" in said
-    assert said.endswith("[C130]")
+ALONE = [(False, False, 0, False), (True, False, 2, True), (False, True, 1, False), (False, False, 1, True)]
+
+
+def _each_alone() -> list[str]:
+    return [_alone(*case) for case in ALONE]
+
+
+def test_one_rank_that_evaluates_alone_is_named_before_it_has_a_number():
+    for case, said in zip(ALONE, run_world(2, _each_alone, timeout=60).values[0], strict=True):
+        meanwhile = f"rank 1 is in the forward pass of step {case[2]} meanwhile"
+        assert f"is called without training on rank 0, and {meanwhile}" in said, case
+        assert "over ranks 0, 1 of TENSOR" in said
+        assert said.endswith("[C130]")
 
 
 def _part_alone(part: str) -> None:
@@ -114,9 +117,13 @@ def _part_alone(part: str) -> None:
         engine.close()
 
 
-@pytest.mark.parametrize("part", ["0", "0.0", "0.0.1"])
-def test_one_rank_that_evaluates_a_part_of_the_model_is_named_too(part):
-    run_world(2, _part_alone, part, timeout=40)
+def _each_part_alone() -> None:
+    for part in ("0", "0.0", "0.0.1"):
+        _part_alone(part)
+
+
+def test_one_rank_that_evaluates_a_part_of_the_model_is_named_too():
+    run_world(2, _each_part_alone, timeout=60)
 
 
 def _together() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import distributed_c10d
 
 from colonnade._launch import launch
 from colonnade.checkpoint import CheckpointManager
@@ -30,7 +28,6 @@ from colonnade.errors import ConfigError, GradientError
 from colonnade.nn.layer import Linear, arrange
 from colonnade.registry import GRADIENT_HANDLER
 from colonnade.testing import WorldError, run_world
-from tests.hosts.counting import Counted
 from tests.models.grid import GRID, Case, is_long, trained
 
 
@@ -235,56 +232,6 @@ def test_a_rank_that_skips_a_sum_is_named_where_the_others_would_wait_for_ever()
     )
 
 
-def _keys_of_guards(seconds: float) -> tuple[int, int]:
-    """How many keys this rank asks the store for while a guard is made, and while all ranks wait in it for the last one."""
-    waits.PUBLISH_AFTER = 0.4
-    gpc = launch({"guard": {"every": 1}}, context=ParallelContext(), verbose=False)
-    store = distributed_c10d._world.pg_map[dist.group.WORLD][1]
-    counted = Counted(store)
-    distributed_c10d._world.pg_map[dist.group.WORLD] = ("gloo", counted)
-    sync = SimpleNamespace(log=None, before_pass=lambda: None, synchroniser=SimpleNamespace(buckets=[]))
-    torch.manual_seed(1)
-    model = nn.Linear(2, 2)
-    guard = guard_of(model, None, gpc, sync)  # type: ignore[arg-type]
-    assert guard is not None
-    made, notes = counted.keys, _Notes(store)
-    waits.default_store = lambda: notes  # type: ignore[assignment,return-value]
-    module.default_store = lambda: notes  # type: ignore[assignment,return-value]
-    distributed_c10d._world.pg_map[dist.group.WORLD] = ("gloo", store)
-    if gpc.get_global_rank() == gpc.world_size - 1:
-        with gpc.waits.during("in all_reduce over ranks [0, 77]"):
-            time.sleep(seconds)
-    guard.check()
-    guard.close()
-    gpc.destroy()
-    return made, notes.keys
-
-
-class _Notes:
-    """A store that counts the keys at which ranks say where they are."""
-
-    def __init__(self, store: Any) -> None:
-        self._own, self.keys = store, 0
-
-    def __getattr__(self, name: str) -> Any:
-        def call(first: Any, *rest: Any) -> Any:
-            self.keys += sum("colonnade/waits" in key for key in (first if isinstance(first, list) else [first]))
-            return getattr(self._own, name)(first, *rest)
-
-        return call
-
-
-@pytest.mark.slow
-def test_a_guard_and_a_wait_in_it_ask_the_store_for_as_many_keys_as_there_are_ranks():
-    made, waited = {}, {}
-    for ranks in (2, 4, 8, 16):
-        results = run_world(ranks, _keys_of_guards, 3.0, env={"TORCH_DISTRIBUTED_DEBUG": "OFF"}).values
-        made[ranks], waited[ranks] = (sum(each) for each in zip(*results, strict=True))
-    print(made, waited)
-    assert all(keys <= 16 * ranks for ranks, keys in made.items()), made
-    assert all(keys <= 26 * ranks for ranks, keys in waited.items()), waited
-
-
 def train_guarded(cases: list[Case], zero: int) -> None:
     for case in cases:
         trained(case, zero, guard={"every": 1})
@@ -327,11 +274,6 @@ def told(**said: Any) -> Any:
     return json.loads(json.dumps({"calls": [], "groups": [], "planned": {}, "replicas": {}, **said}))
 
 
-def test_what_has_several_digests_is_apart():
-    everyone = [{1: 5, 2: 7}, {1: 5, 2: 8}, {1: 5, 3: 9}, {2: 7}]
-    assert module._apart(everyone) == {2: {7: [0, 3], 8: [1]}}
-
-
 def test_calls_that_part_are_said_of_all_ranks_of_an_opinion():
     groups = [[1, [0, 1, 2, 3]], [2, None]]
     said = {
@@ -347,34 +289,6 @@ def test_calls_that_part_are_said_of_all_ranks_of_an_opinion():
         "calls at step 1 (the order of handlers): rank 0, 1 Mine begins, rank 5, 6 Later begins"
     ]
     assert list(module._calls_apart({2: {7: [0, 1], 8: [2, 3]}}, said, 0)) == []
-
-
-def test_plans_that_part_are_said_with_the_first_sum():
-    plan = [[[0], "a"], [[1], "b"], [[2], "c"]]
-    said = {
-        0: told(planned={"1": plan}),
-        2: told(planned={"1": [plan[0], plan[2], plan[1]]}),
-        4: told(planned={"1": plan[:2]}),
-    }
-    assert list(module._plans_apart({1: {7: [0, 1], 8: [2, 3], 9: [4, 5]}, 2: {7: [0], 8: [2]}}, said)) == [
-        "the planned sums: rank 0, 1 starts that of 'b' where rank 2, 3 starts that of 'c'",
-        "the planned sums: rank 0, 1 starts that of 'another number of sums' where rank 4, 5 starts that of 'another "
-        "number of sums'",
-    ]
-
-
-def test_replicas_that_part_are_said_of_the_few():
-    def has(*sums: int) -> Any:
-        return told(replicas={"1": ["the weights of", ["a", "b", "c"], [[one, one] for one in sums]]})
-
-    said = {0: has(1, 9, 3), 2: has(1, 2, 3), 5: has(8, 2, 3)}
-    assert list(module._replicas_apart({1: {7: [0, 1], 8: [2, 3, 4], 9: [5, 6]}, 2: {7: [0], 8: [2]}}, said)) == [
-        "the weights of 'b': rank 0, 1 differs bitwise from rank 2, 3, 4",
-        "the weights of 'a': rank 5, 6 differs bitwise from rank 2, 3, 4",
-    ]
-    assert list(module._replicas_apart({1: {7: [2, 3], 8: [0, 1]}}, said)) == [
-        "the weights of 'b': rank 2, 3 differs bitwise from rank 0, 1"
-    ]
 
 
 @pytest.mark.parametrize(

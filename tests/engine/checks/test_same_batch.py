@@ -214,37 +214,6 @@ def test_a_steady_step_looks_at_nothing(monkeypatch):
     assert looked[-1] is None
 
 
-def test_what_a_rank_says_of_its_step(monkeypatch):
-    told: list[_BatchNote] = []
-    alone = ParallelContext()
-    context = SimpleNamespace(
-        world_size=2, layout=SimpleNamespace(axes=()), config={}, waits=alone.waits, device=alone.device
-    )
-    watch = SameBatch(context)
-    monkeypatch.setattr(
-        "colonnade.engine.checks.gather_numbers", lambda mine, device: told.append(_BatchNote(*mine)) or []
-    )
-    watch._looks = True
-    x, y = torch.ones(4, 2), torch.zeros(3)
-
-    def said(*passes: Any, counted: bool | None = None, complete: bool = True) -> _BatchNote:
-        watch._step = 0
-        for given in passes:
-            watch.see(*given)
-        watch.end_step(counted, complete=complete)
-        return told[-1]
-
-    assert said() == (0, 0, 0, 0, 0)
-    assert [said(counted=counted).form for counted in (None, False, True)] == [0, 1, 2]
-    one, two, turned = said((x, y)), said((x, y), (y, x)), said((y, x), (x, y))
-    assert (one.input_rows, one.label_rows, two.input_rows, two.label_rows) == (4, 3, 7, 7)
-    assert said((x, y)) == one  # nothing is left of the step before
-    assert len({0, one.inputs, one.labels, two.inputs, two.labels, turned.inputs, turned.labels}) == 5
-    assert (two.inputs, two.labels) == (turned.labels, turned.inputs)
-    assert said((x,))[1:] == (one.inputs, 0, 4, 0)
-    assert said((x, y), counted=True, complete=False) == (0, 0, 0, 0, 0)  # it has not made all its passes
-
-
 def rank(form: int = 0, inputs: tuple[int, int] = (0, 0), labels: tuple[int, int] = (0, 0)) -> _BatchNote:
     """What it says: form, (digest, rows) of both."""
     (one, rows), (other, more) = inputs, labels

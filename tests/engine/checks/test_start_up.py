@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch.distributed import distributed_c10d
 from torch.optim import SGD, AdamW
 
 from colonnade._launch import launch
-from colonnade.context.layout_builder import build_layout
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine import build as build_module
@@ -265,28 +263,6 @@ def _groups_left() -> int:
 
 def test_no_group_of_a_pipeline_is_left_in_a_borrowed_world():
     assert run_world(2, _groups_left).values == [0, 0]
-
-
-@pytest.mark.parametrize(
-    ("third", "told"),
-    [
-        ({"lr": "0.1"}, None),
-        ({"lr": "0.2"}, "'lr' .*: 0.1 at stage 0, 0.2 at stage 2"),
-        ({}, "'lr' .*: 0.1 at stage 0, None"),
-    ],
-)
-def test_every_stage_of_a_tied_weight_is_compared_with_the_first(monkeypatch, third, told):
-    said = [{"w": {"lr": "0.1"}}, {"v": {"lr": "9"}}, {"w": third}]
-    monkeypatch.setattr(build_module, "gather_json", lambda *_: said)
-    context: Any = SimpleNamespace(
-        pipeline_parallel_size=3,
-        layout=build_layout({"parallel": {"pipeline": 3}}, 3),
-        get_global_rank=lambda: 0,
-        device=None,
-        get_group=lambda mode: mode,
-    )
-    with nullcontext() if told is None else pytest.raises(ColonnadeError, match=told):
-        build_module.check_tied(SimpleNamespace(param_groups=[]), nn.Module(), context)
 
 
 def test_a_learning_rate_may_be_a_tensor_and_a_scheduler_may_keep_no_state():

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
-from colonnade.engine.precision import Precision
-from colonnade.errors import ConfigError
 from colonnade.testing import gather_weights, run_world
 from tests.engine.test_pipeline import Stage, all_parts, batch, build
 
@@ -54,9 +52,12 @@ def _plant(model: nn.Module):
     return parameter.register_hook(lambda grad: grad * float("inf"))
 
 
-@pytest.mark.parametrize("flat", [True, False])
-def test_an_overflow_on_one_rank_is_skipped_by_all_and_the_scale_falls_once(flat):
-    for scales, changed, skipped in run_world(8, _overflow, flat).values:
+def _overflow_each() -> list[tuple[list[float], list[bool], int]]:
+    return [_overflow(flat) for flat in (True, False)]
+
+
+def test_an_overflow_on_one_rank_is_skipped_by_all_and_the_scale_falls_once():
+    for scales, changed, skipped in itertools.chain(*run_world(8, _overflow_each).values):
         assert scales == [1024.0, 2048.0, 1024.0, 1024.0, 2048.0]
         assert changed == [True, True, False, True, True]
         assert skipped == 1
@@ -78,49 +79,19 @@ def _train(precision: dict) -> tuple[list[float], dict[str, torch.Tensor], float
         return losses, gather_weights(model, gpc), engine.grad_norm.item()
 
 
-@pytest.mark.parametrize("precision", [{"bf16": True}, {"fp16": {"init_scale": 256.0}}], ids=str)
-def test_mixed_precision_with_fp32_masters_stays_near_fp32(precision):
-    losses, weights, norm = run_world(2, _train, {}).values[0]
-    mixed, found, mixed_norm = run_world(2, _train, precision).values[0]
-    assert mixed[-1] < 0.8 * mixed[0]
-    assert mixed[-1] == pytest.approx(losses[-1], rel=0.05)
-    assert mixed_norm == pytest.approx(norm, rel=0.1)  # unscaled: the norm is that of the true gradient
-    for name, value in weights.items():
-        assert (found[name] - value).norm() <= 0.03 * value.norm(), name
+def _stays_near() -> None:
+    losses, weights, norm = _train({})
+    for precision in ({"bf16": True}, {"fp16": {"init_scale": 256.0}}):
+        mixed, found, mixed_norm = _train(precision)
+        assert mixed[-1] < 0.8 * mixed[0], precision
+        assert mixed[-1] == pytest.approx(losses[-1], rel=0.05), precision
+        assert mixed_norm == pytest.approx(norm, rel=0.1), precision  # unscaled: that of the true gradient
+        for name, value in weights.items():
+            assert (found[name] - value).norm() <= 0.03 * value.norm(), (precision, name)
 
 
-def _without_masters() -> tuple[str, float]:
-    with launch({"bf16": {"master_weights": False}}, context=ParallelContext(), verbose=False) as gpc:
-        model = Stage(all_parts(None, True))
-        engine = initialize(model, lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)[0]
-        x, y = batch(0, gpc.get_global_rank())
-        engine.zero_grad()
-        loss = F.mse_loss(engine(x.bfloat16()).float(), y.float())
-        engine.backward(loss)
-        engine.step()
-        engine.close()
-        return str(next(model.parameters()).dtype), loss.item()
-
-
-def test_without_master_weights_the_parameters_are_bf16():
-    for dtype, loss in run_world(2, _without_masters).values:
-        assert dtype == "torch.bfloat16"
-        assert loss > 0
-
-
-def test_a_mode_of_none_leaves_fp16_off():
-    assert Precision.read({"fp16": {"mode": None, "init_scale": 4.0}}) == Precision()
-    assert Precision.read({"fp16": {"init_scale": 4.0}}).dtype is torch.float16
-
-
-@pytest.mark.parametrize("config", [{"bf16": True}, {"fp16": True}], ids=str)
-def test_a_model_in_double_precision_is_refused_where_autocast_would_do_nothing(config):
-    built = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).double()
-    with (
-        launch(config, context=ParallelContext(), verbose=False) as gpc,
-        pytest.raises(ConfigError, match=r"0\.weight.*float64.*model\.float\(\)"),
-    ):
-        initialize(built, torch.optim.SGD(built.parameters(), lr=0.1), context=gpc)
+def test_mixed_precision_with_fp32_masters_stays_near_fp32():
+    run_world(2, _stays_near)
 
 
 def test_a_copy_computes_with_its_own_weights_and_close_gives_the_forward_pass_back():

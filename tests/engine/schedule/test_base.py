@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from colonnade.engine.schedule.base import BaseSchedule, checked_result, move, num_rows
-from colonnade.engine.schedule.criterion import required_arguments
 from colonnade.errors import ScheduleError
 
 ONE, TWO = torch.ones(3, 2), torch.zeros(5)
@@ -72,16 +71,6 @@ def test_a_function_of_the_user_comes_first_and_the_rows_are_counted():
     assert schedule.batch_size == 5
 
 
-def test_batches_are_compared_where_they_are_used():
-    seen: list[Any] = []
-    watch = SimpleNamespace(see=lambda data, label: seen.append((data, label)))
-    schedule = prepared(same_batch=watch)
-    schedule.load_batch(iter([(ONE, TWO)]))
-    schedule.uses_batch = False
-    schedule.load_batch(iter([(TWO, ONE)]))
-    assert seen == [(ONE, TWO)]
-
-
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
@@ -110,13 +99,6 @@ def test_a_result_is_output_label_and_loss(result):
         ScheduleError, match=r"^Plain.forward_back_step\(\) returned .*; it must return \(output, label, loss\)"
     ):
         checked_result(Plain(), result)
-
-
-def test_what_a_function_cannot_be_called_without():
-    assert required_arguments(lambda a, b, c=1, *d, e, **f: None) == ["a", "b"]
-    assert required_arguments(nn.Linear(1, 1)) == ["input"]
-    assert required_arguments(nn.CrossEntropyLoss()) == ["input", "target"]
-    assert required_arguments(None) == []
 
 
 def test_tensors_in_anything_are_moved_and_counted():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,28 +13,12 @@ from colonnade import launch
 from colonnade.context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.schedule import pipeline
-from colonnade.engine.schedule.actions import format_rows
 from colonnade.engine.schedule.check import check
-from colonnade.engine.schedule.orders import make_table
 from colonnade.engine.schedule.pipeline import GPipe, PipelineSchedule, TableSchedule
 from colonnade.engine.schedule.split_backward import run_backward
 from colonnade.errors import ScheduleError
-from colonnade.registry import SCHEDULE
 from colonnade.testing import run_world
 from tests.engine.schedule import models
-
-NAMES: dict[str, dict[str, Any]] = {
-    "PipelineSchedule": {"num_microbatches": 4},
-    "InterleavedPipelineSchedule": {"num_microbatches": 4, "num_chunks": 3},
-    "GPipe": {"num_microbatches": 4},
-    "OneFOneB": {"num_microbatches": 4},
-    "Interleaved1F1B": {"num_microbatches": 5},
-    "BreadthFirst": {"num_microbatches": 4},
-    "InterleavedZeroBubble": {"num_microbatches": 4},
-    "ZBV": {"num_microbatches": 3},
-    "DualPipeV": {"num_microbatches": 4},
-    "TableSchedule": {"table": ["0F0 0F1 0I1 0I0 0W0 0W1", "1F0 1F1 1B1 1B0"]},
-}
 
 
 class Engine:
@@ -84,80 +67,6 @@ def batches(*items: Any) -> Iterator[Any]:
 
 def grads_of(stages: dict[int, nn.Module]) -> dict[str, Tensor | None]:
     return {f"{index}.{name}": p.grad for index, stage in stages.items() for name, p in stage.named_parameters()}
-
-
-def run_names(rows: int) -> list[dict[str, Any]]:
-    results = []
-    with join_world(pipeline=2) as context:
-        for name, options in NAMES.items():
-            schedule = SCHEDULE.get_module(name)(**options)
-            engine, stages = engine_for(context, schedule)
-            loader = batches(*[models.batch_for(models.Simple, rows)] * 3)
-            schedule.forward_back_step(engine, loader)
-            output, label, loss = schedule.forward_back_step(engine, loader)
-            evaluation = schedule.forward_back_step(engine, loader, forward_only=True)
-            results.append(
-                {
-                    "grads": grads_of(stages),
-                    "step": (output, label, loss),
-                    "evaluation": evaluation,
-                    "as planned": schedule.last_order
-                    == [
-                        str(a)
-                        for a in schedule.table(2)[context.get_local_rank(ParallelMode.PIPELINE)]
-                        if a.kind == "F"
-                    ],
-                    "stage_ranks": check(schedule.table(2)).stage_ranks,
-                }
-            )
-    return results
-
-
-def test_every_registered_name_equals_one_process() -> None:
-    assert set(NAMES) <= set(SCHEDULE)
-    world = run_world(2, run_names, 7, backend=None, timeout=90).values
-    for name, ranks in zip(NAMES, zip(*world, strict=True), strict=True):
-        stage_ranks = ranks[0]["stage_ranks"]
-        output, loss, expected = models.truth(models.Simple, len(stage_ranks), 7, calls=2)
-        found = {key: grad for rank in ranks for key, grad in rank["grads"].items()}
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10, msg=name)
-        for index, rank in enumerate(ranks):
-            assert rank["as planned"], name
-            for got_output, got_label, got_loss in (rank["step"], rank["evaluation"]):
-                torch.testing.assert_close(got_loss, loss, rtol=0, atol=1e-10)
-                assert got_loss.dtype == torch.float64
-                if index == stage_ranks[-1]:
-                    torch.testing.assert_close(got_output, output, rtol=0, atol=1e-10)
-                    torch.testing.assert_close(got_label, models.batch_for(models.Simple, 7)[1])
-                else:
-                    assert got_output is None
-                    assert got_label is None
-
-
-def run_two_pipelines() -> tuple[int, list[dict[str, Tensor | None]], list[Tensor]]:
-    """Two pipelines side by side, each with rows of its own; dicts go in, dicts are the labels."""
-    grads, losses = [], []
-    with join_world(pipeline=2, data=2) as context:
-        replica = context.get_local_rank(ParallelMode.DATA)
-        for schedule in (PipelineSchedule(3), PipelineSchedule(3, "zb_v", num_chunks=2)):
-            engine, stages = engine_for(context, schedule, models.Rich)
-            loader = batches(models.batch_for(models.Rich, 5 + replica))
-            losses.append(schedule.forward_back_step(engine, loader)[2])
-            grads.append(grads_of(stages))
-    return replica, grads, losses
-
-
-def test_pipelines_side_by_side_do_not_mix() -> None:
-    world = run_world(4, run_two_pipelines, backend=None).values
-    for replica in (0, 1):
-        ranks = [rank for rank in world if rank[0] == replica]
-        assert len(ranks) == 2
-        for index, num_stages in enumerate((2, 4)):
-            _, loss, expected = models.truth(models.Rich, num_stages, 5 + replica)
-            found = {key: grad for _, grads, _ in ranks for key, grad in grads[index].items()}
-            torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
-            for _, _, losses in ranks:
-                torch.testing.assert_close(losses[index], loss, rtol=0, atol=1e-10)
 
 
 def attempt(schedule: PipelineSchedule, engine: Engine, loader: Iterator[Any], **options: Any) -> str:
@@ -235,25 +144,6 @@ def run_with_timeout() -> float:
 
 def test_transfers_wait_as_long_as_the_world_was_launched_to_wait() -> None:
     assert run_world(2, run_with_timeout, backend=None).values == [37, 37]
-
-
-def run_csv(path: str) -> tuple[dict[str, Tensor | None], list[str]]:
-    with join_world(pipeline=2) as context:
-        schedule = TableSchedule(path)
-        engine, stages = engine_for(context, schedule)
-        schedule.forward_back_step(engine, batches(models.batch_for(models.Simple, 5)))
-        return grads_of(stages), schedule.last_order
-
-
-def test_a_table_from_a_csv_file(tmp_path: Path) -> None:
-    path = tmp_path / "mine.csv"
-    table = make_table("interleaved_zero_bubble", 2, 3, 2)
-    path.write_text("\n".join(row.replace(" ", ",") for row in format_rows(table)))
-    assert TableSchedule(path).num_microbatches == 3
-    world = run_world(2, run_csv, str(path), backend=None).values
-    found = {key: grad for grads, _ in world for key, grad in grads.items()}
-    torch.testing.assert_close(found, models.truth(models.Simple, 4, 5)[2], rtol=0, atol=1e-10)
-    assert [order for _, order in world] == [[str(action) for action in table[rank]] for rank in (0, 1)]
 
 
 def run_middle_without_data() -> tuple[Any, Any, Tensor | None]:

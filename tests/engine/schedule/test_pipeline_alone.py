@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from colonnade.engine.schedule import executor as executor_module
 from colonnade.engine.schedule import pipeline, transfer
-from colonnade.engine.schedule.pipeline import PipelineSchedule, TableSchedule, _virtual_rank_switch
+from colonnade.engine.schedule.pipeline import PipelineSchedule, TableSchedule
 from colonnade.errors import ScheduleError
 from colonnade.registry import SCHEDULE
 
@@ -50,27 +48,6 @@ def test_a_function_of_the_user_takes_a_batch_or_an_output_and_a_batch(function,
 
 
 @pytest.mark.parametrize(
-    ("stage_ranks", "sizes", "ranks"),
-    [
-        ([0, 1, 0, 1, 0, 1], [3], [0, 0, 1, 1, 2, 2]),
-        ([0, 1, 2], [], None),
-        ([0, 1, 1, 0], [], None),  # a V does not go round
-    ],
-)
-def test_stages_that_go_round_have_virtual_ranks(stage_ranks, sizes, ranks):
-    told: dict[str, list[int]] = {"size": [], "rank": []}
-    context: Any = SimpleNamespace(
-        set_virtual_pipeline_parallel_size=told["size"].append,
-        set_virtual_pipeline_parallel_rank=told["rank"].append,
-    )
-    switch = _virtual_rank_switch(context, stage_ranks)
-    for stage in range(len(stage_ranks)) if switch else ():
-        switch(stage)  # type: ignore[misc]
-    assert told == {"size": sizes, "rank": ranks or []}
-    assert (switch is None) is (ranks is None)
-
-
-@pytest.mark.parametrize(
     ("name", "order"),
     [
         ("GPipe", "gpipe"),
@@ -90,99 +67,12 @@ def test_every_order_has_a_class(name, order):
     assert (made._loss_everywhere, made._loss_reduction) == (True, "mean")
 
 
-@pytest.mark.parametrize("has_last_stage", [True, False])
-@pytest.mark.parametrize("everywhere", [True, False])
-@pytest.mark.parametrize("forward_only", [True, False])
-@pytest.mark.parametrize("return_loss", [True, False])
-def test_a_step_is_counted_where_the_last_stage_is_and_its_loss_shared(
-    has_last_stage, everywhere, forward_only, return_loss
-):
-    step = SimpleNamespace(order=["0F0"], loss="own loss", count="own count", outputs=[1, 1])
-    asked: dict[str, Any] = {}
-    noted: list[Any] = []
-    schedule: Any = PipelineSchedule(2, loss_everywhere=everywhere)
-    schedule._executor = SimpleNamespace(
-        has_last_stage=has_last_stage,
-        run=lambda micro_batches, **options: asked.update(options) or step,
-        share_loss=lambda loss, count: (f"shared {loss}", f"shared {count}"),
-    )
-    engine = SimpleNamespace(
-        loss_scale=4.0, sum_scale=8.0, note_loss=lambda *given, trains: noted.append((*given, trains))
-    )
-    batches = iter([(torch.arange(4), torch.ones(4))])
-    *_, loss = schedule.forward_back_step(engine, batches, forward_only, return_loss, return_output_label=False)
-    confirm = everywhere and (return_loss or not forward_only)
-    shared = "shared " if confirm else ""
-    assert loss == (f"{shared}own loss" if return_loss else None)
-    assert noted == [(f"{shared}own count", has_last_stage, not forward_only)]
-    assert (asked["confirm"], asked["keep_outputs"]) == (confirm, False)
-    assert (asked["backward_scale"], asked["sum_scale"]) == (4.0, 8.0)
-
-
 def test_a_stage_in_the_middle_keeps_its_loader_in_step():
     schedule: Any = PipelineSchedule(2)
     schedule.uses_batch = False
     batches = iter([(torch.arange(4), torch.ones(4))] * 2)
     schedule._micro_batches(batches, fill=False)
     assert len(list(batches)) == 1
-
-
-@pytest.mark.parametrize(
-    ("ranks", "first", "last", "by_stage", "uses"),
-    [
-        (None, True, True, False, True),
-        ([5], True, True, False, True),
-        ([4, 5], False, True, False, True),
-        ([5, 6], True, False, False, True),
-        ([4, 5, 6], False, False, False, False),
-        ([4, 5, 6], False, False, True, True),
-    ],
-)
-def test_what_an_executor_is_made_of(monkeypatch, ranks, first, last, by_stage, uses):
-    made: list[Any] = []
-
-    def executor(chunks: Any, table: Any, **options: Any) -> Any:
-        made.append((chunks, table, options))
-        facts = SimpleNamespace(stage_ranks=tuple(range(len(ranks or [5]))))
-        return SimpleNamespace(has_first_stage=first, has_last_stage=last, facts=facts)
-
-    monkeypatch.setattr(executor_module, "Executor", executor)
-    monkeypatch.setattr(pipeline, "_transfer_groups", lambda context: ("both", "down"))
-    context = SimpleNamespace(
-        device=torch.device("cpu"),
-        waits="waits",
-        is_initialized=lambda mode: ranks is not None,
-        get_ranks_in_group=lambda mode: ranks,
-        get_global_rank=lambda: 5,
-        get_group=lambda mode: "own",
-    )
-    engine = SimpleNamespace(context=context, model=nn.Linear(1, 1), criterion=None, backward_micro_batch="backward")
-    function = (lambda before, batch: batch) if by_stage else None
-    schedule = PipelineSchedule(2, data_process_func=function, loss_reduction="sum" if by_stage else "mean")
-    schedule.pre_processing(engine)
-    ((chunks, table, options),) = made
-    several = len(ranks or []) > 1
-    assert chunks == [engine.model]
-    assert len(table) == len(ranks or [5])
-    assert (options["ranks"], options["rank"]) == (ranks or [5], (ranks or [5]).index(5))
-    groups = (options["group"], options["transfer_group"], options["down_group"])
-    assert groups == (("own", "both", "down") if several else (None, None, None))
-    assert (options["waits"], options["backward"]) == ("waits", "backward")
-    assert options["loss_form"].args == (True, not by_stage)
-    assert (schedule.uses_batch, schedule.device) == (uses, context.device)
-    engine.model = nn.ModuleList([engine.model])
-    schedule.pre_processing(engine)
-    assert made[1][0] == [*engine.model]
-
-
-def test_groups_for_transfers_are_opened_where_there_is_a_pipeline(monkeypatch):
-    opened: list[Any] = []
-    monkeypatch.setattr(pipeline, "_transfer_groups", opened.append)
-    for size in (1, 2, 3):
-        context: Any = SimpleNamespace(pipeline_parallel_size=size)
-        PipelineSchedule(2).open_groups(context)
-        assert opened == ([context] if size > 1 else [])
-        opened.clear()
 
 
 @pytest.mark.parametrize(

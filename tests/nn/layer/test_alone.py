@@ -38,8 +38,7 @@ from colonnade.nn.layer import (
 from colonnade.nn.layer.spread import FirstPass, size_of
 from colonnade.parallel.collectives import split_sizes
 from colonnade.parallel.demand import holding
-from colonnade.parallel.placement import Replicate, Shard, logical_shape, placement_of
-from colonnade.parallel.wire import recorded
+from colonnade.parallel.placement import Replicate, logical_shape, placement_of
 from colonnade.proof.planner.ranks import fake_rank
 
 MODES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -49,32 +48,6 @@ MODES: dict[str, tuple[int, dict[str, Any]]] = {
     "2.5d": (8, {"mode": "2.5d", "depth": 2}),
     "3d": (8, {"mode": "3d"}),
 }
-INPUT = {"1d": (8, 4, 16), "1d, sequence split": (8, 2, 16), "2d": (4, 4, 8), "2.5d": (2, 4, 8), "3d": (2, 4, 8)}
-INNER = {"1d": (8, 4, 16), "1d, sequence split": (8, 4, 16), "2d": (4, 4, 16), "2.5d": (2, 4, 16), "3d": (2, 4, 16)}
-
-
-@pytest.mark.parametrize("name", MODES)
-def test_a_column_and_a_row_lead_inside_and_out_again(name):
-    size, mode = MODES[name]
-    context = ParallelContext()
-    with fake_rank(load_config({"parallel": {"tensor": {"size": size, **mode}}}), size, size - 1, context):
-        here = arrange(context)
-        norm = LayerNorm(16, arrangement=here)
-        column, row = Linear(16, 32, arrangement=here), Linear(32, 16, split="row", arrangement=here)
-        x = torch.randn(INPUT[name], requires_grad=True)
-        with recorded() as calls:
-            inner = column(norm(x))
-            y = row(inner)
-        assert inner.shape == INNER[name]
-        assert y.shape == x.shape
-        y.square().sum().backward()
-        assert x.grad is not None
-        assert x.grad.shape == x.shape
-        for layer in (norm, column, row):
-            assert all(p.grad is not None and p.grad.shape == p.shape for p in layer.parameters())
-        assert calls, "nobody talked"
-        embedding = Embedding(64, 16, arrangement=here)
-        assert embedding(torch.zeros(8, 4, dtype=torch.long)).shape == x.shape
 
 
 @contextmanager
@@ -84,61 +57,6 @@ def arranged(name: str, rank: int, **more: Any) -> Iterator[Arrangement]:
     context = ParallelContext()
     with fake_rank(load_config({"parallel": {"tensor": {"size": size, **mode, **more}}}), size, rank, context):
         yield arrange(context)
-
-
-@pytest.mark.parametrize(
-    ("name", "uneven", "splits_sequence", "multiplies_blocks", "outer", "inner"),
-    [
-        ("1d", True, True, True, False, True),
-        ("1d, sequence split", True, True, True, True, True),
-        ("2d", False, False, False, True, True),
-        ("2.5d", False, False, False, True, True),
-        ("3d", False, False, True, True, True),
-    ],
-)
-def test_what_each_mode_can_do(name, uneven, splits_sequence, multiplies_blocks, outer, inner):
-    with arranged(name, 0) as here:
-        assert (here.uneven, here.splits_sequence, here.multiplies_blocks) == (
-            uneven,
-            splits_sequence,
-            multiplies_blocks,
-        )
-        assert (here.is_split("outer"), here.is_split("inner")) == (outer, inner)
-        assert here.sequence_split == (name == "1d, sequence split")
-    alone = Whole(ParallelContext())
-    assert (alone.uneven, alone.splits_sequence, alone.multiplies_blocks) == (False, True, True)
-    assert not alone.is_split("outer")
-
-
-OUT_IN = {
-    "1d": ({M.PARALLEL_1D: 0}, {M.PARALLEL_1D: 1}),
-    "1d, sequence split": ({M.PARALLEL_1D: 0}, {M.PARALLEL_1D: 1}),
-    "2d": ({M.PARALLEL_2D_ROW: 0, M.PARALLEL_2D_COL: 1}, {M.PARALLEL_2D_COL: 0, M.PARALLEL_2D_ROW: 1}),
-    "2.5d": ({M.PARALLEL_2P5D_ROW: 0, M.PARALLEL_2P5D_COL: 1}, {M.PARALLEL_2P5D_COL: 0, M.PARALLEL_2P5D_ROW: 1}),
-    "3d": (
-        {M.PARALLEL_3D_INPUT: 0, M.PARALLEL_3D_WEIGHT: 0, M.PARALLEL_3D_OUTPUT: 1},
-        {M.PARALLEL_3D_OUTPUT: 0, M.PARALLEL_3D_WEIGHT: 0, M.PARALLEL_3D_INPUT: 1},
-    ),
-}
-"""By which modes a column and a row weight are cut, and along which dimension."""
-ALONG_HIDDEN = {
-    "1d": {},
-    "1d, sequence split": {M.PARALLEL_1D: Replicate(owes="sum")},
-    "2d": {M.PARALLEL_2D_ROW: Shard(-1), M.PARALLEL_2D_COL: Replicate(owes="sum")},
-    "2.5d": {M.PARALLEL_2P5D_ROW: Shard(-1), M.PARALLEL_2P5D_XZ: Replicate(owes="sum")},
-    "3d": {M.PARALLEL_3D_OUTPUT: Shard(-1), M.PARALLEL_3D_INPUT_X_WEIGHT: Replicate(owes="sum")},
-}
-
-
-@pytest.mark.parametrize("name", MODES)
-def test_where_weights_lie(name):
-    squares = {M.PARALLEL_2P5D_DEP: Replicate(owes="sum")} if name == "2.5d" else {}
-    with arranged(name, 0) as here:
-        for split, cuts in zip(("column", "row"), OUT_IN[name], strict=True):
-            for parts in (1, 2, 3):
-                placed = {mode: Shard(dim + (parts > 1)) for mode, dim in cuts.items()}
-                assert here.weight_placement(split, parts) == {**placed, **squares}
-        assert here.outer.along_hidden() == ALONG_HIDDEN[name]
 
 
 @pytest.mark.parametrize("name", MODES)
@@ -238,13 +156,6 @@ def test_the_parts_of_all_ranks_are_the_whole_model_once(name):
                 (loss[0] if isinstance(loss, tuple) else loss).backward()
                 assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
     assert held == {key: pytest.approx(prod(shape)) for key, shape in whole.items()}
-
-
-def test_alone_every_mode_is_torchs_own():
-    column = Linear(4, 6, arrangement=arrange(ParallelContext()))
-    assert isinstance(column.weight, nn.Parameter)
-    x = torch.randn(2, 3, 4)
-    assert torch.equal(column(x), F.linear(x, column.weight, column.bias))
 
 
 @pytest.mark.parametrize("mode", [None, "1d", "2d"])

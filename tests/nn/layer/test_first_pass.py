@@ -283,29 +283,3 @@ def test_who_is_watched_and_until_when(monkeypatch):
         FirstPass(model, context)  # nobody keeps it
         FirstPass(nn.Sequential(), context).close()
         assert not spread._watched
-
-
-class Own(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
-def test_what_lies_behind_an_activation():
-    leaf, other = (torch.ones(2, requires_grad=True) for _ in range(2))
-    assert spread._behind(leaf) == ([], [leaf])
-    doubled = leaf * 1 + leaf * torch.ones(2)  # two ways to one leaf; what needs no gradient has none
-    assert [id(each) for each in spread._behind(doubled)[1]] == [id(leaf)]
-    assert spread._behind(Own.apply(leaf) * 2) == ([], [])  # nothing is known there
-    marked = doubled * 1
-    marked.grad_fn.metadata[spread._MARK] = "mark"
-    marks, leaves = spread._behind(marked + other)
-    assert marks == ["mark"]
-    assert [id(each) for each in leaves] == [id(other)]
-    part = torch.ones(2)
-    setattr(part, spread._MARK, "part")
-    assert spread._behind(part) == (["part"], [])

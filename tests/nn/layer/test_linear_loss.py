@@ -217,28 +217,6 @@ def test_products_of_half_precision_are_added_up_in_fp32(on_gpu):
     torch.testing.assert_close(total, 100 + (left.float() @ right.float()), rtol=0, atol=1e-4 if on_gpu else 5e-2)
 
 
-def test_a_label_below_zero_is_none_of_the_classes_here():
-    logits, labels = torch.randn(4, 5, dtype=torch.float64), torch.tensor([0, -1, -3, 4])
-    largest, exps, picked, sums = cross_entropy._statistics(logits, labels, True)
-    torch.testing.assert_close(largest + exps.log(), logits.logsumexp(-1))
-    assert torch.equal(picked, torch.stack([logits[0, 0], *torch.zeros(2), logits[3, 4]]))
-    torch.testing.assert_close(sums, logits.sum(-1))
-    slopes = torch.tensor([1.0, 2.0, 3.0, 0.0], dtype=torch.float64)
-    found = cross_entropy._gradient(logits, labels, logits.logsumexp(-1), slopes, torch.tensor(0.1), 0.5)
-    expected = logits.softmax(-1) - 0.1
-    expected[0, 0] -= 0.5
-    torch.testing.assert_close(found, expected * slopes.unsqueeze(-1))
-
-
-def test_a_rank_without_classes_adds_nothing():
-    logits, labels = torch.zeros(3, 0), torch.tensor([-1, -1, -1])
-    largest, *rest = cross_entropy._statistics(logits, labels, True)
-    assert largest.tolist() == [-torch.inf] * 3
-    assert torch.stack(rest).abs().sum() == 0
-    ones = torch.ones(3)
-    assert cross_entropy._gradient(logits, labels, ones, ones, torch.tensor(0.1), 0.9).shape == (3, 0)
-
-
 class Largest(TorchDispatchMode):
     """The number of elements of the largest tensor that any op makes."""
 

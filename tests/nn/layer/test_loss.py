@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,7 +12,6 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
 from colonnade.errors import ConfigError
 from colonnade.nn.layer import Arrangement, Classifier, CrossEntropyLoss, Whole, arrange, gather_output, partition_input
-from colonnade.nn.layer.cross_entropy import zero_if_known
 from colonnade.testing import compare, gather_weights, plain_gradients, run_world
 
 CLASSES = 10
@@ -89,19 +86,6 @@ def test_whole_logits_too(classes, smoothing):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
     total, count = CrossEntropyLoss(-1, "sum_and_count", arrangement=Whole(ParallelContext()))(logits, labels)
     assert (total.shape, count.item()) == ((), 20)
-
-
-def test_a_label_that_counts_is_one_of_the_classes():
-    classes = torch.tensor(3)
-    for label, is_known in ((-1, False), (0, True), (2, True), (3, False)):
-        labels = torch.tensor([1, label])
-        with (
-            nullcontext()
-            if is_known
-            else pytest.raises(ConfigError, match=f"label {label} is not one of the 3 classes")
-        ):
-            assert zero_if_known(labels, torch.tensor([True, True]), classes) == 0.0
-        assert zero_if_known(labels, torch.tensor([True, False]), classes) == 0.0
 
 
 def _counted() -> None:

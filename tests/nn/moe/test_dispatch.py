@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from colonnade.context.parallel_context import ParallelContext
 from colonnade.nn.moe import dispatch as dispatching
-from colonnade.nn.moe.dispatch import Traffic, combine, counted, dispatch, order
+from colonnade.nn.moe.dispatch import combine, counted, dispatch, order
 from colonnade.nn.moe.router import Routing
 
 EXPERTS = 3
@@ -154,36 +153,3 @@ def test_assignments_of_one_expert_keep_their_order_however_many_experts_there_a
             sends = order(choices, torch.bincount(choices.flatten(), minlength=experts))
         assert sends.rows.tolist() == [1, 5, 3, 4, 0, 2]
         assert sorts.stable[-1] is True  # what a CPU does anyway, and a GPU does not
-
-
-@pytest.mark.parametrize(
-    "arriving",
-    [[[1, 2], [0, 3]], [[1, 2], [2, 1]], [[2, 1], [1, 2], [3, 2]], [[0, 0], [6, 0]], [[2, 4]], [[2], [4]]],
-    ids=str,
-)
-def test_rows_that_arrive_by_rank_are_turned_by_expert_and_back(arriving):
-    traffic = Traffic(torch.tensor(arriving).flatten(), len(arriving), ParallelContext())
-    assert traffic.sizes(rows=6) == ([sum(rank) for rank in arriving],) * 2
-    blocks = {
-        (rank, at): [100 * rank + 10 * at + i for i in range(n)]
-        for rank, row in enumerate(arriving)
-        for at, n in enumerate(row)
-    }
-    x = (
-        torch.tensor([value for place in sorted(blocks) for value in blocks[place]])
-        .unsqueeze(1)
-        .double()
-        .requires_grad_()
-    )
-
-    def experts(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        assert counts.tolist() == [sum(column) for column in zip(*arriving, strict=True)]
-        by_expert = sorted(blocks, key=lambda place: place[::-1])
-        assert rows.flatten().tolist() == [value for place in by_expert for value in blocks[place]]
-        return rows**2
-
-    assert traffic.experts_of(len(x)).tolist() == [value // 10 % 10 for value in x.flatten().int().tolist()]
-    out = traffic.by_expert(x, experts)
-    assert torch.equal(out, x**2)
-    (grad,) = torch.autograd.grad((out * x.detach()).sum(), x)
-    assert torch.equal(grad, 2 * x**2)

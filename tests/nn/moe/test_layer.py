@@ -228,74 +228,64 @@ def _trained(
         }
 
 
+TENSOR = {"tensor": {"size": 2, "mode": "1d"}}
+ACROSS = {**TENSOR, "expert": {"size": 2, "over": "data*tensor"}}
+"""An expert group across tensor ranks, which shares the tokens among them."""
+
+
+def _all_trained(cases: list[tuple[dict[str, Any], str, tuple[int, ...], int, dict[str, Any]]]) -> list[dict[str, Any]]:
+    found = []
+    for parallel, router, rows, empty, settings in cases:
+        try:
+            found.append(_trained(parallel, router, rows, empty, **settings))
+        except Exception as error:
+            raise AssertionError(f"{router} on {parallel}, {settings}: {error}") from error
+    return found
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "router",
-    [
-        pytest.param(name, marks=[] if name in ("top 2, drops", "sigmoid, bias") else [pytest.mark.slow])
-        for name in ROUTERS
-    ],
-)
-def test_experts_on_two_of_two_ranks_equal_one_process(router):
+def test_experts_on_two_ranks_equal_one_process():
     """Experts, router, drops by the order of the joined batch, auxiliary losses of the joined batch, bias."""
-    found = run_world(2, _trained, {"expert": 2}, router, (5, 3), shared=True).values
-    assert found[0]["shape"] == (4 if router == "groups" else 2, HIDDEN, 8)
-    assert found[0]["handler"] == "MoeGradientHandler"
-    for step, dropped in enumerate(found[0]["plain"]):
-        assert sum(rank["mine"][step] for rank in found) == dropped
-        assert (dropped > 0) == ("drops" in router)
+    routed = [({"expert": 2}, router, (5, 3), 0, {"shared": True}) for router in ROUTERS]
+    # Expert 0, or both experts of rank 0, never get a token; rank 1 has none to send.
+    idle = [({"expert": 2}, "sigmoid, bias", (4, 0), empty, {}) for empty in (1, 2)]
+    inside = [
+        (TENSOR, "top 2", (4,), 0, {"inner": 7}),
+        (TENSOR, "top 2", (4,), 0, {"gated": True, "bias": False, "shared": True}),
+    ]
+    across = [(ACROSS, "top 2, drops", (4,), 0, {})]
+    found = list(zip(*run_world(2, _all_trained, [*routed, *idle, *inside, *across], timeout=110).values, strict=True))
+    for (_, router, *_), ranks in zip(routed, found, strict=False):
+        assert ranks[0]["shape"] == (4 if router == "groups" else 2, HIDDEN, 8)
+        assert ranks[0]["handler"] == "MoeGradientHandler"
+        for step, dropped in enumerate(ranks[0]["plain"]):
+            assert sum(rank["mine"][step] for rank in ranks) == dropped
+            assert (dropped > 0) == ("drops" in router)
+    assert [ranks[0]["shape"] for ranks in found[-3:]] == [(EXPERTS, HIDDEN, 4)] * 2 + [(2, HIDDEN, 8)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("size", "router", "rows"),
-    [
-        (2, "top 2", (2, 5, 1, 4)),
-        pytest.param(4, "top 2, drops", (3, 2, 4, 1), marks=pytest.mark.slow),
-        pytest.param(4, "switch", (1, 2, 3, 1), marks=pytest.mark.slow),
-        pytest.param(2, "switch, drops", (3, 2, 4, 1), marks=pytest.mark.slow),
-        pytest.param(4, "sigmoid, bias", (3, 2, 4, 1), marks=pytest.mark.slow),
-    ],
-)
-def test_experts_inside_four_data_ranks_equal_one_process(size, router, rows):
+def test_experts_inside_four_data_ranks_equal_one_process():
     """With expert 2 the twins' gradients are summed over 2 ranks and divided by all that sent tokens."""
-    assert run_world(4, _trained, {"expert": size}, router, rows).values[0]["shape"][0] == EXPERTS // size
+    cases: list[tuple[dict[str, Any], str, tuple[int, ...], int, dict[str, Any]]] = [
+        ({"expert": 2}, "top 2", (2, 5, 1, 4), 0, {}),
+        ({"expert": 4}, "top 2, drops", (3, 2, 4, 1), 0, {}),
+        ({"expert": 4}, "switch", (1, 2, 3, 1), 0, {}),
+        ({"expert": 2}, "switch, drops", (3, 2, 4, 1), 0, {}),
+        ({"expert": 4}, "sigmoid, bias", (3, 2, 4, 1), 0, {}),
+    ]
+    found = run_world(4, _all_trained, cases, timeout=110).values[0]
+    assert [one["shape"][0] for one in found] == [EXPERTS // case[0]["expert"] for case in cases]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("empty", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_experts_without_a_token_and_ranks_without_one(empty):
-    """Expert 0, or both experts of rank 0, never get a token; rank 1 has none to send."""
-    run_world(2, _trained, {"expert": 2}, "sigmoid, bias", (4, 0), empty)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings",
-    [{"inner": 7}, pytest.param({"gated": True, "bias": False, "shared": True}, marks=pytest.mark.slow)],
-    ids=str,
-)
-def test_experts_split_over_tensor_too(settings):
-    shape = run_world(2, _trained, {"tensor": {"size": 2, "mode": "1d"}}, "top 2", (4,), **settings).values[0]["shape"]
-    assert shape == (EXPERTS, HIDDEN, 4)
-
-
-@pytest.mark.slow
-def test_an_expert_group_across_tensor_ranks_shares_the_tokens_among_them():
-    parallel = {"tensor": {"size": 2, "mode": "1d"}, "expert": {"size": 2, "over": "data*tensor"}}
-    found = run_world(2, _trained, parallel, "top 2, drops", (4,)).values
-    assert found[0]["shape"] == (2, HIDDEN, 8)
-
-
-@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.parametrize("router", [pytest.param("top 2", marks=pytest.mark.long), "top 2, drops"])
 @pytest.mark.parametrize(
     ("parallel", "rows", "shape"),
     [
-        ({"tensor": {"size": 2, "mode": "1d"}, "expert": 2}, (3, 2, 4, 1), (2, HIDDEN, 4)),
+        ({**TENSOR, "expert": 2}, (3, 2, 4, 1), (2, HIDDEN, 4)),
         ({"tensor": {"size": 4, "mode": "1d"}, "expert": {"size": 2, "over": "data*tensor"}}, (3, 2), (2, HIDDEN, 8)),
-        ({"sequence": 2, "expert": 2, "tensor": {"size": 2, "mode": "1d"}}, (3, 1, 2, 4), (2, HIDDEN, 4)),
+        ({"sequence": 2, "expert": 2, **TENSOR}, (3, 1, 2, 4), (2, HIDDEN, 4)),
     ],
     ids=str,
 )

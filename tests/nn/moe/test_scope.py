@@ -1,26 +1,18 @@
-"""Whom a mixture of experts talks to, on every rank of worlds that are not there: groups, placements, and the order of tokens."""
+"""What a mixture of experts sends on every rank of worlds that are not there."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 
 from colonnade.config import load_config
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.context.parallel_mode import ParallelMode as M
-from colonnade.nn.moe import Experts, TopKRouter
 from colonnade.nn.moe.dispatch import Scope, Traffic
 from colonnade.nn.moe.router import loss_of
-from colonnade.parallel.placement import Replicate, Shard, placement_of
 from colonnade.parallel.wire import recorded
 from colonnade.proof.planner.ranks import fake_rank
-
-TENSOR = {"size": 2, "mode": "1d"}
-ACROSS = {"tensor": TENSOR, "expert": {"size": 2, "over": "data*tensor"}}
-"""An expert group that reaches across the ranks of a tensor group."""
 
 
 def ranks_of(world: int, parallel: dict[str, Any]) -> Iterator[ParallelContext]:
@@ -29,96 +21,6 @@ def ranks_of(world: int, parallel: dict[str, Any]) -> Iterator[ParallelContext]:
         context = ParallelContext()
         with fake_rank(load_config({"parallel": parallel}), world, rank, context):
             yield context
-
-
-@pytest.mark.parametrize(
-    ("world", "parallel", "expected"),
-    [
-        (2, {}, [(1, 0, 1, False, (M.DATA,))] * 2),
-        (2, {"expert": 2}, [(2, 0, 1, False, (M.DATA,)), (2, 1, 1, False, (M.DATA,))]),
-        (2, {"tensor": TENSOR}, [(1, 0, 2, False, ())] * 2),
-        (2, ACROSS, [(2, 0, 2, True, ()), (2, 1, 2, True, ())]),
-        (2, {"sequence": 2}, [(1, 0, 1, False, (M.SEQUENCE,))] * 2),
-        (2, {"tensor": {"size": 2, "mode": "sequence"}}, [(1, 0, 1, False, (M.TENSOR,))] * 2),
-        (4, {"tensor": TENSOR, "expert": 2}, [(2, place, 2, False, (M.DATA,)) for place in (0, 0, 1, 1)]),
-        (4, {"data": 2, "sequence": 2}, [(1, 0, 1, False, (M.DATA, M.SEQUENCE))] * 4),
-        (2, {"pipeline": 2}, [(1, 0, 1, False, ())] * 2),
-    ],
-    ids=str,
-)
-def test_who_holds_experts_and_who_has_tokens_of_its_own(world, parallel, expected):
-    found = []
-    for context in ranks_of(world, parallel):
-        scope = Scope.of(context)
-        found.append((scope.expert, scope.expert_place, scope.tensor, scope.shares_tokens, scope.distinct))
-    assert found == expected
-    assert Scope.of(ParallelContext()).distinct == ()
-
-
-@pytest.mark.parametrize(
-    ("world", "parallel", "reduced", "places"),
-    [
-        (2, {}, ["DATA"], [0, 1]),
-        (2, ACROSS, ["TENSOR"], [0, 1]),
-        (4, ACROSS, ["TENSOR", "DATA"], [0, 1, 2, 3]),
-        (4, {"data": 2, "sequence": 2}, ["DATA", "SEQUENCE"], [0, 1, 2, 3]),
-        (8, {"data": 2, "sequence": 2, "tensor": TENSOR}, ["DATA", "SEQUENCE"], None),
-        (2, {"tensor": TENSOR}, [], [0, 0]),
-    ],
-    ids=str,
-)
-def test_sums_and_rows_are_those_of_all_ranks_with_tokens_of_their_own(world, parallel, reduced, places):
-    found = []
-    for context in ranks_of(world, parallel):
-        scope = Scope.of(context)
-        with recorded() as calls:
-            assert scope.summed(torch.ones(3)).shape == (3,)
-        assert [call.mode.name for call in calls] == reduced
-        rows, at = scope.gathered(torch.ones(2, 5))
-        assert rows.shape == (2 ** len(reduced), 2, 5)
-        found.append(at)
-    assert found == places if places else sorted(found) == [0, 0, 1, 1, 2, 2, 3, 3]
-
-
-SUM = Replicate(owes="sum")
-
-
-@pytest.mark.parametrize(
-    ("world", "parallel", "up", "down", "down_bias", "router"),
-    [
-        (2, {"expert": 2}, *[{M.EXPERT: Shard(0)}] * 3, {}),
-        (2, {"tensor": TENSOR}, {M.TENSOR: Shard(2)}, {M.TENSOR: Shard(1)}, {M.TENSOR: SUM}, {}),
-        (2, ACROSS, *[{M.EXPERT: Shard(0), M.TENSOR: SUM}] * 3, {M.TENSOR: SUM}),
-        (
-            4,
-            {"tensor": TENSOR, "expert": 2},
-            {M.EXPERT: Shard(0), M.TENSOR: Shard(2)},
-            {M.EXPERT: Shard(0), M.TENSOR: Shard(1)},
-            {M.EXPERT: Shard(0), M.TENSOR: SUM},
-            {},
-        ),
-        (1, {}, {}, {}, {}, {}),
-    ],
-    ids=str,
-)
-def test_where_weights_lie_and_every_rank_has_its_own_part_of_them(world, parallel, up, down, down_bias, router):
-    torch.manual_seed(3)
-    whole = Experts(6, 4, 4, gated=True, context=ParallelContext())
-    assert not whole.splits_inner
-    assert all(not placement_of(parameter).modes for parameter in whole.parameters())
-    for context in ranks_of(world, parallel):
-        torch.manual_seed(3)
-        experts = Experts(6, 4, 4, gated=True, context=context)
-        placed = {name: dict(placement_of(parameter).modes) for name, parameter in experts.named_parameters()}
-        inner = {mode: Shard(1) if spec == Shard(2) else spec for mode, spec in up.items()}
-        assert placed == {"up": up, "gate": up, "up_bias": inner, "down": down, "down_bias": down_bias}
-        for name, parameter in experts.named_parameters():
-            part = whole.get_parameter(name)
-            for mode, shard in placement_of(parameter).shards.items():
-                part = part.chunk(2, shard.dim)[context.get_local_rank(mode)]
-            assert torch.equal(parameter, part), name
-        made = TopKRouter(6, 4, context=context)
-        assert dict(placement_of(made.weight).modes) == router
 
 
 def test_losses_of_each_ranks_own_are_not_sent():

@@ -127,10 +127,14 @@ def _all_cases(kind: str, size: int) -> None:
                     _case(kind, causal, Parts.of(total, size, True).lengths, gpc, balanced=True)
 
 
+def _both_kinds(size: int) -> None:
+    for kind in ATTENTION:
+        _all_cases(kind, size)
+
+
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ATTENTION)
-def test_outputs_and_gradients_equal_one_process(kind, size):
-    run_world(size, _all_cases, kind, size)
+def test_outputs_and_gradients_equal_one_process(size):
+    run_world(size, _both_kinds, size)
 
 
 def test_in_one_process_they_are_plain_attention(monkeypatch):
@@ -238,10 +242,7 @@ def _refusals() -> list[str]:
         assert split_sequence(three, 2, context=gpc).shape == (2, 3, 2, 2)
         for call in (
             lambda: ulysses_attention(three, three, three, context=gpc),
-            lambda: ring_attention(three, three[:, :2], three[:, :2], context=gpc),
-            lambda: ring_attention(three, three[:, :, :2], three[:, :, :2], context=gpc),
             lambda: ring_attention(three, three, three, lengths=[3, 4, 4], context=gpc),
-            lambda: ring_attention(three, three, three, dropout=1.5, context=gpc),
         ):
             with pytest.raises(LayoutError) as error:
                 call()
@@ -250,12 +251,9 @@ def _refusals() -> list[str]:
 
 
 def test_what_cannot_be_meant_is_refused_on_every_rank_before_anything_is_sent():
-    heads, divisor, keys, lengths, dropout = run_world(2, _refusals).values[0]
+    heads, lengths = run_world(2, _refusals).values[0]
     assert "3 heads, which 2 ranks cannot split" in heads
-    assert "as many heads as q or a divisor" in divisor
-    assert "as many keys as queries" in keys
     assert "lengths=[3, 4, 4]" in lengths
-    assert "dropout=1.5" in dropout
 
 
 def _asked() -> list[int]:

@@ -114,18 +114,15 @@ def test_trained_layers_equal_one_process(size):
     run_world(size, _all_trained, size, timeout=180)
 
 
-@pytest.mark.parametrize(
-    ("kind", "parallel"),
-    [
-        ("ring", {"sequence": 2, "data": 2}),
-        pytest.param("ulysses", {"sequence": 2, "data": 2}, marks=pytest.mark.slow),
-        pytest.param("ring", {"tensor": {"size": 2, "mode": "sequence"}}, marks=pytest.mark.slow),
-        pytest.param("ulysses", {"tensor": {"size": 2, "mode": "sequence"}}, marks=pytest.mark.slow),
-    ],
-)
-def test_so_they_do_beside_data_parallelism_in_either_spelling(kind, parallel):
+def _beside_data() -> None:
+    for kind in KINDS:
+        for parallel in ({"sequence": 2, "data": 2}, {"tensor": {"size": 2, "mode": "sequence"}}):
+            _trained(kind, parallel, True, (2, 5), {})
+
+
+def test_so_they_do_beside_data_parallelism_in_either_spelling():
     """SEQUENCE_DP joins data and sequence; the factor of the loss is that of all four ranks."""
-    run_world(4, _trained, kind, parallel, True, (2, 5), {})
+    run_world(4, _beside_data)
 
 
 def _grouped_and_masked(kind: str) -> None:
@@ -137,9 +134,13 @@ def _grouped_and_masked(kind: str) -> None:
         _trained(kind, {"sequence": 2}, True, (3, 4), {"rotary": Rotary(2), "balanced": True})
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_fewer_heads_of_keys_windows_and_documents_beside_a_split_sequence(kind):
-    run_world(2, _grouped_and_masked, kind)
+def _both_grouped_and_masked() -> None:
+    for kind in KINDS:
+        _grouped_and_masked(kind)
+
+
+def test_fewer_heads_of_keys_windows_and_documents_beside_a_split_sequence():
+    run_world(2, _both_grouped_and_masked)
 
 
 def _masked_and_dropped() -> str:

@@ -94,39 +94,6 @@ def test_keys_that_nobody_sees_stay_where_they_are():
 
 
 @pytest.mark.parametrize(
-    ("sight", "queries", "keys", "expected"),
-    [
-        # Ranks of 4 tokens each: queries of positions 4 to 7, keys of 0 to 3, or the other way round.
-        (Sight(True, 0), 1, 0, None),
-        (Sight(True, 1), 1, 0, (slice(0, 1), slice(3, 4), Mask())),
-        (Sight(True, 3), 1, 0, (slice(0, 3), slice(1, 4), Mask(left=0))),
-        (Sight(True, 5), 1, 0, (slice(0, 4), slice(0, 4), Mask(left=1))),
-        (Sight(True, 6), 1, 0, (slice(0, 4), slice(0, 4), Mask(left=2))),
-        (Sight(True, 7), 1, 0, (slice(0, 4), slice(0, 4), Mask())),
-        (Sight(True, 7), 0, 1, None),
-        (Sight(False, 3), 0, 1, (slice(1, 4), slice(0, 3), Mask(right=0))),
-        (Sight(False, 5), 0, 1, (slice(0, 4), slice(0, 4), Mask(right=1))),
-        (Sight(False, 6), 0, 1, (slice(0, 4), slice(0, 4), Mask(right=2))),
-        (Sight(False, 7), 0, 1, (slice(0, 4), slice(0, 4), Mask())),
-        # Two documents: position 6 ends one, or 2.
-        (Sight(True, None, (0, 6, 12)), 1, 0, (slice(0, 2), slice(0, 4), Mask())),
-        (Sight(True, None, (0, 6, 12)), 2, 1, (slice(0, 4), slice(2, 4), Mask())),
-        (Sight(True, None, (0, 2, 12)), 1, 0, (slice(0, 4), slice(2, 4), Mask())),
-        (Sight(True, 5, (0, 6, 12)), 1, 1, (slice(0, 4), slice(0, 4), Mask(5, 0, (0, 2, 4)))),
-        (Sight(True, None, (0, 4, 12)), 1, 1, (slice(0, 4), slice(0, 4), Mask(None, 0))),
-        (Sight(False, None, (0, 4, 12)), 1, 0, None),
-        # Neither: everything, or what lies before.
-        (Sight(), 0, 2, (slice(0, 4), slice(0, 4), Mask())),
-        (Sight(True), 0, 2, None),
-        (Sight(True), 2, 0, (slice(0, 4), slice(0, 4), Mask())),
-        (Sight(True), 2, 2, (slice(0, 4), slice(0, 4), Mask(right=0))),
-    ],
-)
-def test_what_one_rank_attends_to_of_anothers_keys(sight, queries, keys, expected):
-    assert sight.pieces(Parts((4, 4, 4)), queries, keys) == ([] if expected is None else [expected])
-
-
-@pytest.mark.parametrize(
     ("documents", "total"),
     [([], 9), ([0], 9), ([0], 0), ([1, 5, 9], 9), ([0, 5, 5, 9], 9), ([0, 9, 5], 9), ([0, 5], 9), ([0, 10], 9)],
 )

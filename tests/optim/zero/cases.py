@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -248,3 +248,12 @@ def whole_gradients(engine: Any, gpc: ParallelContext) -> dict[str, Tensor]:
 
 def named(found: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
     return test_pipeline.renamed(found, True) if case.is_pipe else found
+
+
+def run_all(checks: Sequence[Callable[[], None]]) -> None:
+    """On a rank: one check after another, in one world; an error says which."""
+    for check in checks:
+        try:
+            check()
+        except Exception as error:
+            raise AssertionError(f"{check.__name__}: {error}") from error

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,16 +13,14 @@ from colonnade._launch import launch
 from colonnade.config.settings import ZeroSettings
 from colonnade.context import ParallelMode, build_layout
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.errors import ConfigError, PlacementError
+from colonnade.errors import ConfigError
 from colonnade.optim.zero import fsdp
 from colonnade.optim.zero.formula import dtypes_of, make_fp32
 from colonnade.optim.zero.fsdp import (
-    ShardedModel,
     ShardModes,
     replica_mode,
     shard_modes_of,
     shards_between_hosts,
-    unsharded_parameters,
 )
 from colonnade.parallel.placement import Replicate, Shard, place, placement_of
 from tests.gradients.scenarios import MINE
@@ -149,50 +145,6 @@ def test_the_largest_modules_that_are_sharded_otherwise_stand_apart():
     assert fsdp._sharded_apart(root, {}, None) == []
 
 
-def test_a_group_of_shards_and_whole_parameters_is_stepped_on_one_by_one(monkeypatch):
-    shards, whole = [nn.Parameter(torch.zeros(1)) for _ in range(2)], nn.Parameter(torch.zeros(1))
-    monkeypatch.setattr(fsdp, "is_dtensor", lambda one: any(one is p for p in shards))
-    monkeypatch.setattr(fsdp, "agreed_errors", lambda device: nullcontext())
-    groups = [{"params": shards}, {"params": [whole]}, {"params": [shards[0], whole]}, {"params": []}]
-    given: list[dict[str, Any]] = [{**group, "foreach": None, "lr": 1.0} for group in groups]
-    units = SimpleNamespace(context=SimpleNamespace(device=None), meshes=[], order=None, guards=[])
-    optimizer = SimpleNamespace(param_groups=given, step=None)
-    ShardedModel.guard(SimpleNamespace(_units=units), optimizer)  # type: ignore[arg-type]
-    assert [group["foreach"] for group in given] == [None, None, False, None]
-    assert all(set(group) == {"params", "foreach", "lr"} for group in given)
-
-
-def test_only_what_has_an_element_for_each_is_cut(monkeypatch):
-    old, new = nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(1, 3))
-    monkeypatch.setattr(fsdp, "is_dtensor", lambda one: one is new)
-    state = {"count": 3, "step": torch.zeros(2, 3), "row": torch.zeros(3)}
-    optimizer = torch.optim.SGD([old], lr=0.1)
-    optimizer.state[old] = state
-    ShardedModel.carry_over(SimpleNamespace(_new={id(old): new}), optimizer)  # type: ignore[arg-type]
-    assert all(optimizer.state[new][name] is value for name, value in state.items())
-    assert optimizer.state[new] is not state  # a state dictionary of before may have the old one
-
-
-@pytest.mark.parametrize(
-    ("modes", "dtype", "message"),
-    [
-        (DENSE, torch.float32, None),
-        (SPARSE, torch.float32, r"weight over DATA / 4; bias over EXPERT_DATA / 4\."),
-        (DENSE, torch.float64, r"weight is torch.float32; bias is torch.float64\."),
-        (DENSE, torch.int8, None),  # frozen
-    ],
-    ids=str,
-)
-def test_parameters_that_are_gathered_together_are_alike(modes, dtype, message):
-    with launch({}, context=ParallelContext(), verbose=False) as gpc:
-        layer = nn.Linear(2, 2)
-        layer.bias = nn.Parameter(layer.bias.detach().to(dtype), dtype.is_floating_point)
-        shard_modes = {id(layer.weight): DENSE, id(layer.bias): modes}
-        units = fsdp._Units(layer, shard_modes, gpc, ZeroSettings(stage=3))
-        with nullcontext() if message is None else pytest.raises(PlacementError, match=message):
-            units.shard(layer.to(gpc.device), layer)
-
-
 def test_a_placement_on_other_modes_is_kept_and_data_is_final_where_a_twin_stands_for_it():
     for modes, specs in (
         (DENSE, {ParallelMode.TENSOR: Shard(0)}),
@@ -209,33 +161,6 @@ def test_a_placement_on_other_modes_is_kept_and_data_is_final_where_a_twin_stand
     assert dict(placement_of(new).modes) == {}
 
 
-def test_what_fsdp_cannot_shard_is_left_whole():
-    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
-    second.bias = first.bias  # of two chunks
-    model = nn.ModuleList([first, second])
-    odd = {
-        "scalar": torch.tensor(1.0),
-        "empty": torch.zeros(0, 2),
-        "complex": torch.zeros(2, dtype=torch.complex64),
-        "turned": torch.zeros(2, 3).t(),
-    }
-    for name, value in odd.items():
-        first.register_parameter(name, nn.Parameter(value))
-    first.rows, first.bags = nn.Embedding(2, 2, sparse=True), nn.EmbeddingBag(2, 2, sparse=True)
-    second.rows, second.bags = nn.Embedding(2, 2), nn.EmbeddingBag(2, 2)
-    names = {id(p): name for name, p in model.named_parameters()}
-    left = unsharded_parameters(model, [first, second])
-    assert {names[one] for one in left} == {"0.bias", "0.rows.weight", "0.bags.weight", *(f"0.{name}" for name in odd)}
-
-
-def test_a_parameter_is_shared_where_a_module_outside_has_it():
-    root = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
-    assert not fsdp._shares(root[1], root, root[1].parameters())
-    root[2].bias = root[1][0].bias
-    assert fsdp._shares(root[1], root, root[1].parameters())
-    assert not fsdp._shares(root[0], root, root[0].parameters())
-
-
 def test_halves_become_fp32_with_their_gradients_and_stay_the_objects_they_are():
     half, plain, double = (
         nn.Parameter(torch.ones(2, dtype=kind)) for kind in (torch.bfloat16, torch.float16, torch.float64)
@@ -246,19 +171,6 @@ def test_halves_become_fp32_with_their_gradients_and_stay_the_objects_they_are()
     assert half.grad is not None
     assert (half.grad.dtype, plain.grad) == (torch.float32, None)
     assert dtypes_of(half) == (None, None)
-
-
-def test_an_optimizer_of_the_old_parameters_becomes_one_of_the_new():
-    old, other, new = (nn.Parameter(torch.zeros(2)) for _ in range(3))
-    optimizer = torch.optim.SGD([old, other], lr=0.1, momentum=0.9)
-    for parameter in (old, other):
-        optimizer.state[parameter]["momentum_buffer"] = torch.ones(2)
-    kept = optimizer.state[other]
-    ShardedModel.carry_over(SimpleNamespace(_new={id(old): new}), optimizer)  # type: ignore[arg-type]
-    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(new), id(other)]
-    assert {id(p) for p in optimizer.state} == {id(new), id(other)}
-    assert optimizer.state[other] is kept
-    assert torch.equal(optimizer.state[new]["momentum_buffer"], torch.ones(2))
 
 
 def unit(

@@ -50,18 +50,6 @@ def run(order: RunOrder, *events: Event, replayed: list[Event] | None = None) ->
         order.issue(event, lambda event=event: (replayed if replayed is not None else []).append(event))
 
 
-def test_the_first_step_asks_before_each_collective_and_later_ones_once(other):
-    order = order_of()
-    run(order, A, B)
-    order.step()
-    assert other.sent == [[1, A.code, 0], [2, B.code, 0], [3, STEP.code, 0]]
-    for _ in range(2):
-        other.sent.clear()
-        run(order, A, B)
-        order.step()
-        assert other.sent == [[0, 0, 1]]
-
-
 def test_ranks_that_leave_the_plan_together_go_on_and_twice_makes_a_new_plan(other):
     order, replayed = order_of(), []
     run(order, A, B, replayed=replayed)
@@ -74,21 +62,6 @@ def test_ranks_that_leave_the_plan_together_go_on_and_twice_makes_a_new_plan(oth
     assert other.sent == [[0, 0, 1]]  # of the new plan
     run(order, A, B)
     assert other.sent[-1][:2] == [2, B.code]
-
-
-def test_an_evaluation_between_two_steps_is_no_plan(other):
-    order, replayed = order_of(), []
-    run(order, A, B, replayed=replayed)
-    order.step()
-    run(order, B)
-    assert replayed == [A, B]
-    run(order, A, B)
-    order.step()
-    for _ in range(2):  # the plan is the old one
-        other.sent.clear()
-        run(order, A, B)
-        order.step()
-        assert other.sent == [[0, 0, 1]]
 
 
 def test_a_step_in_the_middle_of_the_plan_frees_those_who_keep_to_it(other, monkeypatch):
@@ -153,29 +126,6 @@ def test_once_is_no_plan_and_twice_in_a_row_is_one_however_long_the_plan_was_kep
         plan = new
 
 
-@pytest.mark.parametrize("steps", [0, 1, 3])
-def test_the_first_difference_is_named_with_the_step(other, steps):
-    order = order_of()
-    for _ in range(steps):
-        run(order, A, B)
-        order.step()
-    run(order, A)
-    other.differ = lambda row: [row[0], row[1] + 1, row[2]]
-    other.text = [1, "gathers c", bool(steps)]
-    with pytest.raises(GradientError, match=rf"step {steps + 1}: .* 4, 6 .*rank 4 gathers d; rank 6 gathers c\."):
-        run(order, Event("gathers d"))
-
-
-def test_a_rank_that_follows_the_plan_is_named_by_what_comes_next_in_it(other):
-    order = order_of()
-    run(order, A, B)
-    order.step()
-    other.differ = lambda row: [0, 0, 1]
-    other.text = [None, "None", True]
-    with pytest.raises(GradientError, match=r"rank 4 gathers b; rank 6 gathers a\."):
-        run(order, B)
-
-
 @pytest.mark.parametrize(
     ("plan", "mine", "theirs", "told"),
     [
@@ -194,179 +144,6 @@ def test_the_first_place_where_ranks_part_is_told(other, plan, mine, theirs, tol
     other.text = theirs
     with pytest.raises(GradientError, match=told):
         run(order, Event("gathers d"))
-
-
-def test_a_collective_is_announced_and_can_be_repeated_with_zeros(monkeypatch):
-    did: list[Any] = []
-    order: Any = SimpleNamespace(issue=lambda event, replay: did.append((event, replay)))
-
-    def noted(name: str) -> Any:
-        def run(output: Tensor, given: Tensor, **more: Any) -> str:
-            did.append((name, output.shape, output.dtype, given.tolist(), more))
-            return f"work of {name}"
-
-        return run
-
-    monkeypatch.setattr(fsdp_checks, "all_gather_flat", noted("gather"))
-    monkeypatch.setattr(fsdp_checks, "reduce_scatter_flat", noted("reduce"))
-    monkeypatch.setattr(fsdp_checks.dist, "all_reduce", lambda part, **more: did.append(("sum", part.shape, more)))
-    small, large = torch.ones(2).double(), torch.ones(4).double()
-    shapes = small.shape, large.shape
-    gather = fsdp_checks.WatchedGather(order, "a")
-    assert gather(large, small, "group", async_op=True) == "work of gather"  # type: ignore[arg-type]
-    (event, replay), real = did
-    assert event == A
-    assert real == ("gather", shapes[1], small.dtype, [1.0, 1.0], {"group": "group", "async_op": True})
-    did.clear()
-    replay()
-    assert did == [("gather", shapes[1], small.dtype, [0.0, 0.0], {"group": "group"})]
-    assert gather.allocate((2, 3), dtype=torch.float64, device=torch.device("cpu")).shape == (2, 3)
-    average, total = fsdp_checks.dist.ReduceOp.AVG, fsdp_checks.dist.ReduceOp.SUM
-    for op, replicas in ((average, None), (average, "others"), (total, "others"), ("scaled", "others")):
-        did.clear()
-        reduce = fsdp_checks.WatchedReduce(order, lambda: B, replicas)  # type: ignore[arg-type]
-        assert reduce(small, large, "group", op) == "work of reduce"  # type: ignore[arg-type]
-        (event, replay), real = did
-        assert event == B
-        assert real == ("reduce", shapes[0], small.dtype, [1.0] * 4, {"group": "group", "op": op, "async_op": False})
-        did.clear()
-        replay()
-        sums = [("sum", shapes[0], {"group": "others", "op": average if op is average else total})]
-        assert did == [
-            ("reduce", shapes[0], small.dtype, [0.0] * 4, {"group": "group", "op": op}),
-            *(sums if replicas else []),
-        ]
-
-
-class Root(torch.nn.Linear):
-    """As FSDP2's modules, which say what they gather and give back."""
-
-    def __init__(self) -> None:
-        super().__init__(2, 2)
-        self.did: list[str] = []
-        self.fails = ""
-
-    def unshard(self) -> None:
-        self.did.append("inference" if torch.is_inference_mode_enabled() else "gather")
-
-    def reshard(self) -> None:
-        self.did.append("give back")
-
-    def reset_iter_state(self) -> None:
-        self.did.append("forget")
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.did.append("run")
-        if self.fails:
-            raise RuntimeError(self.fails)
-        return super().forward(x)
-
-
-def test_nothing_stays_gathered_that_no_backward_pass_gives_back():
-    root, x = Root(), torch.ones(1, 2)
-    gathers = root.register_forward_pre_hook(lambda *_: root.did.append("FSDP2 gathers"))
-    guard = fsdp_checks.ForwardGuard(root, [root])
-    guard.give_back()
-    assert root.did == []  # nothing has run
-    with torch.inference_mode():
-        root(x)
-        root(x)
-    assert root.did == ["gather", "give back", *["FSDP2 gathers", "run", "forget", "give back"] * 2]
-    gathers.remove()
-    root.did.clear()
-    root(x)
-    assert root.did == ["run"]  # a backward pass may follow
-    with torch.no_grad():
-        root(x)
-    guard.give_back()
-    assert root.did == ["run", "run", *["forget", "give back"] * 2]
-    for fails, notes in (("a mistake", 0), ("got a DTensor", 1)):
-        root.did.clear()
-        root.fails = fails
-        with pytest.raises(RuntimeError) as error:
-            root(x)
-        assert root.did == ["run", "forget", "give back"]
-        assert len(getattr(error.value, "__notes__", [])) == notes
-    root.fails = ""
-    root.did.clear()
-    root(x)
-    assert root.did == ["run"]
-    fresh = Root()
-    fsdp_checks.ForwardGuard(fresh, [fresh])
-    fresh(x)
-    assert fresh.did == ["run"]  # the first pass makes what it gathers into
-
-
-def test_an_optimizer_is_tried_on_two_rows_for_each_rank(monkeypatch):
-    tried: list[tuple[Any, ...]] = []
-
-    def distribute(tensor: Tensor, mesh: Any, specs: list[Any], src_data_rank: Any) -> Any:
-        tried.append((tuple(tensor.shape), [str(spec) for spec in specs], src_data_rank))
-        part: Any = tensor.clone()
-        part.to_local = lambda: part
-        return part
-
-    monkeypatch.setattr("torch.distributed.tensor.distribute_tensor", distribute)
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
-    for shape, specs in (((3,), ["S(0)"]), ((5, 3), ["R", "S(0)"])):
-        tried.clear()
-        mesh: Any = SimpleNamespace(shape=shape, device_type="cpu")
-        fsdp_checks.check_optimizer(optimizer, mesh)
-        assert tried
-        assert all(one == ((6, 4), specs, None) for one in tried)
-    tried.clear()
-    fsdp_checks.check_optimizer(SimpleNamespace(), mesh)
-    assert tried == []
-    with pytest.raises(GradientError, match=r"a step of Otherwise on the shards .* \(by 2\)"):
-        fsdp_checks.check_optimizer(Otherwise([torch.nn.Parameter(torch.ones(2))], lr=0.1), mesh)
-
-
-class Otherwise(torch.optim.SGD):
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            parameter.sub_(float(hasattr(parameter, "to_local")))
-
-
-def test_hooks_of_a_parameter_run_on_what_is_gathered_and_later_ones_on_the_shard():
-    layer, seen, x = torch.nn.Linear(2, 1), [], torch.ones(1, 2)
-    old = {name: torch.nn.Parameter(shard.detach().clone()) for name, shard in layer.named_parameters()}
-    old["weight"].flag, old["weight"].kept, layer.weight.kept = "old", "old", "own"  # type: ignore[assignment]
-    old["weight"].register_hook(lambda grad: grad * 3)
-    old["weight"].register_hook(lambda grad: None)
-    old["weight"].register_post_accumulate_grad_hook(seen.append)
-    shards = dict(layer.named_parameters())
-    members = [fsdp_checks.Member(name, layer, old[name], shard) for name, shard in shards.items()]
-    unit = fsdp_checks.Unit(layer, "a", members)
-    assert (layer.weight.flag, layer.weight.kept) == ("old", "own")
-    for name, value in old.items():  # what FSDP2 does when it gathers
-        layer._parameters[name] = torch.nn.Parameter(value.detach().clone())
-
-    def grads(names: list[str]) -> list[float]:
-        layer.zero_grad()
-        layer(x)  # a pass without a backward pass
-        layer(x).sum().backward()
-        event = unit.reduction()
-        assert (event.text, event.parts) == ("reduces a", sum(1 << [*shards].index(name) for name in names))
-        return [getattr(layer, name).grad.flatten()[0].item() for name in names]
-
-    assert grads(["weight", "bias"]) == [3.0, 1.0]
-    shards["weight"].register_hook(lambda grad: grad * 5)
-    shards["bias"].register_hook(lambda grad: grad * 7)
-    assert grads(["weight", "bias"]) == [15.0, 7.0]
-    layer.weight.requires_grad_(False)
-    assert grads(["bias"]) == [7.0]
-    assert seen == []
-    (shards["weight"] * 2).sum().backward()
-    assert len(seen) == 1
-    assert seen[0] is shards["weight"]
-    old["weight"].register_post_accumulate_grad_hook(lambda parameter: 1 / 0)
-    with pytest.raises(
-        GradientError, match=r"a register_post_accumulate_grad_hook of weight failed \(division by zero\)"
-    ):
-        (shards["weight"] * 2).sum().backward()
-    with pytest.raises(GradientError, match="no module '' of the model holds the parameter 'weight'"):
-        fsdp_checks.Member("weight", layer, old["weight"], old["weight"])
 
 
 def test_a_step_more_on_one_rank_is_told(other):

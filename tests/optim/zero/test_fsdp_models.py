@@ -18,6 +18,7 @@ from colonnade.models.gpt import GPT
 from colonnade.testing import compare, gather_gradients, gather_weights, run_world
 from tests.gradients.scenarios import numbers
 from tests.models.grid import Case, trained
+from tests.optim.zero.cases import run_all
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -112,15 +113,12 @@ class Tied(nn.Module):
 
 
 def _tied() -> None:
+    """Tied weights."""
     check_parity(Tied)
     check_parity(Tied, sgd, accumulation=2, zero={"stage": 3, "prefetch": 2}, before=True)
     check_parity(Tied, zero={"stage": 3, "wrap": "Linear", "reshard": False})
     check_parity(gpt, data=tokens)
     check_parity(lambda: gpt(tied=False), data=tokens, accumulation=2)
-
-
-def test_tied_weights():
-    run_world(2, _tied)
 
 
 def triple(parameter: Any) -> None:
@@ -161,6 +159,7 @@ def _more_hooks(model: Any, step: int) -> None:
 
 
 def _hooks() -> None:
+    """Gradient hooks are kept."""
     for accumulation in (1, 2):
         check_parity(Hooked, between=_more_hooks, accumulation=accumulation)
     with launch({"zero": 3}, context=ParallelContext(), verbose=False) as gpc:
@@ -171,10 +170,6 @@ def _hooks() -> None:
         assert model.head.weight.flag == "mine"
         with pytest.raises(GradientError, match=r"hook of layers\.1\.weight failed.*register_hook"):
             engine.backward(engine(floats(3, 0)).sum())
-
-
-def test_gradient_hooks_are_kept():
-    run_world(2, _hooks)
 
 
 class Odd(nn.Module):
@@ -208,15 +203,12 @@ class Odd(nn.Module):
 
 
 def _odd() -> None:
+    """Parameters that fsdp cannot shard."""
     for kind, make in (("empty", adamw), ("complex", adamw), ("column", adamw), ("sparse", sgd)):
         try:
             check_parity(lambda kind=kind: Odd(kind), make)
         except Exception as error:
             raise AssertionError(f"{kind}: {error}") from error
-
-
-def test_parameters_that_fsdp_cannot_shard():
-    run_world(2, _odd)
 
 
 def plain_net() -> nn.Module:
@@ -261,6 +253,7 @@ def mixed_net() -> nn.Module:
 
 
 def _refused() -> None:
+    """Optimizers that cannot step on shards are refused."""
     cases: list[tuple[Callable[[], nn.Module], Any, str]] = [
         (plain_net, rprop, "Rprop could not step on a shard"),
         (plain_net, adafactor, "Adafactor could not step on a shard"),
@@ -277,11 +270,8 @@ def _refused() -> None:
     check_parity(narrow_net, lambda p: torch.optim.Adagrad(p, lr=0.01), steps=2, before=True)
 
 
-def test_optimizers_that_cannot_step_on_shards_are_refused():
-    run_world(2, _refused)
-
-
 def _groups() -> None:
+    """Parameters that come after initialize."""
     with launch({"zero": 3}, context=ParallelContext(), verbose=False) as gpc:
         model: Any = plain_net()
         model[2].weight.requires_grad_(False)
@@ -303,10 +293,6 @@ def _groups() -> None:
         assert all(torch.equal(a, b) for a, b in zip(before, model[3].parameters(), strict=True))
 
 
-def test_parameters_that_come_after_initialize():
-    run_world(2, _groups)
-
-
 class Borrows(nn.Module):
     """Uses a weight that another module holds."""
 
@@ -319,15 +305,12 @@ class Borrows(nn.Module):
 
 
 def _borrows() -> None:
+    """A weight used outside its module is explained."""
     with launch({"zero": 3}, context=ParallelContext(), verbose=False) as gpc:
         engine = initialize(Borrows(), adamw, context=gpc)[0]
         with pytest.raises(RuntimeError) as error:
             engine(floats(3, 1))
         assert "zero.wrap" in "".join(error.value.__notes__)
-
-
-def test_a_weight_used_outside_its_module_is_explained():
-    run_world(2, _borrows)
 
 
 class Frozen(Tied):
@@ -402,14 +385,11 @@ def _stale() -> None:
 
 
 def _brothers() -> None:
+    """Frozen parameters and evaluations."""
     check_parity(Frozen, between=_thaw)
     check_parity(Tied, between=_evaluate)
     check_parity(Tied, between=_evaluate, zero={"stage": 3, "reshard": False, "prefetch": 1}, accumulation=2)
     _stale()
-
-
-def test_frozen_parameters_and_evaluations():
-    run_world(2, _brothers)
 
 
 @pytest.mark.parametrize(
@@ -429,16 +409,13 @@ def test_own_models(case):
 
 
 def _units() -> None:
+    """Blocks of a sequential model are gathered one by one."""
     with launch({"zero": 3}, context=ParallelContext(), verbose=False) as gpc:
         engine = initialize(gpt(), adamw, context=gpc)[0]
         units = [name for name, module in engine.model.named_modules() if hasattr(module, "unshard")]
         assert units == ["", "blocks.0", "blocks.1"]  # embedding and head share a weight, which is the root's
         assert all(hasattr(parameter, "to_local") for parameter in engine.model.parameters())
         engine.close()
-
-
-def test_blocks_of_a_sequential_model_are_gathered_one_by_one():
-    run_world(2, _units)
 
 
 def _saved(folder: str, stage: int, steps: range, load: bool) -> dict[str, Tensor]:
@@ -470,3 +447,8 @@ def _resumed(folder: str) -> None:
 
 def test_tied_weights_go_on_under_another_stage(tmp_path):
     run_world(2, _resumed, str(tmp_path))
+
+
+def test_models_of_every_kind_on_two_ranks():
+    """Tied, hooked, odd and frozen parameters; optimizers, parameters that come later, weights used elsewhere."""
+    run_world(2, run_all, [_tied, _hooks, _odd, _refused, _groups, _borrows, _brothers, _units], timeout=180)

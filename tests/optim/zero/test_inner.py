@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from colonnade.config import load_config
 from colonnade.config.settings import ZeroSettings
-from colonnade.errors import GradientError
-from colonnade.optim.optimizer_trial import _sample, _trial_of, groups_by_options, run_trial_steps, state_dtypes
+from colonnade.errors import ConfigError, GradientError
+from colonnade.optim.optimizer_trial import groups_by_options, run_trial_steps, state_dtypes
 from colonnade.optim.zero import ZeroOptimizer
 from colonnade.optim.zero.zero_optimizer import (
     ParameterShard,
@@ -118,50 +119,6 @@ def test_a_trial_takes_two_steps_on_both_and_leaves_no_trace():
     assert not optimizer.state
 
 
-def test_a_trial_is_on_the_host_without_what_only_makes_it_fast():
-    first, second = made()
-    optimizer = torch.optim.AdamW(
-        [{"params": [first], "lr": 0.5}, {"params": [second], "betas": (0.5, 0.6)}], fused=True
-    )
-    small = [torch.zeros(2)]
-    trial = _trial_of(optimizer, 1, small)
-    (group,) = trial.param_groups
-    assert group["params"][0] is small[0]
-    assert group["betas"] == (0.5, 0.6)
-    assert [group[name] for name in ("fused", "foreach", "capturable", "differentiable")] == [False] * 4
-    assert optimizer.param_groups[1]["fused"] is True
-    assert "fused" not in _trial_of(Plain([first], {"rate": 0.1}), 0, small).param_groups[0]
-
-
-class Plain(torch.optim.Optimizer):
-    def step(self, closure: Any = None) -> None: ...  # type: ignore[override]
-
-
-def test_a_trial_gets_a_sample_of_the_state_that_is_made_before():
-    empty, first, second = nn.Parameter(torch.zeros(0, 3)), *made()
-    optimizer = torch.optim.Adagrad([empty, first, second], initial_accumulator_value=0.25)
-    optimizer.state[first]["sum"][0, 1] = 9.0
-    optimizer.state[first]["other"] = {"a": 1}
-    small = torch.zeros(4, 6)
-    kept = _trial_of(optimizer, 0, [small]).state[small]
-    assert torch.equal(kept["sum"], torch.full((4, 6), 0.25))
-    assert kept["step"].item() == 0.0
-    assert kept["other"] == {"a": 1}
-    assert kept["other"] is not optimizer.state[first]["other"]
-    nothing = torch.optim.Adagrad([empty], initial_accumulator_value=0.25)
-    assert torch.equal(_trial_of(nothing, 0, [small]).state[small]["sum"], torch.zeros(4, 6))
-    assert not _trial_of(torch.optim.SGD([first], lr=0.1), 0, [small]).state[small]
-
-
-def test_samples():
-    like, small = torch.zeros(2, 3), torch.zeros(4)
-    value = torch.arange(6.0).reshape(2, 3) + 5
-    assert torch.equal(_sample(value, like, small, "sum"), torch.full((4,), 5.0))
-    assert _sample(value, like, small, "step").item() == 0.0
-    assert torch.equal(_sample(torch.tensor(3.0), like, small, "scale"), torch.tensor(3.0))
-    assert _sample(7, like, small, "step") == 7
-
-
 def test_state_is_told_of_the_first_group_for_every_dtype():
     first, second = made()
     optimizer = torch.optim.SGD([{"params": [first]}, {"params": [second], "momentum": 0.9}], lr=0.1)
@@ -228,3 +185,42 @@ def test_what_cannot_be_sharded_is_told():
     model.weight.grad = torch.ones(2, 2)
     optimizer.zero_grad()
     assert model.weight.grad is None
+
+
+# -- settings ---------------------------------------------------------------------------------------------
+# The `zero` section: its forms, and options that belong to another stage.
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, ZeroSettings()),
+        (2, ZeroSettings(stage=2)),
+        ({"stage": 1, "offload": "cpu", "gather_ahead": True}, ZeroSettings(stage=1, offload=True, gather_ahead=True)),
+        ({"stage": 3, "wrap": "Block", "prefetch": 2}, ZeroSettings(stage=3, wrap=("Block",), prefetch=2)),
+        ({"stage": 2, "reduce_scatter": True}, ZeroSettings(stage=2)),
+        ({"stage": 1, "reduce_scatter": False, "offload": True}, ZeroSettings(1, reduce_scatter=False, offload=True)),
+        ({"stage": 1, "offload": False, "bucket_mb": 2.5}, ZeroSettings(stage=1, bucket_mb=2.5)),
+        ({"stage": 3, "wrap": ["a", "b"], "reshard": False}, ZeroSettings(stage=3, wrap=("a", "b"), reshard=False)),
+    ],
+)
+def test_forms(given, expected):
+    assert ZeroSettings.read(load_config({"zero": given}).get("zero")) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"stage": 2, "reduce_scatter": False}, "requires ZeRO stage 1"),
+        ({"stage": 1, "wrap": "Block"}, "requires ZeRO stage 3"),
+        ({"stage": 2, "replicate": "mine"}, "requires ZeRO stage 3"),
+        ({"stage": 3, "bucket_mb": 1.0}, "requires ZeRO stage 1 or 2"),
+        ({"stage": 3, "gather_ahead": True}, "requires ZeRO stage 1 or 2"),
+        ({"stage": 1, "prefetch": 2}, "requires ZeRO stage 3"),
+        ({"stage": 1, "offload": "nvme"}, "must be True, False or 'cpu'"),
+    ],
+    ids=str,
+)
+def test_options_of_another_stage_are_refused(given, told):
+    with pytest.raises(ConfigError, match=rf"zero\..*{told}"):
+        ZeroSettings.read(given)

@@ -18,6 +18,7 @@ from colonnade.engine.build import initialize
 from colonnade.errors import ColonnadeError
 from colonnade.testing import compare, gather_weights, run_world
 from tests.gradients.scenarios import numbers
+from tests.optim.zero.cases import run_all
 
 WAYS = [(1, "auto"), (1, False), (2, "auto"), (2, False)]
 
@@ -156,11 +157,8 @@ def _masters() -> None:
             engine.close()
 
 
-def test_half_precision_parameters_have_sharded_fp32_masters():
-    run_world(2, _masters)
-
-
 def _as_an_optimizer() -> None:
+    """Schedulers hooks and groups stay the users."""
     with launch({"zero": 2}, context=ParallelContext(), verbose=False) as gpc:
         model, plain = nn.Linear(4, 3).double(), nn.Linear(4, 3).double()
         calls: list[str] = []
@@ -207,10 +205,6 @@ def _as_an_optimizer() -> None:
         engine.close()
 
 
-def test_schedulers_hooks_and_groups_stay_the_users():
-    run_world(2, _as_an_optimizer)
-
-
 def _by_hand() -> None:
     """The optimizer's own step, on gradients that the engine has summed: not clipped, and no closure."""
     with launch({"zero": 1}, context=ParallelContext(), verbose=False) as gpc:
@@ -231,10 +225,6 @@ def _by_hand() -> None:
         with pytest.raises(ColonnadeError, match="closure"):
             engine.optimizer.step(lambda: 0.0)
         engine.close()
-
-
-def test_the_optimizers_own_step():
-    run_world(2, _by_hand)
 
 
 def _by_hand_again(gather_ahead: bool) -> None:
@@ -276,6 +266,7 @@ class Counting(torch.optim.SGD):
 
 
 def _counting() -> None:
+    """An optimizer of ones own that keeps count in its groups."""
     with launch({"zero": 2}, context=ParallelContext(), verbose=False) as gpc:
         model = nn.Linear(3, 3, bias=False).double()
         engine = initialize(model, lambda p: Counting(p, lr=1.0), context=gpc)[0]
@@ -288,10 +279,6 @@ def _counting() -> None:
         assert engine.optimizer.param_groups[0]["step"] == 3
         assert torch.allclose(before - model.weight, torch.full((3, 3), 1 + 1 / 2 + 1 / 3, dtype=torch.float64))
         engine.close()
-
-
-def test_an_optimizer_of_ones_own_that_keeps_count_in_its_groups():
-    run_world(2, _counting)
 
 
 class Neighbours(torch.optim.SGD):
@@ -312,6 +299,7 @@ def _second_group(parameters: Any) -> Neighbours:
 
 
 def _refusals() -> None:
+    """What cannot be sharded is refused by name."""
     cases: list[tuple[Callable[[Any], Any], dict[str, Any], str]] = [
         (torch.optim.LBFGS, {}, r"LBFGS.step\(\) needs 'closure'"),
         (lambda p: Neighbours(p, lr=0.1), {}, "Neighbours is not element-wise"),
@@ -345,11 +333,8 @@ def _refusals() -> None:
         engine.close()
 
 
-def test_what_cannot_be_sharded_is_refused_by_name():
-    run_world(2, _refusals)
-
-
 def _skip() -> None:
+    """A step that is not finite anywhere is dropped everywhere."""
     for stage in (1, 2):
         config = {"zero": stage, "clip_grad_norm": 1.0}
         with launch(config, context=ParallelContext(), verbose=False) as gpc:
@@ -366,10 +351,6 @@ def _skip() -> None:
                 assert engine.last_step_skipped is skipped
                 assert torch.equal(model.weight, before) is skipped
             engine.close()
-
-
-def test_a_step_that_is_not_finite_anywhere_is_dropped_everywhere():
-    run_world(2, _skip)
 
 
 def _loss_scale() -> list[tuple[dict[str, Tensor], float, int]]:
@@ -420,21 +401,29 @@ def _methods(clip: dict[str, Any]) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    "clip",
-    [
-        {"max_norm": 0.1, "norm_type": "inf"},
-        {"method": {"type": "adagc", "warmup": 2}, "per": "parameter"},
-        {"method": {"type": "zclip", "warmup": 2}, "groups": {"biases": {"params": "*.bias", "max_norm": 0.05}}},
-        {"method": {"type": "skip_on_spike", "window": 8, "bound": 50.0}, "report": "layer", "norm_type": 3},
-        {"method": {"type": "percentile", "window": 4}},
-    ],
-    ids=lambda clip: str(clip.get("method", {}).get("type", "inf")),
-)
+CLIPS: list[dict[str, Any]] = [
+    {"max_norm": 0.1, "norm_type": "inf"},
+    {"method": {"type": "adagc", "warmup": 2}, "per": "parameter"},
+    {"method": {"type": "zclip", "warmup": 2}, "groups": {"biases": {"params": "*.bias", "max_norm": 0.05}}},
+    {"method": {"type": "skip_on_spike", "window": 8, "bound": 50.0}, "report": "layer", "norm_type": 3},
+    {"method": {"type": "percentile", "window": 4}},
+]
+
+
+def _every_method() -> None:
+    for clip in CLIPS:
+        (norms, weights), *stages = _methods(clip)
+        for other_norms, other in stages:
+            for here, there in zip(norms, other_norms, strict=True):
+                assert here == pytest.approx(there, rel=1e-10), clip
+            compare(weights, other, 1e-10)
+
+
 @pytest.mark.slow
-def test_every_clip_method_is_the_same_at_every_stage(clip):
-    (norms, weights), *stages = run_world(2, _methods, clip).values[0]
-    for other_norms, other in stages:
-        for here, there in zip(norms, other_norms, strict=True):
-            assert here == pytest.approx(there, rel=1e-10)
-        compare(weights, other, 1e-10)
+def test_every_clip_method_is_the_same_at_every_stage():
+    run_world(2, _every_method, timeout=110)
+
+
+def test_the_users_own_optimizer_on_two_ranks():
+    """Masters, schedulers and hooks, steps by hand, counts in groups, refusals, dropped steps."""
+    run_world(2, run_all, [_masters, _as_an_optimizer, _by_hand, _counting, _refusals, _skip], timeout=110)

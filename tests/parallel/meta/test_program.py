@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.parallel.meta import (
-    ElementwiseInit,
     InitRecording,
     Strided,
     elementwise_init_of,
@@ -164,51 +163,6 @@ def test_the_places_of_a_tensor_in_its_memory(size, offset, stride) -> None:
     found = Strided(size, offset, stride).holds(torch.arange(60))
     assert set(found.nonzero().flatten().tolist()) == places
     assert Strided.of(torch.zeros(100).as_strided(size, stride, offset)) == Strided(size, offset, stride)
-
-
-def test_programs_are_compared_by_what_they_do() -> None:
-    step, *_ = program_with("randn").steps
-    other, *_ = program_with("randn").steps
-    assert step == other
-    assert step.source != other.source
-    assert program_with("turned").steps == (step,)
-    assert program_with("turned") == program_with("randn") == ElementwiseInit((step,), moved=True)
-    assert not ElementwiseInit().moved
-
-
-def program_with(name: str) -> ElementwiseInit:
-    recording = InitRecording()
-    with torch.device("meta"), recording:
-        tensor = STEPS[name][0]()
-    steps = elementwise_init_of(recording, tensor)
-    assert steps is not None
-    KEPT.append((recording, tensor))
-    return steps
-
-
-KEPT: list[object] = []
-"""The memory of a tensor is told from another's while both live."""
-
-
-def test_a_recording_notes_what_is_needed_and_no_more() -> None:
-    recording = InitRecording()
-    with torch.device("meta"), recording:
-        first = torch.rand(3)
-        second = first.clone()
-        first.zero_()
-        third = torch.randn(3)
-        third.add_(second)
-        third[:1]
-        _ = torch.ones(2, device="cpu") + 1
-    assert [(entry.name, entry.draws) for entry in recording.ops] == [
-        ("rand", 0),
-        ("clone", 1),
-        ("zero_", 1),
-        ("randn", 1),
-        ("add_", 2),
-    ]
-    assert [entry.is_random for entry in recording.ops] == [True, False, False, True, False]
-    assert [recording.needed_for(each) for each in (first, second, third)] == [[0, 2], [0, 1], [0, 1, 3, 4]]
 
 
 def test_tensors_with_values_may_be_mixed_with_others() -> None:

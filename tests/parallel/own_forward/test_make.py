@@ -46,24 +46,6 @@ def test_keys_and_values_are_not_kept_where_a_model_could(model: nn.Module, sett
     assert own_forward._settings(model) == settings
 
 
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        ({"encoder_layerdrop": 0.1}, r"config.encoder_layerdrop=0.1: layer dropout is not supported"),
-        ({"text_config": SimpleNamespace(layerdrop=0.1)}, r"config.layerdrop=0.1: layer dropout is not supported"),
-        ({"output_router_logits": True}, r"config.output_router_logits=True adds a loss"),
-        ({"layerdrop": 0.0, "output_router_logits": False, "dropout": 0.1}, None),
-    ],
-)
-def test_what_pipelines_cannot_do_is_said(config: dict[str, Any], said: str | None) -> None:
-    model = configured(nn.Linear, **config)
-    if said is None:
-        own_forward._check(model, {"a": model})
-    else:
-        with pytest.raises(ScheduleError, match=said):
-            own_forward._check(model, {"a": model})
-
-
 class Seeing(nn.Linear):
     main_input_name = "pixel_values"
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.errors import ScheduleError
-from colonnade.parallel import forward_recorder
 from colonnade.parallel.forward_recorder import WATCHER, WatchedUnit, units_of
 from colonnade.parallel.own_forward import ForwardSplitter, result_of
 from colonnade.parallel.split import find_ties, split
@@ -250,27 +249,6 @@ def test_a_forward_pass_of_the_instance_is_run() -> None:
     assert len(split(model, num_stages=1, sample=ids())) == 1
 
 
-def test_times_count_the_calls_that_had_begun() -> None:
-    recording = ForwardSplitter(Decoder(), lambda run: run(ids()))._recording
-    assert [(call.name, call.time) for call in recording.calls if "blocks" not in call.name] == [
-        ("words", 0),
-        ("drop", 1),
-        ("norm", 7),
-        ("head", 8),
-    ]
-    assert recording.uses["positions"] == {0}
-    assert ForwardSplitter(Aside(), lambda run: run(torch.ones(2, WIDTH)))._recording.uses["scale"] == {-1}
-
-
-def test_what_is_known_of_a_tensor_is_kept_with_it() -> None:
-    watch, tensor = forward_recorder._Recorder(), torch.zeros(2)
-    assert watch.value_of(tensor) is watch.value_of(3) is None
-    watch._mark(tensor, 3)
-    watch._mark(tensor, 5)
-    assert watch.value_of(tensor) == watch.value_of(tensor) == forward_recorder.Value(0, -1, 3)
-    assert sum(each is tensor for each in watch._alive) == 4
-
-
 def test_layers_in_a_dict_and_a_layer_inside_others() -> None:
     torch.manual_seed(0)
     x = torch.randn(3, WIDTH, dtype=torch.float64)
@@ -446,19 +424,6 @@ def test_a_stage_keeps_no_weight_of_another_alive() -> None:
     gc.collect()
     assert other() is None
     assert last.head.weight.numel()
-
-
-def test_what_depends_on_values_is_guessed_by_its_form() -> None:
-    aten = torch.ops.aten
-    guess = forward_recorder._Recorder._guessed
-    rows, experts = torch.zeros(6, 4), torch.zeros(3, 4, 5)
-    assert guess(None, aten.nonzero.default, [torch.ones(2, 3)]).shape == (0, 2)  # type: ignore[arg-type]
-    found = guess(None, aten._grouped_mm.default, [rows, experts])  # type: ignore[arg-type]
-    assert (found.shape, found.dtype) == ((6, 5), torch.float32)
-    assert guess(None, aten._grouped_mm.default, [experts, experts]) is NotImplemented  # type: ignore[arg-type]
-    assert guess(None, aten._grouped_mm.default, [rows, rows]) is NotImplemented  # type: ignore[arg-type]
-    assert guess(None, aten._local_scalar_dense.default, [rows]) == 0  # type: ignore[arg-type]
-    assert guess(None, aten.add.Tensor, [rows]) is NotImplemented  # type: ignore[arg-type]
 
 
 class Model(nn.Module):

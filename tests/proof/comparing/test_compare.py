@@ -61,7 +61,7 @@ def test_rows_come_in_the_order_of_a_step():
     names = list(dict.fromkeys(one.quantity for one in compare(World(2, 1, max_norm=1.0).evidence())))
     assert names == [
         "weights at start",
-        "dropout masks",
+        "random numbers",
         "activation",
         "loss",
         "recomputed activation",

@@ -194,7 +194,9 @@ def plain(context: ParallelContext) -> nn.Module:
 def test_handlers_that_the_config_names():
     config = {"gradient_handler": ["ExplainedByTrial", "OfAnOptimizer", "DataParallelGradientHandler"]}
     explained = explain(load_config(config), 2, plain, context=ParallelContext())
-    assert any(note.startswith("ExplainedByTrial (named in the config) has no plan()") for note in explained.notes)
+    assert any(
+        note.startswith("ExplainedByTrial (named in the config) declares no reductions()") for note in explained.notes
+    )
     assert any("OfAnOptimizer (named in the config) cannot be planned here" in note for note in explained.notes)
     (only,) = class_of(explained, "0.weight", 0).sums
     assert (only.handler, only.why_handled) == ("DataParallelGradientHandler", "named in the config")

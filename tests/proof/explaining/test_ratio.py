@@ -76,7 +76,7 @@ def test_what_fits_nothing_is_said_with_the_nearest():
 
 def test_nothing_is_wrong_with_one():
     (only,), near = meanings(load_config({}), 4, 1.0)
-    assert "as it should be" in only.sentence
+    assert "not an error" in only.sentence
     assert near == []
 
 

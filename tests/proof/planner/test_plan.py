@@ -239,7 +239,7 @@ def test_an_optimizer_that_sums_gradients_itself_is_in_the_plan_as_in_the_run() 
     found = plan(load_config({}), 2, load_hardware("h100"), job)
     assert {line.done_by for line in found.ledger} == {"ZeROGradientHandler"}
     assert found.classes[0].collectives == ()
-    assert [note for note in found.notes if note.startswith("ZeROGradientHandler sums gradients itself")]
+    assert [note for note in found.notes if note.startswith("ZeROGradientHandler reduces gradients itself")]
 
 
 def test_what_is_not_planned_is_noted() -> None:
@@ -253,7 +253,7 @@ def test_what_is_not_planned_is_noted() -> None:
         )
     finally:
         SCHEDULE._entries.pop("TwiceOver")
-    assert "the schedule TwiceOver is planned as one pass over the batch of a rank" in found.notes
+    assert "the schedule TwiceOver is estimated as one pass over the batch of a rank" in found.notes
     for key in ("compile", "float8"):
         assert any(note.startswith(f"`{key}` is not planned") for note in found.notes)
 

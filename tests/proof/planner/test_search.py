@@ -60,7 +60,7 @@ def test_where_nothing_fits_it_is_said(tmp_path: Path) -> None:
     done = command("plan", "--world-size", 2, *words, cwd=tmp_path)  # a config is not needed
     assert done.returncode == 1
     assert "0 layouts fit" in done.stdout
-    assert "parameters, gradients and state alone are more than" in done.stdout
+    assert "parameters, gradients and optimizer state exceed" in done.stdout
     assert "no layout fits" in (tmp_path / "page.html").read_text()
     done = command("plan", *words, cwd=tmp_path)
     assert done.returncode == 2

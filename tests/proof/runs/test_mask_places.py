@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from colonnade.proof.dropout_masks import joined, places_for
+from colonnade.proof.random_numbers import joined, places_for
 
 GROUPS = {"DATA": [[0, 2], [1, 3]], "TENSOR": [[0, 1], [2, 3]]}
 

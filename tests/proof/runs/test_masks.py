@@ -20,7 +20,7 @@ from colonnade.nn import Linear
 from colonnade.parallel.split import split
 from colonnade.proof.api import verify
 from colonnade.proof.compare import Report
-from colonnade.proof.dropout_masks import Nothing, Noting
+from colonnade.proof.random_numbers import RecordedDraws
 from colonnade.testing import run_world
 from tests.models.grid import HEADS, HIDDEN, LAYERS, LENGTH, VOCABULARY, batch
 
@@ -51,15 +51,15 @@ def test_what_is_noted_changes_nothing_and_nothing_is_dropped_inside_nothing() -
     torch.manual_seed(0)
     model, x = _Calls().double(), torch.randn(2, 5, 8, dtype=torch.float64)
     results = []
-    for mode in (None, Noting(), Nothing(), Nothing()):
+    for mode in (None, RecordedDraws(), RecordedDraws(None), RecordedDraws(None)):
         torch.manual_seed(1)
         if mode is None:
             results.append(model(x))
             continue
         with mode.watching(model), mode:
             results.append(model(x))
-        if isinstance(mode, Noting):
-            assert {name: len(some) for name, some in mode.masks.items()} == {"": 3, "drop": 1, "attention": 2}
+        if mode.off is not None:
+            assert {name: len(some) for name, some in mode.draws.items()} == {"": 3, "drop": 1, "attention": 2}
         else:
             assert mode.zeroed == {"", "drop", "attention"}
     torch.testing.assert_close(results[0], results[1])
@@ -103,7 +103,7 @@ def _all_equal(layouts: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
     for parallel, settings in layouts:
         report = _library(parallel, **settings)
         assert report.ok, f"{parallel} {settings}: {report}"
-        masks = [row for row in report.rows if row.quantity == "dropout masks"]
+        masks = [row for row in report.rows if row.quantity == "random numbers"]
         assert len(masks) > LAYERS, f"{parallel} {settings}: {report}"
         said = any("drawn inside a kernel" in note for note in report.notes)
         assert said == ("sequence" in parallel), report.notes
@@ -189,7 +189,7 @@ def test_masks_that_differ_among_ranks_or_when_computed_again_are_found() -> Non
     assert right.ok, str(right)
     assert not right.notes
     assert apart.causes == ["masks-differ"], str(apart)
-    assert "dropout in module drop drops other elements on rank 1" in apart.findings[0].sentence
+    assert "module drop draws other random numbers on rank 1" in apart.findings[0].sentence
     assert again.causes == ["recomputation-differs"], str(again)
     assert weights.ok, str(weights)
     assert "the model's own forward: ranks with distinct data drop different elements" in weights.notes[0]

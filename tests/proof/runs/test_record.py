@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from colonnade.proof.dropout_masks import Noting
+from colonnade.proof.random_numbers import RecordedDraws
 from colonnade.proof.record import StepRecorder, Tracked
 
 
@@ -78,7 +78,7 @@ def test_a_copy_of_the_model_takes_nothing_of_the_recorder_along_and_is_not_seen
 
 def test_a_model_that_is_watched_can_be_pickled_and_what_is_read_back_is_not_seen():
     """As `torch.save(model)` does in a script."""
-    model, noting = _Model(), Noting()
+    model, noting = _Model(), RecordedDraws()
     recorder = _recorder(model)
     with noting.watching(model):
         again = pickle.loads(pickle.dumps(model))

@@ -81,7 +81,7 @@ def test_a_config_with_a_model_is_equal_and_options_may_follow_it(config: Path) 
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["rows"]
     assert {"0.weight", "2.weight"} <= {row["name"] for row in rows if row["quantity"] == "gradient"}
-    assert [row["name"] for row in rows if row["quantity"] == "dropout masks"] == ["1"]
+    assert [row["name"] for row in rows if row["quantity"] == "random numbers"] == ["1"]
 
 
 @pytest.mark.long

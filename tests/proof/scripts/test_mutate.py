@@ -80,9 +80,9 @@ def test_the_table_says_what_was_missed():
         Tried("swap-two-shards", "swapped", NOT_PLANTED),
     ]
     text = str(Mutation(tried))
-    assert "verify notices 2 of 2 mistakes that could be planted, and names 1 correctly" in text
-    assert "your tests notice 1 of 2" in text
-    assert "not noticed by your tests: drift (weights drift)" in text
+    assert "verify detects 2 of 2 injected bugs, and names the cause of 1 correctly" in text
+    assert "your tests detect 1 of 2" in text
+    assert "not detected by your tests: drift (weights drift)" in text
     assert "unknown (another name)" in text
     assert not Mutation(tried).ok
     assert Mutation(tried[1:]).ok

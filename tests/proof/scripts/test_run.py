@@ -22,7 +22,7 @@ def test_a_loop_on_an_engine_is_equal_with_its_dropout(colonnade_verify) -> None
     assert report.ok
     assert not report.findings
     assert not report.notes
-    assert [row.name for row in report.rows if row.quantity == "dropout masks"] == ["2"]
+    assert [row.name for row in report.rows if row.quantity == "random numbers"] == ["2"]
     assert {row.step for row in report.rows} == {None, 0, 1, 2}
 
 
@@ -50,7 +50,7 @@ def test_a_schedule_named_by_a_string_and_a_copy_of_the_model_are_equal(capsys: 
 def test_adapters_in_a_pipeline_have_their_names_and_their_dropout(colonnade_verify) -> None:
     report = colonnade_verify(SCRIPTS / "adapters.py", steps=2)
     assert report.ok, str(report)
-    assert any(row.quantity == "dropout masks" for row in report.rows)
+    assert any(row.quantity == "random numbers" for row in report.rows)
 
 
 @pytest.mark.long  # that of a schedule named by a string shows the comparison of configs

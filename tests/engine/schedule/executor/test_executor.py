@@ -226,7 +226,9 @@ def test_last_is_said_with_the_last_pass_of_a_rank_with_one_chunk_and_never_with
 
 
 class Broken(models.Simple):
-    """Fails in the second stage, at the second call."""
+    """Fails in the second stage, at the second call: in it, or in the backward pass of its output."""
+
+    fails_in = "forward"
 
     def __init__(self, index: int, count: int) -> None:
         super().__init__(index, count)
@@ -234,31 +236,58 @@ class Broken(models.Simple):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
+        output = super().forward(x)
         if self.index == 1 and self.calls == 2:
-            raise ZeroDivisionError("a bug of the user")
-        return super().forward(x)
+            if Broken.fails_in == "forward":
+                fail(output)
+            output.register_hook(fail)
+        return output
 
 
-def run_broken(name: str) -> tuple[str, float]:
-    executor, _ = make_executor(Broken, make_table(name, dist.get_world_size(), 4))
-    start = time.monotonic()
-    try:
-        executor.run(split_into_micro_batches(*models.batch_for(models.Simple, 4), 4))
-    except (ScheduleError, ZeroDivisionError) as error:
-        seconds = time.monotonic() - start
-        with pytest.raises(ScheduleError, match=r"stopped in an earlier step .*a bug of the user.* cannot go on"):
-            executor.run(split_into_micro_batches(*models.batch_for(models.Simple, 4), 4))
-        return f"{type(error).__name__}: {error}", seconds
-    return "nothing", 0.0
+def fail(tensor: Tensor) -> None:
+    raise ZeroDivisionError("a bug of the user")
 
 
-def test_a_failing_stage_stops_all_ranks_at_once_with_its_reason() -> None:
-    results = run_world(4, run_broken, "1f1b").values
-    assert results[1][0] == "ZeroDivisionError: a bug of the user"
-    for rank in (0, 2, 3):
-        assert "failed: " in results[rank][0]
-        assert "a bug of the user" in results[rank][0]
-    assert max(seconds for _, seconds in results) < 10
+Fault = tuple[str, str, bool]
+"""An order, in which pass a stage fails, and whether in an evaluation."""
+
+
+def run_broken(faults: Sequence[Fault]) -> list[tuple[str, float]]:
+    """One failure after another over the same group: what each leaves behind would disturb the next."""
+    found = []
+    for name, Broken.fails_in, forward_only in faults:
+        executor, _ = make_executor(Broken, make_table(name, dist.get_world_size(), 4, chunks_of(name) or 2))
+        micro_batches = split_into_micro_batches(*models.batch_for(models.Simple, 4), 4)
+        start, message = time.monotonic(), ""
+        try:
+            executor.run(micro_batches, forward_only=forward_only)
+        except (ScheduleError, ZeroDivisionError) as error:
+            message = f"{type(error).__name__}: {error}"
+            with pytest.raises(ScheduleError, match=r"stopped in an earlier step .*a bug of the user.* cannot go on"):
+                executor.run(micro_batches, forward_only=forward_only)
+        found.append((message, time.monotonic() - start))
+    return found
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [("1f1b", "forward", False), ("1f1b", "forward", True), ("interleaved_1f1b", "forward", False)],
+        [("1f1b", "backward", False)],
+        [("zb_v", "backward", False)],
+    ],
+)
+def test_a_failing_stage_stops_all_ranks_at_once_with_its_reason(faults: Sequence[Fault]) -> None:
+    for rank, found in enumerate(run_world(4, run_broken, faults).values):
+        for fault, (message, seconds) in zip(faults, found, strict=True):
+            if rank == 1:
+                assert message == "ZeroDivisionError: a bug of the user", fault
+            elif (
+                rank == 0 or fault[1] == "forward" or message
+            ):  # later stages may be through with their backward passes
+                told = "PeerFailed: the pipeline stopped because rank 1 failed: ZeroDivisionError: a bug of the user"
+                assert message.startswith(told), fault
+            assert seconds < 15, fault
 
 
 def run_with_tables(tables: Sequence[Sequence[str]], num_chunks: Sequence[int]) -> str:
@@ -307,6 +336,10 @@ def test_a_step_that_cannot_run_says_what_to_do() -> None:
         run_small(small_executor(loss_fn=lambda output, label: output.sum(1)))
     with pytest.raises(ScheduleError, match=r"tensor_shape=\(1, 6\) is set.*stage 0 returned \(2, 6\)"):
         run_small(small_executor(loss_fn=loss_of, tensor_shape=[1, 6]))
+    with pytest.raises(ScheduleError, match=r"tensor_shape=\(2, 6\) is set.*stage 0 returned tuple"):
+        run_small(
+            small_executor(loss_fn=loss_of, tensor_shape=[2, 6], forward=lambda stage, module, x, micro_batch: (x,))
+        )
     with pytest.raises(ScheduleError, match="the output of stage 0 is a set"):
         run_small(small_executor(loss_fn=loss_of, forward=lambda stage, module, inputs, micro_batch: {1}))
 

@@ -15,7 +15,17 @@ from colonnade.engine.schedule import transfer as link_module
 from colonnade.engine.schedule.actions import Action
 from colonnade.engine.schedule.micro_batch import split_into_micro_batches
 from colonnade.engine.schedule.orders import chunks_of, make_table
-from colonnade.engine.schedule.transfer import Link, PeerFailed, Wire, _FrameSize, backends_of, describe, wait, with_cpu
+from colonnade.engine.schedule.transfer import (
+    SENDS_KEPT,
+    Link,
+    PeerFailed,
+    Wire,
+    _FrameSize,
+    backends_of,
+    describe,
+    wait,
+    with_cpu,
+)
 from colonnade.errors import ScheduleError
 from colonnade.registry import ORDERS
 from colonnade.testing import run_world
@@ -205,6 +215,28 @@ def test_notes_are_forgotten_on_both_sides_alike() -> None:
     assert run_world(2, many_forms, 3).values == [True, True]
 
 
+def many_sends() -> int:
+    """The most sends that a rank keeps, of many messages that it does not wait for."""
+    rank = dist.get_rank()
+    link = Link(None, 1 - rank, CPU)
+    most = 0
+    for index in range(SENDS_KEPT + 5):
+        if rank == 0:
+            link.send(key(index), *describe(torch.full((2,), float(index)), "value"))
+            link.sent(key(index))
+            most = max(most, len(link._sends))
+        else:
+            link.expect(key(index))
+            assert link.take(key(index)).value.tolist() == [float(index)] * 2
+    link.finish()
+    assert not link._sends
+    return most
+
+
+def test_sends_are_let_go_when_enough_others_are_over() -> None:
+    assert run_world(2, many_sends).values == [SENDS_KEPT, 0]
+
+
 def fail_or_take() -> str:
     rank = dist.get_rank()
     link = Link(None, 1 - rank, CPU)
@@ -345,6 +377,45 @@ def test_a_group_that_cannot_move_cpu_memory_is_refused_with_the_right_backend()
     assert wanted == "gloo"
     assert "moves cuda memory, but it must move cpu memory, too" in message
     assert "backend='gloo'" in message
+
+
+@pytest.mark.parametrize(
+    ("backends", "named"),
+    [
+        ({"cpu": "gloo"}, "gloo"),
+        ({"cpu": "gloo", "cuda": "gloo"}, "gloo"),
+        ({"cuda": "gloo"}, "gloo"),
+        ({"cuda": "nccl"}, "cpu:gloo,cuda:nccl"),
+        ({"cpu": "gloo", "cuda": "nccl"}, "cpu:gloo,cuda:nccl"),
+        ({"cpu": "mpi"}, "mpi"),
+    ],
+)
+def test_a_group_for_transfers_has_a_backend_for_the_host(monkeypatch, backends, named):
+    monkeypatch.setattr(link_module, "backends_of", lambda group: backends)
+    assert link_module.with_cpu(None) == named
+
+
+@pytest.mark.parametrize(
+    ("backends", "device", "moved", "one_queue"),
+    [
+        ({"cpu": "gloo"}, "cpu", "cpu", False),
+        ({"cpu": "gloo", "cuda": "gloo"}, "cuda", "cpu", False),
+        ({"cpu": "gloo", "cuda": "nccl"}, "cuda", "cuda", True),
+        ({"cpu": "gloo", "cuda": "nccl"}, "cpu", "cpu", False),
+        ({"cpu": "gloo"}, "cuda", "cpu", False),
+        ({"cuda": "nccl"}, "cpu", None, None),
+    ],
+)
+def test_a_wire_moves_the_memory_that_its_backend_can(monkeypatch, backends, device, moved, one_queue):
+    monkeypatch.setattr(link_module, "backends_of", lambda group: backends)
+    if moved is None:
+        with pytest.raises(
+            ScheduleError, match=r"moves cuda memory, but it must move cpu memory, too.*cpu:gloo,cuda:nccl"
+        ):
+            link_module.Wire(None, 1, torch.device(device))
+    else:
+        made = link_module.Wire(None, 1, torch.device(device))
+        assert (made.device.type, made.one_queue) == (moved, one_queue)
 
 
 def made_and_destroyed() -> None:
