@@ -106,7 +106,7 @@ def verify(
 
 def _options_after_config(context: typer.Context) -> dict[str, Any]:
     """Options after a config file, which has no arguments of its own; empty for a script."""
-    from colonnade.proof.from_config import is_config
+    from colonnade.proof.user_functions import is_config
 
     given = context.params
     if given["module"] or not given["arguments"] or not is_config(Path(given["script"])):
@@ -126,10 +126,25 @@ def _report(
     if (mistakes or tests) and not mutate:
         raise typer.BadParameter("requires --mutate", param_hint="--mistakes" if mistakes else "--tests")
     from colonnade.proof.processes import Processes
+    from colonnade.proof.user_functions import is_config
 
-    checked(LaunchJob(target=job["script"], is_module=job["module"], nproc=job["nproc"]))
+    target, module = job["script"], job["module"]
+    checked(LaunchJob(target=target, is_module=module, nproc=job["nproc"]))
+    if job["model"] is None:
+        for option, value in (
+            ("--batch", job["batch"]),
+            ("--criterion", job["criterion"]),
+            ("--import", job["imports"]),
+        ):
+            if value:
+                raise typer.BadParameter("requires --model", param_hint=option)
+        if not module and is_config(Path(target)):
+            raise typer.BadParameter(
+                f"{target} is a config, which defines no training: give a script, or add --model MODULE:FUNCTION",
+                param_hint="SCRIPT",
+            )
     # The warm process imports torch at the same time as this one.
-    with Processes(job["script"], job["module"] or job["model"] is not None) as processes:
+    with Processes(target, module or job["model"] is not None) as processes:
         from colonnade.proof.mutate import mutate_script
         from colonnade.proof.scripts import verify_script
 
@@ -153,18 +168,10 @@ def _script(
     **more: Any,
 ) -> Script:
     from colonnade.config import least_world, load_config
-    from colonnade.proof.from_config import Given, is_config
+    from colonnade.proof.from_config import Given
     from colonnade.proof.scripts import Script
 
     if model is None:
-        for option, value in (("--batch", batch), ("--criterion", criterion), ("--import", imports)):
-            if value:
-                raise typer.BadParameter("requires --model", param_hint=option)
-        if not module and is_config(Path(script)):
-            raise typer.BadParameter(
-                f"{script} is a config, which defines no training: give a script, or add --model MODULE:FUNCTION",
-                param_hint="SCRIPT",
-            )
         return Script(script, tuple(arguments or ()), nproc or 2, is_module=module, **more)
     given = Given(script, model, batch, criterion, tuple(imports or ())).as_argument()
     count = nproc or least_world(load_config(Path(script)))
