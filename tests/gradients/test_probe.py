@@ -322,7 +322,6 @@ def test_all_ranks_look_again_as_long_as_a_gradient_of_one_of_them_is_unclear():
 
 
 @GRADIENT_HANDLER.register_module
-@GRADIENT_HANDLER.register_module
 class OfTrained(OverData):
     """A mean over DATA of the parameters that are trained at present."""
 
@@ -350,6 +349,7 @@ def test_a_handler_that_skips_frozen_parameters_is_right():
         assert trained == [True, True, False, False]
 
 
+@GRADIENT_HANDLER.register_module
 class Stateful(OverData):
     """Error feedback, a step counter and random numbers."""
 
