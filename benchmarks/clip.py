@@ -23,8 +23,7 @@ from _measure import has_device, interleave, interleaved, report
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from colonnade.optim.clip import ClipPolicy, Decision
-from colonnade.optim.clip_method import NormClip
+from colonnade.optim.clip import ClipPolicy, Decision, NormClip
 from colonnade.optim.flat_step import FlatBucket, FlatStep
 from colonnade.optim.norm import GradientBlock, Meter, reduce_norms
 from colonnade.parallel.flat import FlatLayout

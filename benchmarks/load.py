@@ -28,9 +28,9 @@ from _measure import interleave, report
 from safetensors.torch import save_file
 
 from colonnade import from_pretrained, initialize, launch
-from colonnade.checkpoint.weights_folder import tensors_in
+from colonnade.checkpoint.full_weights import tensors_in
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.parallel.dtensor import local_part
+from colonnade.parallel.placement import local_part
 from colonnade.testing import run_world
 
 RANKS = 4

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from colonnade import initialize, launch
-from colonnade.comm.rank_group import HEAP_BYTES
+from colonnade.comm.groups import HEAP_BYTES
 from colonnade.context.parallel_context import ParallelContext
 
 RANKS = 2

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from colonnade import _moved
-from colonnade._lazy import lazy_names
+from colonnade import _imports
+from colonnade._imports import lazy_names
 from colonnade.engine.model import register_family
 from colonnade.version import __version__
 
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from colonnade.parallel.split import split as split
     from colonnade.proof.api import verify as verify
     from colonnade.proof.watch import watch as watch
-    from colonnade.testing.notebook import run_in_notebook as run_in_notebook
+    from colonnade.testing.world import run_in_notebook as run_in_notebook
     from colonnade.trainer.trainer import Trainer as Trainer
 
-_moved.install()
+_imports.install()
 # The families of models that come with the package; they are imported when such a model comes to `initialize`.
 register_family("colonnade.hf.family", signs=("loss_function", "lora_A"))
 register_family("colonnade.nn.layer.spread", signs=("arrangement",))
@@ -58,7 +58,7 @@ __getattr__, __dir__, _names = lazy_names(
         "colonnade.parallel.placement": "Replicate Shard Tied place place_module placement_of",
         "colonnade.parallel.split": "split",
         "colonnade.hf.parallelize": "parallelize",
-        "colonnade.testing.notebook": "run_in_notebook",
+        "colonnade.testing.world": "run_in_notebook",
         "colonnade.trainer.trainer": "Trainer",
         "colonnade.proof.api": "verify",
         "colonnade.proof.watch": "watch",

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from colonnade import logging as _logging
 from colonnade.comm import waits
 from colonnade.config import Config
-from colonnade.config.files import reject_script_as_config
+from colonnade.config.config import reject_script_as_config
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.context.rendezvous import share_start_up_errors

@@ -12,8 +12,8 @@ DEFAULTS = """
 _launch.launch: verbose=True
 _launch._start: verbose=True
 checkpoint.export.import_checkpoint: step=0 trust=False
-checkpoint.weights_folder.tensors_in: trust=False
-checkpoint.save_plan.entry_key: section=0
+checkpoint.full_weights.tensors_in: trust=False
+checkpoint.save.entry_key: section=0
 checkpoint.manager.CheckpointManager: keep=3 background=False verify=True read_only=False
 checkpoint.storage.verify: content=True
 checkpoint.storage.newest_good: content=True
@@ -25,15 +25,15 @@ engine.engine.Engine.train: mode=True
 engine.engine.Engine.memory: reset=False
 gradients.ledger.LedgerRow: waived=False
 engine.precision.Precision: master_weights=True
-engine.schedule.base.BaseSchedule.forward_back_step: forward_only=False return_loss=True return_output_label=True
-engine.schedule.pipeline.NonPipelineSchedule.forward_back_step: forward_only=False return_loss=True return_output_label=True
-engine.schedule.pipeline.PipelineSchedule.forward_back_step: forward_only=False return_loss=True return_output_label=True
-engine.schedule.base.BaseSchedule.load_batch: to_gpu=True
+engine.schedule.schedules.BaseSchedule.forward_back_step: forward_only=False return_loss=True return_output_label=True
+engine.schedule.schedules.NonPipelineSchedule.forward_back_step: forward_only=False return_loss=True return_output_label=True
+engine.schedule.schedules.PipelineSchedule.forward_back_step: forward_only=False return_loss=True return_output_label=True
+engine.schedule.schedules.BaseSchedule.load_batch: to_gpu=True
 engine.schedule.executor.Executor: rank=0 ranks=(0,)
 engine.schedule.executor.Executor.run: forward_only=False with_loss=True keep_outputs=False confirm=True
 engine.schedule.loss.LossForm: allow_counts=True implicit=True
 engine.schedule.loss.split_loss: implicit=True
-engine.schedule.pipeline.PipelineSchedule: loss_everywhere=True
+engine.schedule.schedules.PipelineSchedule: loss_everywhere=True
 engine.activations.apply_activations: complete=True
 nn.layer.arrangement.Arrangement: sequence_split=False
 nn.layer.modes.OneD: sequence_split=False
@@ -59,7 +59,7 @@ nn.lr_scheduler.CosineAnnealingWarmupLR: warmup_steps=0 eta_min=0.0 last_epoch=-
 nn.lr_scheduler.LinearWarmupLR: warmup_steps=0 last_epoch=-1
 nn.lr_scheduler.MultiStepWarmupLR: warmup_steps=0 gamma=0.1 last_epoch=-1
 nn.lr_scheduler.PolynomialWarmupLR: warmup_steps=0 end=0.0 power=1.0 last_epoch=-1
-nn.accuracy.Accuracy: ignore_index=-100
+nn.layer.cross_entropy.Accuracy: ignore_index=-100
 nn.moe.experts.Experts: gated=False bias=True
 nn.moe.experts.why_not: compiled=False
 nn.moe.moe_layer.MoE: gated=False bias=True
@@ -74,10 +74,10 @@ nn.sequence.ring.ring_attention: causal=False dropout=0.0 balanced=False
 nn.sequence.ulysses.ulysses_attention: causal=False dropout=0.0
 optim.norm.GradientBlock: count=1 index=0 slot=0
 optim.clip.grad_norm: norm_type=2.0 error_if_nonfinite=False
-optim.clip_method.AdaGC: factor=1.05 beta=0.98 warmup=100 max_norm=1.0
-optim.clip_method.PercentileClip: percentile=10.0 window=1000
-optim.clip_method.SkipOnSpike: sigmas=6.0 window=128 bound=inf max_norm=inf
-optim.clip_method.ZClip: z_max=2.5 alpha=0.97 warmup=25 max_norm=inf
+optim.clip.AdaGC: factor=1.05 beta=0.98 warmup=100 max_norm=1.0
+optim.clip.PercentileClip: percentile=10.0 window=1000
+optim.clip.SkipOnSpike: sigmas=6.0 window=128 bound=inf max_norm=inf
+optim.clip.ZClip: z_max=2.5 alpha=0.97 warmup=25 max_norm=inf
 optim.clip.ClipPolicy: group_of=(0,) nonfinite='skip'
 optim.norm.Meter: p=2.0 slots=1 once=False
 optim.norm.powsums: p=2.0 slots=1
@@ -159,16 +159,16 @@ def test_the_default_seed_and_the_oldest_torch_are_those_of_the_docs():
 
 CONSTANTS = """
 checkpoint.manifest.FORMAT: 2
-checkpoint.weights_folder.LARGEST: 5000000000
-comm.host_copy.HOST_COPY_DELAY: 2
+checkpoint.full_weights.LARGEST: 5000000000
+comm.messages.HOST_COPY_DELAY: 2
 comm.torch_versions.DEFAULT_TIMEOUT: datetime.timedelta(seconds=1800)
 comm.torch_versions.START_UP_TIMEOUT: datetime.timedelta(seconds=120)
 engine.guard.EVERY: 100
 engine.checks._StepGuard.only_looks: True
 gradients.probe._INT8: 0.015748031496062992
-engine.schedule.base.BaseSchedule.runs_backward: False
-engine.schedule.base.BaseSchedule.uses_batch: True
-engine.schedule.pipeline.PipelineSchedule.runs_backward: True
+engine.schedule.schedules.BaseSchedule.runs_backward: False
+engine.schedule.schedules.BaseSchedule.uses_batch: True
+engine.schedule.schedules.PipelineSchedule.runs_backward: True
 context.dist_group_initializer.ProcessGroupInitializer.whole_world: True
 nn.layer.spread.ACTIVATION: (0, -2, -1)
 optim.bucket_step.OwnedBucket.scattered: False

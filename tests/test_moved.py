@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from colonnade._moved import MOVED
+from colonnade._imports import MOVED
 
 
 @pytest.mark.parametrize("old", sorted(MOVED))

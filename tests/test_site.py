@@ -11,7 +11,7 @@ import pytest
 from colonnade.cli.app import COMMANDS
 from colonnade.config.settings import all_keys
 from colonnade.engine.schedule.orders import make_table
-from colonnade.engine.schedule.simulate import simulate
+from colonnade.engine.schedule.replay import simulate
 from colonnade.proof.ratio import factors, fitting
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -1,9 +1,9 @@
 """Checkpoints that survive a kill at any moment and resume on another layout: written from placements, verified on load.
 
-Start reading at `manager`. `save` is a save from top to bottom (`save_plan` assigns tensors to ranks), `load` a load. `manifest`
+Start reading at `manager`. `save` is a save from top to bottom, `load` a load. `manifest`
 defines the format; `tensor_files` and `values` write and read the files; `storage` has the renames, syncs and the lock of a run's
-folder; `optimizer_state` keys optimizer state by parameter name. `full_weights` gathers full tensors during training. `export`,
-`weights_folder` and `dcp` convert from and to other formats. Decision 0008 gives the reasons for a format of our own.
+folder; `optimizer_state` keys optimizer state by parameter name. `full_weights` has folders of full tensors, and gathers them during
+training. `export` converts from and to other formats. Decision 0008 gives the reasons for a format of our own.
 
 Names are imported on first use, so that checkpoints can be listed and verified without importing torch.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from colonnade._lazy import lazy_names
+from colonnade._imports import lazy_names
 
 if TYPE_CHECKING:
     from colonnade.checkpoint.export import export_checkpoint as export_checkpoint

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colonnade.checkpoint.agreement import agreed
 from colonnade.checkpoint.manifest import Damaged, Manifest, TensorRecord
 from colonnade.checkpoint.optimizer_state import OptimizerLoader, load_optimizer
+from colonnade.checkpoint.save import agreed
 from colonnade.checkpoint.storage import Found, check_files, published, read_manifest
 from colonnade.checkpoint.tensor_files import TensorReader, type_name
 from colonnade.checkpoint.values import RandomSource, SavedValues

@@ -11,9 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from colonnade.checkpoint.agreement import agreed
 from colonnade.checkpoint.load import LoadedInfo, load_checkpoint
-from colonnade.checkpoint.save import BackgroundSave, save_checkpoint
+from colonnade.checkpoint.save import BackgroundSave, agreed, save_checkpoint
 from colonnade.checkpoint.storage import RunLock, newest_good, published
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError, listed

@@ -18,9 +18,8 @@ from colonnade.checkpoint.tensor_files import TensorReader, dtype_of, memory_for
 from colonnade.checkpoint.values import Encoded, SavedValues, encode
 from colonnade.errors import CheckpointError, listed
 from colonnade.logging import get_dist_logger
-from colonnade.parallel.dtensor import as_dtensor, local_part
 from colonnade.parallel.flat import MASTER, FlatShard, ShardedOptimizer
-from colonnade.parallel.placement import is_dtensor
+from colonnade.parallel.placement import as_dtensor, is_dtensor, local_part
 from colonnade.parallel.whole import LocalTensor, boxes_in_memory
 
 _NOT_OPTIONS = ("params", "param_names")

@@ -13,13 +13,12 @@ from typer.core import TyperCommand, TyperGroup
 
 from colonnade.cli.ckpt import ckpt
 from colonnade.cli.config_command import config
-from colonnade.cli.demo import demo
 from colonnade.cli.doctor import doctor
 from colonnade.cli.explain_command import explain
 from colonnade.cli.new import new
 from colonnade.cli.plan_command import plan
 from colonnade.cli.report_command import report
-from colonnade.cli.run_command import option_name, run
+from colonnade.cli.run_command import demo, option_name, run
 from colonnade.cli.verify_command import verify
 from colonnade.paths import local_path
 from colonnade.version import __version__

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -200,9 +200,7 @@ def show(plan: Values) -> None:
         _memory(console, plan)
         console.print()
         # All kinds of ranks make nearly the same calls, so only the slowest is shown.
-        calls = collectives([slowest_kind(plan)], 24)
-        title = f"{calls.title}, on the ranks that communicate longest"
-        console.print(_rich(replace(calls, title=title), console.width))
+        console.print(_rich(_calls(plan), console.width))
         if plan["timeline"] is not None and len(plan["timeline"]["rows"]) > 1:
             console.print()
             _timeline(console, plan["timeline"])
@@ -256,7 +254,7 @@ def _memory(console: Console, plan: Values) -> None:
         bar.append(" " * max(0, mark - drawn) + "|" if drawn <= mark else "")
         bar.append(f" {format_bytes(kind['memory']['total'])}")
         console.print(bar)
-        console.print(f"{'':<12}{memory_words(kind)}", markup=False, style="dim", soft_wrap=True)
+        console.print(Padding(Text(memory_words(kind), style="dim"), (0, 0, 0, 12)))
 
 
 def _timeline(console: Console, timeline: Values) -> None:
@@ -279,6 +277,20 @@ def _timeline(console: Console, timeline: Values) -> None:
         for letter, kind in cells:
             line.append(letter, style=f"on {_PASS[kind]}" if kind and letter != "\u2588" else _PASS.get(kind, ""))
         console.print(line, no_wrap=True, crop=True)
+
+
+def _calls(plan: Values) -> PlanTable:
+    """The collectives of the slowest ranks; fewer columns than in the HTML report, so that 80 characters are enough."""
+    kind = slowest_kind(plan)
+    calls = collectives([kind], 24)
+    rows = [
+        (when, f"{count} {op}", f"{ranks} {mode}", size, link, time, exposed, what)
+        for _, when, mode, op, ranks, size, count, link, time, exposed, what in calls.rows
+    ]
+    heads = ("when", "calls", "ranks", "bytes each", "link", "time", "exposed", "for")
+    return PlanTable(
+        f"{calls.title}, on {kind['name']}, which communicates longest", heads, rows, (3, 5, 6), calls.note
+    )
 
 
 def _ledger(plan: Values, most: int) -> PlanTable:

@@ -8,6 +8,8 @@ Most callers have a ParallelContext and communicate with all of its ranks:
 Before `launch`, and in a world of one rank, neither communicates. Both are based on functions for a device and a process group
 (`agreed_errors`, `gather_json`, `gather_numbers`, `gather_bytes`). There are also comparisons by one small all-reduce
 (`is_same_everywhere`) and a broadcast of texts through the store (`share_texts`). Values are sent as JSON; nothing is unpickled.
+
+`HostCopy` brings the numbers that ranks decide by from a device to the host, without making the host wait for them.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from colonnade.comm.torch_versions import default_store, gather_rows
 from colonnade.errors import ColonnadeError, ConfigError, listed, with_users_line
@@ -295,3 +298,37 @@ def _subclasses(base: type[ColonnadeError]) -> Iterator[type[ColonnadeError]]:
     for known in base.__subclasses__():
         yield known
         yield from _subclasses(known)
+
+
+HOST_COPY_DELAY = 2
+"""Number of steps after which ranks read values that they all decide by. By then the copies have usually arrived, and the step is
+the same on every rank, while `HostCopy.ready` may differ between ranks."""
+
+
+class HostCopy:
+    """A host copy of the current values of a small tensor. Reading waits only for device work enqueued before the copy."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._done: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
+            self._copy.copy_(tensor.detach(), non_blocking=True)
+            self._done = torch.cuda.Event()
+            self._done.record()
+        else:
+            self._copy = tensor.detach().clone()
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the tensor was on the host."""
+        return self._done is None
+
+    def ready(self) -> bool:
+        """Whether `read` returns without waiting."""
+        return self._done is None or self._done.query()
+
+    def read(self) -> Any:
+        """The value as a number or a list."""
+        if self._done is not None:
+            self._done.synchronize()
+        return self._copy.tolist()

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from colonnade.comm.rank_group import host_identity
+from colonnade.comm.groups import host_identity
 from colonnade.errors import ColonnadeError, GradientError, listed
 
 _KEY = "colonnade/process/{}"

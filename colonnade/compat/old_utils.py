@@ -25,9 +25,8 @@ from colonnade.checkpoint import CheckpointManager
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.core import global_context as gpc
 from colonnade.engine.engine import Engine
-from colonnade.engine.schedule.base import BaseSchedule
-from colonnade.engine.schedule.pipeline import NonPipelineSchedule
-from colonnade.engine.schedule.pipeline import PipelineSchedule as _Pipeline
+from colonnade.engine.schedule.schedules import BaseSchedule, NonPipelineSchedule
+from colonnade.engine.schedule.schedules import PipelineSchedule as _Pipeline
 from colonnade.errors import CheckpointError, ConfigError
 from colonnade.logging import DistributedLogger, get_dist_logger
 from colonnade.optim.clip import clip_grad_norm_

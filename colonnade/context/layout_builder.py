@@ -287,9 +287,9 @@ def layout_of(axes: tuple[Axis, ...], groups: Groups, tensor_mode: str | None = 
             sized = [axis for axis in model if axis.size > 1]
             product = " x ".join(str(axis.size) for axis in sized)
             raise LayoutError(
-                f"parallel: along the groups of {listed(axis.mode.name for axis in sized)} rank {first} reaches {len(reached)} "
-                f"ranks, but a model replica has {product} = {size}, so ranks have no unique data coordinate. Ranks of different "
-                f"replicas share no group of these modes; correct the initializer",
+                f"parallel: the groups of {listed(axis.mode.name for axis in sized)} connect rank {first} with {len(reached)} ranks, "
+                f"but a model replica has {product} = {size} ranks. Correct the initializer: ranks of different replicas must "
+                f"not be in one group of these modes",
                 code="C161",
             )
         replicas += 1

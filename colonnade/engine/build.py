@@ -20,7 +20,6 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.checks import compare_stages
 from colonnade.engine.engine import Engine, announce
 from colonnade.engine.gradient_sync import build_sync
-from colonnade.engine.materialise import refuse_meta_state
 from colonnade.engine.prepare import (
     prepare_model,
     prepare_optimizer,
@@ -29,13 +28,13 @@ from colonnade.engine.prepare import (
     read_numerics,
     read_stages,
 )
-from colonnade.engine.schedule.base import BaseSchedule
-from colonnade.engine.schedule.pipeline import PipelineSchedule
+from colonnade.engine.schedule.schedules import BaseSchedule, PipelineSchedule
 from colonnade.engine.stepper import SkipAwareScheduler, Stepper
 from colonnade.errors import ContextError, GradientError, listed
 from colonnade.gradients.ledger import is_waived
 from colonnade.logging import get_dist_logger
 from colonnade.parallel.held import Placements, broadcast_shared, check_placements, held_tensors
+from colonnade.parallel.meta import refuse_meta_state
 from colonnade.parallel.split import Split, build_schedule
 from colonnade.texts import format_bytes
 
@@ -150,9 +149,14 @@ def initialize(
     # Reductions: the ledger is checked and buckets are laid out. A sharded optimizer steps on its slices of the buckets.
     if isinstance(schedule, PipelineSchedule):
         schedule.open_groups(context)
-    options, wait = dict(config.get("sync") or {}), sums.optimizer.wait
     sync = build_sync(
-        built, sums.user_optimizer, context, sums.handlers, options, sums.bucket_all, sums.shards, before_pass=wait
+        built,
+        sums.user_optimizer,
+        context,
+        sums.handlers,
+        bucket_all=sums.bucket_all,
+        shards=sums.shards,
+        before_pass=sums.optimizer.wait,
     )
     sums.optimizer.attach(sync.synchroniser, context.waits)
 

@@ -38,8 +38,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from colonnade.comm import waits
+from colonnade.comm.groups import own_gloo
 from colonnade.comm.messages import agreed_errors, gather_numbers, is_same_everywhere, message_device
-from colonnade.comm.rank_group import own_gloo
 from colonnade.comm.torch_versions import default_store, gather_rows, gloo_all_gather, timeout_of
 from colonnade.comm.waits import OUTSIDE, pauses, stalled_position
 from colonnade.config.settings import GuardSettings
@@ -48,16 +48,15 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.activations import release_blocks
 from colonnade.engine.gradient_sync import GradientSync
 from colonnade.engine.model import families_of, is_sharded_by_plan
-from colonnade.engine.schedule.base import num_rows
 from colonnade.engine.schedule.micro_batch import SAME_BATCHES_ADVICE
+from colonnade.engine.schedule.schedules import num_rows
 from colonnade.errors import ConfigError, GradientError, ScheduleError, listed
 from colonnade.gradients.uneven import USE_ONE_FORM
 from colonnade.logging import get_dist_logger
-from colonnade.optim.optimizer_trial import groups_by_options, run_trial_steps
-from colonnade.parallel.dtensor import local_part
+from colonnade.optim.engine_optimizer import groups_by_options, run_trial_steps
 from colonnade.parallel.forward import ModelHook
 from colonnade.parallel.held import Held, checksum, held_tensors, replicated_parameters, words_of
-from colonnade.parallel.placement import Shard, is_dtensor, placement_of
+from colonnade.parallel.placement import Shard, is_dtensor, local_part, placement_of
 from colonnade.parallel.split import Chunks, Stage
 from colonnade.texts import digest_of
 

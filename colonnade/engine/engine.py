@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colonnade.comm.host_copy import HostCopy
-from colonnade.comm.messages import error_of, gather_from_all, note_of
+from colonnade.comm.messages import HostCopy, error_of, gather_from_all, note_of
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.checks import LoopWatch, SameBatch, refuse_batch
@@ -28,8 +27,8 @@ from colonnade.engine.gradient_sync import GradientSync
 from colonnade.engine.memory import MemoryTable, memory_table
 from colonnade.engine.model import TrainingLoss, family, own_format_of
 from colonnade.engine.precision import LossScaler, Precision, PrecisionTable, precision_table
-from colonnade.engine.schedule.base import BaseSchedule, StepResult, checked_result
 from colonnade.engine.schedule.loss import Count, DivisionWatch, LossForm, MeanWatch, count_on, split_loss
+from colonnade.engine.schedule.schedules import BaseSchedule, StepResult, checked_result
 from colonnade.engine.stepper import Stepper
 from colonnade.errors import CheckpointError, GradientError, ScheduleError, listed
 from colonnade.gradients.ledger import Ledger
@@ -400,6 +399,8 @@ class Engine(LastStep, WholeWeights):
         self._passes, self._total_passes, self._failed = 0, 0, False
         self._watch = LoopWatch(model, optimizer, context, sync)
         self.context, self.accumulation, self.training = context, accumulation, True
+        self.uses_pipeline = context.pipeline_parallel_size > 1
+        """Whether the model is split over pipeline stages."""
         self.loss_count: Count | None = None
         """The number of labels that the last loss is a mean over; None if this rank does not know."""
         # Set later by `execute_schedule` too: a model may be trained on a loss that only its schedule computes.
@@ -415,7 +416,7 @@ class Engine(LastStep, WholeWeights):
 
         In a pipeline this runs the forward pass of this rank's stage, on activations; pass batches to `execute_schedule`.
         """
-        if self.context.pipeline_parallel_size == 1:
+        if not self.uses_pipeline:
             self.same_batch.see((args, kwargs))
         else:
             refuse_batch(self._model, args, kwargs)
@@ -844,11 +845,6 @@ class Engine(LastStep, WholeWeights):
     def schedule(self, schedule: BaseSchedule) -> None:
         schedule.pre_processing(self)
         self._schedule = schedule
-
-    @property
-    def uses_pipeline(self) -> bool:
-        """Whether the model is split over pipeline stages."""
-        return self.context.pipeline_parallel_size > 1
 
     @property
     def gradient_handlers(self) -> list[Any]:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from colonnade.comm.groups import RankGroup
 from colonnade.comm.messages import agreed_errors, note_of
-from colonnade.comm.rank_group import RankGroup
+from colonnade.config.settings import SyncSettings
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import GradientError
-from colonnade.gradients.handler import BaseGradientHandler, BuiltHandler, describe
+from colonnade.gradients.handler import BaseGradientHandler, BuiltHandler, describe, plan_sums
 from colonnade.gradients.ledger import Ledger, is_waived
-from colonnade.gradients.sum_plan import plan_sums, waived_patterns
 from colonnade.gradients.sums import Claim, Shards, read_demands, with_groups
 from colonnade.gradients.synchroniser import StepOutcome, Synchroniser
 from colonnade.logging import get_dist_logger
@@ -106,7 +106,7 @@ def build_sync(
     optimizer: Any,
     context: ParallelContext,
     handlers: Sequence[BuiltHandler],
-    options: Mapping[str, Any],
+    *,
     bucket_all: bool = False,
     shards: Shards | None = None,
     before_pass: Callable[[], None] = lambda: None,
@@ -120,12 +120,11 @@ def build_sync(
         optimizer: the optimizer that steps.
         context: the context of this rank.
         handlers: the named handlers, each with its planned reductions, or None if a probe must find them.
-        options: the `sync` section of the config. Reductions combine it with the options of their handler.
         bucket_all: whether gradients without a reduction are put into buckets too, for a flat optimizer step.
         shards: the parameters whose gradients are sharded (ZeRO 1 and 2).
         before_pass: see `GradientSync.before_pass`.
     """
-    waive = waived_patterns(options)
+    waive = SyncSettings.read(context.config.get("sync")).waive
     demands = read_demands(model, context.layout, context.get_global_rank())
     named = [handler for handler, _ in handlers]
     touched: dict[str, str] = {}
@@ -138,9 +137,7 @@ def build_sync(
             reductions = probe(handler, demands, context, lambda name: is_waived(name, waive), touched)
         claims.append((handler, reductions))
     with agreed_errors(context.device):
-        plan = plan_sums(
-            model, optimizer, context, claims, options, bucket_all=bucket_all, shards=shards, touched=touched
-        )
+        plan = plan_sums(model, optimizer, context, claims, bucket_all=bucket_all, shards=shards, touched=touched)
     get_dist_logger().debug(describe(plan.attached, named))
     sums = with_groups(plan.sums, context)
     with agreed_errors(context.device):

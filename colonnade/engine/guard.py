@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from colonnade.checkpoint.agreement import save_checks
+from colonnade.checkpoint.save import save_checks
 from colonnade.comm import waits
 from colonnade.comm.messages import gather_bytes, share_texts
 from colonnade.comm.torch_versions import default_store, groups_meet, is_alive, noting_collectives, timeout_of
@@ -37,9 +37,9 @@ from colonnade.engine.checks import ordered_sum
 from colonnade.engine.gradient_sync import GradientSync
 from colonnade.errors import GradientError, listed
 from colonnade.gradients.handler import BaseGradientHandler, PlannedGradientHandler
-from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.flat import ShardedOptimizer
 from colonnade.parallel.held import checksum, held_tensors
+from colonnade.parallel.placement import local_part
 from colonnade.texts import digest_of
 
 EVERY = 100

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from colonnade.engine.precision import GRADIENTS, MASTERS, STATE, WEIGHTS, PrecisionTable
 from colonnade.gradients.synchroniser import Synchroniser
 from colonnade.optim.engine_optimizer import EngineOptimizer
-from colonnade.parallel.dtensor import local_part
+from colonnade.parallel.placement import local_part
 
 _MB = 1 << 20
 

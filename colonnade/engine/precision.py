@@ -25,12 +25,11 @@ from colonnade.engine.model import layer_kind
 from colonnade.errors import ConfigError, listed
 from colonnade.gradients.synchroniser import Synchroniser
 from colonnade.logging import get_dist_logger
-from colonnade.optim.engine_optimizer import EngineOptimizer
+from colonnade.optim.engine_optimizer import EngineOptimizer, state_dtypes
 from colonnade.optim.norm import Norms
-from colonnade.optim.optimizer_trial import state_dtypes
 from colonnade.optim.zero.formula import dtypes_of, make_fp32
-from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.forward import override_forward, restore_forward
+from colonnade.parallel.placement import local_part
 
 # --- Linear layers in float8 by torchao, an optional extra: nn.Linear, and the tensor-parallel layers of colonnade.nn ---
 

@@ -27,18 +27,17 @@ from colonnade.engine.checks import (
     warn_of_batch_norm,
     warn_of_repeated_work,
 )
-from colonnade.engine.materialise import MetaStart, read_inits
 from colonnade.engine.model import TrainingLoss, refuse_unfit, training_loss_of
 from colonnade.engine.precision import Precision, convert_to_float8
-from colonnade.engine.schedule.base import BaseSchedule
-from colonnade.engine.schedule.pipeline import PipelineSchedule
+from colonnade.engine.schedule.schedules import BaseSchedule, PipelineSchedule
 from colonnade.errors import ColonnadeError, ConfigError, GradientError
 from colonnade.gradients.handler import BuiltHandler, build_handlers
 from colonnade.gradients.sums import Shards
 from colonnade.optim.engine_optimizer import EngineOptimizer, PlainOptimizer
 from colonnade.optim.zero.zero_optimizer import ZeroOptimizer
-from colonnade.parallel.dtensor import check_ties
 from colonnade.parallel.held import refuse_colossalai_attributes
+from colonnade.parallel.meta import MetaStart, read_inits
+from colonnade.parallel.placement import check_ties
 from colonnade.parallel.split import Split, take_stages
 
 # --- Settings -----------------------------------------------------------------------------------------
@@ -179,7 +178,7 @@ def prepare_optimizer(
 
 @dataclass(frozen=True)
 class SumSettings:
-    """The inputs of `gradients.sum_plan.plan_sums`, in addition to model, layout and the `sync` options."""
+    """The inputs of `gradients.handler.plan_sums`, in addition to model, layout and the `sync` options."""
 
     optimizer: EngineOptimizer | None
     """The optimizer as the engine drives it, sharded at ZeRO stages 1 and 2; None if none was given."""

@@ -19,8 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colonnade.comm.host_copy import HOST_COPY_DELAY, HostCopy
-from colonnade.comm.messages import agreed_errors, gather_numbers, gather_texts, is_same_everywhere
+from colonnade.comm.messages import (
+    HOST_COPY_DELAY,
+    HostCopy,
+    agreed_errors,
+    gather_numbers,
+    gather_texts,
+    is_same_everywhere,
+)
 from colonnade.config.settings import ClipSettings, Per, SyncSettings
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
@@ -294,6 +300,7 @@ class Stepper:
                 code="C003",
             )
         self._context = context
+        self._world = context.get_group(ParallelMode.GLOBAL)
         held = held_tensors(model, context)
         self._slots: Slots | None = None
         self.policy: ClipPolicy | None = None
@@ -330,7 +337,6 @@ class Stepper:
         The host waits only if the step may be skipped and the optimizer cannot skip it on the device.
         """
         during, policy, flags = self._context.waits.during, self.policy, self._flags
-        world = self._context.get_group(ParallelMode.GLOBAL)
         drop_flag, unsent = outcome.drop_flag, outcome.unsent_flags
 
         # Norm and decision. One all-reduce adds up the sums of powers of all ranks, and the decision is computed from the result
@@ -350,7 +356,7 @@ class Stepper:
                     sent = 0 if unsent is None or full else len(unsent)
                     if unsent is not None and sent:
                         vector, unsent = torch.cat([vector, unsent]), None
-                    norms = reduce_norms(vector, self._norm_type, world, piggybacked=sent, whole=full)
+                    norms = reduce_norms(vector, self._norm_type, self._world, piggybacked=sent, whole=full)
                     if self._own is not None:
                         norms = self._own.select(norms)
                     decision = policy.decide(norms if self.scaler is None else self.scaler.unscaled(norms))
@@ -360,7 +366,7 @@ class Stepper:
         # Flags that nothing could carry need a collective of their own: without them some ranks would step and others not.
         if flags is not None and unsent is not None:
             unsent = unsent.clone()
-            dist.all_reduce(unsent, group=world)
+            dist.all_reduce(unsent, group=self._world)
             drop_flag = flags.take(unsent)
 
         # Step. A non-finite gradient, a spike or the flag of the world skips it on the device: weights and optimizer state do not

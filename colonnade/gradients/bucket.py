@@ -18,12 +18,11 @@ from operator import attrgetter, eq, is_
 import torch
 from torch import Tensor
 
-from colonnade.comm.rank_group import GroupMemory, RankGroup, allocate
+from colonnade.comm.groups import GroupMemory, RankGroup, allocate
 from colonnade.gradients.sums import HALVES, Sum
 from colonnade.gradients.transport import TRANSPORTS, Transport, is_one
-from colonnade.parallel.dtensor import as_dtensor, local_part
 from colonnade.parallel.flat import ALIGN_BYTES, FlatLayout, flattened
-from colonnade.parallel.placement import is_dtensor
+from colonnade.parallel.placement import as_dtensor, is_dtensor, local_part
 
 # --- Memory: of all gradients of a bucket, and of the slice that a rank owns ---
 
@@ -172,6 +171,7 @@ class Bucket:
         self.absent: frozenset[int] = frozenset()
         self.expected: Sequence[int] = range(len(self.parameters))
         self._small = len(small)
+        self._small_end = self.layout.spans[self._small - 1].stop if small else 0
         self._nothing_offered = [-1] * len(self.parameters)
         self._offered = self._nothing_offered
         self._versions: list[int] = []
@@ -236,7 +236,7 @@ class Bucket:
             offered = [i for i, parameter in enumerate(self.parameters[: self._small]) if parameter.grad is None]
             if offered:
                 if len(offered) == self._small:
-                    self._flat[: self.layout.spans[self._small - 1].stop].zero_()
+                    self._flat[: self._small_end].zero_()
                 else:
                     torch._foreach_zero_([self.views[i] for i in offered])
                 self._offered = list(self._offered)

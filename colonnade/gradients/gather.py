@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colonnade.comm.rank_group import GroupMemory, RankGroup
+from colonnade.comm.groups import GroupMemory, RankGroup
 from colonnade.comm.torch_versions import all_gather_flat
 from colonnade.gradients.bucket import Bucket, BucketValues
 from colonnade.parallel.forward import ModelHook

@@ -1,28 +1,36 @@
-"""Gradient handlers: the base classes for custom handlers, the built-in handlers, and their construction from a config.
+"""Gradient handlers: the base classes for custom handlers, the built-in handlers, and the plan of who reduces what.
 
 A `BaseGradientHandler` calls collectives itself, in `handle_gradient`. A `PlannedGradientHandler` only declares its reductions, in
 `reductions()`, and the engine performs them. The built-in handlers derive their reductions from placements; the ones that the
 config does not name are attached automatically where a reduction is required and no named handler performs it.
+
+`plan_sums` compares the reductions of the named handlers with those that placements require (parallel.demand.owed), assigns the
+remaining ones to automatic handlers, and joins all reductions of a parameter into one sum. This is arithmetic on a layout and needs
+no process group. `initialize` performs the result, `colonnade plan` estimates its cost, `colonnade explain` prints its ledger.
 """
 
 from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from colonnade.config.settings import SyncOptions
+from colonnade.config.settings import SyncOptions, SyncSettings
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ColonnadeError, ConfigError, GradientError
-from colonnade.gradients.ledger import Ledger
+from colonnade.gradients.ledger import Ledger, match, require_complete
 from colonnade.gradients.sums import (
     Choice,
+    Claim,
     Demand,
     Reduction,
+    Shards,
+    Sum,
     choose,
     group_reductions,
     read_demands,
@@ -429,3 +437,83 @@ def build_gradient_handler(entry: Any, model: nn.Module, optimizer: Any) -> Base
             f"gradient_handler: {name} has no handle_gradient(); inherit BaseGradientHandler", code="C042"
         )
     return handler
+
+
+@dataclass(frozen=True)
+class SumPlan:
+    """The sums of one rank, in the order in which all ranks start them, and the ledger of their handlers."""
+
+    sums: Sequence[Sum]
+    ledger: Ledger
+    attached: Sequence[DemandGradientHandler]
+    """The automatic handlers."""
+    planned: Sequence[PlannedGradientHandler]
+    """All handlers, automatic and named, whose reductions are in `sums`. The others call collectives themselves."""
+
+
+def plan_sums(
+    model: nn.Module,
+    optimizer: Any,
+    context: ParallelContext,
+    claims: Sequence[Claim],
+    *,
+    bucket_all: bool = False,
+    shards: Shards | None = None,
+    touched: Mapping[str, str] | None = None,
+    complete: bool = True,
+) -> SumPlan:
+    """Plan the gradient reductions of this rank's part of a model.
+
+    Args:
+        model: The model of this rank.
+        optimizer: The optimizer as it was given to `initialize`.
+        context: The parallel context; its config (`sync`) and its layout suffice.
+        claims: The named handlers and their reductions.
+        bucket_all: Put gradients that need no reduction into buckets, too, for a flat optimizer step.
+        shards: The parameters whose gradients are sharded (ZeRO 1 and 2).
+        touched: By the names of waived parameters, the handlers that were seen to change their gradients.
+        complete: Raise for a reduction without a handler. False where some handlers are unknown and may perform it.
+
+    Raises:
+        LedgerError: A reduction has no handler or two, or its ranks or its divisor are wrong.
+        GradientError: A handler that calls collectives itself reduces a parameter with sharded gradients.
+    """
+    rank = context.get_global_rank()
+    demands = read_demands(model, context.layout, rank)
+    covered = [(type(handler).__name__, reduction) for handler, reductions in claims for reduction in reductions]
+    given = context.config.get("sync") or {}
+    settings = SyncSettings.read(given)
+    ledger = match(demands, covered, context.layout, rank, settings.waive, touched or {})
+    attached, ledger = attach_automatic(ledger, model, optimizer) if settings.automatic else ([], ledger)
+    if complete:
+        require_complete(ledger)
+    # Handlers that call collectives themselves expect full gradients in `.grad`. Sharded gradients exist as slices only when
+    # a handler is called; at stage 2 this is so since the backward pass that made them.
+    for handler, reductions in claims if shards is not None else ():
+        for reduction in reductions if not isinstance(handler, PlannedGradientHandler) else ():
+            for name, parameter in zip(reduction.names, reduction.parameters, strict=True):
+                if shards is not None and id(parameter) in shards.labels:
+                    raise GradientError(
+                        f"{type(handler).__name__} sums {name!r} by hand, but with zero stages 1 and 2 gradients are reduced "
+                        f"into slices; declare the reduction in a PlannedGradientHandler, or turn zero off",
+                        code="C042",
+                    )
+
+    for handler in attached:
+        handler.attach(context)
+    planned: list[tuple[PlannedGradientHandler, Sequence[Reduction]]] = [
+        *((handler, handler.reductions_among(demands)) for handler in attached),
+        *((handler, reductions) for handler, reductions in claims if isinstance(handler, PlannedGradientHandler)),
+    ]
+
+    # Parameters that need no reduction still get a bucket if a flat optimizer step reads gradients there, or ZeRO assigns each
+    # rank a slice of them.
+    unsummed = [
+        (demand.name, demand.parameter)
+        for demand in demands
+        if bucket_all or (shards is not None and id(demand.parameter) in shards.labels)
+    ]
+    # The given options as they are: the options of a handler take their place before they are read.
+    options = {key: value for key, value in given.items() if key not in ("waive", "automatic")}
+    sums = sums_of(planned, context, options, unsummed, shards)
+    return SumPlan(sums, ledger, attached, [handler for handler, _ in planned])

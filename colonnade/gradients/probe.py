@@ -39,7 +39,7 @@ from colonnade.errors import ColonnadeError, LedgerError
 from colonnade.gradients.handler import BaseGradientHandler
 from colonnade.gradients.sums import Demand, Reduction, group_reductions
 from colonnade.parallel.demand import Owed, joint_ranks
-from colonnade.parallel.dtensor import local_part
+from colonnade.parallel.placement import local_part
 
 # --- Probe gradients, and the reductions that explain their values -------------------------------------
 

@@ -4,7 +4,7 @@
 - `Reduction`: parameters that a handler reduces alike, over one mode.
 - `Sum`: all reductions of a parameter as one collective over their joint ranks.
 
-`gradients.sum_plan` assigns reductions to handlers; buckets and the synchroniser perform the sums.
+`gradients.handler` assigns reductions to handlers; buckets and the synchroniser perform the sums.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError, LedgerError, did_you_mean
 from colonnade.parallel.demand import Owed, joint_ranks, owed
-from colonnade.parallel.dtensor import effective_placement
-from colonnade.parallel.placement import Placement
+from colonnade.parallel.placement import Placement, effective_placement
 
 HALVES = half_dtypes()
 

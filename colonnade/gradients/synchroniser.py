@@ -23,13 +23,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from colonnade.comm.rank_group import RankGroup, keep_heap
+from colonnade.comm.groups import RankGroup, keep_heap
 from colonnade.errors import GradientError
 from colonnade.gradients.bucket import FAILED, OUTSIDE, SPARSE, Bucket, in_starting_order, last_over_ranks
 from colonnade.gradients.gather import give_back
 from colonnade.gradients.sums import Sum
 from colonnade.gradients.uneven import GroupNotes, PiggybackedFlags, SumState, explain, finish_uneven, notes_of_all
-from colonnade.parallel.dtensor import local_part
+from colonnade.parallel.placement import local_part
 from colonnade.texts import digest_of
 
 # --- Before the first step: groups of ranks, and a check that their sums are equal ---

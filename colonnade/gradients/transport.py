@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from colonnade.comm.rank_group import GroupMemory, RankGroup
+from colonnade.comm.groups import GroupMemory, RankGroup
 from colonnade.comm.torch_versions import all_gather_flat, reduce_scatter_flat
 
 if TYPE_CHECKING:

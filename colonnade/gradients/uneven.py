@@ -18,15 +18,15 @@ from struct import Struct
 import torch
 from torch import Tensor
 
-from colonnade.comm.host_copy import HostCopy
-from colonnade.comm.rank_group import GroupMemory, RankGroup
+from colonnade.comm.groups import GroupMemory, RankGroup
+from colonnade.comm.messages import HostCopy
 from colonnade.comm.torch_versions import all_gather_flat
 from colonnade.errors import GradientError, listed
 from colonnade.gradients.bucket import FAILED, FROZEN, MISSING, OUTSIDE, SPARSE, Bucket, BucketStorage, Buffer
 from colonnade.gradients.sums import HALVES, Sum
 from colonnade.gradients.transport import CollectiveTransport, LocalTransport
-from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.flat import flattened
+from colonnade.parallel.placement import local_part
 from colonnade.texts import digest_of
 
 # --- The state of one sum: buckets and notes ---

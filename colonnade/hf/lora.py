@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from colonnade.checkpoint.agreement import agreed
 from colonnade.checkpoint.full_weights import FullTensors
+from colonnade.checkpoint.save import agreed
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.context.random import derive_seed
 from colonnade.errors import CheckpointError, PlacementError, listed
-from colonnade.hf.match import PlanEntry, Target
 from colonnade.hf.model_loss import base_model
+from colonnade.hf.plans import PlanEntry, Target
 from colonnade.hf.styles import style_of
 from colonnade.nn.layer.arrangement import arrange
 from colonnade.nn.layer.dropout import Dropout

@@ -1,8 +1,8 @@
 """`parallelize`: shard the layers of an unmodified model by a TP plan, and split it into pipeline stages.
 
-The steps have a file each: which TP plan (`model_plans.py`), which modules its patterns match (`match.py`), whether it can be
-right (`plan_checks.py`, `plan_comparison.py`), the effect of a style on a layer (`styles.py`, `expert_styles.py`), and the
-additions for transformers models (`model_loss.py`, `attention_patch.py`, `lora.py`).
+The steps have a file each: which TP plan, and which modules its patterns match (`plans.py`), whether it can be right
+(`plan_checks.py`), the effect of a style on a layer (`styles.py`), and the additions for transformers models (`model_loss.py`,
+`attention_patch.py`, `lora.py`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,11 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.core import given_or_global
 from colonnade.engine.model import is_parallelized, mark_parallelized
 from colonnade.errors import ConfigError, ContextError, PlacementError
-from colonnade.hf import expert_styles as _experts  # noqa: F401  registers the styles for experts
 from colonnade.hf.attention_patch import prepare_sequence
 from colonnade.hf.lora import Adapters
-from colonnade.hf.match import ParallelizePlan, Target, place_of, resolve
 from colonnade.hf.model_loss import base_model, join_router_loss
-from colonnade.hf.model_plans import plan_of
-from colonnade.hf.plan_checks import check_entries, check_mode, with_ties
-from colonnade.hf.plan_comparison import record_unsharded
+from colonnade.hf.plan_checks import check_entries, check_mode, record_unsharded, with_ties
+from colonnade.hf.plans import ParallelizePlan, Target, place_of, plan_of, resolve
 from colonnade.hf.styles import style_of
 from colonnade.nn.layer.spread import size_of
 from colonnade.parallel.split import Split, build_schedule, split

@@ -53,7 +53,7 @@ class Outcome:
         time: the monotonic clock when it ended.
         stack: the Python stacks of a rank that was stopped.
         consequence: whether an exception only follows from the failure of other ranks; None: decided by the message.
-        told_of: the ranks that failed, if the exception names them.
+        named_ranks: the ranks that failed, if the exception names them.
     """
 
     rank: int
@@ -67,7 +67,7 @@ class Outcome:
     exitcode: int | None = None
     stack: str = ""
     consequence: Consequence | None = None
-    told_of: tuple[int, ...] = ()
+    named_ranks: tuple[int, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -212,7 +212,7 @@ def read_failure(rank: int, file: Path) -> Outcome | None:
     if not file.is_file():
         return None
     fields = json.loads(file.read_text())["outcome"]
-    return Outcome(rank=rank, **{**fields, "told_of": tuple(fields.get("told_of", ()))})
+    return Outcome(rank=rank, **{**fields, "named_ranks": tuple(fields.get("named_ranks", ()))})
 
 
 def silent_failure(rank: int, exitcode: int, seen: float) -> Outcome:
@@ -238,8 +238,8 @@ def launch_report(outcomes: Mapping[int, Outcome], stderr: Mapping[int, Path]) -
     gone = f"rank {first.rank}"
     if first.lost_a_peer:
         # The rank that failed wrote no note: it had no time to, or it is on another host.
-        lost = [rank for rank in lost if rank not in first.told_of]
-        gone = f"rank {listed(first.told_of)}" if first.told_of else "another rank"
+        lost = [rank for rank in lost if rank not in first.named_ranks]
+        gone = f"rank {listed(first.named_ranks)}" if first.named_ranks else "another rank"
     if lost:
         ranks = f"rank {lost[0]}" if len(lost) == 1 else f"ranks {listed(lost)}"
         lines.append(f"{ranks}: ended because {gone} was gone")
@@ -259,8 +259,8 @@ def who_failed(first: Outcome) -> str:
     """The rank that failed first, in words; `first` may be a rank that only noticed that failure."""
     if not first.lost_a_peer:
         return f"rank {first.rank} failed first"
-    if first.told_of:
-        ranks = f"rank {first.told_of[0]}" if len(first.told_of) == 1 else f"ranks {listed(first.told_of)}"
+    if first.named_ranks:
+        ranks = f"rank {first.named_ranks[0]}" if len(first.named_ranks) == 1 else f"ranks {listed(first.named_ranks)}"
         return f"{ranks} failed first, according to rank {first.rank}"
     return (
         f"rank {first.rank} lost another rank, and no rank on this host reported a failure of its own: read the output of the "
@@ -334,5 +334,5 @@ def description(error: BaseException, starters: Collection[str], fold_library: b
         "message": str(error),
         "traceback": "".join(shown.format()),
         "consequence": consequence,
-        "told_of": ranks,
+        "named_ranks": ranks,
     }

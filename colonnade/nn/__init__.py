@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from colonnade._lazy import lazy_names
+from colonnade._imports import lazy_names
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
@@ -10,6 +10,6 @@ __getattr__, __dir__, __all__ = lazy_names(
         "colonnade.nn.layer": "Arrangement Classifier CrossEntropyLoss Dropout Embedding HiddenParameter LayerNorm Linear "
         "LinearCrossEntropyLoss MLP PositionEmbedding RMSNorm Rotary SelfAttention arrange gather_output partition_input "
         "unsplit_sequence",
-        "colonnade.nn.accuracy": "Accuracy",
+        "colonnade.nn.layer.cross_entropy": "Accuracy",
     },
 )

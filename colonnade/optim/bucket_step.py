@@ -36,10 +36,9 @@ from colonnade.optim.flat_step import (
     why_not,
 )
 from colonnade.optim.norm import GradientBlock, Meter, bucket_blocks, kernels_available
-from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.flat import FlatLayout, Span, flattened
 from colonnade.parallel.held import Held
-from colonnade.parallel.placement import is_dtensor
+from colonnade.parallel.placement import is_dtensor, local_part
 
 
 class BucketStep:

@@ -618,9 +618,9 @@ class TritonLaunch(StepLaunch):
     """The Triton kernels on a table of chunks: one launch for any number of fragments."""
 
     def __init__(self, state: BucketState, steps: Tensor, fragments: Sequence[Fragment]) -> None:
-        from colonnade.optim.kernels import step_kernels
+        from colonnade.optim import optim_kernels
 
-        self._kernels = step_kernels
+        self._kernels = optim_kernels
         self._state = state
         self._steps = steps
         device = state.params.device

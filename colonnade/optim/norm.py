@@ -402,9 +402,9 @@ class KernelReader:
     """2-norms by Triton kernels, of flat, aligned tensors of fp32 or half precision on CUDA."""
 
     def __init__(self, rows: Sequence[Tensor]) -> None:
-        from colonnade.optim.kernels import norm_kernels
+        from colonnade.optim import optim_kernels
 
-        self._kernels = norm_kernels
+        self._kernels = optim_kernels
         (self._device,) = {row.device for row in rows}
         # One launch per buffer: tensors of one storage are read by offsets from the first of them.
         members_of: dict[tuple[int, torch.dtype], list[int]] = {}

@@ -21,9 +21,16 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import PlacementError
 from colonnade.parallel.demand import Holding, check_same_data, holding
-from colonnade.parallel.dtensor import effective_placement, local_part
 from colonnade.parallel.flat import FlatLayout
-from colonnade.parallel.placement import Placement, Replicate, Shard, is_placed, logical_shape
+from colonnade.parallel.placement import (
+    Placement,
+    Replicate,
+    Shard,
+    effective_placement,
+    is_placed,
+    local_part,
+    logical_shape,
+)
 from colonnade.texts import digest_of
 
 

@@ -20,9 +20,15 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import CheckpointError, as_checkpoint_errors, listed
 from colonnade.parallel.boxes import Box, boxes_in_order, full_box, moved, places_of
 from colonnade.parallel.demand import holding
-from colonnade.parallel.dtensor import effective_placement, local_part
 from colonnade.parallel.flat import packed_runs, part_indices
-from colonnade.parallel.placement import Placement, is_dtensor, logical_shape, placement_of
+from colonnade.parallel.placement import (
+    Placement,
+    effective_placement,
+    is_dtensor,
+    local_part,
+    logical_shape,
+    placement_of,
+)
 
 EXTRA_STATE = "_extra_state"
 PREFIX = "_colonnade_prefix"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from colonnade._lazy import lazy_names
+from colonnade._imports import lazy_names
 
 if TYPE_CHECKING:
     from colonnade.proof.compare import Finding as Finding

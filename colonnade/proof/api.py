@@ -28,9 +28,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from colonnade.comm.messages import gather_from_all
 from colonnade.config.settings import ClipSettings
 from colonnade.engine.engine import Engine
-from colonnade.engine.schedule.criterion import call_criterion
+from colonnade.engine.schedule.loss import call_criterion
 from colonnade.engine.schedule.micro_batch import split_into_micro_batches
-from colonnade.engine.schedule.pipeline import PipelineSchedule
+from colonnade.engine.schedule.schedules import PipelineSchedule
 from colonnade.engine.stepper import label_of
 from colonnade.errors import ParityError
 from colonnade.hf.model_loss import criterion_of

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -150,6 +151,16 @@ class Groups:
             del self.of_mode[mode]
         self.sizes = {mode: max(map(len, some), default=1) for mode, some in self.of_mode.items()}
         self.distinct = tuple(evidence.distinct_data)
+        placements = " ".join(info.placement for info in evidence.parameters.values())
+        self._placed = [mode for mode in listed if re.search(rf"\b{mode}\b", placements, re.IGNORECASE)]
+
+    def spelled(self, factor: Factor) -> str:
+        """A product of sizes, with every mode that placements name and that has these groups."""
+        text = str(factor)
+        for mode, _ in factor.powers:
+            others = [other for other in self._placed if other != mode and self._name.get(other) == mode]
+            text = text.replace(f"size of {mode}", " or ".join(f"size of {name}" for name in (mode, *others)))
+        return text
 
     def name(self, mode: str) -> str:
         """The name under which the groups of a mode are known here."""
@@ -281,13 +292,15 @@ class GradientCase(Case):
         """Whether every gradient of the step differs."""
         return not self.healthy
 
-    def is_shared(self, mode: str) -> bool:
-        """Whether a healthy parameter has the same reduction: a mistake in it would have affected that parameter too."""
-        divisor = self.required.get(mode)
-        infos = [self.evidence.parameters[name] for name in self.healthy if name in self.evidence.parameters]
-        return any(
-            self.groups.name(other) == mode and by == divisor for info in infos for other, _, by in info.required
-        )
+    def shared_with(self, mode: str) -> str | None:
+        """A healthy parameter with the same reduction by the same handler. A mistake there would have affected it too."""
+        divisor, own = self.required.get(mode), {line.rsplit(" by ")[-1] for line in self.info.ledger}
+        for name in sorted(self.healthy & self.evidence.parameters.keys()):
+            info = self.evidence.parameters[name]
+            is_same = any(self.groups.name(other) == mode and by == divisor for other, _, by in info.required)
+            if is_same and (not own or not info.ledger or own & {line.rsplit(" by ")[-1] for line in info.ledger}):
+                return name
+        return None
 
     def is_replicated(self, mode: str) -> bool:
         """Whether the ranks of a mode store the same elements."""
@@ -394,6 +407,29 @@ class GradientCase(Case):
         return error <= 1
 
     @cached_property
+    def local_factor(self) -> float | None:
+        """The factor between the local gradients of each pass, correctly reduced, and the reference's; None if there is none."""
+        truths, above, below = self.gradient.truth_of_passes, 0.0, 0.0
+        if not self.wrong or not self.gradient.raw or len(self.gradient.raw) != len(truths):
+            return None
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for raw, truth in zip(self.gradient.raw, truths, strict=True):
+            for part in self.wrong:
+                due = self.of_pass(raw).due(part)
+                wanted = at_positions(truth, part.positions)
+                if due is None or len(due) != len(wanted):
+                    return None
+                pairs.append((due, wanted))
+                above, below = above + float(due @ wanted), below + float(wanted @ wanted)
+        if below == 0:
+            return None
+        # A script may scale gradients after the backward pass, so those of a pass may be larger than the total.
+        factor = above / below
+        size = max(length(wanted) for _, wanted in pairs) / (length(self.compared.truth) or 1.0)
+        allowed = self.row.tolerance * max(1.0, abs(factor)) * max(1.0, size)
+        return factor if all(length(due - factor * wanted) <= allowed for due, wanted in pairs) else None
+
+    @cached_property
     def reduction_is_right(self) -> bool | None:
         """Whether the gradients are the correctly reduced local gradients, right or wrong; None: unknown."""
         return self.residual(self.due) <= 1 if self.raws else None
@@ -453,8 +489,12 @@ def places_in(part: LocalValue, holder: LocalValue) -> Tensor | None:
     return order[at] if torch.equal(held[order[at]], wanted) else None
 
 
+_SAME_DIRECTION = 0.03
+"""More than the rounding of bf16."""
+
+
 def raw_scale(evidence: Evidence, groups: Groups, step: StepEvidence, wrong: Collection[str]) -> float:
-    """The factor between reduced local gradients and the total, read off up to 20 healthy parameters; 1 if there are none."""
+    """The factor between reduced local gradients and the total, if up to 20 healthy parameters agree on one; else 1."""
     ratios: list[float] = []
     for name, gradient in step.gradients.items():
         if name in wrong or not gradient.raw or not gradient.total.found or len(ratios) == 20:
@@ -474,8 +514,12 @@ def raw_scale(evidence: Evidence, groups: Groups, step: StepEvidence, wrong: Col
         part = gradient.total.found[0]
         due, truth = case.due(part), case.truth(part)
         if due is not None and truth is not None and float(due @ due) > 0:
-            ratios.append(float(truth @ due) / float(due @ due))
-    return median(ratios) if ratios else 1.0
+            ratio = float(truth @ due) / float(due @ due)
+            # A script may add something to gradients, or clear them between passes. Then there is no such factor.
+            if length(truth - ratio * due) <= _SAME_DIRECTION * length(truth):
+                ratios.append(ratio)
+    usual = median(ratios) if ratios else 1.0
+    return usual if all(abs(ratio - usual) <= _SAME_DIRECTION * abs(usual) for ratio in ratios) else 1.0
 
 
 # --- Norms and clipped gradients ---

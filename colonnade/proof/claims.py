@@ -48,6 +48,9 @@ class Claim:
     doubt: int = 0
     """Evidence against it, such as healthy parameters that would share the mistake. Counts after `rank`."""
 
+    is_local: bool = False
+    """The mistake is no part of a reduction, so the sentence quotes no ledger row."""
+
     @property
     def key(self) -> tuple[str, str]:
         """Claims with equal keys on several parameters are one finding."""
@@ -114,7 +117,10 @@ def sum_not_made(case: GradientCase, missing: Sequence[str], what: str) -> Claim
     """The claim that the required reduction over these modes is not made. Its cause depends on the kind of reduction."""
     over = " and ".join(missing)
     if any(case.required.get(mode, 1.0) > 1 for mode in missing):
-        return Claim("not-reduced", what, f"the handler that sums it over {over}", modes=tuple(missing))
+        where = f"the handler that sums it over {over}"
+        if not case.info.ledger:
+            where = f"the code that sums it over {over}, and whether the step waits for that (wait() of async_op=True)"
+        return Claim("not-reduced", what, where, modes=tuple(missing))
     if case.info.tied or any("PIPELINE" in mode.upper() for mode in missing):
         what = f"is that of only one of its copies: tied weights are not summed over {over}"
         where = "the handler of tied weights, and the declaration of the copies as tied"
@@ -129,6 +135,8 @@ def sum_not_made(case: GradientCase, missing: Sequence[str], what: str) -> Claim
 CAUSES: Mapping[str, str] = {
     "not-finite": "NaN or infinity, with the first value and its ranks",
     "weights-differ-at-start": "the ranks do not start with the weights of one model",
+    "changed-between-steps": "weights, buffers or optimizer state were changed outside of the step, on some ranks",
+    "rows-differ": "the ranks together ran on more or fewer rows of the batch than a single process",
     "masks-differ": "dropout drops other elements on ranks that have the same activation",
     "forward-differs": "an activation differs from the reference, with the first module",
     "loss-differs": "the activations agree, but the reported loss does not",
@@ -157,6 +165,7 @@ CAUSES: Mapping[str, str] = {
     "micro-batch-twice": "one micro-batch counts twice",
     "micro-batch-missing": "one micro-batch is lost",
     "mean-of-means": "batches with different token counts have equal weights",
+    "own-decision": "each rank decides something, or takes statistics, from its own batch instead of the global batch",
     "stale-gradient": "the gradient of the previous step",
     "missing-gradient": "no gradient, or zero",
     "norm-counts-replicas": "elements that several ranks store count several times in the norm",

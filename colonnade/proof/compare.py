@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import permutations
 from math import inf, isfinite, nan, sqrt
 from statistics import median
 from typing import Any
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from colonnade.errors import listed
 from colonnade.proof.random_numbers import LOOP, DrawsOfRanks
-from colonnade.proof.record import Loss, Piece, Record, RecordedStep
+from colonnade.proof.record import Event, Loss, Piece, Record, RecordedStep
 from colonnade.proof.reference import RoundingSpread, TrueRun, Truth, norm_of
 from colonnade.proof.sketch import SUMS, Block
 
@@ -66,6 +67,36 @@ class GradientEvidence:
     truth_of_data_ranks: Sequence[Tensor] = ()
     """For each data rank: the reference gradient of the mean over that rank's batch."""
     clipped: Compared | None = None
+    held: bool = False
+    """A wrapper accumulates it without reducing it."""
+
+
+@dataclass(frozen=True)
+class Unplaced:
+    """Values of the ranks that cannot be compared, because their places in the value of a single process are unknown."""
+
+    shape: tuple[int, ...]
+    """Of the first rank."""
+    of_truth: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"shape {self.shape} on a rank, {self.of_truth} in a single process"
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The inputs and outputs of modules in the first forward pass."""
+
+    events: Sequence[Event] = ()
+    """("in" or "out", module), in the order of the reference's forward pass."""
+    inputs: Mapping[str, Sequence[Compared | Unplaced]] = field(default_factory=dict)
+    """By module: each of its inputs."""
+    unplaced: Mapping[str, Unplaced] = field(default_factory=dict)
+    """By module: outputs that cannot be compared."""
+    tokens: Mapping[str, tuple[int, Mapping[int, tuple[int, ...]]]] = field(default_factory=dict)
+    """By module with an output that is sharded along one dimension: its size there, and by rank the indices along it."""
+    rows: tuple[str, int, tuple[int, ...]] | None = None
+    """The first module, its rows in the reference, and its rows on each data rank, of all calls; None: unknown."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +118,20 @@ class StepEvidence:
     """By group, layer or parameter, as `engine.grad_norms()` names them."""
     found_norms: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
     loss_spread: float = 0.0
+    forward: Forward = Forward()
+    changed: Mapping[str, Compared] = field(default_factory=dict)
+    """At the start of the step: weights and buffers that changed since the previous step, on a rank or in the reference."""
+    changed_on: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """By weight, buffer or tensor of the optimizer's state: the ranks that changed it between the steps."""
+    changed_in_reference: frozenset[str] = frozenset()
+    in_eval: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """By module that trains on some ranks only: the ranks on which it is in evaluation mode."""
+    options: Mapping[str, Mapping[float, tuple[int, ...]]] = field(default_factory=dict)
+    """By option of the optimizer (with its parameter group) that differs between ranks: the ranks, by value."""
+    evaluations: Sequence[int] = ()
+    """By rank: the number of passes of the model without gradients since the previous step."""
+    root_losses: bool = False
+    """The losses are the values that backward passes start at. Nobody reports them."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +163,6 @@ class Evidence:
     norm_type: float = 2.0
     notes: Sequence[str] = ()
     """Changes that were made for the comparison, such as dropout set to 0."""
-    differing_modes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """By module that trains on some ranks only: the ranks on which it is in evaluation mode."""
     sliced_differently: Sequence[str] = ()
     """The modes whose ranks sliced different batches, where all should slice the same one."""
     differing_draws: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -176,10 +219,6 @@ def assemble(records: Sequence[Record], truth: TrueRun) -> Evidence:
         *warn_of_parameters_without_optimizer(records, truth.names),
         *warn_of_equal_stages(records),
     ]
-    eval_modes: dict[str, dict[bool, list[int]]] = {}
-    for record in records:
-        for name, in_eval in record.ran_in_eval.items():
-            eval_modes.setdefault(name, {}).setdefault(in_eval, []).append(record.rank)
     return Evidence(
         world_size=len(records),
         groups=run.groups,
@@ -203,7 +242,6 @@ def assemble(records: Sequence[Record], truth: TrueRun) -> Evidence:
         redrawn=truth.replays.redrawn,
         host=drawn_on_host(records, truth.host),
         same_host=all(record.run.host == run.host for record in records),
-        differing_modes={name: tuple(ranks[True]) for name, ranks in eval_modes.items() if len(ranks) > 1},
         sliced_differently=side_by_side.sliced_differently(truth.steps[0].activations) if truth.steps else (),
     )
 
@@ -346,14 +384,77 @@ class _SideBySide:
                 for name, value in truth.buffers.items()
                 if name in self.names(truth.buffers)
             },
-            activations=self._activations([step.activations for step in steps], truth, spread),
-            recomputed=self._activations([step.recomputed for step in steps], truth, spread),
+            activations=(activations := self._activations([step.activations for step in steps], truth, spread))[0],
+            recomputed=self._activations([step.recomputed for step in steps], truth, spread)[0],
+            forward=self._forward(steps, truth, *activations[1:]),
             norm=truth.norm,
             found_norm=[step.norm for step in steps] if any(step.norm is not None for step in steps) else (),
             norms=self._norms(truth, steps),
             found_norms={key: [step.norms.get(key) for step in steps] for step in steps[:1] for key in step.norms},
             loss_spread=spread.loss,
+            root_losses=not any(record.run.has_engine for record in self.records),
+            options=self._options(at),
+            evaluations=[step.evaluations for step in steps],
+            **self._between_steps(at, truth, spread),
         )
+
+    def _between_steps(self, at: int, truth: Truth, spread: RoundingSpread) -> dict[str, Any]:
+        """The weights, buffers, state and modes that changed since the previous step."""
+        on_ranks: dict[str, list[int]] = {}
+        modes: dict[str, dict[bool, list[int]]] = {}
+        for record, local in zip(self.records, self.local, strict=True):
+            here, step = {own: name for name, own in local.items()}, record.steps[at]
+            for name in step.changed:
+                on_ranks.setdefault(here.get(name, name), []).append(record.rank)
+            for key, name in step.changed_state:
+                on_ranks.setdefault(f"{key} of {here.get(name, name)}", []).append(record.rank)
+            for name, in_eval in step.in_eval.items():
+                modes.setdefault(name, {}).setdefault(in_eval, []).append(record.rank)
+
+        # A tensor that did not change has its value of the end of the previous step.
+        def started(record: Record) -> Mapping[str, Tensor]:
+            before = record.steps[at - 1] if at else None
+            return {
+                **(record.start if before is None else {**before.weights, **before.buffers}),
+                **record.steps[at].changed,
+            }
+
+        compared = {
+            name: self._compared(
+                truth.changed.get(name, truth.started.get(name, torch.zeros(()))),
+                self.local_values(name, started),
+                spread,
+                "changed" if name in truth.changed else "weights",
+                name,
+            )
+            for name in dict.fromkeys([*on_ranks, *truth.changed])
+            if name in truth.changed or name in truth.started
+        }
+        return {
+            "changed": {name: entry for name, entry in compared.items() if entry.found},
+            "changed_on": {name: tuple(ranks) for name, ranks in on_ranks.items()},
+            "changed_in_reference": frozenset(
+                [*truth.changed, *(f"{key} of {name}" for key, name in truth.changed_state)]
+            ),
+            "in_eval": {name: tuple(ranks[True]) for name, ranks in modes.items() if len(ranks) > 1},
+        }
+
+    def _options(self, at: int) -> dict[str, dict[float, tuple[int, ...]]]:
+        """The options of the optimizer that differ between ranks with the same parameters in a group."""
+        found: dict[str, dict[float, tuple[int, ...]]] = {}
+        for number, (_, names) in enumerate(self.records[0].groups):
+            by_key: dict[str, dict[float, tuple[int, ...]]] = {}
+            for record in self.records:
+                options = record.steps[at].options
+                if number < min(len(record.groups), len(options)) and record.groups[number][1] == names:
+                    for key, value in options[number].items():
+                        ranks = by_key.setdefault(key, {})
+                        ranks[value] = (*ranks.get(value, ()), record.rank)
+            many = len(self.records[0].groups) > 1
+            for key, ranks in by_key.items():
+                if len(ranks) > 1:
+                    found[f"{key} of parameter group {number}" if many else key] = ranks
+        return found
 
     def _compared(
         self, truth: Tensor, found: list[LocalValue], spread: RoundingSpread, kind: str, name: str
@@ -362,8 +463,17 @@ class _SideBySide:
 
     def _gradient(self, name: str, at: int, truth: Truth, spread: RoundingSpread) -> GradientEvidence:
         zeros = torch.zeros_like(truth.weights[name])
-        total, clipped = (self._pieces(name, at, kind) for kind in ("total", "clipped"))
+        total, stepped, clipped = (self._pieces(name, at, kind) for kind in ("total", "stepped", "clipped"))
         whole = self._compared(truth.total.get(name, zeros), total, spread, "total", name)
+
+        # An optimizer may reduce gradients inside step(). They are compared at the end of the step if they are wrong before and
+        # the step changes them; the reference steps without reductions.
+        if stepped and (not total or _error(whole) > 1e-6):
+            kind = "stepped" if name in truth.stepped else "total"
+            after = self._compared(getattr(truth, kind).get(name, zeros), stepped, spread, kind, name)
+            if not total or _error(after) < _error(whole):
+                whole = after
+        keys = [local.get(name) for local in self.local]
         return GradientEvidence(
             total=whole,
             raw=self._raw(name, at),
@@ -372,6 +482,7 @@ class _SideBySide:
             clipped=self._compared(truth.clipped.get(name, zeros), clipped, spread, "clipped", name)
             if truth.clipped and clipped
             else None,
+            held=any(key in record.steps[at].held for key, record in zip(keys, self.records, strict=True)),
         )
 
     def _pieces(self, name: str, at: int, kind: str) -> list[LocalValue]:
@@ -413,33 +524,111 @@ class _SideBySide:
 
     def _activations(
         self, seen: Sequence[Mapping[str, Tensor]], truth: Truth, spread: RoundingSpread
-    ) -> dict[str, Compared]:
-        """The outputs that are full on each rank, or its rows and tokens of the global batch. Other shardings are left out."""
-        found = {}
+    ) -> tuple[dict[str, Compared], dict[str, Unplaced], dict[str, Tokens]]:
+        """The outputs of modules that can be compared; those that cannot; and the indices of sharded ones along a dimension."""
+        found: dict[str, Compared] = {}
+        unplaced: dict[str, Unplaced] = {}
+        tokens: dict[str, Tokens] = {}
         is_staged = any(local.keys() != self.local[0].keys() for local in self.local)
         for name, value in truth.activations.items():
             if not name and is_staged:
                 continue  # the output of a stage is not that of the model
-            parts = [
-                self._place_output(record, outputs[name], value)
-                for record, outputs in zip(self.records, seen, strict=True)
-                if name in outputs
+            outputs = [(record, some[name]) for record, some in zip(self.records, seen, strict=True) if name in some]
+            compared = self._placed(outputs, value, spread, name)
+            if isinstance(compared, Compared):
+                found[name] = compared
+            elif compared is not None:
+                unplaced[name] = compared
+            if (indices := _tokens_of(outputs, value)) is not None:
+                tokens[name] = indices
+        return found, unplaced, tokens
+
+    def _forward(
+        self,
+        steps: Sequence[RecordedStep],
+        truth: Truth,
+        unplaced: Mapping[str, Unplaced],
+        tokens: Mapping[str, Tokens],
+    ) -> Forward:
+        # The input of a stage is not that of the model, and torch's stages run on made-up inputs to find out shapes.
+        is_staged = any(local.keys() != self.local[0].keys() for local in self.local)
+        inputs: dict[str, list[Compared | Unplaced]] = {}
+        for name, values in truth.inputs.items():
+            if not name and is_staged:
+                continue
+            some = [
+                (record, step.inputs[name])
+                for record, step in zip(self.records, steps, strict=True)
+                if name in step.inputs
             ]
-            known = [part for part in parts if part is not None]
-            compared = self._compared(value, known, spread, "activations", name)
-            if not known or len(known) < len(parts) or uncovered(compared):
-                continue  # sharded in another way, or not run by ranks whose rows are missing
+            if not some or not values or any(len(own) != len(values) for _, own in some):
+                continue
+            placed = [
+                self._placed([(record, own[at]) for record, own in some], value, RoundingSpread(), name)
+                for at, value in enumerate(values)
+            ]
+            inputs[name] = [entry for entry in placed if entry is not None]
+
+        # Ranks that differ in other axes than those that shard the rows of a batch have the same rows.
+        rows = None
+        if len(truth.rows) == 1 and not is_staged:
+            (first,) = truth.rows
+            own = [
+                step.rows.get(first)
+                for record, step in zip(self.records, steps, strict=True)
+                if all(record.run.coordinates[axis.name] == 0 for axis in self.axes if not axis.distinct or axis.dim)
+            ]
+            if all(count is not None for count in own):
+                rows = (first, truth.rows[first], tuple(count for count in own if count is not None))
+        return Forward(truth.events, inputs, unplaced, tokens, rows)
+
+    def _placed(
+        self, values: Sequence[tuple[Record, Tensor]], truth: Tensor, spread: RoundingSpread, name: str
+    ) -> Compared | Unplaced | None:
+        """The values of ranks at their places in the value of the reference; None: some rows ran on no rank."""
+        if not values:
+            return None
+        parts = [self._place_output(record, value, truth) for record, value in values]
+        known = [part for part in parts if part is not None]
+        compared = self._compared(truth, known, spread, "activations", name)
+        if known and len(known) == len(parts):
+            if uncovered(compared):
+                return None  # not run by ranks whose rows are missing
 
             # Sequences need not be sharded into blocks. If the ranks have the tokens of the reference at other places, the
             # places are unknown, and the output cannot be compared.
-            is_wrong = any(distance(part, value) > 1e-3 * length(value) for part in known)
-            if is_wrong and value.dim() > 2 and all(part.positions is not None for part in known):
-                tokens = torch.cat([part.value.double().norm(dim=-1).flatten() for part in known]).sort().values
-                wanted = value.double().norm(dim=-1).flatten().sort().values
-                if len(tokens) == len(wanted) and bool((tokens - wanted).norm() <= 1e-6 * wanted.norm()):
-                    continue
-            found[name] = compared
-        return found
+            is_wrong = any(distance(part, truth) > 1e-3 * length(truth) for part in known)
+            if not is_wrong or truth.dim() <= 2 or any(part.positions is None for part in known):
+                return compared
+            tokens = torch.cat([part.value.double().norm(dim=-1).flatten() for part in known]).sort().values
+            wanted = truth.double().norm(dim=-1).flatten().sort().values
+            if len(tokens) != len(wanted) or bool((tokens - wanted).norm() > 1e-6 * wanted.norm()):
+                return compared
+            return Unplaced(tuple(values[0][1].shape), tuple(truth.shape))
+
+        # Any other sharding (of channels, or without a batch dimension) is not known. If the usual one, in blocks, gives the
+        # values of the reference, it is the sharding; otherwise values and sharding cannot be told apart.
+        for part in self._in_blocks(values, truth):
+            if all(distance(one, truth) <= 1e-6 * length(truth) for one in part):
+                return self._compared(truth, part, spread, "activations", name)
+        return Unplaced(tuple(values[0][1].shape), tuple(truth.shape))
+
+    def _in_blocks(self, values: Sequence[tuple[Record, Tensor]], truth: Tensor) -> Iterator[list[LocalValue]]:
+        """The values as blocks along the dimensions in which they are shorter than the reference, for each choice of axes."""
+        shape = values[0][1].shape
+        if len(shape) != truth.dim() or any(value.shape != shape for _, value in values):
+            return
+        shorter = [dim for dim in range(truth.dim()) if shape[dim] != truth.shape[dim]]
+        axes = [axis for axis in self.axes if axis.size > 1]
+        for chosen in permutations(axes, len(shorter)) if shorter else ():
+            if all(shape[dim] * axis.size == truth.shape[dim] for dim, axis in zip(shorter, chosen, strict=True)):
+                found = []
+                for record, value in values:
+                    places = torch.arange(truth.numel()).view(truth.shape)
+                    for dim, axis in zip(shorter, chosen, strict=True):
+                        places = places.chunk(axis.size, dim)[record.run.coordinates[axis.name]]
+                    found.append(LocalValue(record.rank, value, places))
+                yield found
 
     def _place_output(self, record: Record, output: Tensor, truth: Tensor) -> LocalValue | None:
         """The output of a rank as its rows of the global batch and its tokens of the sequences; None: sharded otherwise."""
@@ -470,6 +659,40 @@ class _SideBySide:
             if is_sliced and all(size * axis.size**2 == full for size, full in lengths):
                 found.append(axis.name.upper())
         return found
+
+
+Tokens = tuple[int, Mapping[int, tuple[int, ...]]]
+"""The size of a dimension, and the indices along it that each rank has."""
+_MOST_TOKENS = 4096
+
+
+def _tokens_of(values: Sequence[tuple[Record, Tensor]], truth: Tensor) -> Tokens | None:
+    """The indices at which each rank's slices are in the reference, if a value is sharded along one dimension but the last."""
+    if not values:
+        return None
+    shape = values[0][1].shape
+    shorter = [dim for dim in range(truth.dim()) if len(shape) == truth.dim() and shape[dim] != truth.shape[dim]]
+    if len(shorter) != 1 or shorter[0] == truth.dim() - 1 or any(value.shape != shape for _, value in values):
+        return None
+    (dim,) = shorter
+    if truth.shape[dim] > _MOST_TOKENS:
+        return None
+    whole, found = truth.double().movedim(dim, 0).flatten(1), {}
+    if len(whole.unique(dim=0)) < len(whole):
+        return None  # equal slices have no place of their own
+    for record, value in values:
+        apart = torch.cdist(value.double().movedim(dim, 0).flatten(1), whole)
+        nearest, at = apart.min(1)
+        if not bool((nearest <= 1e-6 * whole.norm(dim=1)[at]).all()):
+            return None
+        found[record.rank] = tuple(at.tolist())
+    return len(whole), found
+
+
+def _error(compared: Compared) -> float:
+    """The largest relative distance of a rank."""
+    size = length(compared.truth) or 1.0
+    return max((distance(part, compared.truth) / size for part in compared.found), default=inf)
 
 
 def mean_of(losses: Sequence[Loss | None]) -> Loss | None:
@@ -589,16 +812,25 @@ GRADIENT, NORM, NORMS, CLIPPED = "gradient", "norm", "norm of a part", "clipped 
 UNCERTAIN = "uncertain"
 """The status of a value that changes between runs of the single process, so that it cannot be compared."""
 WEIGHTS, BUFFER, RANDOM, MODE = "weights", "buffer", "random numbers", "evaluation mode"
+STARTED, STATE, OPTION = "start of the step", "optimizer state at the start of the step", "option of the optimizer"
 
 
 def compare(evidence: Evidence) -> list[Row]:
     """A row for every recorded value, in the order in which a step computes them."""
     tolerance = Tolerance.for_run(evidence)
     rows = list(_tensors(WEIGHTS_AT_START, None, evidence.weights_at_start, tolerance))
-    rows += [Row(MODE, name, None, "differs", inf, 0.0, ranks) for name, ranks in evidence.differing_modes.items()]
     for name, ranks in evidence.differing_draws.items():
         rows.append(Row(RANDOM, name, None, "differs" if ranks else "equal", inf if ranks else 0.0, 0.0, ranks))
     for at, step in enumerate(evidence.steps):
+        # What changed between the steps.
+        rows += [Row(MODE, name, at, "differs", inf, 0.0, ranks) for name, ranks in step.in_eval.items()]
+        rows += _tensors(STARTED, at, step.changed, tolerance)
+        for name, ranks in step.changed_on.items():
+            if name not in step.changed and len(ranks) < evidence.world_size:
+                others = tuple(rank for rank in range(evidence.world_size) if rank not in ranks)
+                wrong = others if name in step.changed_in_reference else ranks
+                rows.append(Row(STATE, name, at, "differs", inf, 0.0, wrong))
+
         # A module may run only on the ranks whose samples use it; its output for the other samples is unknown.
         everywhere = {name: entry for name, entry in step.activations.items() if not uncovered(entry)}
         outputs = list(_tensors(ACTIVATION, at, everywhere, tolerance))
@@ -619,7 +851,15 @@ def compare(evidence: Evidence) -> list[Row]:
         rows += _norms(at, step, tolerance)
         clipped = {name: gradient.clipped for name, gradient in step.gradients.items() if gradient.clipped is not None}
         rows += _tensors(CLIPPED, at, clipped, tolerance)
-        rows += _tensors(WEIGHTS, at, step.weights, tolerance)
+        weights = list(_tensors(WEIGHTS, at, step.weights, tolerance))
+        rows += weights
+        if loss.status == "differs" and step.root_losses:
+            followers = [row for row in rows if row.step == at and row.quantity in (GRADIENT, CLIPPED, WEIGHTS)]
+            if scale := _scale_of_loss(evidence, step) if all(row.ok for row in followers) and step.gradients else "":
+                rows[rows.index(loss)] = replace(loss, status="equal", error=0.0, ranks=(), detail=scale)
+        for name, by_value in step.options.items() if not all(row.ok for row in weights) else ():
+            shown = " and ".join(f"{value:g} on {_these(ranks)}" for value, ranks in by_value.items())
+            rows.append(Row(OPTION, name, at, "differs", inf, 0.0, min(by_value.values(), key=len), shown))
         rows += _tensors(BUFFER, at, step.buffers, tolerance)
 
     # Differences after a module that drew other numbers than on the ranks may come from these numbers, also if they lead to the
@@ -632,7 +872,7 @@ def compare(evidence: Evidence) -> list[Row]:
     first = next((at for at, name in enumerate(order) if name in modules), len(order)) if modules else 0
     certain = {(ACTIVATION, name) for name in order[:first]}
     certain |= {
-        (row.quantity, row.name) for row in rows if row.quantity in (WEIGHTS_AT_START, RECOMPUTED, RANDOM, MODE)
+        (row.quantity, row.name) for row in rows if row.quantity in (WEIGHTS_AT_START, RECOMPUTED, RANDOM, MODE, STATE)
     }
     return [
         replace(row, status=UNCERTAIN) if row.status == "differs" and (row.quantity, row.name) not in certain else row
@@ -672,6 +912,16 @@ def needed_as_a_whole(rows: Iterable[Row], sketched: Collection[str], names: Nam
     if any(row.quantity in (NORM, NORMS, CLIPPED) for row in wrong):
         return sorted(sketched)
     return [name for name in sorted(sketched) if names.get(name, name) in {row.name for row in wrong}]
+
+
+def notes_of_rows(rows: Sequence[Row]) -> list[str]:
+    """Notes on values that differ without an effect."""
+    scaled = next((row for row in rows if row.quantity == LOSS and row.ok and "times the loss" in row.detail), None)
+    return (
+        [f"the value that backward() starts from is {scaled.detail}, so it counts as a scale of the loss"]
+        if scaled
+        else []
+    )
 
 
 def compare_tensor(compared: Compared, allowed: float, quantity: str, name: str, step: int | None) -> Row:
@@ -807,6 +1057,18 @@ def _loss(at: int, step: StepEvidence, tolerance: Tolerance) -> Row:
     if row.status == "differs" and in_units(abs(mean - step.loss), allowed) <= 1:
         return Row(LOSS, "loss", at, "equal", in_units(abs(mean - step.loss), allowed), allowed, (), "as a mean")
     return row
+
+
+def _scale_of_loss(evidence: Evidence, step: StepEvidence) -> str:
+    """The factor of the loss, if it is the size of a group: a scale that the script takes out of the gradients."""
+    found = [value for value in step.found_loss if value is not None]
+    factor = sum(found) / len(found) / step.loss if found and step.loss else 0.0
+    sizes = {evidence.world_size, *(len(group) for groups in evidence.groups.values() for group in groups)}
+    for size in sorted(sizes - {1}):
+        for value in (float(size), 1 / size):
+            if abs(factor - value) <= max(1e-9, 2 * step.loss_spread / abs(step.loss)) * value:
+                return f"{value:g} times the loss of a single process, while every gradient and weight agrees"
+    return ""
 
 
 def _norms(at: int, step: StepEvidence, tolerance: Tolerance) -> Iterator[Row]:
@@ -962,6 +1224,10 @@ def short_ranks(ranks: Sequence[int]) -> str:
     if not ranks:
         return ""
     return str(ranks) if len(ranks) <= 8 else f"[{ranks[0]}, {ranks[1]}, ... {ranks[-1]}] ({len(ranks)})"
+
+
+def _these(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {short_ranks(ranks)}"
 
 
 def _step(step: int | None) -> str:

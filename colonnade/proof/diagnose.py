@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations
 from math import isclose
 
 from torch import Tensor
@@ -27,26 +28,37 @@ from colonnade.proof.compare import (
     MODE,
     NORM,
     NORMS,
+    OPTION,
     RANDOM,
     RECOMPUTED,
+    STARTED,
+    STATE,
     UNCERTAIN,
     WEIGHTS,
     WEIGHTS_AT_START,
     Compared,
     Evidence,
     Finding,
+    GradientEvidence,
+    LocalValue,
     Report,
     Row,
     StepEvidence,
+    Tolerance,
+    Unplaced,
     compare,
+    compare_tensor,
     differing_elements,
+    notes_of_rows,
     short_ranks,
+    typical_spread,
     why_uncertain,
 )
 from colonnade.texts import pattern_of
 
 _SURE = 80
 """Claims of this rank and above state that something differs, but hardly why."""
+_FEW = 8
 _TESTED_ELEMENTS = 20_000_000
 """Up to this many elements in total, every differing gradient is tested on its own."""
 
@@ -56,7 +68,8 @@ def diagnose(evidence: Evidence) -> Report:
     rows = compare(evidence)
     wrong = [row for row in rows if not row.ok and row.status != UNCERTAIN]
     findings = _Diagnosis(evidence, rows).findings() if wrong else []
-    return Report(tuple(findings), tuple(rows), tuple(evidence.notes), why_uncertain(evidence, rows))
+    notes = (*evidence.notes, *notes_of_rows(rows))
+    return Report(tuple(findings), tuple(rows), notes, why_uncertain(evidence, rows))
 
 
 class _Diagnosis:
@@ -91,13 +104,17 @@ class _Diagnosis:
                 for mode in self.evidence.sliced_differently
             ]
 
+        # Weights and state that changed since the previous step, by code outside of the step.
+        if between := self._between_steps():
+            return between
+
         # The forward pass. Different masks make different activations, so masks come first. If the output of a module changes
         # when it is recomputed, either of the two outputs may be the right one: then only the recomputation is reported.
         again = self._recomputed()
         forward = self._masks() or ([] if again else self._forward())
 
         # Gradients follow from activations, so they are examined only if the activations are right.
-        backward = forward or again or self._gradients()
+        backward = forward or again or self._first_pass() or self._gradients()
 
         # A reported loss can be wrong without any effect on gradients, as a mean over the wrong ranks. But it can also be the
         # reason of gradients that no hypothesis explains; then the loss is the better thing to report.
@@ -107,7 +124,7 @@ class _Diagnosis:
 
         # Norm, clipped gradient and weight: each follows from the one before.
         if not backward:
-            found += self._norm() or self._clipped() or self._weights()
+            found += self._norm() or self._clipped() or self._options() or self._weights()
 
         # Buffers (running statistics) follow from activations only.
         if not forward:
@@ -170,19 +187,66 @@ class _Diagnosis:
         sentence = f"{_called(row)} is the first value that is not finite, on {self._ranks(row.ranks)}{source}."
         return [Finding("not-finite", (row.name,), row.step, sentence)]
 
+    def _between_steps(self) -> list[Finding]:
+        """Weights, buffers and optimizer state that were right at the end of the previous step and are wrong at the start of this one."""
+        rows, kinds = self.num_rows(STARTED, STATE), dict[tuple[str, tuple[int, ...]], list[str]]()
+        since = f"between step {self.at - 1} and step {self.at}" if self.at else "between the start and step 0"
+        for row in rows:
+            ranks, step = row.ranks, self.step
+            on = step.changed_on.get(row.name, ())
+            if row.name in step.changed_in_reference and not set(on) & set(ranks):
+                others = f" and on {self._ranks(on)}" if on else ""
+                how = f"changed {since} in a single process{others}, but not on {self._ranks(ranks)}"
+            elif row.name not in step.changed_in_reference:
+                how = f"changed {since} on {self._ranks(ranks)}, but not in a single process"
+            else:
+                how = f"changed {since} on {self._ranks(ranks)} in another way than in a single process"
+            kinds.setdefault((how, ranks), []).append(row.name)
+        return [
+            Finding(
+                "changed-between-steps",
+                tuple(names),
+                self.at,
+                f"{_shortened(names)} {how}; look at code outside of the step that only some ranks run: averages of weights "
+                f"and teachers, weights that are swapped for an evaluation, and loading{self._evaluations()}.",
+            )
+            for (how, _), names in kinds.items()
+        ]
+
+    def _evaluations(self) -> str:
+        """The passes without gradients before this step, if some ranks ran more of them."""
+        counts = {
+            count: [rank for rank, own in enumerate(self.step.evaluations) if own == count]
+            for count in self.step.evaluations
+        }
+        if len(counts) < 2:
+            return ""
+        shown = " and ".join(
+            f"{count} on {self._ranks(ranks)}" for count, ranks in sorted(counts.items(), reverse=True)
+        )
+        return f" (passes without gradients before this step: {shown})"
+
+    def _options(self) -> list[Finding]:
+        """Options of the optimizer that differ between ranks, of which the weights follow."""
+        return [
+            Finding(
+                "optimizer-differs",
+                (),
+                self.at,
+                f"{row.name} of the optimizer is {row.detail}; look at schedulers that each rank steps by values of its own, such as "
+                f"its loss or its number of batches.",
+            )
+            for row in self.num_rows(OPTION)
+        ]
+
     def _masks(self) -> list[Finding]:
         if in_eval := self.num_rows(MODE):
-            names = tuple(row.name or "the model" for row in in_eval)
+            names = tuple(row.name for row in in_eval if row.name)
+            names = ("the model",) if len(names) < len(in_eval) else names  # then its modules follow it
             verb, kind = ("are", "modules ") if len(names) > 1 else ("is", "" if names == ("the model",) else "module ")
             where = f"{verb} in evaluation mode on {self._ranks(in_eval[0].ranks)} and in training mode on the others"
-            return [
-                Finding(
-                    "forward-differs",
-                    names,
-                    None,
-                    f"{kind}{_shortened(names)} {where}; look for calls of eval() there.",
-                )
-            ]
+            sentence = f"{kind}{_shortened(names)} {where}; look for calls of eval() there{self._evaluations()}."
+            return [Finding("forward-differs", names, self.at, sentence)]
         return [
             Finding(
                 "masks-differ",
@@ -195,37 +259,115 @@ class _Diagnosis:
         ]
 
     def _forward(self) -> list[Finding]:
-        row = next(iter(self.num_rows(ACTIVATION)), None)
-        if row is None:
+        """The first input or output of a module that differs, with the modules before it that could not be compared."""
+        forward, outputs = self.step.forward, {row.name: row for row in self.rows if row.quantity == ACTIVATION}
+        first_module, differing = next(iter(self.step.activations), None), self.num_rows(ACTIVATION)
+
+        # Rows that are dropped or taken twice change everything that comes after.
+        if forward.rows is not None and (not outputs or (differing and differing[0].name == first_module)):
+            name, count, own = forward.rows
+            if sum(own) != count:
+                shown = " and ".join(map(str, own)) if len(own) <= 4 else f"{own[0]}, {own[1]}, ..."
+                sentence = (
+                    f"{_module(name)} ran on {sum(own)} rows in this step on the ranks ({shown} on each data rank), and on {count} "
+                    f"rows in a single process; look at how a batch is split into micro-batches, and at rows that are dropped."
+                )
+                return [Finding("rows-differ", (name,), self.at, sentence)]
+        if not differing:
             return []
-        case, module = (
-            self._case(self.step.activations[row.name], row),
-            f"module {row.name}" if row.name else "the model",
-        )
-        rounded = claims("activation", case)
-        best = _simplest([*claims("tensor", case), *rounded])
 
         # The output of the first module depends on nothing but the batch and its weights, and the weights are right.
-        if best is not None and best not in rounded and row.name == next(iter(self.step.activations)):
-            if best.cause == "replicas-differ":
+        row = differing[0]
+        case = self._case(self.step.activations[row.name], row)
+        rounded = claims("activation", case)
+        best = _simplest([*claims("tensor", case), *rounded])
+        if best is not None and best not in rounded and row.name == first_module:
+            if best.cause == "replicas-differ" and self._share_data(row.ranks):
                 sentence = f"the output of the first module, {row.name}, {best.what}: ranks of one data rank were given different batches."
                 return [Finding("replicas-differ", (row.name,), self.at, sentence)]
             if best.cause == "shards-swapped" and len(row.ranks) < len(self.step.activations[row.name].found):
                 sentence = f"the output of the first module, {row.name}, {best.what}: some ranks were given the batch of another rank; look at the loader."
                 return [Finding("micro-batch-twice", (row.name,), self.at, sentence)]
 
-        # The ledger tells which reductions the parameters of the module have; the first parameter is representative.
-        inside = (name for name in self.evidence.parameters if name.startswith(f"{row.name}."))
-        ledger = next((text for name in inside if (text := _ledger_line(self.evidence, name))), "")
-        how = f"its output {best.what}" if best else f"its output is off by {row.error:.3g} tolerances"
-        where = f"that module, and {best.where}" if best else "that module"
-        sentence = (
-            f"{module} is the first whose output differs, on {self._ranks(row.ranks)}: {how}, while everything recorded "
-            f"before it agrees; look at {where}{ledger}."
+        # The values before that output, in the order of the forward pass. If the input of a module is wrong, and so is its
+        # output as far as it is known, then the mistake is before that module.
+        tolerance = Tolerance.for_run(self.evidence)
+        typical = typical_spread(self.step.activations.values())
+        known, unknown, wrong_input, input_is_right = "", list[str](), None, False
+        for kind, name in forward.events:
+            if kind == "in" and (values := forward.inputs.get(name)):
+                compared = [value for value in values if isinstance(value, Compared)]
+                found = [
+                    (value, compare_tensor(value, tolerance.of(value, typical), "input", name, self.at))
+                    for value in compared
+                ]
+                off = [(value, entry) for value, entry in found if not entry.ok]
+                if off and not (name in outputs and outputs[name].ok):
+                    wrong_input = (name, *off[0])
+                    break
+                if not off and len(compared) == len(values):
+                    known, input_is_right = f"the input of {_module(name)}", name == row.name
+            elif (kind, name) == ("out", row.name):
+                break
+            elif kind == "out" and name in forward.unplaced:
+                unknown.append(name)
+            elif kind == "out" and name in outputs and outputs[name].ok and not outputs[name].detail:
+                known = f"the output of {_module(name)}"
+                # A module inside this one, or one that it took its input from, has done nothing wrong.
+                taken = {value.shape for value in forward.inputs.get(name, ()) if isinstance(value, Unplaced)}
+                unknown = [
+                    other
+                    for other in unknown
+                    if not (other.startswith(f"{name}.") or not name) and forward.unplaced[other].shape not in taken
+                ]
+        hidden = (
+            f"{_shortened(unknown)} ({forward.unplaced[unknown[0]]}), which could not be compared" if unknown else ""
         )
+
+        if wrong_input is not None:
+            name, value, row = wrong_input
+            case = self._case(value, row)
+            rounded = claims("activation", case)
+            best = _simplest([*claims("tensor", case), *rounded])
+            how = f"it {best.what}" if best else f"it is off by {row.error:.3g} tolerances"
+            where = f"the code between {known} and {_module(name)}" if known else f"the code before {_module(name)}"
+            before = f", while {known}, the last value before it that could be compared, agrees" if known else ""
+            sentence = (
+                f"the input of {_module(name)} is the first value that differs, on {self._ranks(row.ranks)}: {how}{before}; "
+                f"look at {where}{f', and at {hidden}' if hidden else ''}{f', and at {best.where}' if best else ''}.{self._unlike_tokens()}"
+            )
+        else:
+            name = row.name
+            how = f"its output {best.what}" if best else f"its output is off by {row.error:.3g} tolerances"
+            also = ", while everything recorded before it agrees" if not hidden else ""
+            also = ", while its input agrees" if hidden and input_is_right else also
+            where = f"that module{f', and {best.where}' if best else ''}{f', and {hidden}' if hidden else ''}"
+            sentence = f"{_module(name)} is the first whose output differs, on {self._ranks(row.ranks)}: {how}{also}; look at {where}.{self._unlike_tokens()}"
         if best is not None and best in rounded:
-            return [Finding("rounded", (row.name,), self.at, sentence)]
-        return [Finding("forward-differs", (row.name,), self.at, sentence, best.factor if best else None)]
+            return [Finding("rounded", (name,), self.at, sentence)]
+        return [Finding("forward-differs", (name,), self.at, sentence, best.factor if best else None)]
+
+    def _share_data(self, wrong: Sequence[int]) -> bool:
+        """Whether one of these ranks is to have the same data as a rank that is not one of them."""
+        ranks = range(self.evidence.world_size)
+        return any(
+            other not in wrong
+            and other not in self.groups.joint([self.groups.name(mode) for mode in self.groups.distinct], rank)
+            for rank in wrong
+            for other in ranks
+        )
+
+    def _unlike_tokens(self) -> str:
+        """Two modules whose outputs are those of the reference at different places of a dimension, on one rank."""
+        tokens = list(self.step.forward.tokens.items())
+        for (a, (size, own)), (b, (other_size, other)) in combinations(tokens, 2):
+            for rank in own.keys() & other.keys() if size == other_size else ():
+                if own[rank] != other[rank] and len(own[rank]) == len(other[rank]):
+                    return (
+                        f" On rank {rank}, the output of {_module(a)} has the positions {_places(own[rank])} of a single process, "
+                        f"and the output of {_module(b)} has {_places(other[rank])}."
+                    )
+        return ""
 
     def _recomputed(self) -> list[Finding]:
         """Modules whose output changes when they are recomputed in the backward pass, whichever output is right."""
@@ -252,13 +394,67 @@ class _Diagnosis:
             how += f", a factor of {digits(factor)}{either(products)}"
         elif found:
             how += ", and differs between ranks"
+        unplaced = list(self.step.forward.unplaced.items())
         seen = "all recorded activations agree" if self.step.activations else "no activation was recorded"
-        sentence = (
-            f"the loss is {how}, while {seen}; look at how the loss is averaged over micro-batches, tokens and ranks."
-        )
+        where = "how the loss is averaged over micro-batches, tokens and ranks"
+        if unplaced:
+            names, (_, first) = [name or "the model" for name, _ in unplaced], unplaced[0]
+            seen = (
+                "all activations that could be compared agree"
+                if self.step.activations
+                else "no activation could be compared"
+            )
+            where = (
+                f"{where}, or at the forward pass: the outputs of {_shortened(names)} could not be compared ({first})"
+            )
+        sentence = f"the loss is {how}, while {seen}; look at {where}.{self._unlike_tokens()}"
         return [Finding("loss-differs", (), self.at, sentence, factor)]
 
     # --- Gradients ---
+
+    def _first_pass(self) -> list[Finding]:
+        """The mistakes in the gradients of one pass, if later passes of the step started from weights that they changed.
+
+        Sharpness-aware minimization and LBFGS step between the passes, so everything differs after the first wrong gradient.
+        """
+        tolerance, wrong = Tolerance.for_run(self.evidence), list[dict[str, Compared]]()
+        for name, gradient in self.step.gradients.items() if self.num_rows(LOSS) else ():
+            if len(gradient.raw) != len(gradient.truth_of_passes) or not gradient.total.found:
+                return []
+            wrong = wrong or [{} for _ in gradient.raw]
+            if len(wrong) != len(gradient.raw):
+                return []
+            for at, (raw, truth) in enumerate(zip(gradient.raw, gradient.truth_of_passes, strict=True)):
+                row = Row(GRADIENT, name, self.at, "equal", 0.0, 0.0)
+                case = self._gradient_case(row, replace(gradient, raw=[raw]), self.step)
+                found = [
+                    LocalValue(part.rank, due, part.positions)
+                    for part in gradient.total.found
+                    if (due := case.due(part)) is not None
+                ]
+                compared = Compared(truth, found, gradient.total.spread, gradient.total.terms)
+                if found and not compare_tensor(compared, 10 * tolerance.of(compared), GRADIENT, name, self.at).ok:
+                    wrong[at][name] = compared
+        first = next((at for at, some in enumerate(wrong) if some), len(wrong))
+        if not any(wrong[first].keys() < later.keys() for later in wrong[first + 1 :]):
+            return []
+
+        # The step as if it had ended with this pass.
+        gradients = {}
+        for name, gradient in self.step.gradients.items():
+            truth = gradient.truth_of_passes[first]
+            total = wrong[first].get(name, Compared(truth, (), gradient.total.spread, gradient.total.terms))
+            gradients[name] = GradientEvidence(total, [gradient.raw[first]], [truth])
+        steps = [*self.evidence.steps]
+        steps[self.at] = replace(self.step, gradients=gradients, found_loss=[self.step.loss], norms={})
+        rows = [
+            compare_tensor(compared, 10 * tolerance.of(compared), GRADIENT, name, self.at)
+            for name, compared in wrong[first].items()
+        ]
+        findings = _Diagnosis(replace(self.evidence, steps=steps), rows)._gradients()
+        in_pass = f"in pass {first} of {len(wrong)}, "
+        after = "; the later passes start from weights that this changed."
+        return [replace(finding, sentence=in_pass + finding.sentence.removesuffix(".") + after) for finding in findings]
 
     def _gradients(self) -> list[Finding]:
         rows = self.num_rows(GRADIENT)
@@ -285,16 +481,9 @@ class _Diagnosis:
         tested = {}
         for row in chosen:
             before = total(self.at - 1, row.name)
-            case = GradientCase(
-                evidence=self.evidence,
-                groups=self.groups,
-                compared=gradients[row.name].total,
-                row=row,
+            case = replace(
+                self._gradient_case(row, gradients[row.name], self.step),
                 before=None if before is None else before.truth,
-                name=row.name,
-                gradient=gradients[row.name],
-                step=self.step,
-                at=self.at,
                 later=total(self.at + 1, row.name),
                 healthy=healthy,
                 raw_scale=scale,
@@ -311,6 +500,9 @@ class _Diagnosis:
             elements = differing_elements(case.compared, case.row.tolerance)
             some = case.within(elements) if elements is not None else None
             inside = [] if some is None else [claim for kind in kinds for claim in claims(kind, some)]
+            # A few numbers are numbers of a narrower dtype by chance.
+            few = elements is not None and len(elements) < _FEW
+            inside = [claim for claim in inside if not few or claim.cause != "rounded"]
             named = [replace(claim, what=f"(in some of its elements) {claim.what}") for claim in inside]
             found = [claim for claim in named if claim.rank < _SURE] or found or named
         return found
@@ -360,6 +552,18 @@ class _Diagnosis:
 
     def _case(self, tensor: Compared, row: Row, before: Tensor | None = None) -> Case:
         return Case(evidence=self.evidence, groups=self.groups, compared=tensor, row=row, before=before)
+
+    def _gradient_case(self, row: Row, gradient: GradientEvidence, step: StepEvidence) -> GradientCase:
+        return GradientCase(
+            evidence=self.evidence,
+            groups=self.groups,
+            compared=gradient.total,
+            row=row,
+            name=row.name,
+            gradient=gradient,
+            step=step,
+            at=self.at,
+        )
 
     def _group(
         self,
@@ -431,9 +635,23 @@ def _called(row: Row) -> str:
         return f"the {row.name}"
     if row.quantity in (ACTIVATION, RECOMPUTED) and not row.name:
         return "the output of the model"
-    singular = {WEIGHTS: "weight", WEIGHTS_AT_START: "initial weight", NORMS: "norm of", GRADIENT: "gradient of"}
+    singular = {
+        STARTED: "value at the start of the step of",
+        WEIGHTS: "weight",
+        WEIGHTS_AT_START: "initial weight",
+        NORMS: "norm of",
+        GRADIENT: "gradient of",
+    }
     singular |= {ACTIVATION: "output of", RECOMPUTED: "recomputed output of", CLIPPED: "clipped gradient of"}
     return f"the {singular.get(row.quantity, row.quantity)} {row.name}"
+
+
+def _module(name: str) -> str:
+    return f"module {name}" if name else "the model"
+
+
+def _places(indices: Sequence[int]) -> str:
+    return str(list(indices)) if len(indices) <= 8 else f"[{', '.join(map(str, indices[:4]))}, ... {indices[-1]}]"
 
 
 def _shortened(names: Sequence[str]) -> str:
@@ -450,6 +668,8 @@ def _simplest(some: Sequence[Claim]) -> Claim | None:
 def _ledger_line(evidence: Evidence, name: str, claim: Claim | None = None) -> str:
     """The reduction that the ledger plans for a parameter, over the modes of the claim."""
     info = evidence.parameters.get(name)
+    if claim is not None and claim.is_local:
+        return ""
     if info is None or not info.ledger:
         has_one = info is not None and any(other.ledger for other in evidence.parameters.values())
         return " (ledger: no reduction is planned for it)" if has_one else ""

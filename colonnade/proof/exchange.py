@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colonnade.checkpoint.tensor_files import raw_bytes
+from colonnade.comm.groups import own_gloo
 from colonnade.comm.messages import gather_from_all, message_device
-from colonnade.comm.rank_group import own_gloo
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ParityError

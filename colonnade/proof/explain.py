@@ -1,6 +1,6 @@
 """`colonnade explain`: for each class of parameters, its sharding and the reductions of its gradients, with reasons.
 
-Each kind of rank is prepared with the functions that `initialize` uses (`engine.prepare`, `gradients.sum_plan`), on a model
+Each kind of rank is prepared with the functions that `initialize` uses (`engine.prepare`, `gradients.handler`), on a model
 on the meta device. No process is started and no process group is made.
 """
 
@@ -19,9 +19,8 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.prepare import prepare_optimizer, prepare_sums, read_numerics
 from colonnade.errors import ColonnadeError, ConfigError, RegistryError, did_you_mean
-from colonnade.gradients.handler import AUTOMATIC, ZeROGradientHandler
+from colonnade.gradients.handler import AUTOMATIC, ZeROGradientHandler, plan_sums
 from colonnade.gradients.ledger import Ledger, LedgerRow, match
-from colonnade.gradients.sum_plan import plan_sums
 from colonnade.gradients.sums import read_demands
 from colonnade.optim.zero.fsdp import place_as_sharded
 from colonnade.parallel.demand import check_same_data, holding, owed
@@ -225,7 +224,7 @@ def _ledger(
         claims = [(handler, planned) for handler, planned in sums.handlers if planned is not None]
         # If a handler is unknown, the ledger may be incomplete: that handler may do the reductions that are open here.
         found = plan_sums(
-            role.model, sums.user_optimizer, context, claims, config.get("sync") or {},
+            role.model, sums.user_optimizer, context, claims,
             bucket_all=sums.bucket_all, shards=sums.shards, complete=not unknown,
         )  # fmt: skip
     except ColonnadeError as error:

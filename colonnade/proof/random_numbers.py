@@ -31,8 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from colonnade.comm.torch_versions import BACKWARD, backward_inside
 from colonnade.errors import listed
-from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.forward import ModelHook
+from colonnade.parallel.placement import local_part
 
 # --- Places: the shard of the full tensor that each rank has, from shapes, process groups and numbers ---
 
@@ -441,6 +441,9 @@ class _Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # torch hands a tensor that it made of a Python number to a mode as the number.
+        if func is torch.ops.aten._local_scalar_dense.default and not isinstance(args[0], Tensor):
+            return args[0]
         is_random = self._is_random.get(func)
         if is_random is None:
             is_random = self._is_random[func] = torch.Tag.nondeterministic_seeded in func.tags

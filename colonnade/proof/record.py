@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +22,12 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.engine import Engine, Observer
 from colonnade.engine.schedule.loss import split_loss
-from colonnade.engine.schedule.pipeline import PipelineSchedule
+from colonnade.engine.schedule.schedules import PipelineSchedule
 from colonnade.parallel.boxes import full_box
 from colonnade.parallel.demand import owed
-from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.forward import ModelHook
 from colonnade.parallel.held import checksum, held_tensors
-from colonnade.parallel.placement import is_dtensor
+from colonnade.parallel.placement import is_dtensor, local_part
 from colonnade.parallel.whole import LocalTensor, locate_tensors, memory_order, prefix_of
 from colonnade.proof.random_numbers import Draws, RandomNumbers, RecordedDraws, Replays
 from colonnade.proof.sketch import LARGE, Block, Blocks, Stored, are_whole, sketch, sketches
@@ -40,9 +40,15 @@ Loss = tuple[float, float | None]
 Options = list[dict[str, float]]
 """The numbers of each parameter group: learning rate, decay."""
 
+StateName = tuple[str, str]
+"""(key, name of the parameter) of a tensor of the optimizer's state"""
+Event = tuple[str, str]
+"""("in" or "out", name of a module)"""
 RAW_BYTES = 1 << 30
 """Gradients of single passes are kept up to this size in all, the first steps' first."""
 ACTIVATION_BYTES = 64 << 20
+INPUTS = 4
+"""The number of tensors that are recorded of the inputs of a module."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +105,10 @@ class RecordedStep:
     """The divisors of clipping; other gradients are not divided."""
     clipped: dict[str, list[Piece]] = field(default_factory=dict)
     """The gradients that the optimizer used, if they were recorded themselves."""
+    stepped: dict[str, list[Piece]] = field(default_factory=dict)
+    """The gradients at the end of the optimizer's step, if the step changed them."""
+    held: list[str] = field(default_factory=list)
+    """Parameters whose gradients a wrapper accumulates without reducing them, so that `.grad` is empty."""
     norm: float | None = None
     norms: dict[str, float] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
@@ -106,6 +116,20 @@ class RecordedStep:
     activations: dict[str, Tensor] = field(default_factory=dict)
     recomputed: dict[str, Tensor] = field(default_factory=dict)
     """Outputs of modules that were recomputed in the backward pass."""
+    inputs: dict[str, list[Tensor]] = field(default_factory=dict)
+    """By module: the tensors that it was called with."""
+    events: list[Event] = field(default_factory=list)
+    """The recorded inputs and outputs, in the order of the forward pass."""
+    rows: dict[str, int] = field(default_factory=dict)
+    """The first module of the step, and the number of rows in all of its calls."""
+    changed: dict[str, Tensor] = field(default_factory=dict)
+    """Weights and buffers that changed between the previous step and the first forward pass of this one."""
+    changed_state: list[StateName] = field(default_factory=list)
+    """Tensors of the optimizer's state that changed between the steps."""
+    in_eval: dict[str, bool] = field(default_factory=dict)
+    """By module that ran: whether it was in evaluation mode."""
+    evaluations: int = 0
+    """The number of passes of the model without gradients since the previous step."""
     draws: Draws = field(default_factory=dict)
     """The results of random operators."""
     options: Options = field(default_factory=list)
@@ -122,6 +146,18 @@ class BatchAxis:
     dim: int = 0
     may_repeat: bool = False
     """Whether ranks may be given the same batch, which the model slices (sequences)."""
+
+
+@dataclass
+class OwnStart:
+    """The weights that a script starts from in a single process, compared with those of its ranks (start_weights.py)."""
+
+    agreeing: list[str] = field(default_factory=list)
+    """The names of weights that are equal, without constant ones."""
+    differing: dict[str, Tensor] = field(default_factory=dict)
+    """The own values of weights that differ."""
+    order: list[str] = field(default_factory=list)
+    """The names of both, in the order of the model."""
 
 
 @dataclass
@@ -153,6 +189,7 @@ class RunInfo:
     norm_type: float = 2.0
     kept_in_eval: dict[str, bool] = field(default_factory=dict)
     """By module: whether it is in evaluation mode although the model trains."""
+    has_engine: bool = False
     zeroed: set[str] = field(default_factory=set)
     """The modules whose dropout was turned off."""
 
@@ -170,6 +207,8 @@ class RunInfo:
     """A script in a single process: the first name of each tensor, by all its names."""
     replays: Replays = field(default_factory=Replays)
     """A script in a single process: the outcome of repeating the ranks' random numbers."""
+    own_start: OwnStart = field(default_factory=OwnStart)
+    """A script in a single process: the weights that it would have started from."""
     host: dict[str, list[int]] = field(default_factory=dict)
     """By module that draws from Python's or NumPy's generator: a checksum of their states after each draw."""
 
@@ -185,8 +224,6 @@ class Record:
     groups: list[tuple[dict[str, Any], list[str]]] = field(default_factory=list)
     """The parameter groups of the optimizer: options, and names of the parameters."""
     notes: list[str] = field(default_factory=list)
-    ran_in_eval: dict[str, bool] = field(default_factory=dict)
-    """By module: whether it was in evaluation mode when it first ran."""
     run: RunInfo = field(default_factory=RunInfo)
 
 
@@ -225,8 +262,17 @@ class StepRecorder:
         self._fired: dict[str, int] = {}
         self._calls: dict[str, list[tuple[int, ...]]] = {}
         """By module: checksums of the inputs of its calls."""
+        self._copies = CopiesOfTensors(ACTIVATION_BYTES)
         self._room, self._seen_room = RAW_BYTES, ACTIVATION_BYTES
         self._step = RecordedStep()
+        self.state: Callable[[], Iterator[tuple[StateName, Tensor]]] = lambda: iter(())
+        """Yields the tensors of the optimizer's state."""
+        self._bits: dict[str | StateName, list[int]] = {}
+        """Checksums of weights, buffers and optimizer state at the end of the previous step."""
+        self._begun = False
+        self._model = model
+        self._counted: nn.Module | None = None
+        """The module whose rows are counted: a wrapper has the name of the model inside it."""
         self._coarsest: torch.dtype | None = None
         self.note_start()
         for entry in self.tracked:
@@ -238,6 +284,8 @@ class StepRecorder:
             # go along with copies.
             look = ModelHook(partial(self._on_output, self._rename(name)))
             self._handles.append(module.register_forward_hook(look, with_kwargs=True))
+            before = ModelHook(partial(self._on_input, self._rename(name)))
+            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
 
     def close(self) -> None:
         """Remove all hooks."""
@@ -250,6 +298,7 @@ class StepRecorder:
     def note_start(self) -> None:
         """Training starts from the current weights."""
         self.record.start = {entry.name: self._kept(entry.name, local_part(entry.tensor)) for entry in self.tracked}
+        self._bits = dict(self._checksums())
 
     def note_loss(self, loss: Loss | None) -> None:
         self._step.losses.append(loss)
@@ -263,6 +312,33 @@ class StepRecorder:
                 length = torch.linalg.vector_norm(piece.value, self.record.run.norm_type, dtype=torch.float64)
                 self._step.lengths[entry.name] = float(length) * factor
             found.setdefault(entry.name, []).append(Piece(value if factor == 1.0 else value * factor, piece.positions))
+
+    def note_stepped(self, has_passes: bool) -> None:
+        """Record the gradients again at the end of the optimizer's step, if the step changed them.
+
+        `has_passes`: whether a backward pass had run before the step. LBFGS runs all of them itself, and the gradients before
+        its step are left over from the previous one.
+        """
+        if self.has_passes and not has_passes:
+            self._step.total, self._step.clipped = {}, {}
+        before = self._step.clipped or self._step.total
+        after = list(self._gradients())
+        changed = any(
+            (pieces := before.get(entry.name)) is None
+            or len(pieces) != 1
+            or not torch.equal(pieces[0].value, self._kept(entry.name, piece.value))
+            for entry, piece in after
+        )
+        if changed:
+            self.note_gradients(into="stepped")
+
+    def note_held(self, names: list[str]) -> None:
+        self._step.held = names
+
+    @property
+    def has_passes(self) -> bool:
+        """Whether a backward pass ran in this step."""
+        return bool(self._step.losses or self._step.raw)
 
     def note_options(self, options: Options) -> None:
         self._step.options = options
@@ -300,6 +376,23 @@ class StepRecorder:
         self.record.steps.append(step)
         self.dropping.begin_step(len(self.record.steps), self.dropping.data_rank)
         self._step, self._fired, self._seen_room = RecordedStep(), {}, 0
+        self._copies.clear()
+        self._bits, self._begun = dict(self._checksums()), False
+
+    def _checksums(self) -> Iterator[tuple[str | StateName, list[int]]]:
+        own: list[tuple[str | StateName, Tensor]] = [(entry.name, local_part(entry.tensor)) for entry in self.tracked]
+        for name, tensor in [*own, *self.state()]:
+            yield name, checksum(tensor.detach().contiguous()).tolist() if tensor.numel() else []
+
+    def _begin_step(self) -> None:
+        """Record the weights, buffers and state that changed since the previous step, before a forward pass changes them."""
+        self._begun = True
+        now = dict(self._checksums())
+        for entry in self.tracked:
+            if now[entry.name] != self._bits.get(entry.name):
+                self._step.changed[entry.name] = self._kept(entry.name, local_part(entry.tensor))
+        changed = [name for name, bits in self._bits.items() if bits != now.get(name)]
+        self._step.changed_state = [name for name in changed if isinstance(name, tuple)]
 
     # --- Hooks ---
 
@@ -311,10 +404,32 @@ class StepRecorder:
         self._fired[name] = at
         size = 0 if name in self.sketched else grad.numel() * grad.element_size()
         # Local gradients take as much memory as the model for each pass, so only the first ones are kept of a large model.
-        if grad.layout is torch.strided and self._room >= size:
+        if self._room >= size:
             self._room -= size
+            grad = grad.to_dense() if grad.is_sparse else grad
             before, value = self._step.raw.setdefault(name, {}).get(at), self._kept(name, grad)
             self._step.raw[name][at] = value if before is None else before + value
+
+    def _on_input(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Module hook: the inputs of the first call in the first step, before the module can change them."""
+        step = self._step
+        if not torch.is_grad_enabled() and module is self._model:
+            step.evaluations += 1
+        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+            return
+        if not self._begun:
+            self._begin_step()
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if tensors and tensors[0].dim() and not step.rows:
+            self._counted = module
+        if tensors and tensors[0].dim() and module is self._counted:
+            step.rows[name] = step.rows.get(name, 0) + len(tensors[0])
+        if self._seen_room and tensors and name not in step.inputs:
+            copies = [self._copies.of(leaf) for leaf in tensors[:INPUTS]]
+            step.inputs[name] = [value for value in copies if value is not None]
+            if len(step.inputs[name]) < len(copies):
+                step.inputs[name] = []  # some of them are sharded, or too large
+            step.events.append(("in", name))
 
     def _on_output(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Module hook: the output of the first call in the first step, and that of its recomputation."""
@@ -332,7 +447,7 @@ class StepRecorder:
                 calls.append(bits)
             elif len(calls) > 1 and bits != calls[0]:
                 return
-        self.record.ran_in_eval.setdefault(name, not module.training)
+        self._step.in_eval.setdefault(name, not module.training)
         into = self._step.recomputed if is_recomputed else self._step.activations
         value = first_tensor(output)
         if value is None or name in into:
@@ -342,6 +457,9 @@ class StepRecorder:
         if size <= self._seen_room:
             self._seen_room -= size
             into[name] = copied(value)
+            if not is_recomputed:
+                self._copies.add(value, into[name])
+                self._step.events.append(("out", name))
 
     def _kept(self, name: str, value: Tensor) -> Tensor:
         """The record of a value of a tracked tensor: a copy or a sketch."""
@@ -411,12 +529,45 @@ def sketched_record(record: Record, sketched: Mapping[str, Block | None]) -> Rec
             raw=short_raw(step.raw),
             total=short_pieces(step.total),
             clipped=short_pieces(step.clipped),
+            stepped=short_pieces(step.stepped),
+            changed=short(step.changed),
             weights=short(step.weights),
             buffers=short(step.buffers),
         )
         for step in record.steps
     ]
     return replace(record, start=short(record.start), steps=steps, run=replace(record.run, sketched=dict(sketched)))
+
+
+class CopiesOfTensors:
+    """Copies of tensors on the CPU. The output of a module that is the input of the next is copied once."""
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+        self._known: dict[int, tuple[ref[Tensor], int, Tensor]] = {}
+
+    def add(self, tensor: Tensor, copy: Tensor) -> None:
+        self._known[id(tensor)] = ref(tensor), tensor._version, copy
+
+    def of(self, tensor: Tensor) -> Tensor | None:
+        """A copy of this tensor; None if it is sharded, or if no room is left."""
+        if is_dtensor(tensor):
+            if not all(spec.is_replicate() for spec in tensor.placements):  # type: ignore[attr-defined]
+                return None
+            tensor = local_part(tensor)
+        known = self._known.get(id(tensor))
+        if known is not None and known[0]() is tensor and known[1] == tensor._version:
+            return known[2]
+        size = tensor.numel() * tensor.element_size()
+        if size > self._room:
+            return None
+        self._room -= size
+        copy = copied(tensor)
+        self.add(tensor, copy)
+        return copy
+
+    def clear(self) -> None:
+        self._known.clear()
 
 
 def copied(tensor: Tensor) -> Tensor:
@@ -521,6 +672,7 @@ class EngineRecorder(Observer):
         }
         self.record.groups = groups_of(engine.optimizer, self._by_tensor)
         self.record.run = info_of(engine)
+        self.recorder.state = lambda: state_of(engine.engine_optimizer.stepped, self._by_tensor)
         engine.observers.append(self)
 
         # The initial loss scale of fp16 makes the first steps overflow, and a skipped step cannot be compared.
@@ -636,6 +788,7 @@ def info_of(engine: Engine) -> RunInfo:
         accumulation=engine.accumulation * micro_batches(engine),
         max_norm=None if clip is None else clip.method_options.get("max_norm"),
         norm_type=2.0 if clip is None else clip.norm_type,
+        has_engine=True,
     )
 
 
@@ -672,3 +825,13 @@ def groups_of(optimizer: Any, known: dict[int, Tracked]) -> list[tuple[dict[str,
         )
         for group in optimizer.param_groups
     ]
+
+
+def state_of(optimizer: Any, known: dict[int, Tracked]) -> Iterator[tuple[StateName, Tensor]]:
+    """The tensors of an optimizer's state, by the name of the parameter and the key."""
+    for at, (parameter, values) in enumerate(optimizer.state.items()):
+        entry = known.get(id(parameter))
+        if isinstance(values, Mapping):
+            for key, value in values.items():
+                if isinstance(value, Tensor):
+                    yield (str(key), entry.name if entry is not None else str(at)), local_part(value)

@@ -32,9 +32,20 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.core import global_context
 from colonnade.engine.schedule.loss import split_loss
 from colonnade.errors import ParityError, did_you_mean, listed
-from colonnade.parallel.dtensor import local_part
+from colonnade.parallel.placement import local_part
 from colonnade.proof.random_numbers import RandomNumbers, ReplayedDraws, Replays
-from colonnade.proof.record import ACTIVATION_BYTES, RAW_BYTES, Batch, RunInfo, copied, first_tensor
+from colonnade.proof.record import (
+    ACTIVATION_BYTES,
+    INPUTS,
+    RAW_BYTES,
+    Batch,
+    CopiesOfTensors,
+    Event,
+    RunInfo,
+    StateName,
+    copied,
+    first_tensor,
+)
 from colonnade.proof.sketch import Blocks, Stored, sketches
 
 Tensors = dict[str, Tensor]
@@ -63,6 +74,20 @@ class Truth:
     weights: Tensors = field(default_factory=dict)
     buffers: Tensors = field(default_factory=dict)
     activations: Tensors = field(default_factory=dict)
+    inputs: dict[str, list[Tensor]] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+    """The recorded inputs and outputs of modules, in the order of the forward pass."""
+    rows: dict[str, int] = field(default_factory=dict)
+    """The first module, and the number of rows in all of its calls; empty: unknown."""
+    changed: Tensors = field(default_factory=dict)
+    """Weights and buffers that changed between the previous step and this one."""
+    changed_state: list[StateName] = field(default_factory=list)
+    started: Tensors = field(default_factory=dict)
+    """Weights and buffers at the end of the previous step."""
+    losses: list[float | None] = field(default_factory=list)
+    """The loss of each pass; empty: unknown."""
+    stepped: Tensors = field(default_factory=dict)
+    """The gradients at the end of the optimizer's step, if the step changed them."""
     by_data_rank: list[Tensors] = field(default_factory=list)
     """The gradients of each data rank's batch."""
 
@@ -79,6 +104,9 @@ def sketched_truth(truth: Truth, sketched: Mapping[str, Blocks], norm_type: floa
         total=short(truth.total),
         lengths={name: norm_of([value], norm_type) for name, value in truth.total.items() if name in sketched},
         clipped=short(truth.clipped),
+        stepped=short(truth.stepped),
+        started=short(truth.started),
+        changed=short(truth.changed),
         weights=short(truth.weights),
         buffers=short(truth.buffers),
         by_data_rank=[short(gradients) for gradients in truth.by_data_rank],
@@ -96,7 +124,7 @@ class RoundingSpread:
     def widen(self, truth: Truth, moved: Truth) -> None:
         """Include another run."""
         self.loss = max(self.loss, abs(moved.loss - truth.loss))
-        for kind in ("total", "clipped", "weights", "buffers", "activations"):
+        for kind in ("total", "clipped", "stepped", "weights", "changed", "buffers", "activations"):
             others: Tensors = getattr(moved, kind)
             for name, value in getattr(truth, kind).items():
                 other = others.get(name)
@@ -364,14 +392,14 @@ class OneProcess:
         if isinstance(self.dropping, ReplayedDraws):
             self.dropping.redraws = 0 if noise is None else noise.initial_seed() + 1
         optimizer = self.make_optimizer(self.model)
-        room = RAW_BYTES if whole else 0
+        room, before = RAW_BYTES if whole else 0, dict(start)
         for at, passes in enumerate(steps):
-            truth = Truth()
+            truth = Truth(started=before)
 
             # The passes of the joined batch. Activations are compared in the first step only: later ones start from weights
             # that differ where that one does.
             self.dropping.begin_step(at)
-            with watched(self.model, truth.activations) if at == 0 else nullcontext():
+            with watched(self.model, truth) if at == 0 else nullcontext():
                 truth.loss, truth.total, truth.passes = self._gradients(passes, noise, room)
             room -= sum(_bytes(gradients) for gradients in truth.passes)
 
@@ -398,6 +426,7 @@ class OneProcess:
                 parameter.grad = None
                 truth.weights[name] = copied(parameter)
             truth.buffers = {name: copied(buffer) for name, buffer in self.model.named_buffers()}
+            before = {**truth.weights, **truth.buffers}
             yield truth
 
     def begin(self, start: Mapping[str, Tensor], noise: torch.Generator | None = None) -> None:
@@ -554,20 +583,35 @@ def world_of_one(context: ParallelContext) -> Iterator[None]:
 
 
 @contextmanager
-def watched(model: nn.Module, into: Tensors) -> Iterator[None]:
-    """Record the first output of each module."""
-    room = [ACTIVATION_BYTES * 4]
+def watched(model: nn.Module, truth: Truth) -> Iterator[None]:
+    """Record the inputs and the output of the first call of each module."""
+    room, into, copies = [ACTIVATION_BYTES * 4], truth.activations, CopiesOfTensors(ACTIVATION_BYTES * 4)
+
+    def look_before(name: str, arguments: Any) -> None:
+        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        if tensors and tensors[0].dim() and (not truth.rows or name in truth.rows):
+            truth.rows[name] = truth.rows.get(name, 0) + len(tensors[0])
+        if tensors and name not in truth.inputs:
+            some = [copies.of(leaf) for leaf in tensors[:INPUTS]]
+            known = [value for value in some if value is not None]
+            truth.inputs[name] = known if len(known) == len(some) else []
+            truth.events.append(("in", name))
 
     def look(name: str, output: Any) -> None:
         value = first_tensor(output)
         if value is not None and name not in into and (size := value.numel() * value.element_size()) <= room[0]:
             room[0] -= size
             into[name] = copied(value)
+            copies.add(value, into[name])
+            truth.events.append(("out", name))
 
-    hooks = [
-        module.register_forward_hook(lambda module, args, output, name=name: look(name, output))
-        for name, module in model.named_modules()
-    ]
+    hooks: list[Any] = []
+    for name, module in model.named_modules():
+        hooks.append(module.register_forward_hook(lambda module, args, output, name=name: look(name, output)))
+        before = module.register_forward_pre_hook(
+            lambda module, args, kwargs, name=name: look_before(name, (args, kwargs)), with_kwargs=True
+        )
+        hooks.append(before)
     try:
         yield
     finally:

@@ -33,14 +33,15 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine import build
 from colonnade.engine.engine import Engine
 from colonnade.errors import ParityError
-from colonnade.parallel.dtensor import local_part
+from colonnade.parallel.placement import local_part
 from colonnade.parallel.split import Split
 from colonnade.proof.mutation import plant
 from colonnade.proof.processes import NEEDS_NEW_PYTHON, is_forked
 from colonnade.proof.random_numbers import RandomNumbers, RecordedDraws, ReplayedDraws, notes_of
 from colonnade.proof.record import EngineRecorder, Tracked, is_sketchable, name_in_full_model, on_cpu, options_of
 from colonnade.proof.reference import canonical_names, load, moved_by_an_ulp
-from colonnade.proof.sketch import Block, Blocks, store
+from colonnade.proof.sketch import Block, Blocks, Stored, store
+from colonnade.proof.start_weights import own_start
 from colonnade.testing.truth import in_double
 
 VARIABLE = "COLONNADE_VERIFY"
@@ -89,6 +90,8 @@ def current_role() -> ScriptPart | None:
     return ScriptPart(**json.loads(Path(path).read_text())) if path else None
 
 
+IN_EVAL = "in evaluation mode"
+"""The key in the joined batches that says that all ranks trained in evaluation mode."""
 _HALF = ("bf16", "fp16", "float8")
 _ONLY_TOGETHER = ("zero", "sync", "gradient_handler", "gradient_handlers", "schedule", "compare_batches", "graph_step")
 _FROM_GRAPH = "from the graph"
@@ -317,11 +320,28 @@ class ScriptRecorder:
         execute, step = engine.execute_schedule, engine.step
 
         # A schedule calls the engine with micro-batches of a batch that was replaced already, so calls count only outside.
+        # In evaluation mode, a pass belongs to the training only if a backward pass follows: some ranks may have been left in
+        # that mode. A single process cannot look ahead, and does what the ranks did.
+        in_eval: list[Any] = []
+        trains_in_eval = bool(self._joined.get(IN_EVAL))
+
         def call(*args: Any, **kwargs: Any) -> Any:
-            if torch.is_grad_enabled() and engine.training and not self._fed_by_schedule:
-                self.begin()
-                args, kwargs = self.note_or_replace("call", (args, kwargs))
+            if torch.is_grad_enabled() and not self._fed_by_schedule:
+                if engine.training or trains_in_eval:
+                    in_eval.clear()
+                    self.begin()
+                    args, kwargs = self.note_or_replace("call", (args, kwargs))
+                elif not self.part.is_single:
+                    self.begin()
+                    in_eval.append(on_cpu((args, kwargs)))
             return forward(*args, **kwargs)
+
+        @wraps(engine.backward)
+        def backward(*args: Any, own: Callable[..., Any] = engine.backward, **kwargs: Any) -> Any:
+            for batch in in_eval:
+                self.note_or_replace("call", batch)
+            in_eval.clear()
+            return own(*args, **kwargs)
 
         def load_replaced(data_iter: Any, *args: Any, **kwargs: Any) -> Any:
             if data_iter is None or not self._begun:
@@ -350,7 +370,7 @@ class ScriptRecorder:
         engine._forward, schedule.load_batch = call, load_replaced
         if engine._criterion is not None:
             engine._criterion = Criterion(engine._criterion, self)
-        for name, method in (("execute_schedule", execute_schedule), ("step", recorded_step)):
+        for name, method in (("execute_schedule", execute_schedule), ("step", recorded_step), ("backward", backward)):
             setattr(engine, name, method)
 
     # --- During the run ---
@@ -370,7 +390,11 @@ class ScriptRecorder:
             return
         self._begun = True
         if self.part.is_single:
-            self._load(torch.load(self.folder / START, weights_only=False))
+            start = torch.load(self.folder / START, weights_only=False)
+            start = {name: x.tensor() if isinstance(x, Stored) else x for name, x in start.items()}
+            if self.part.noise is None and self.part.data_rank is None and self._model is not None:
+                self.recorder.record.run.own_start = own_start(self._model, start, self._rename)
+            self._load(start)
         self.recorder.recorder.note_start()
         if not self.part.is_single:
             with torch._C.DisableTorchFunction():

@@ -38,7 +38,7 @@ from colonnade.proof.compare import (
 )
 from colonnade.proof.diagnose import diagnose
 from colonnade.proof.processes import NEEDS_NEW_PYTHON, Command, Processes, Running, stop, wait_for_all
-from colonnade.proof.record import Piece, Record, common_sketches
+from colonnade.proof.record import Options, Piece, Record, common_sketches
 from colonnade.proof.reference import (
     PERTURBED_RUNS,
     TrueRun,
@@ -51,8 +51,9 @@ from colonnade.proof.reference import (
     spreads_of,
     without_unjoinable_dropout,
 )
-from colonnade.proof.script_job import DRAWS, JOINED, OPTIONS, REFERENCE, START, VARIABLE, ScriptPart
+from colonnade.proof.script_job import DRAWS, IN_EVAL, JOINED, OPTIONS, REFERENCE, START, VARIABLE, ScriptPart
 from colonnade.proof.sketch import Stored
+from colonnade.proof.start_weights import judge_start
 from colonnade.proof.watch import with_layout
 from colonnade.testing.world import loopback_socket
 
@@ -152,7 +153,7 @@ class SingleProcessScript:
                 block.of(joined[name].tensor(shared=True)).copy_(stored.tensor())
         torch.save(full, folder / START)
         torch.save(drawn_by(records, script.off), folder / DRAWS)
-        options, dtype = [step.options for step in records[0].steps], getattr(torch, records[0].run.dtype)
+        options, dtype = options_of_ranks(records), getattr(torch, records[0].run.dtype)
         blocks = [entry for record in records for entry in record.run.sketched.items()]
         torch.save((options, dtype, records[0].run.config, blocks), folder / OPTIONS)
         join_batches(records, folder / JOINED.format(data_rank=""), None)
@@ -194,6 +195,9 @@ class SingleProcessScript:
             self._truth.run.replays,
             self._truth.run.host,
         )
+        # The reference starts from the weights of the ranks, so wrong ones are in both runs.
+        findings, notes = judge_start(self._records, self._truth.run.own_start)
+        truth = replace(truth, notes=[*truth.notes, *notes])
         evidence = assemble(records, truth)
         if (
             self._sketched
@@ -205,7 +209,7 @@ class SingleProcessScript:
             )  # without findings, for which the tensors that differ are recorded as a whole first
         report = diagnose(evidence)
         if report.ok:
-            return report
+            return replace(report, findings=tuple(findings))
 
         # To find out which ranks' data is missing, a diagnosis needs the gradient of each data rank's batch. Each of them is
         # one more process that runs the whole script, so they run only if there is something to diagnose, and only once.
@@ -223,7 +227,8 @@ class SingleProcessScript:
             )
         gradients = [[unsharded(record.steps[at].total) for record in self._shard_records] for at in range(len(steps))]
         steps = [replace(step, by_data_rank=some) for step, some in zip(truth.steps, gradients, strict=True)]
-        return diagnose(assemble(records, replace(truth, steps=steps)))
+        report = diagnose(assemble(records, replace(truth, steps=steps)))
+        return replace(report, findings=(*findings, *report.findings))
 
     def needed_as_a_whole(self, report: Report) -> list[str]:
         """The sketched tensors whose elements are needed to find out why a run differs."""
@@ -261,8 +266,10 @@ def same_tensors(a: Any, b: Any) -> bool:
 
 def truth_of_step(record: Record, at: int) -> Truth:
     """One step of the single-process run. The script itself ran its passes, clipping and optimizer; here they are only read."""
-    step = record.steps[at]
-    total = unsharded(step.total)
+    step, before = record.steps[at], record.steps[at - 1] if at else None
+    total = unsharded(
+        step.total or step.stepped
+    )  # an optimizer that runs the passes itself has gradients only in its step
     passes = sorted({number for by_pass in step.raw.values() for number in by_pass})
     loss = mean_of(step.losses)
 
@@ -283,6 +290,14 @@ def truth_of_step(record: Record, at: int) -> Truth:
         weights=step.weights,
         buffers=step.buffers,
         activations=step.activations,
+        inputs=step.inputs,
+        events=step.events,
+        rows=step.rows,
+        changed=step.changed,
+        changed_state=step.changed_state,
+        started=record.start if before is None else {**before.weights, **before.buffers},
+        losses=[None if loss is None else loss[0] for loss in step.losses],
+        stepped=unsharded(step.stepped),
     )
 
 
@@ -317,6 +332,23 @@ def _most_terms(records: Sequence[Record]) -> int:
         for value in values
     ]
     return max(1, sum(most) * len(records))
+
+
+def options_of_ranks(records: Sequence[Record]) -> list[Options]:
+    """For each step, the options of the optimizer in which all ranks agree that have these parameter groups."""
+    found = []
+    for at, step in enumerate(records[0].steps):
+        others = [record for record in records if len(record.steps) > at and record.groups == records[0].groups]
+        agreed = [
+            {
+                key: value
+                for key, value in group.items()
+                if all(other.steps[at].options[number].get(key) == value for other in others)
+            }
+            for number, group in enumerate(step.options)
+        ]
+        found.append(agreed)
+    return found
 
 
 # --- Warnings that go with the comparison ---
@@ -380,6 +412,8 @@ def join_batches(records: Sequence[Record], path: Path, data_rank: int | None) -
                 )
             joined.setdefault(key, []).append(batch)
             joined_in.setdefault(key, []).append(step)
+    if all(step.in_eval.get("", False) for record in records for step in record.steps):
+        joined[IN_EVAL] = [True]
     torch.save((joined, joined_in if unequal_passes(records) else {}), path)
 
 

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from colonnade.comm.torch_versions import leave_out_mixed_precision
 from colonnade.errors import ParityError
-from colonnade.parallel.dtensor import local_part
-from colonnade.parallel.placement import is_dtensor
+from colonnade.parallel.placement import is_dtensor, local_part
 from colonnade.parallel.whole import offset_in_dtensor
 from colonnade.proof.record import (
     BatchAxis,
@@ -29,6 +28,7 @@ from colonnade.proof.record import (
     Tracked,
     flat_indices,
     groups_of,
+    state_of,
 )
 from colonnade.proof.reference import all_same
 from colonnade.proof.script_job import Batches, ScriptRecorder, current_script
@@ -128,18 +128,24 @@ class PlainRecorder:
             if len(some) == 1 and some[0].numel() == 1 and all(entry is None for entry in given):
                 self.recorder.note_loss((float(local_part(some[0].detach())), None))
 
+        passes_before: list[bool] = []
+
         # If the script clips, `clipping` has recorded the gradients before, and the optimizer steps with the clipped ones.
         def before_step(*_: Any) -> None:
             script.before_step(optimizer)
+            self.recorder.note_held(held_by_fsdp(model, self.tracked))
             self.recorder.note_gradients(into="clipped" if self._limit is not None else "total")
+            passes_before.append(self.recorder.has_passes)
 
         def after_step(*_: Any) -> None:
+            self.recorder.note_stepped(has_passes=passes_before.pop())
             self.record.run.accumulation = max((len(by_pass) for by_pass in self.recorder.passes()), default=1)
             self.record.run.max_norm, self.record.run.norm_type = self._limit or (None, 2.0)
             self.recorder.note_step(self._norm)
             self._norm = self._limit = None
             script.end_of_step()
 
+        self.recorder.state = lambda: state_of(optimizer, {id(entry.tensor): entry for entry in self.tracked})
         optimizer.register_step_pre_hook(before_step)
         optimizer.register_step_post_hook(after_step)
         script.dropping.on_backward = note_loss
@@ -186,6 +192,20 @@ def _is_data_parallel(model: nn.Module) -> bool:
     sharded: list[Any] = [parameter for parameter in model.parameters() if is_dtensor(parameter)]
     meshes = [parameter.device_mesh for parameter in sharded]
     return isinstance(model, FSDPModule) and all(mesh.ndim == 1 and mesh.size() > 1 for mesh in meshes)
+
+
+def held_by_fsdp(model: nn.Module, tracked: Sequence[Tracked]) -> list[str]:
+    """The parameters for which FSDP2 accumulates gradients without reducing them (`set_requires_gradient_sync(False)`)."""
+    names, held = {id(entry.tensor): entry.name for entry in tracked}, []
+    for module in model.modules():
+        # torch has no public attribute that tells whether synchronization is on. Without this one, nothing counts as held.
+        find: Any = getattr(module, "_get_fsdp_state", None)
+        state = None if find is None else find()
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        for group in groups:
+            if getattr(group, "reduce_grads", True) is False:
+                held += [names[id(one.sharded_param)] for one in group.fsdp_params if id(one.sharded_param) in names]
+    return held
 
 
 # --- In the process that compares ---

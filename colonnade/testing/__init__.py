@@ -7,27 +7,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from colonnade._lazy import lazy_names
+from colonnade._imports import lazy_names
 
 if TYPE_CHECKING:
     from colonnade.launching.outcome import Outcome as Outcome
     from colonnade.launching.outcome import WorldError as WorldError
     from colonnade.launching.outcome import WorldResult as WorldResult
-    from colonnade.testing.gpu import cuda_mps as cuda_mps
     from colonnade.testing.truth import Comparison as Comparison
     from colonnade.testing.truth import compare as compare
     from colonnade.testing.truth import gather_gradients as gather_gradients
     from colonnade.testing.truth import gather_weights as gather_weights
     from colonnade.testing.truth import in_double as in_double
     from colonnade.testing.truth import plain_gradients as plain_gradients
+    from colonnade.testing.world import cuda_mps as cuda_mps
     from colonnade.testing.world import run_world as run_world
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        "colonnade.testing.gpu": "cuda_mps",
         "colonnade.launching.outcome": "Outcome WorldError WorldResult",
         "colonnade.testing.truth": "Comparison compare in_double gather_gradients gather_weights plain_gradients",
-        "colonnade.testing.world": "run_world",
+        "colonnade.testing.world": "cuda_mps run_world",
     },
 )

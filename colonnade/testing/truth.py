@@ -22,7 +22,7 @@ from colonnade.comm.messages import gather_from_all
 from colonnade.comm.torch_versions import BACKWARD, backward_inside
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import ParityError
-from colonnade.parallel.dtensor import local_part
+from colonnade.parallel.placement import local_part
 from colonnade.parallel.whole import LocalTensor
 
 Tensors = dict[str, Tensor]

@@ -3,8 +3,8 @@
 `run_world` writes the pickled call to a private folder, starts one process per rank (`_World.start`; its code is
 `rank.rank_main`) and watches them (`_World.watch`). A rank sends short messages over its link: LOADED, JOINED, REPORTED. Its
 report is a file, so that the parent never blocks on a rank that dies while writing. Then the rank waits for permission to
-exit, because peers may still use its sockets. The second half of this file prepares a world: start method, call, folder, port
-and environments.
+exit, because peers may still use its sockets. The second half of this file prepares a world: start method, call, folder, port,
+environments, and the CUDA multi-process service for several ranks on one GPU. `run_in_notebook` is `run_world` for a notebook.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ import pickle
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
@@ -464,3 +466,85 @@ def nccl_environments(n: int) -> list[dict[str, str]]:
         return [{}] * n
     sockets = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
     return [{"NCCL_HOSTID": f"colonnade-rank-{rank}", **sockets} for rank in range(n)]
+
+
+_MPS = "nvidia-cuda-mps-control"
+_MPS_SECONDS = 30
+
+
+@contextlib.contextmanager
+def cuda_mps() -> Iterator[bool]:
+    """Run the CUDA multi-process service inside the block, so that kernels of several ranks run on a GPU concurrently.
+
+    Without MPS the ranks take turns. Its pipes and logs are in a temporary folder, so it does not interfere with another
+    service. Worlds that start inside the block use it. Yields True, or False with a warning if MPS is not installed.
+    """
+    if shutil.which(_MPS) is None:
+        warnings.warn(
+            f"{_MPS} is not on the PATH, so ranks that share a GPU take turns. The NVIDIA driver contains it.",
+            stacklevel=3,
+        )
+        yield False
+        return
+    with tempfile.TemporaryDirectory(prefix="colonnade-mps-") as folder:
+        places = {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
+        for place in places.values():
+            os.mkdir(place)
+        before = {name: os.environ.get(name) for name in places}
+        os.environ.update(places)
+        try:
+            _control("-d")
+            try:
+                yield True
+            finally:
+                _control(commands="quit\n")
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name)
+                if value is not None:
+                    os.environ[name] = value
+
+
+def _control(*arguments: str, commands: str | None = None) -> None:
+    # Files instead of pipes: the service inherits its streams, and would keep a pipe open as long as it runs.
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as script:
+        script.write(commands or "")
+        script.seek(0)
+        done = subprocess.run(
+            [_MPS, *arguments], stdin=script, stdout=output, stderr=subprocess.STDOUT, timeout=_MPS_SECONDS, check=False
+        )
+        output.seek(0)
+        text = output.read().strip()
+    if done.returncode != 0:
+        raise LaunchError(
+            f"{_MPS} failed with exit status {done.returncode}: {text or 'no output'}. Remove cuda_mps() to run without MPS."
+        )
+
+
+def run_in_notebook(fn: Callable[..., Any], *args: Any, nproc: int = 2, timeout: float = 86_400, **kwargs: Any) -> Any:
+    """Run `fn(*args, **kwargs)` on `nproc` ranks, show the output of rank 0 live, and return its result.
+
+    Each rank is a copy of this process: it sees all definitions of earlier cells, and changes none of them here. Interrupting
+    the cell stops all ranks.
+
+    Args:
+        fn: a function, which may be defined in a cell. It calls `colonnade.launch(config)` like a script.
+        args: positional arguments of `fn`.
+        nproc: the number of ranks.
+        timeout: seconds after which all ranks are stopped.
+        kwargs: keyword arguments of `fn`.
+
+    Raises:
+        WorldError: a rank failed; with its traceback.
+        LaunchError: the notebook has already used a GPU, which cannot be shared with copies of the process.
+
+    Notebook cell::
+
+        def train():
+            with colonnade.launch(dict(clip_grad_norm=1.0)) as gpc:
+                return gpc.world_size
+
+        colonnade.run_in_notebook(train, nproc=2)
+    """
+    plain = {"TORCH_DISTRIBUTED_DEBUG": "OFF"}
+    return run_world(nproc, fn, *args, timeout=timeout, backend=None, env=plain, show=True, **kwargs).values[0]

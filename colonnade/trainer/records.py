@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from colonnade.comm.host_copy import HostCopy
-from colonnade.comm.messages import gather_from_all, is_alone
+from colonnade.comm.messages import HostCopy, gather_from_all, is_alone
 from colonnade.comm.waits import PhaseClock, PhaseTimes
 from colonnade.context.layout import Axis
 from colonnade.context.parallel_context import ParallelContext

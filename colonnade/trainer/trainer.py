@@ -24,7 +24,7 @@ from colonnade.comm.waits import PhaseClock
 from colonnade.constants import STOPPED_IN_ORDER
 from colonnade.context.random import random_state, set_random_state
 from colonnade.engine.engine import Engine
-from colonnade.engine.schedule.base import BaseSchedule
+from colonnade.engine.schedule.schedules import BaseSchedule
 from colonnade.errors import CheckpointError, ColonnadeError, ConfigError, ScheduleError, TrainerError, listed
 from colonnade.logging import DistributedLogger, get_dist_logger
 from colonnade.trainer.data import NO_BATCH, EpochPosition, Feed, Lengths, last_batch, moves_together, read_lengths

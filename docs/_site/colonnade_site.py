@@ -38,8 +38,9 @@ def _fill(app: Sphinx, page: str, source: list[str]) -> None:
 
 
 def _say_levels(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
-    """Captions of tables of contents are headings; Sphinx leaves out of which level."""
-    context["body"] = context.get("body", "").replace('role="heading">', 'role="heading" aria-level="2">')
+    """Captions of tables of contents are headings, whose level Sphinx leaves out; names of arguments end with a colon."""
+    body = context.get("body", "").replace('role="heading">', 'role="heading" aria-level="2">')
+    context["body"] = re.sub(r"(</strong>(?: \([^)]*\))?|</a>|</code>) -- ", r"\1: ", body)
 
 
 def _caption_sidebar(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:

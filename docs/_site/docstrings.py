@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from typing import Any
 
@@ -21,9 +22,10 @@ def as_restructured_text(app: Any, what: str, name: str, thing: Any, options: An
 
 
 def is_left_out(app: Any, what: str, name: str, thing: Any, skip: bool, options: Any) -> bool | None:
-    """Leave out what torch or Python would say of every module, enum or tuple."""
+    """Leave out members of torch and Python, and methods whose docstring is that of their base class."""
     module = getattr(thing, "__module__", None) or ""
-    return True if module.startswith(("torch.", "builtins", "enum")) else None
+    inherited = inspect.isfunction(thing) and thing.__doc__ is None
+    return True if inherited or module.startswith(("torch.", "builtins", "enum")) else None
 
 
 def _prose(text: str) -> str:

@@ -10,12 +10,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from colonnade.config import Config
-from colonnade.context import ParallelMode, build_layout
+from colonnade.config import Config, load_config
+from colonnade.context import ParallelContext, ParallelMode, build_layout
 from colonnade.context.layout import Layout
 from colonnade.core import global_context
 from colonnade.engine.schedule.orders import make_table
-from colonnade.engine.schedule.simulate import simulate
+from colonnade.engine.schedule.replay import simulate
+from colonnade.nn import arrange
 from colonnade.optim.zero.formula import bytes_held
 from colonnade.parallel.demand import holding, owed
 from colonnade.parallel.placement import Placement, Replicate, Shard, Tied
@@ -368,6 +369,36 @@ def _grid() -> tuple[Drawing, str]:
     return drawing, f"{len(cases)} runs by model and kind of parallelism. Green: all runs match the single-process run."
 
 
+def _schemes() -> tuple[Drawing, str]:
+    """The blocks of a column-parallel weight and of a row-parallel one, as the layers shard them."""
+    full, side = torch.arange(64).view(8, 8), 96
+    cases = (("1d", 4, {}), ("2d", 4, {}), ("2.5d", 8, {"depth": 2}), ("3d", 8, {}))
+    drawing = Drawing()
+    for at, (mode, size, more) in enumerate(cases):
+        config = load_config({"parallel": {"tensor": {"size": size, "mode": mode, **more}}})
+        drawing.words(90 + at * 226 + side, 10, f"{mode}, {size} ranks", "title")
+        for column, split in enumerate(("column", "row")):
+            blocks: dict[tuple[int, int, int, int], list[int]] = {}
+            for rank in range(size):
+                with ParallelContext() as context:
+                    context.simulate(config, size, rank)
+                    block = arrange(context).take_weight(full, split)
+                top, left = divmod(int(block.min()), 8)
+                blocks.setdefault((top, left, *block.shape), []).append(rank)
+            x, unit = 84 + at * 226 + column * (side + 14), side / 8
+            drawing.words(x + side / 2, 28, f"{split}-parallel", "small")
+            for (top, left, high, wide), ranks in blocks.items():
+                drawing.box(x + left * unit, 40 + top * unit, wide * unit - 2, high * unit - 2, f"c{ranks[0] % 6}")
+                told = ", ".join(map(str, ranks))
+                drawing.words(x + (left + wide / 2) * unit - 1, 40 + (top + high / 2) * unit - 1, told, "inside small")
+    drawing.words(4, 52, "out", "left small")
+    drawing.words(4, 72, "features", "left small")
+    return drawing, (
+        "The ranks that store each block of a weight [out, in], by tensor-parallel scheme. 1d shards one dimension; 2d shards both over a square of "
+        "ranks; 2.5d has several such squares, which share the batch; 3d shards every weight over a cube."
+    )
+
+
 PICTURES: dict[str, Callable[[], tuple[Drawing, str]]] = {
     "mesh": _mesh,
     "placements": _placements,
@@ -379,4 +410,5 @@ PICTURES: dict[str, Callable[[], tuple[Drawing, str]]] = {
     "ledger": _ledger,
     "overlap": _overlap,
     "grid": _grid,
+    "schemes": _schemes,
 }

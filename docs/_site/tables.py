@@ -17,8 +17,7 @@ from colonnade.context import ParallelMode, build_layout
 from colonnade.context.layout import Layout
 from colonnade.engine.schedule.actions import Action, Kind
 from colonnade.engine.schedule.orders import chunks_of, make_table
-from colonnade.engine.schedule.replay import live_counts
-from colonnade.engine.schedule.simulate import EQUAL_COSTS, simulate
+from colonnade.engine.schedule.replay import EQUAL_COSTS, live_counts, simulate
 from colonnade.errors import ScheduleError
 from colonnade.parallel.demand import holding, joint_ranks, owed
 from colonnade.parallel.placement import Placement, Replicate, Shard, Spec, Tied

@@ -1,17 +1,17 @@
 """Head x data: a parallelism that Colonnade does not have, in this one file, with no change to the library.
 
-The ranks of a group are given the same samples. Inside attention each rank takes all samples through its own heads;
-everywhere else it takes its own samples through whole layers. Attention's weights are split over the group, nothing
-is computed twice, and activations between the attentions are split as well:
+The ranks of a group get the same samples. Inside attention, each rank computes its own heads for all samples; everywhere
+else, it computes full layers for its own samples. Attention weights are sharded over the group, nothing is computed twice,
+and activations between the attention layers are sharded too:
 
     all samples -> scatter -> own samples -> norm, MLP, ... -> own samples -> gather -> all samples
                                |                             ^
                                all_gather                    reduce_scatter
                                v                             |
-                               all samples -> own heads -> a part of the sum
+                               all samples -> own heads -> partial sum
 
-Import this file before `launch`, and ask for it in the config: parallel = dict(head_data=dict(size=2, heads=4)).
-Layers that mix samples (batch norm) have no place between the attentions.
+Import this file before `launch`, and name it in the config: parallel = dict(head_data=dict(size=2, heads=4)).
+Layers that mix samples (BatchNorm) are not possible between the attention layers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,13 @@ from colonnade.constants import INITIALIZER_MAPPING
 from colonnade.context.dist_group_initializer import ProcessGroupInitializer
 from colonnade.engine.gradient_handler import DemandGradientHandler
 from colonnade.errors import LayoutError
-from colonnade.parallel.collectives import all_gather, gather, reduce_scatter, scatter, split_sizes
+from colonnade.parallel.collectives import (
+    all_gather,
+    gather,
+    reduce_scatter,
+    scatter,
+    split_sizes,
+)
 from colonnade.registry import DIST_GROUP_INITIALIZER, GRADIENT_HANDLER
 
 HEAD_DATA = ParallelMode.register("HEAD_DATA", "head_data", data="same")
@@ -35,12 +41,14 @@ INITIALIZER_MAPPING["head_data"] = "HeadDataInitializer"
 
 @DIST_GROUP_INITIALIZER.register_module
 class HeadDataInitializer(ProcessGroupInitializer):
-    """HEAD_DATA: ranks that share `heads` attention heads. An axis of its own, or tensor=dict(mode="head_data", ...)."""
+    """HEAD_DATA: ranks that share `heads` attention heads; a custom axis, or tensor=dict(mode="head_data")."""
 
     def __init__(self, *six: Any, heads: int) -> None:
         super().__init__(*six)
         own = [axis for axis in self.axes if axis.mode is HEAD_DATA]
-        self.axis = own[0] if own else next(axis for axis in self.axes if axis.name == "tensor")
+        self.axis = (
+            own[0] if own else next(axis for axis in self.axes if axis.name == "tensor")
+        )
         if self.axis.size > heads:
             raise LayoutError(
                 f"parallel.{self.axis.name}: size={self.axis.size} leaves ranks without a head of {heads}; "
@@ -52,7 +60,7 @@ class HeadDataInitializer(ProcessGroupInitializer):
 
 
 def own_heads(whole: Tensor, dim: int, heads: int) -> nn.Parameter:
-    """This rank's heads of a weight whose dimension `dim` holds them one after another; heads may be uneven."""
+    """This rank's heads of a weight with all heads along `dim`; shards may be uneven."""
     sizes = split_sizes(whole.shape[dim], HEAD_DATA, unit=whole.shape[dim] // heads)
     part = nn.Parameter(scatter(whole.detach(), HEAD_DATA, dim, sizes).clone())
     place(part, {HEAD_DATA: Shard(dim)}, shape=tuple(whole.shape))
@@ -60,9 +68,10 @@ def own_heads(whole: Tensor, dim: int, heads: int) -> nn.Parameter:
 
 
 class HeadDataAttention(nn.Module):
-    """Self-attention that takes and gives this rank's samples (sample, place, width), and holds its heads.
+    """Self-attention from this rank's samples (sample, position, width) to its samples.
 
-    Weights are drawn whole on every rank and cut, so that they are those of one process with the same seed.
+    Every rank draws the full weights and keeps its heads, so that initial weights equal those of
+    a single process with the same seed.
     """
 
     def __init__(self, width: int, heads: int) -> None:
@@ -72,19 +81,20 @@ class HeadDataAttention(nn.Module):
         self.qkv.weight = own_heads(self.qkv.weight, 0, heads)
         self.qkv.bias = own_heads(self.qkv.bias, 0, heads)
         self.out.weight = own_heads(self.out.weight, 1, heads)
-        # Added to this rank's samples only: its raw gradient is a part of the sum over the group.
+        # Added to this rank's samples only, so its local gradient is partial.
         place(self.out.bias, {HEAD_DATA: Replicate(owes="sum")})
 
     def forward(self, x: Tensor) -> Tensor:
         samples = all_gather(x, HEAD_DATA, dim=0)
-        qkv = self.qkv(samples).unflatten(-1, (-1, 3, self.head_width))  # sample, place, head, (q, k, v), width
+        # dimensions: sample, position, head, q or k or v, width
+        qkv = self.qkv(samples).unflatten(-1, (-1, 3, self.head_width))
         mixed = F.scaled_dot_product_attention(*qkv.permute(3, 0, 2, 1, 4))
         part = F.linear(mixed.transpose(1, 2).flatten(2), self.out.weight)
         return reduce_scatter(part, HEAD_DATA, dim=0) + self.out.bias
 
 
 class HeadDataSequential(nn.Sequential):
-    """Layers one after another, each on this rank's samples; takes and gives all samples of the group."""
+    """Layers on this rank's samples; input and output are all samples of the group."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__(*layers)
@@ -100,6 +110,6 @@ class HeadDataSequential(nn.Sequential):
 
 @GRADIENT_HANDLER.register_module
 class HeadDataGradientHandler(DemandGradientHandler):
-    """Does the sums owed over HEAD_DATA. Not needed: unless the config names it, Colonnade does them by itself."""
+    """Performs the reductions over HEAD_DATA. Optional: a built-in handler does it otherwise."""
 
     modes = frozenset({HEAD_DATA})

@@ -16,7 +16,9 @@ class Attention(nn.Module):
         samples, places, width = x.shape
         qkv = self.qkv(x).view(samples, places, self.heads, 3, width // self.heads)
         q, k, v = (qkv[:, :, :, at].transpose(1, 2) for at in range(3))
-        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape))
+        return self.out(
+            F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
+        )
 
 
 class Residual(nn.Module):
@@ -35,6 +37,11 @@ def layers(attention, features, width, heads, depth):
     yield nn.Linear(features, width)
     for _ in range(depth):
         yield Residual(width, attention(width, heads))
-        yield Residual(width, nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)))
+        yield Residual(
+            width,
+            nn.Sequential(
+                nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+            ),
+        )
     yield nn.LayerNorm(width)
     yield nn.Linear(width, features)

@@ -27,7 +27,13 @@ HERE = Path(__file__).parent
 def batch(step, part, config):
     """The samples that data-parallel rank `part` is given at a step."""
     generator = torch.Generator().manual_seed(1000 * step + part)
-    x = torch.randn(config.BATCH_SIZE, config.PLACES, config.FEATURES, generator=generator, dtype=torch.float64)
+    x = torch.randn(
+        config.BATCH_SIZE,
+        config.PLACES,
+        config.FEATURES,
+        generator=generator,
+        dtype=torch.float64,
+    )
     largest = x[:, :, 0].argmax(dim=1)
     return x, x[torch.arange(len(x)), largest].unsqueeze(1).expand_as(x)
 
@@ -35,7 +41,9 @@ def batch(step, part, config):
 def build(sequential, attention, config):
     """The same weights for the same seed, whichever classes are used."""
     torch.manual_seed(config.seed)
-    return sequential(*layers(attention, config.FEATURES, config.WIDTH, config.HEADS, config.DEPTH)).double()
+    return sequential(
+        *layers(attention, config.FEATURES, config.WIDTH, config.HEADS, config.DEPTH)
+    ).double()
 
 
 def one_process(config, parts):
@@ -74,11 +82,15 @@ def main():
         engine.backward(loss)
         engine.step()
         if step % 10 == 0 or step == config.STEPS - 1:
-            say(f"step {step:2d}  loss {loss.item():.4f}  gradient norm {engine.grad_norm.item():.4f}")
+            say(
+                f"step {step:2d}  loss {loss.item():.4f}  gradient norm {engine.grad_norm.item():.4f}"
+            )
 
     whole = gather_weights(model, gpc)
     with CheckpointManager(HERE / "output", gpc, keep=1) as checkpoints:
-        checkpoints.save(config.STEPS, model, engine.optimizer, extra=engine.extra_state())
+        checkpoints.save(
+            config.STEPS, model, engine.optimizer, extra=engine.extra_state()
+        )
     if gpc.get_global_rank() == 0:
         finish(config, whole, HERE / "output")
     gpc.destroy()
@@ -88,12 +100,20 @@ def finish(config, whole, folder):
     """On one rank: compare with one process, and load what was saved into the plain model."""
     table = compare(one_process(config, gpc.data_parallel_size), whole, rtol=1e-10)
     worst = max(table.differences, key=lambda difference: difference.relative)
-    say(f"parity: {len(table.differences)} parameters equal one process; the largest relative difference is")
-    say(f"        {worst.relative:.1e}, of {worst.name} after {config.STEPS} steps of AdamW")
+    say(
+        f"parity: {len(table.differences)} parameters equal one process; the largest relative difference is"
+    )
+    say(
+        f"        {worst.relative:.1e}, of {worst.name} after {config.STEPS} steps of AdamW"
+    )
     plain = build(nn.Sequential, Attention, config)
     plain.load_state_dict(load_file(export_full(folder, folder / "model.safetensors")))
-    equal = all(torch.equal(value, whole[name]) for name, value in plain.named_parameters())
-    say(f"checkpoint of {gpc.world_size} ranks in the plain model: equal to the bit: {equal}")
+    equal = all(
+        torch.equal(value, whole[name]) for name, value in plain.named_parameters()
+    )
+    say(
+        f"checkpoint of {gpc.world_size} ranks in the plain model: equal to the bit: {equal}"
+    )
 
 
 if __name__ == "__main__":

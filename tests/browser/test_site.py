@@ -16,7 +16,7 @@ import pytest
 from colonnade.config import load_config
 from colonnade.engine.schedule.actions import ENDS_MICRO_BATCH, Kind
 from colonnade.engine.schedule.orders import make_table
-from colonnade.engine.schedule.simulate import simulate
+from colonnade.engine.schedule.replay import simulate
 from colonnade.errors import ScheduleError
 from colonnade.parallel.demand import holding, joint_ranks, owed
 from colonnade.proof.ratio import meanings

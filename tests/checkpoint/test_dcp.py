@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from colonnade.checkpoint import CheckpointManager, export_checkpoint, import_checkpoint
-from colonnade.checkpoint.dcp import read_dcp
+from colonnade.checkpoint.export import read_dcp
 from colonnade.checkpoint.tensor_files import FileEntry
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError

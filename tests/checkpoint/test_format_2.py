@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from colonnade._launch import launch
-from colonnade.checkpoint import CheckpointManager, save_plan, verify
+from colonnade.checkpoint import CheckpointManager, save, verify
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode as M
 from colonnade.errors import CheckpointError
@@ -112,7 +112,7 @@ def model_on(context: ParallelContext, known: bool) -> tuple[nn.Module, dict[str
 
 def write(folder: Path) -> None:
     """Save on data 2 x tensor 2. The random streams are made up: torch and numpy decide what theirs look like."""
-    save_plan.random_state = lambda context: {"stream": torch.arange(4) + context.get_global_rank()}  # type: ignore[assignment]
+    save.random_state = lambda context: {"stream": torch.arange(4) + context.get_global_rank()}  # type: ignore[assignment]
     with (
         launch({"parallel": {"tensor": 2}}, context=ParallelContext(), verbose=False) as context,
         CheckpointManager(folder, context) as manager,

@@ -24,13 +24,13 @@ from torch.optim.lr_scheduler import (
 
 from colonnade._launch import launch
 from colonnade.checkpoint import CheckpointManager, save, storage
-from colonnade.checkpoint.agreement import save_checks
+from colonnade.checkpoint.save import save_checks
 from colonnade.checkpoint.storage import check_space
 from colonnade.constants import SAVED
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import CheckpointError
-from colonnade.optim.clip_method import ZClip
+from colonnade.optim.clip import ZClip
 from colonnade.parallel.placement import Shard, place
 from colonnade.testing import run_world
 from tests.checkpoint.models import WAYS, launched

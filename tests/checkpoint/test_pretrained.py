@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from colonnade._launch import launch
-from colonnade.checkpoint import weights_folder
+from colonnade.checkpoint import full_weights
 from colonnade.checkpoint.full_weights import (
+    INDEX,
     FullTensors,
     _bytes_of,
     _file_name,
@@ -23,7 +24,6 @@ from colonnade.checkpoint.full_weights import (
     save_pretrained,
 )
 from colonnade.checkpoint.tensor_files import FileEntry
-from colonnade.checkpoint.weights_folder import INDEX
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError
 
@@ -197,9 +197,9 @@ def test_the_config_names_the_class_behind_that_of_fsdp(tmp_path, context):
     ],
 )
 def test_a_new_file_begins_where_a_tensor_no_longer_fits(limit, files):
-    assert weights_folder.files_of(OrderedDict(a=3, b=2, c=1).items(), limit) == files
-    assert weights_folder.LARGEST == 5_000_000_000
-    assert weights_folder.files_of([], limit) == {"model.safetensors": []}
+    assert full_weights.files_of(OrderedDict(a=3, b=2, c=1).items(), limit) == files
+    assert full_weights.LARGEST == 5_000_000_000
+    assert full_weights.files_of([], limit) == {"model.safetensors": []}
 
 
 def test_what_is_no_weight_is_taken_from_another_folder(tmp_path):
@@ -209,8 +209,8 @@ def test_what_is_no_weight_is_taken_from_another_folder(tmp_path):
     for name in (*texts, "training.bin", INDEX):
         (other / name).write_text("theirs")
     entries = [FileEntry.of("a", torch.ones(2))]
-    weights_folder.write_folder(entries, tmp_path / "staged", tmp_path / "out", other)
+    full_weights.write_folder(entries, tmp_path / "staged", tmp_path / "out", other)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted([*texts, "model.safetensors"])
     assert (tmp_path / "out/config.json").read_text() == "theirs"
-    weights_folder.write_folder(entries, tmp_path / "staged", tmp_path / "alone", None)
+    full_weights.write_folder(entries, tmp_path / "staged", tmp_path / "alone", None)
     assert tensors(tmp_path / "alone").keys() == {"a"}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from colonnade.cli import main
-from colonnade.cli.demo import demo_script
+from colonnade.cli.run_command import demo_script
 from tests.cli import colonnade
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from colonnade.comm.host_copy import HostCopy
+from colonnade.comm.messages import HostCopy
 
 
 def test_numbers_of_the_host_are_there_as_they_were():

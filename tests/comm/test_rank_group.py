@@ -18,9 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from colonnade.comm import rank_group
-from colonnade.comm import rank_group as sockets_module
-from colonnade.comm.rank_group import (
+from colonnade.comm import groups
+from colonnade.comm import groups as sockets_module
+from colonnade.comm.groups import (
     GroupMemory,
     HostSockets,
     RankGroup,
@@ -295,8 +295,8 @@ def test_why_memory_is_not_shared_is_said_or_raised():
 
 def _talk(opened: list[object]) -> None:
     """Over the group where it moves CPU tensors, else over connections of their own."""
-    original = rank_group.own_gloo
-    rank_group.own_gloo = lambda group: opened.append(group) or original(group)
+    original = groups.own_gloo
+    groups.own_gloo = lambda group: opened.append(group) or original(group)
     for count, config in enumerate([dist.get_backend_config, lambda group: "cuda:nccl"]):
         dist.get_backend_config = config
         group = RankGroup((0, 1), dist.group.WORLD)

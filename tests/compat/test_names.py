@@ -192,7 +192,7 @@ def test_schedules_take_the_ancestors_arguments() -> None:
     assert (plain.num_microbatches, plain.order, plain.tensor_shape) == (4, "1f1b", (2, 3))
     chunked = InterleavedPipelineSchedule(4, 2, tensor_shape=(2, 3))
     assert (chunked.num_chunks, chunked.order) == (2, "interleaved_1f1b")
-    assert isinstance(plain, colonnade.engine.schedule.base.BaseSchedule)
+    assert isinstance(plain, colonnade.engine.schedule.schedules.BaseSchedule)
     assert NonPipelineSchedule().data_process_func is None
 
 

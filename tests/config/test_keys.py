@@ -56,7 +56,7 @@ READERS = {
     "zero": "engine/prepare.py optim/zero/zero_optimizer.py optim/zero/fsdp.py",
     "schedule": "parallel/split.py",
     "activation_checkpoint": "engine/activations.py",
-    "sync": "config/settings.py gradients/sum_plan.py gradients/sums.py gradients/bucket.py gradients/synchroniser.py gradients/transport.py",
+    "sync": "config/settings.py gradients/handler.py gradients/sums.py gradients/bucket.py gradients/synchroniser.py gradients/transport.py",
     "compile": "engine/compile.py",
     "guard": "engine/checks.py",
     "model": "parallel/split.py",

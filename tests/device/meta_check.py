@@ -21,7 +21,7 @@ import torch
 import colonnade
 from colonnade.models import GPT
 from colonnade.optim.zero.formula import bytes_held
-from colonnade.parallel.dtensor import local_part
+from colonnade.parallel.placement import local_part
 from colonnade.testing import run_world
 
 LENGTH, VOCABULARY = 128, 32000

@@ -21,7 +21,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine import build, compile, prepare
 from colonnade.engine import engine as engine_module
 from colonnade.engine.build import initialize
-from colonnade.engine.schedule.pipeline import PipelineSchedule
+from colonnade.engine.schedule.schedules import PipelineSchedule
 from colonnade.gradients import synchroniser
 from colonnade.optim import engine_optimizer
 from colonnade.optim.zero import fsdp

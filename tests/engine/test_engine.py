@@ -16,7 +16,7 @@ from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
 from colonnade.engine.engine import ON_ENGINE, Observer, announce
-from colonnade.engine.schedule.base import BaseSchedule
+from colonnade.engine.schedule.schedules import BaseSchedule
 from colonnade.errors import CheckpointError, ConfigError, ContextError, GradientError
 from colonnade.testing import compare, gather_gradients, gather_weights, plain_gradients, run_world
 

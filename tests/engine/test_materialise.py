@@ -22,9 +22,8 @@ from colonnade.nn.layer import Embedding, arrange
 from colonnade.optim.zero import fsdp
 from colonnade.optim.zero.formula import bytes_held
 from colonnade.parallel.boxes import full_box
-from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.meta import meta_init, parameter_inits
-from colonnade.parallel.placement import Shard, place
+from colonnade.parallel.placement import Shard, local_part, place
 from colonnade.parallel.split import split
 from colonnade.parallel.whole import locate_tensors
 from colonnade.testing import compare as compare_weights

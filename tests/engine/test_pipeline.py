@@ -13,8 +13,8 @@ from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
-from colonnade.engine.schedule.base import BaseSchedule
 from colonnade.engine.schedule.orders import chunks_per_rank
+from colonnade.engine.schedule.schedules import BaseSchedule
 from colonnade.parallel.placement import Shard, Tied, place
 from colonnade.registry import ORDERS, SCHEDULE
 from colonnade.testing import compare, gather_gradients, gather_weights, run_world

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from colonnade._launch import launch
-from colonnade.comm.host_copy import HostCopy
+from colonnade.comm.messages import HostCopy
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
 from colonnade.engine.stepper import SkipAwareScheduler, SkipReport

@@ -262,7 +262,7 @@ def test_a_schedule_that_forgets_its_backward_pass_is_told_so():
 
 
 def _forgetting() -> str:
-    from colonnade.engine.schedule.base import BaseSchedule
+    from colonnade.engine.schedule.schedules import BaseSchedule
     from colonnade.registry import SCHEDULE
 
     @SCHEDULE.register_module

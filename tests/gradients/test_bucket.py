@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colonnade.comm.rank_group import GroupMemory
+from colonnade.comm.groups import GroupMemory
 from colonnade.errors import GradientError
 from colonnade.gradients import bucket as bucket_module
 from colonnade.gradients.bucket import MISSING, SPARSE, TAIL, Bucket, Buffer, GradientShard

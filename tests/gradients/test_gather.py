@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from colonnade._launch import launch
-from colonnade.comm.rank_group import GroupMemory
+from colonnade.comm.groups import GroupMemory
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
 from colonnade.gradients.bucket import Bucket, BucketValues, Buffer, GradientShard

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from colonnade.comm import rank_group
+from colonnade.comm import groups
 from colonnade.errors import GradientError
 from colonnade.gradients.sums import Sum
 from colonnade.gradients.synchroniser import Synchroniser
@@ -38,9 +38,9 @@ def _transport(shared: object, spoil: str) -> tuple[str, list[str]]:
     if dist.get_rank() == 1 and spoil == "memory":
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
     if dist.get_rank() == 1 and spoil == "host":
-        rank_group.host_identity = lambda: "another host"
+        groups.host_identity = lambda: "another host"
     if dist.get_rank() == 1 and spoil == "system":
-        rank_group.host_identity = lambda: None
+        groups.host_identity = lambda: None
     said: list[str] = []
     model = _model()
     reducer = reduce_all(model, TINY, said.append, shared_memory=shared)

@@ -540,7 +540,10 @@ def _closed(options: SyncOptions) -> None:
         square(model, dist.get_rank(), 0).backward()
         reducer.wait()
     kept = [parameter.grad.clone() for parameter in model.parameters()]
+    (group,) = reducer.groups.values()
+    assert (group.sockets is not None) is (options.shared_memory is True)
     reducer.close()
+    assert group.sockets is None
     for parameter, grad in zip(model.parameters(), kept, strict=True):
         assert torch.equal(parameter.grad, grad)
     model.zero_grad()

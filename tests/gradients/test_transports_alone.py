@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from colonnade.comm.rank_group import GroupMemory
+from colonnade.comm.groups import GroupMemory
 from colonnade.gradients import transport as transport_module
 from colonnade.gradients.bucket import Bucket, GradientShard
 from colonnade.gradients.sums import Sharding, Sum, SyncOptions

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from colonnade.comm.rank_group import RankGroup
+from colonnade.comm.groups import RankGroup
 from colonnade.errors import GradientError
 from colonnade.gradients.bucket import (
     MISSING,

@@ -12,7 +12,7 @@ import torch
 import colonnade
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.hf.model_plans import plan_of, tensor_plan
+from colonnade.hf.plans import plan_of, tensor_plan
 from colonnade.parallel.placement import placement_of
 from colonnade.testing import compare, gather_gradients, in_double, plain_gradients, run_world
 from tests.hf.runs import TENSOR, Layout, run_all, truth_file

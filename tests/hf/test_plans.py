@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from colonnade.hf.match import fits
-from colonnade.hf.model_plans import OWN_PLANS, own_plan, tensor_plan
 from colonnade.hf.parallelize import style_of
+from colonnade.hf.plans import OWN_PLANS, fits, own_plan, tensor_plan
 from tests.hf.zoo import BY_NAME, Architecture
 
 pytest.importorskip("transformers", reason="needs transformers")

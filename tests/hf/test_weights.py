@@ -18,13 +18,12 @@ from torch import Tensor
 
 import colonnade
 from colonnade.checkpoint import storage
-from colonnade.checkpoint.weights_folder import tensors_in
+from colonnade.checkpoint.full_weights import tensors_in
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError, ConfigError
-from colonnade.hf.source_weights import Converted, StoredParts
-from colonnade.hf.weights import from_pretrained
-from colonnade.parallel.dtensor import local_part
+from colonnade.hf.weights import Converted, StoredParts, from_pretrained
 from colonnade.parallel.meta import value_source_of
+from colonnade.parallel.placement import local_part
 from colonnade.testing import run_world
 from tests.hf.zoo import BY_NAME
 

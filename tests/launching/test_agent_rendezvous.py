@@ -13,7 +13,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from colonnade.context import rendezvous
 from colonnade.errors import LaunchError
-from colonnade.launching import agent_rendezvous
+from colonnade.launching import launcher
 from colonnade.testing.hosts import colonnade_run, listening, two_hosts, wait_until, why_not
 from tests.cli import colonnade, command, environment
 
@@ -121,7 +121,7 @@ def test_a_name_that_other_machines_know_by_another_address_is_not_taken_for_loo
 
 
 def test_the_port_of_the_ranks_is_never_free_between_its_choice_and_the_start() -> None:
-    store = agent_rendezvous.serve_store("127.0.0.1", 0, one_host=True)
+    store = launcher.serve_store("127.0.0.1", 0, one_host=True)
     assert ("127.0.0.1", store.port) in listening()
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind(("127.0.0.1", store.port))
@@ -143,12 +143,10 @@ def test_a_port_that_torch_found_free_and_another_took_is_not_used(script: Path,
 def test_a_port_of_the_endpoint_that_a_stranger_holds_is_named_and_not_waited_for_without_end(
     monkeypatch, place
 ) -> None:
-    monkeypatch.setattr(agent_rendezvous, "_SECONDS", 2)
+    monkeypatch.setattr(launcher, "_SECONDS", 2)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
         given = {} if place is None else {"rank": place}
         params = RendezvousParameters("any", endpoint, "none", 2, 2, **given)
         with pytest.raises(LaunchError, match=rf"machines cannot meet at {endpoint}: .*--rdzv-endpoint.*\[C021\]"):
-            agent_rendezvous.make_handler(params) if place is None else agent_rendezvous.make_static_handler(
-                params
-            ).next_rendezvous()
+            launcher.make_handler(params) if place is None else launcher.make_static_handler(params).next_rendezvous()

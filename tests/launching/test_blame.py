@@ -131,7 +131,7 @@ def test_run_world_blames_the_rank_that_failed_and_the_other_names_its_line() ->
     line = wrong_criterion.__code__.co_firstlineno + 1
     heard = result.outcomes[0]
     assert heard.lost_a_peer
-    assert heard.told_of == (1,)
+    assert heard.named_ranks == (1,)
     assert heard.message == (
         "the pipeline stopped because rank 1 failed: ValueError: a mistake in my criterion "
         f'(File "{os.path.abspath(__file__)}", line {line}, in wrong_criterion)'
@@ -154,7 +154,7 @@ def test_an_error_that_all_ranks_raise_is_that_of_the_rank_it_began_on() -> None
     result = caught.value.result
     assert caught.value.rank == 1
     line = refused_on_1.__code__.co_firstlineno + 6
-    assert result.outcomes[0].told_of == (1,)
+    assert result.outcomes[0].named_ranks == (1,)
     assert f"KeyError: 'missing' (File \"{os.path.abspath(__file__)}\", line {line}, in refused_on_1)" in (
         result.outcomes[0].message
     )

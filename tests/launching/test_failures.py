@@ -70,7 +70,7 @@ def test_a_rank_killed_long_after_the_first_failure_is_not_blamed() -> None:
 
 
 def told_of(rank: int, time: float, *of: int, consequence: Any = "wholly") -> Outcome:
-    return replace(raised(rank, time, "PeerFailed", "another"), consequence=consequence, told_of=of)
+    return replace(raised(rank, time, "PeerFailed", "another"), consequence=consequence, named_ranks=of)
 
 
 def test_a_rank_that_was_told_of_a_failure_is_never_blamed_however_early() -> None:

@@ -37,14 +37,14 @@ PLACES = (
 )
 """Where a mistake means wrong training or lost data."""
 LEFT_OUT = (
-    "colonnade/engine/schedule/simulate.py",  # pictures of schedules
+    "colonnade/engine/schedule/replay.py",  # pictures of schedules
     "colonnade/trainer/hooks/progress.py",  # what is shown
 )
 ON_A_GPU = (
     *(
         "colonnade/optim/kernels",
-        "colonnade/nn/layer/cross_entropy_kernels.py",
-        "colonnade/nn/moe/moe_kernels.py",
+        "colonnade/nn/nn_kernels.py",
+        "colonnade/nn/nn_kernels.py",
     ),  # Triton
     "colonnade/nn/sequence/attention_kernels.py",  # torch's own for attention
 )

@@ -50,11 +50,15 @@ class _Planned:
         items[:] = [item for _, item in sorted(ranked, key=lambda pair: pair[0])]
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
         """Pass over what comes after the budget, of which one file gets a half at most."""
         now, budget = time.monotonic(), self.plan["budget"]
         file = self.tiers[item.nodeid], item.path
         is_over = now - self.begun.setdefault(None, now) > budget or now - self.begun.setdefault(file, now) > budget / 2
+        if is_over:
+            # The test before left open what it shares with this one. If nobody ended that, the next file would begin with an error,
+            # which would count as noticed.
+            item.session._setupstate.teardown_exact(nextitem)
         return is_over or None
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:

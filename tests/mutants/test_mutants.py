@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ast
+import json
 import math
+import os
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -214,3 +218,27 @@ def test_every_change_that_is_listed_as_equivalent_exists_and_has_a_reason():
     entries = read_equivalent()
     assert unknown_equivalents(entries) == []
     assert all(len(entry["why"]) > 20 for entry in entries)
+
+
+def test_a_file_that_is_left_in_the_middle_fails_no_test_of_the_next_one(tmp_path):
+    (tmp_path / "test_a.py").write_text(
+        "import time\n\ndef test_slow():\n    time.sleep(0.3)\n\ndef test_late():\n    assert False\n"
+    )
+    (tmp_path / "test_b.py").write_text("def test_next():\n    pass\n")
+    plan = {"order": [["fast", "test_a.py"], ["fast", "test_b.py"]], "skip": [], "limits": {}, "budget": 0.5}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    words = ["-q", "-p", "no:cacheprovider", "-p", "tests.mutants.plugin", f"--plan={tmp_path / 'plan.json'}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *words, "--rootdir", tmp_path, tmp_path],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    events = [json.loads(line) for line in (tmp_path / "plan.events").read_text().splitlines()]
+    assert [event["test"] for event in events if event.get("failed") is False] == [
+        "test_a.py::test_slow",
+        "test_b.py::test_next",
+    ], done.stdout
+    assert not any(event.get("failed") for event in events), done.stdout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from colonnade.nn.accuracy import Accuracy
+from colonnade.nn.layer.cross_entropy import Accuracy
 
 
 def test_accuracy_counts_what_is_right_and_passes_over_what_is_ignored():

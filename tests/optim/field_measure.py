@@ -19,8 +19,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
 from colonnade.optim.clip import clip_grad_norm_
-from colonnade.parallel.dtensor import local_part
-from colonnade.parallel.placement import Shard, is_dtensor, place
+from colonnade.parallel.placement import Shard, is_dtensor, local_part, place
 from tests.optim.field_facts import ALIKE, Fact
 from tests.optim.field_pieces import Piece, counted, is_held, norm_of, raw_salt, where, whole
 from tests.optim.watch import Operations, collectives

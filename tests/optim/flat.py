@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from colonnade.optim.bucket_step import ScaledStep
-from colonnade.optim.clip import ClipPolicy, Decision
-from colonnade.optim.clip_method import NormClip
+from colonnade.optim.clip import ClipPolicy, Decision, NormClip
 from colonnade.optim.flat_step import FlatBucket, FlatStep
 from colonnade.optim.norm import Meter, bucket_blocks, reduce_norms
 from colonnade.parallel.flat import FlatLayout

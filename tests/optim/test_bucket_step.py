@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -194,7 +196,52 @@ def test_who_can_drop_a_step_without_the_host(flat, optimizer, drops):
         engine.close()
 
 
-# -- without an engine -------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("owned", "trained", "is_flat"), [(False, True, True), (True, True, False), (True, False, True)]
+)
+def test_a_gradient_in_no_bucket_is_stepped_on_by_the_optimizer_itself_if_it_is_there(owned, trained, is_flat):
+    """That of an embedding, which is sparse."""
+    with launch({}, context=ParallelContext(), verbose=False) as gpc:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 2)).double()
+        model[0].requires_grad_(trained)
+        plain, tokens = copy.deepcopy(model), torch.tensor([0, 2, 2])
+        ours, theirs = (torch.optim.SGD((one if owned else one[1]).parameters(), lr=0.1) for one in (model, plain))
+        engine = initialize(model, ours, context=gpc)[0]
+        for _ in range(2):
+            engine.zero_grad()
+            theirs.zero_grad()
+            engine.backward(engine(tokens).square().sum())
+            plain(tokens).square().sum().backward()
+            engine.step()
+            theirs.step()
+        assert (engine._stepper._step.flat is not None) is is_flat
+        torch.testing.assert_close(list(model.parameters()), list(plain.parameters()))
+        engine.close()
+
+
+def test_a_parameter_that_came_after_initialize_is_refused_by_name_and_one_of_before_is_not():
+    with launch({}, context=ParallelContext(), verbose=False) as gpc:
+        model = built()
+        first, *others = model.parameters()
+        optimizer = torch.optim.SGD([first], lr=0.1)
+        engine = initialize(model, optimizer, context=gpc)[0]
+        later = nn.Linear(2, 2).double()
+        model.append(later)
+        for params, told in (
+            (others, ""),
+            (list(later.parameters()), r"3\.weight of shape \(2, 2\)"),
+            ([nn.Parameter(torch.zeros(3))], r"a parameter of shape \(3,\)"),
+        ):
+            optimizer.add_param_group({"params": params})
+            engine.zero_grad()
+            engine.backward(engine(torch.ones(5, 3, dtype=torch.float64)).square().sum())
+            with (
+                pytest.raises(GradientError, match=f"^{told} was added to optimizer group 2") if told else nullcontext()
+            ):
+                engine.step()
+            del optimizer.param_groups[2:]
+        engine.close()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 
 from colonnade.config.settings import positive
 from colonnade.errors import CheckpointError, ConfigError, RegistryError
-from colonnade.optim.clip_method import (
+from colonnade.optim.clip import (
     CLIP_METHOD,
     AdaGC,
     ClipMethod,

@@ -11,8 +11,7 @@ import torch
 
 from colonnade.config.settings import ClipGroup, ClipSettings
 from colonnade.errors import CheckpointError, ConfigError, GradientError
-from colonnade.optim.clip import ClipPolicy, _Masks
-from colonnade.optim.clip_method import NormClip, SkipOnSpike, ZClip
+from colonnade.optim.clip import ClipPolicy, NormClip, SkipOnSpike, ZClip, _Masks
 from colonnade.optim.norm import Norms
 
 

@@ -15,8 +15,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from colonnade.errors import GradientError
 from colonnade.optim.bucket_step import ScaledStep
-from colonnade.optim.clip import ClipPolicy
-from colonnade.optim.clip_method import CLIP_METHOD, NormClip
+from colonnade.optim.clip import CLIP_METHOD, ClipPolicy, NormClip
 from colonnade.optim.norm import GradientBlock, Meter, powsums, reduce_norms
 from colonnade.testing import run_world
 from tests.optim.flat import Pair

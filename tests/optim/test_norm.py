@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from colonnade import optim
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import GradientError
-from colonnade.optim import kernels, norm
+from colonnade.optim import norm
 from colonnade.optim.norm import UNIT, GradientBlock, Meter, Norms, powsums, reduce_norms
 from colonnade.testing import run_world
 from tests.optim.watch import Operations, collectives
@@ -222,8 +223,8 @@ def add_ranges(values: Tensor, ranges: Tensor) -> Tensor:
 def test_the_launches_of_a_gpu_read_every_row_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of two buffers in turn, one of several chunks, an empty one; the kernels are written in Python."""
     fake = SimpleNamespace(square_sums=square_sums, add_ranges=add_ranges)
-    monkeypatch.setitem(sys.modules, "colonnade.optim.kernels.norm_kernels", fake)
-    monkeypatch.setattr(kernels, "norm_kernels", fake, raising=False)
+    monkeypatch.setitem(sys.modules, "colonnade.optim.optim_kernels", fake)
+    monkeypatch.setattr(optim, "optim_kernels", fake, raising=False)
     one, other = torch.randn(200_000), torch.randn(4000).bfloat16()
     rows = [one[64:160], other[80:160], one[1600:181_600], one[:0], other[800:1600], one[199_968:]]
     reader = norm.KernelReader(rows)

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from colonnade import optim
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
-from colonnade.optim import bucket_step, engine_optimizer, flat_step, kernels
+from colonnade.optim import bucket_step, engine_optimizer, flat_step
 from colonnade.optim.norm import UNIT
 
 
@@ -35,8 +36,8 @@ def sgd(
 @pytest.fixture
 def python_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = SimpleNamespace(sgd=sgd)
-    monkeypatch.setitem(sys.modules, "colonnade.optim.kernels.step_kernels", fake)
-    monkeypatch.setattr(kernels, "step_kernels", fake, raising=False)
+    monkeypatch.setitem(sys.modules, "colonnade.optim.optim_kernels", fake)
+    monkeypatch.setattr(optim, "optim_kernels", fake, raising=False)
     monkeypatch.setattr(flat_step, "prepare_launch", flat_step.TritonLaunch)
     monkeypatch.setattr(flat_step, "pinned", lambda numbers: numbers)
     monkeypatch.setattr(engine_optimizer, "can_scatter", lambda *_: True)

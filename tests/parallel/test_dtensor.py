@@ -10,8 +10,18 @@ from colonnade.config import load_config
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode as M
 from colonnade.errors import PlacementError
-from colonnade.parallel.dtensor import as_dtensor, check_ties, effective_placement, local_part, note_source
-from colonnade.parallel.placement import Placement, Replicate, Shard, copy_placement, place
+from colonnade.parallel.placement import (
+    Placement,
+    Replicate,
+    Shard,
+    as_dtensor,
+    check_ties,
+    copy_placement,
+    effective_placement,
+    local_part,
+    note_source,
+    place,
+)
 from colonnade.proof.planner.ranks import fake_rank
 
 

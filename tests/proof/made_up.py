@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colonnade.proof.compare import Compared, Evidence, GradientEvidence, LocalValue, ParameterInfo, StepEvidence
+from colonnade.proof.compare import (
+    Compared,
+    Evidence,
+    Forward,
+    GradientEvidence,
+    LocalValue,
+    ParameterInfo,
+    StepEvidence,
+)
 
 LEARNING_RATE = 0.1
 
@@ -217,6 +225,15 @@ class World:
     def _step(self, at: int, weights: dict[str, Tensor], own: dict[str, dict[int, Tensor]]) -> StepEvidence:
         """Both sides of one step; `weights` and `own` go on to the next."""
         truths = {name: self.truth(name, at) for name in self.parameters}
+        started = {
+            name: {r: self.planted("started", value, name=name, at=at, rank=r) for r, value in own[name].items()}
+            for name in self.parameters
+        }
+        changed = {
+            name: self.compared(weights[name], found, name)
+            for name, found in started.items()
+            if any(not torch.equal(value, own[name][r]) for r, value in found.items())
+        }
         totals = {
             name: {
                 r: self.planted("total", self.reduced(name, at, r), name=name, at=at, rank=r)
@@ -248,7 +265,9 @@ class World:
                 total=self.compared(whole, totals[name], name),
                 raw=raw,
                 truth_of_passes=self.truth_of_passes(name, at),
-                truth_of_data_ranks=[torch.stack(some).mean(0) for some in self.true[at][name]],
+                truth_of_data_ranks=[
+                    self.planted("of_data_rank", torch.stack(some).mean(0)) for some in self.true[at][name]
+                ],
                 clipped=self.compared(share * whole, clipped, name) if self.max_norm is not None else None,
             )
             after[name] = self.compared(weights[name], own[name], name)
@@ -264,6 +283,12 @@ class World:
             recomputed={name: self._whole("recomputed", activation, name, at) for name in names[1:2]},
             norm=norm,
             found_norm=found_norm,
+            forward=Forward(rows=self.planted("rows", None)),
+            changed=changed,
+            changed_on={
+                name: tuple(r for r, value in started[name].items() if not torch.equal(value, own[name][r]))
+                for name in changed
+            },
             loss_spread=1.5 * torch.finfo(getattr(torch, self.dtype)).eps,
         )
 

@@ -18,7 +18,7 @@ from colonnade.testing import run_world
 from colonnade.trainer import BaseHook, Trainer
 from colonnade.trainer.hooks import EarlyStopHook, LoadCheckpointHook, LossHook, LRSchedulerHook, SaveCheckpointHook
 from colonnade.trainer.hooks.hook import POINTS, build_hook
-from tests.trainer.runs import PIPELINE, cut, make_trainer
+from tests.trainer.runs import PIPELINE, cut, make_trainer, run_each
 
 HEARD: list[str] = []
 
@@ -112,44 +112,41 @@ def failing(config: dict[str, Any], point: str, rank: int, step: int) -> dict[st
     assert hook.closed
     assert hook.raised == (trainer.context.get_global_rank() == rank)  # not called again
     loss.state_dict()  # collective, and intact: the ranks still move together
+    trainer.context.destroy()
     return {"told": told, "heard": HEARD[-2:], "step": trainer.cur_step}
 
 
-@pytest.mark.parametrize(
-    "point",
-    [
-        "before_train_iter",
-        "after_train_iter",
-        "on_record",
-        *[
-            pytest.param(point, marks=pytest.mark.slow)
-            for point in ("before_train", "before_train_epoch", "after_train_epoch", "after_test_iter")
-        ],
-    ],
-)
-def test_the_error_of_a_hook_is_raised_on_every_rank(point):
-    step = 0 if point in ("before_train", "before_train_epoch") else 2
-    steps = {"before_train": 0, "before_train_epoch": 0, "after_train_iter": 2, "before_train_iter": 3, "on_record": 3}
-    steps |= {"after_train_epoch": 6, "after_test_iter": 6}
-    for rank, found in enumerate(run_world(2, failing, {}, point, 1, step).values):
-        assert f"hook Failing failed in {point}" in found["told"]
-        assert "ValueError: out of coffee" in found["told"]
-        assert ("on rank 1" in found["told"]) == (rank == 0)
-        assert found["heard"] == ["other after_train", "other close"]
-        assert found["step"] == steps[point]
+FAILURES: dict[str, tuple[int, int]] = {
+    "before_train": (0, 0),
+    "before_train_epoch": (0, 0),
+    "before_train_iter": (2, 3),
+    "after_train_iter": (2, 2),
+    "on_record": (2, 3),
+    "after_train_epoch": (2, 6),
+    "after_test_iter": (2, 6),
+}
+"""By point: from which step on it fails, and how many steps the run has then."""
 
 
-def test_the_error_of_a_hook_of_one_stage_reaches_the_other():
-    for found in run_world(2, failing, PIPELINE, "after_train_iter", 0, 2).values:
-        assert "hook Failing failed in after_train_iter" in found["told"]
-        assert found["step"] == 2
+def test_the_error_of_a_hook_is_raised_on_every_rank():
+    cases = [({}, point, 1, step) for point, (step, _) in FAILURES.items()]
+    for rank, told in enumerate(run_world(2, run_each, failing, cases, timeout=110).values):
+        for (point, (_, steps)), found in zip(FAILURES.items(), told, strict=True):
+            assert f"hook Failing failed in {point}" in found["told"]
+            assert "ValueError: out of coffee" in found["told"]
+            assert ("on rank 1" in found["told"]) == (rank == 0)
+            assert found["heard"] == ["other after_train", "other close"]
+            assert found["step"] == steps, point
 
 
-def test_an_error_when_hooks_are_attached_begins_nothing():
-    for found in run_world(2, failing, {}, "after_hook_is_attached", 0, 0).values:
-        assert "hook Failing failed in after_hook_is_attached" in found["told"]
-        assert found["heard"] == ["other after_hook_is_attached", "other close"]
-        assert found["step"] == 0
+def test_the_error_of_a_hook_of_one_stage_reaches_the_other_and_one_at_the_start_begins_nothing():
+    cases = [(PIPELINE, "after_train_iter", 0, 2), ({}, "after_hook_is_attached", 0, 0)]
+    for of_stage, at_start in run_world(2, run_each, failing, cases).values:
+        assert "hook Failing failed in after_train_iter" in of_stage["told"]
+        assert of_stage["step"] == 2
+        assert "hook Failing failed in after_hook_is_attached" in at_start["told"]
+        assert at_start["heard"] == ["other after_hook_is_attached", "other close"]
+        assert at_start["step"] == 0
 
 
 def test_hooks_come_from_configs():

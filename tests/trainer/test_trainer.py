@@ -22,7 +22,7 @@ from colonnade.logging import get_dist_logger
 from colonnade.testing import run_world
 from colonnade.trainer import BaseHook, StepRecord, Trainer, hooks
 from colonnade.utils import get_dataloader
-from tests.trainer.runs import PIPELINE, cut, dataset, make_trainer, model, samples
+from tests.trainer.runs import PIPELINE, cut, dataset, make_trainer, model, run_each, samples
 
 
 def ancestor() -> dict[str, Any]:
@@ -85,30 +85,26 @@ def test_the_ancestors_flow(ranks):
 
 def predicted(config: dict[str, Any], kind: str) -> Any:
     trainer = make_trainer(config)
-    data = dataset(19)
-    if kind == "batches":
-        return trainer.predict([x for x, _ in cut(range(8), 19)] if not config else cut(range(8), 19))
-    options = {"shuffle": kind == "shuffled", "add_sampler": kind != "whole"}
-    return trainer.predict(get_dataloader(data, context=trainer.context, batch_size=5, **options))
+    with trainer.context:
+        if kind == "batches":
+            return trainer.predict([x for x, _ in cut(range(8), 19)] if not config else cut(range(8), 19))
+        options = {"shuffle": kind == "shuffled", "add_sampler": kind != "whole"}
+        return trainer.predict(get_dataloader(dataset(19), context=trainer.context, batch_size=5, **options))
 
 
 @pytest.mark.parametrize(
-    ("ranks", "config", "kind"),
+    ("ranks", "cases"),
     [
-        (1, {}, "sampler"),
-        (1, {}, "batches"),
-        (2, {}, "sampler"),
-        (2, {}, "shuffled"),
-        (2, {}, "whole"),
-        (2, PIPELINE, "batches"),
-        pytest.param(4, PIPELINE, "sampler", marks=pytest.mark.slow),
+        (1, [({}, "sampler"), ({}, "batches")]),
+        (2, [({}, "sampler"), ({}, "shuffled"), ({}, "whole"), (PIPELINE, "batches")]),
+        pytest.param(4, [(PIPELINE, "sampler")], marks=pytest.mark.slow),
     ],
 )
-def test_predictions_are_in_the_order_of_the_samples_on_every_rank(ranks, config, kind):
-    x, _ = samples(19)
-    expected = model()(x).detach()[: 8 if kind == "batches" else None]
-    for found in run_world(ranks, predicted, config, kind).values:
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+def test_predictions_are_in_the_order_of_the_samples_on_every_rank(ranks, cases):
+    expected = model()(samples(19)[0]).detach()
+    for found in run_world(ranks, run_each, predicted, cases).values:
+        for (_, kind), rows in zip(cases, found, strict=True):
+            torch.testing.assert_close(rows, expected[: 8 if kind == "batches" else None], rtol=1e-12, atol=0)
 
 
 def test_a_loader_of_random_order_cannot_be_predicted_in_order():

@@ -1,7 +1,7 @@
 """The executor of pipeline tables: runs one rank's actions of any order, built-in or custom.
 
 The executor knows no order. At construction all ranks agree on one table, and each rank derives its own program: its
-compute actions with the sends and receives between them (`programs.py`). `Executor.run` executes that program, one
+compute actions with the sends and receives between them (`replay.add_transfers`). `Executor.run` executes that program, one
 action after another: `_forward` and `_backward` compute, a `Link` per peer (`transfer.py`) sends and receives. A
 `StepState` holds the values between the actions of one step. Losses are scaled, gradients never are, so that several
 calls accumulate into `.grad`.
@@ -37,10 +37,17 @@ from colonnade.engine.schedule.actions import (
     format_rows,
     only_forward,
 )
-from colonnade.engine.schedule.check import Facts, check
 from colonnade.engine.schedule.loss import LossForm, count_on
 from colonnade.engine.schedule.micro_batch import SAME_BATCHES_ADVICE, MicroBatch, call_module
-from colonnade.engine.schedule.programs import CONFIRMS, add_transfers, confirmation, peer_stage, receive_early
+from colonnade.engine.schedule.replay import (
+    CONFIRMS,
+    Facts,
+    add_transfers,
+    check,
+    confirmation,
+    peer_stage,
+    receive_early,
+)
 from colonnade.engine.schedule.split_backward import RunBackward, StageInput, WeightWork, backward_input, run_backward
 from colonnade.engine.schedule.transfer import Incoming, Link, PeerFailed, describe, differentiable, rebuild
 from colonnade.errors import ScheduleError, listed, with_users_line

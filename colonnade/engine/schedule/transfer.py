@@ -5,7 +5,7 @@ Three layers, each with a section here:
 1. `describe` turns a value into a description (JSON: structure, dtypes, shapes) and its list of tensors.
 2. A `Wire` sends and receives the memory of one kind of device to one peer, in one process group.
 3. A `Link` is the channel to one peer: `send` on one side, `expect` and `take` on the other, both in the order of one program
-   (`programs.py`). From `fail` to `end_failure` it ends a step on both sides with no message in flight.
+   (`replay.add_transfers`). From `fail` to `end_failure` it ends a step on both sides with no message in flight.
 
 A message is a header of two integers, then whatever the header announces. The integers are:
 

@@ -42,8 +42,9 @@ ARRANGEMENT = Registry("arrangement", home="colonnade.nn.layer.modes")
 class Arrangement(ABC):
     """How a tensor-parallel scheme shards activations and weights, and how it multiplies them.
 
-    Weights are [out, in] as in torch, or [parts, out, in]: several weights sharded alike, such as query, key and value. A
-    subclass sets `outer` and `inner` and implements `weight_modes`, `product` and `embed`.
+    A `Spread` is the sharding of an activation: `outer` between blocks, `inner` inside a block. Weights are [out, in] as in
+    torch, or [parts, out, in]: several weights sharded alike, such as query, key and value. A subclass sets `outer` and
+    `inner` and implements `weight_modes`, `product` and `embed`.
     """
 
     outer: Spread
@@ -73,7 +74,7 @@ class Arrangement(ABC):
 
     @abstractmethod
     def product(self, x: Tensor, weight: Tensor, split: Split) -> Tensor:
-        """x times the transposed weight, from the spread of its input to the spread of its output."""
+        """x times the transposed weight: a "column" weight maps the outer to the inner spread, a "row" weight the reverse."""
 
     @abstractmethod
     def embed(self, tokens: Tensor, weight: Tensor, rows: int, padding: int | None) -> Tensor:
@@ -94,12 +95,12 @@ class Arrangement(ABC):
         return ()
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, split: Split) -> Tensor:
-        """The product, plus the bias in the spread of the output."""
+        """The product plus the bias, which is sharded like the output."""
         y = self.product(x, weight, split)
         return y if bias is None else y + bias
 
     def target(self, split: Split) -> Spread:
-        """The spread of a weight's output."""
+        """The spread (sharding) of the activation that a "column" or "row" weight returns."""
         return self.inner if split == "column" else self.outer
 
     def side(self, side: Side) -> Spread:

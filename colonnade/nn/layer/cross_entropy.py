@@ -1,4 +1,4 @@
-"""Cross-entropy on sharded logits (vocabulary-parallel or along the batch), and fused with the classifier."""
+"""Cross-entropy on sharded logits (vocabulary-parallel or along the batch), and fused with the classifier; and `Accuracy`."""
 
 from __future__ import annotations
 
@@ -331,7 +331,7 @@ def _kernels(device: torch.device, dtype: torch.dtype) -> Any:
     """(statistics, gradient): Triton kernels if available, else the functions below."""
     if device.type != "cuda" or dtype is torch.float64 or importlib.util.find_spec("triton") is None:
         return _statistics, _gradient
-    from colonnade.nn.layer import cross_entropy_kernels as cross_entropy
+    from colonnade.nn import nn_kernels as cross_entropy
 
     return cross_entropy.statistics, cross_entropy.gradient
 
@@ -357,3 +357,15 @@ def _gradient(logits: Tensor, labels: Tensor, log_sums: Tensor, slopes: Tensor, 
         at = labels.clamp(min=0).unsqueeze(-1)
         result.scatter_add_(-1, at, (labels >= 0).to(result.dtype).mul_(-hit).unsqueeze(-1))
     return result.mul_(slopes.unsqueeze(-1)).masked_fill_((slopes == 0).unsqueeze(-1), 0.0).to(logits.dtype)
+
+
+class Accuracy(nn.Module):
+    """The number of samples (or tokens) whose largest logit is at their label; labels of `ignore_index` do not count."""
+
+    def __init__(self, ignore_index: int = -100) -> None:
+        super().__init__()
+        self.ignore_index = ignore_index
+
+    @torch.no_grad()
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return ((logits.argmax(-1) == labels) & (labels != self.ignore_index)).sum()

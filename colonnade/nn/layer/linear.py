@@ -13,8 +13,7 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError
 from colonnade.nn.layer.arrangement import Arrangement, Side, Split, Whole, arrange
 from colonnade.nn.layer.spread import Width, check_input, mark_output, respread, shard_sizes
-from colonnade.parallel.dtensor import note_source
-from colonnade.parallel.placement import Spec, place
+from colonnade.parallel.placement import Spec, note_source, place
 
 Own = TypeVar("Own", bound="Linear")
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from colonnade.comm.host_copy import HostCopy
+from colonnade.comm.messages import HostCopy
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.core import given_or_global
@@ -221,7 +221,7 @@ def _triton_kernels() -> Any:
     if find_spec("triton") is None:
         get_dist_logger().warning("experts: Triton is not installed, so rows are summed in several passes", ranks=[0])
         return None
-    return import_module("colonnade.nn.moe.moe_kernels")
+    return import_module("colonnade.nn.nn_kernels")
 
 
 # --- The groups of a mixture of experts ---

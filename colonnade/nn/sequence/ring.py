@@ -20,8 +20,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.core import given_or_global
 from colonnade.errors import LayoutError
-from colonnade.nn.sequence.attention_kernels import kernel_for
-from colonnade.nn.sequence.exact_attention import working
+from colonnade.nn.sequence.attention_kernels import kernel_for, working
 from colonnade.nn.sequence.masks import Sight, Turn, ring_turns
 from colonnade.nn.sequence.parts import Parts, parts_of
 from colonnade.parallel.wire import Members, Swap, members_of

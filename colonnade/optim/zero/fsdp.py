@@ -46,8 +46,16 @@ from colonnade.optim.zero.fsdp_checks import (
     check_optimizer,
 )
 from colonnade.parallel.demand import owed
-from colonnade.parallel.dtensor import as_dtensor
-from colonnade.parallel.placement import Replicate, Shard, Spec, copy_placement, is_dtensor, place, placement_of
+from colonnade.parallel.placement import (
+    Replicate,
+    Shard,
+    Spec,
+    as_dtensor,
+    copy_placement,
+    is_dtensor,
+    place,
+    placement_of,
+)
 
 
 def shard_model(model: nn.Module, context: ParallelContext, settings: ZeroSettings) -> ShardedModel:

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from colonnade.comm.rank_group import gather_json_by, separate_gloo_gather
+from colonnade.comm.groups import gather_json_by, separate_gloo_gather
 from colonnade.comm.torch_versions import all_gather_flat, reduce_scatter_flat
 from colonnade.errors import GradientError, listed
-from colonnade.optim.optimizer_trial import groups_by_options, run_trial_steps
+from colonnade.optim.engine_optimizer import groups_by_options, run_trial_steps
 from colonnade.parallel.split import Chunks
 from colonnade.texts import digest_of
 

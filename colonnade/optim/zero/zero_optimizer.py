@@ -42,11 +42,10 @@ from colonnade.gradients.sums import Sharding, Shards
 from colonnade.gradients.synchroniser import Synchroniser
 from colonnade.logging import get_dist_logger
 from colonnade.optim.bucket_step import BucketStep, OwnedBucket, ShardedBucket, wants_flat
-from colonnade.optim.engine_optimizer import EngineOptimizer, GradientSlice
-from colonnade.optim.optimizer_trial import groups_by_options, run_trial_steps, twin_of
-from colonnade.parallel.dtensor import local_part
+from colonnade.optim.engine_optimizer import EngineOptimizer, GradientSlice, groups_by_options, run_trial_steps, twin_of
 from colonnade.parallel.flat import MASTER, FlatShard, flattened, view_like
 from colonnade.parallel.held import Held
+from colonnade.parallel.placement import local_part
 
 
 class ZeroOptimizer(EngineOptimizer, Optimizer):

@@ -10,9 +10,9 @@ from itertools import combinations, product
 import torch
 from torch import Tensor
 
-from colonnade.proof.case import Candidate, GradientCase, sum_of_passes
+from colonnade.proof.case import Candidate, GradientCase, digits, either, near, same_places, sum_of_passes
 from colonnade.proof.claims import Claim, hypothesis
-from colonnade.proof.compare import LocalValue, flat, length
+from colonnade.proof.compare import LocalValue, at_positions, flat, length
 
 _FEW = 4
 """Every subset of ranks is tried up to this many ranks."""
@@ -252,6 +252,26 @@ def of_some_something_else(case: GradientCase) -> Iterator[Claim]:
         what = f"has {whose} from ranks {list(some)} in its sum, {how}"
         yield Claim(cause, what, where, residual=case.residual(candidate))
 
+    # Ranks that start their reductions in different orders sum different parameters, and each rank has other sums.
+    if len(case.wrong) < 2:
+        return
+    for name in [name for name in names if name != case.name][:_FEW]:
+        exchanged = case.of_pass(list(sum_of_passes(case.step.gradients[name].raw).values()))
+
+        def nearest(part: LocalValue, exchanged: GradientCase = exchanged) -> Tensor | None:
+            sums = []
+            for some in subsets:
+                sent = [(exchanged if rank in some else case).raw_at(rank, part) for rank in ranks]
+                if any(raw is None for raw in sent):
+                    return None
+                sums.append(torch.stack(sent).sum(0) / case.divisor)  # type: ignore[arg-type]
+            return min(sums, key=lambda value: length(value - flat(part.value)))
+
+        pair = " and ".join(sorted((case.name, name)))
+        what = f"is reduced together with another parameter of its shape: {pair} are mixed, on each rank from different ranks"
+        where = "the order in which each rank starts its reductions"
+        yield Claim("gradients-exchanged", what, where, residual=case.residual(nearest), rank=40)
+
 
 @hypothesis("gradient")
 def weights_inside(case: GradientCase) -> Iterator[Claim]:
@@ -297,6 +317,84 @@ def thinned_out(case: GradientCase) -> Iterator[Claim]:
         sums = chosen @ rows / case.divisor
         return sums.gather(0, (sums - found).abs().argmin(0, keepdim=True)).squeeze(0)
 
-    what = "sums each element over some of the ranks only, and these ranks vary between elements"
-    where = "the elements that each rank sends (the largest ones, for example), and whether the others are kept for the next step"
-    yield Claim("missing-gradient", what, where, residual=case.residual(candidate), rank=_LAST)
+    # What a rank sends arrives on every rank alike. A sum that is read too early differs between ranks.
+    values: dict[int, Tensor] = {part.rank: flat(part.value) for part in case.wrong}
+    first = case.wrong[0]
+    replicas = [part for part in case.wrong if same_places(part, first)]
+    if all(length(values[part.rank] - values[first.rank]) <= case.row.tolerance for part in replicas):
+        what = "sums each element over some of the ranks only, and these ranks vary between elements"
+        where = "the elements that each rank sends (the largest ones, for example), and whether the others are kept for the next step"
+        yield Claim("missing-gradient", what, where, residual=case.residual(candidate), rank=_LAST)
+    else:
+        what = "sums each element over some of the ranks only, and these vary between elements and between replicas"
+        where = "whether the step waits for its reductions (wait() of async_op=True, synchronization of streams)"
+        yield Claim("not-reduced", what, where, residual=case.residual(candidate), rank=_LAST - 3)
+
+
+@hypothesis("gradient")
+def own_factor(case: GradientCase) -> Iterator[Claim]:
+    """Mistake: each rank scales or clips its own shards by a number of its own.
+
+    Signature: the shards of a rank are the true ones times one factor for each rank.
+    """
+    # The factors are read off the largest differing gradient, because a few elements fit any factor.
+    others = [name for name in case.step.gradients if name not in case.healthy]
+    largest = case.step.gradients[max(others, key=lambda name: case.step.gradients[name].total.truth.numel())].total
+    factors: dict[int, float] = {}
+    for part in largest.found:
+        truth = at_positions(largest.truth, part.positions)
+        if part.positions is None or len(truth) != part.value.numel() or not bool(truth.any()):
+            return
+        factors[part.rank] = float(flat(part.value) @ truth) / float(truth @ truth)
+    # A rank with zeros has no gradient. Replicas with unlike factors differ for another reason.
+    most, least = max(factors.values(), default=1.0), min(factors.values(), default=1.0)
+    if most - least <= 1e-6 * abs(most) or least <= 1e-3 or any(part.positions is None for part in case.wrong):
+        return
+
+    def candidate(part: LocalValue) -> Tensor | None:
+        truth = case.truth(part)
+        return None if truth is None or part.rank not in factors else factors[part.rank] * truth
+
+    # A clip makes the norm of what each rank clips the limit.
+    norms: dict[int, float] = {}
+    for gradient in case.step.gradients.values():
+        for part in gradient.total.found:
+            norms[part.rank] = norms.get(part.rank, 0.0) + length(part.value) ** 2
+    sizes = [norms.get(rank, 0.0) ** 0.5 for rank in factors]
+    shown = ", ".join(f"{factor:.4g} on rank {rank}" for rank, factor in list(factors.items())[:4])
+    residual = case.residual(candidate)
+    if max(sizes) - min(sizes) <= 1e-3 * max(sizes):
+        what = f"is multiplied on each rank by a factor of its own ({shown}), and then the shards of each rank have the norm {sizes[0]:.4g}"
+        where = "the norm by which each rank clips its own shards: its squares must be summed over all ranks"
+        yield Claim("norm-misses-shards", what, where, residual=residual, is_local=True)
+    else:
+        what = f"is multiplied on each rank by a factor of its own: {shown}"
+        yield Claim(
+            "wrong-divisor", what, "what each rank multiplies its own shards by", residual=residual, is_local=True
+        )
+
+
+@hypothesis("gradient")
+def scaled_with_more_in_it(case: GradientCase) -> Iterator[Claim]:
+    """Mistake: a backward pass or a hook scales the local gradient, to which the script adds something afterwards.
+
+    Signature: the local gradients are a multiple of the reference's, and the total has the difference.
+    """
+    factor = case.local_factor
+    if factor is None or abs(factor - 1) <= 1e-6:
+        return
+    passes = torch.stack([flat(x) for x in case.gradient.truth_of_passes]).sum(0)
+    more = length(flat(case.compared.truth) - passes)
+    if more <= case.row.tolerance or len(passes) != case.compared.truth.numel():
+        return
+
+    def candidate(part: LocalValue) -> Tensor | None:
+        truth = case.truth(part)
+        return None if truth is None else truth + (factor - 1) * at_positions(passes, part.positions)
+
+    names = near(factor, case.sizes, 1e-6)
+    after = f", while the gradient of {sorted(case.healthy)[0]} is right" if case.healthy else ""
+    what = f"is {digits(factor)} times what it should be{either(names)} before any reduction{after}"
+    where = "hooks on it, and custom backward passes between it and the parameters whose gradients are right"
+    cause = "scaled-by-mode" if names else "backward-differs"
+    yield Claim(cause, what, where, factor, residual=case.residual(candidate), is_local=True)

@@ -31,7 +31,11 @@ def nothing_arrived(case: GradientCase) -> Iterator[Claim]:
 
     Signature: all zero, or absent.
     """
-    if not case.compared.found:
+    if not case.compared.found and case.gradient.held:
+        what = "is accumulated by FSDP on every rank, but not reduced: gradient synchronization is off when the optimizer steps"
+        where = "calls of set_requires_gradient_sync: it has to be on in the last backward pass of a step"
+        yield Claim("missing-gradient", what, where, rank=-1)
+    elif not case.compared.found:
         where = "what disconnects it from the loss (detach, no_grad, requires_grad, a stage that does not use it)"
         yield Claim("missing-gradient", "is missing on every rank", where)
     elif left := uncovered(case.compared):
@@ -115,15 +119,20 @@ def wrong_factor(case: GradientCase) -> Iterator[Claim]:
     for factor in explained:
         residual = case.residual(case.truth, factor.value)
         modes = tuple(name for name, _ in factor.powers)
-        doubt = sum(case.is_shared(mode) for mode in modes)
-        yield replace(_meaning(case, factor), factor=factor.value, modes=modes, residual=residual, doubt=doubt)
+        claim = _meaning(case, factor)
+        doubt = 0 if claim.is_local else sum(case.shared_with(mode) is not None for mode in modes)
+        yield replace(claim, factor=factor.value, modes=modes, residual=residual, doubt=doubt)
     # A single number is a multiple of any other, so a factor that is no product of sizes means nothing there.
     if explained or (case.wrong[0].value.numel() == 1 and case.compared.truth.numel() < 3):
         return
 
     # Any other constant.
     residual = case.residual(case.truth, value)
-    if is_loss_scale(value, 1e-6):
+    local = case.local_factor
+    after = (
+        local is not None and abs(local - 1) <= 1e-6
+    )  # the local gradients are right, so it comes after the backward pass
+    if is_loss_scale(value, 1e-6) or (after and value >= 16 and is_loss_scale(256 * value, 1e-6)):
         what = f"is {value:g} times what it should be, a power of two as loss scales are"
         yield Claim("loss-scale-left", what, "where gradients are unscaled", value, residual=residual, rank=50)
     elif case.healthy and case.forward_is_right and case.backward_is_right is False and case.reduction_is_right:
@@ -132,6 +141,10 @@ def wrong_factor(case: GradientCase) -> Iterator[Claim]:
             f"{sorted(case.healthy)[0]} is right"
         )
         yield Claim("backward-differs", what, _BY_HAND, value, residual=residual, rank=50)
+    elif after:
+        what = f"is {digits(value)} times what it should be, which is no product of group sizes, while the local gradients are right"
+        where = "code that scales gradients between the backward pass and the step of the optimizer"
+        yield Claim("wrong-divisor", what, where, value, residual=residual, rank=50)
     else:
         what = f"is {digits(value)} times what it should be, which is no product of group sizes"
         where = "the divisor of the loss: a count that includes padding tokens, or only the tokens of this rank"
@@ -140,13 +153,22 @@ def wrong_factor(case: GradientCase) -> Iterator[Claim]:
 
 def _meaning(case: GradientCase, factor: Factor) -> Claim:
     """The meaning of a product of sizes for this parameter, by its required reductions and by where the factor comes in."""
-    size = f"{factor.value:g} times what it should be ({factor})"
-    in_backward = case.backward_is_right is False and case.reduction_is_right is True
+    size = f"{factor.value:g} times what it should be ({case.groups.spelled(factor)})"
+    local = case.local_factor
+    in_backward = (case.backward_is_right is False and case.reduction_is_right is True) or (
+        local is not None and abs(local - factor.value) <= 1e-6 * factor.value
+    )
+    # Shards are different elements, so nothing can sum them over the ranks of their mode. A collective in a backward pass can.
+    if len(factor.powers) == 1 and factor.powers[0][1] == 1:
+        mode = factor.powers[0][0]
+        is_sharded = mode in case.groups.of_mode and mode not in case.required and not case.is_replicated(mode)
+        in_backward = in_backward or (is_sharded and not case.raws and case.forward_is_right)
     if len(factor.powers) > 1 or abs(factor.powers[0][1]) != 1:
         powers = dict(factor.powers)
         if in_backward:
             what = f"is {size} before any reduction: the loss, or a backward pass, is scaled by {factor}"
-            return Claim("scaled-by-mode", what, "the scale of the loss, and reductions that autograd differentiates")
+            where = "the scale of the loss, and reductions that autograd differentiates"
+            return Claim("scaled-by-mode", what, where, is_local=True)
         if all(power == 1 and case.required.get(name, 0.0) > 1 for name, power in powers.items()):
             what = f"is {size}: summed over {' and '.join(powers)}, but divided by the size of neither"
             return Claim("summed-not-averaged", what, "the handlers of these reductions")
@@ -156,7 +178,9 @@ def _meaning(case: GradientCase, factor: Factor) -> Claim:
         return Claim("wrong-divisor", what, "the divisor of its reductions")
 
     name, power = factor.powers[0]
-    if name == ACCUMULATION:
+    # A loss (or a term of it) that is not divided by the number of passes scales all parameters of a module.
+    module = case.name.rpartition(".")[0]
+    if name == ACCUMULATION and not (in_backward and any(other.rpartition(".")[0] == module for other in case.healthy)):
         words = "is not divided by" if power > 0 else "is divided once too often by"
         what = f"is {size}: it {words} the number of micro-batches"
         where = "the divisor of each micro-batch's loss"
@@ -171,15 +195,23 @@ def _meaning(case: GradientCase, factor: Factor) -> Claim:
     if case.everywhere and (in_backward or (name not in case.required and case.backward_is_right is not True)):
         words = "multiplied" if power > 0 else "divided"
         what = f"is {size}, like every other gradient: the loss is {words} by the size of {name}"
-        return Claim("scaled-by-mode", what, "the scale of the loss, and reductions of it that autograd differentiates")
+        where = "the scale of the loss, and reductions of it that autograd differentiates"
+        return Claim("scaled-by-mode", what, where, is_local=True)
     if in_backward:
+        # The loss is not scaled, or every gradient would be. A hook and a collective give the same numbers.
+        after = f", while the gradient of {sorted(case.healthy)[0]} is right" if case.healthy else ""
+        if name == ACCUMULATION:
+            what = f"is {size} before any reduction, in each micro-batch{after}"
+            return Claim("scaled-by-mode", what, f"hooks on it, and {_BY_HAND}", is_local=True)
         words = (
             f"sums over {name} a value that each of its ranks has in full"
             if power > 0
             else f"divides by the size of {name}"
         )
-        what = f"is {size} before any reduction: a backward pass {words}"
-        return Claim("scaled-by-mode", what, "the backward pass of the layer's collectives")
+        what = f"is {size} before any reduction{after}: a hook scales it, or a backward pass {words}"
+        sums = " (that of torch.distributed.nn.functional.all_reduce sums too)" if power > 0 else ""
+        where = f"hooks on it, and the backward pass of the layer's collectives{sums}"
+        return Claim("scaled-by-mode", what, where, is_local=True)
 
     divisor = case.required.get(name)
     if divisor is None and power > 0:
@@ -188,7 +220,11 @@ def _meaning(case: GradientCase, factor: Factor) -> Claim:
     if divisor is None:
         what = f"is {size}: divided by the size of {name}, although no reduction over it is required"
         return Claim("wrong-divisor", what, f"divisors that count the ranks of {name}")
-    handler = f"the handler that sums over {name}"
+    handler = f"the handler that sums over {name}" if case.info.ledger else f"the code that sums over {name}"
+    other = case.shared_with(name)
+    if divisor > 1 and power > 0 and other is not None and case.backward_is_right is not False:
+        what = f"is {size}, while that of {other}, which has the same reduction, is right: only this one is scaled, or reduced twice"
+        return Claim("summed-not-averaged", what, "hooks on it, and the code that reduces or scales it", is_local=True)
     if divisor > 1 and power > 0:
         what = f"is {size}: summed over {name} and not divided by {divisor:g} (or summed twice)"
         return Claim("summed-not-averaged", what, handler)
@@ -231,6 +267,9 @@ def over_other_ranks(case: GradientCase) -> Iterator[Claim]:
     for modes in case.groups.subsets():
         missing = [mode for mode in case.required if not _reaches(case, modes, (mode,))]
         extra = [mode for mode in modes if not _reaches(case, tuple(case.required), (mode,))]
+        # A sum too many is the mistake only if the gradient is right without it.
+        if extra and not missing and case.backward_is_right is False:
+            continue
         candidate = case.raw_sum(modes)
         fitted = case.fit(candidate) if missing or extra else None
         if fitted is None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from colonnade.config.files import read_file
+from colonnade.config.config import read_file
 from colonnade.errors import ConfigError, did_you_mean, listed
 from colonnade.paths import local_path
 from colonnade.proof.planner.plan_records import Hardware, Link

@@ -13,13 +13,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from colonnade.comm.torch_versions import start_fsdp
-from colonnade.engine.schedule.criterion import call_criterion
-from colonnade.engine.schedule.loss import split_loss
+from colonnade.engine.schedule.loss import call_criterion, split_loss
 from colonnade.engine.schedule.micro_batch import MicroBatch, call_module
 from colonnade.engine.schedule.split_backward import StageInput, backward_input, run_backward
 from colonnade.engine.schedule.transfer import HEADER_BYTES, payload_bytes
-from colonnade.parallel.dtensor import local_part
-from colonnade.parallel.placement import is_dtensor, placement_of
+from colonnade.parallel.placement import is_dtensor, local_part, placement_of
 from colonnade.parallel.split import Stage
 from colonnade.proof.planner.recorder import Cost, OperatorRecorder
 from colonnade.texts import pattern_of

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colonnade.comm.rank_group import GroupMemory, RankGroup
+from colonnade.comm.groups import GroupMemory, RankGroup
 from colonnade.config.settings import ZeroSettings
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
@@ -20,15 +20,13 @@ from colonnade.engine.prepare import prepare_optimizer, prepare_sums
 from colonnade.errors import ColonnadeError
 from colonnade.gradients.bucket import LARGE_BYTES, Bucket, BucketStorage, in_starting_order, last_over_ranks
 from colonnade.gradients.gather import send_slice
-from colonnade.gradients.handler import PlannedGradientHandler
+from colonnade.gradients.handler import PlannedGradientHandler, plan_sums
 from colonnade.gradients.ledger import Ledger, match
-from colonnade.gradients.sum_plan import plan_sums
 from colonnade.gradients.sums import Sum, read_demands, with_groups
 from colonnade.gradients.transport import CollectiveTransport, DeviceCollectiveTransport, LocalTransport, Transport
 from colonnade.gradients.uneven import by_kind
-from colonnade.optim.engine_optimizer import PlainOptimizer
-from colonnade.optim.optimizer_trial import state_dtypes
-from colonnade.parallel.dtensor import local_part
+from colonnade.optim.engine_optimizer import PlainOptimizer, state_dtypes
+from colonnade.parallel.placement import local_part
 from colonnade.proof.planner.recorder import OperatorRecorder, PlannedCall
 
 NOTE_BYTES = 16
@@ -138,7 +136,7 @@ def plan_gradients(
                 ] = None
             claims.append((handler, said))
         found = plan_sums(
-            model, settings.user_optimizer, context, claims, dict(config.get("sync") or {}),
+            model, settings.user_optimizer, context, claims,
             bucket_all=settings.bucket_all, shards=settings.shards,
         )  # fmt: skip
     except ColonnadeError as error:

@@ -25,7 +25,7 @@ from colonnade.engine.checks import forms_of, same_stages
 from colonnade.engine.prepare import prepare_model, read_losses, read_numerics, read_stages
 from colonnade.engine.schedule.actions import Kind, Table
 from colonnade.engine.schedule.micro_batch import split_into_micro_batches
-from colonnade.engine.schedule.pipeline import NonPipelineSchedule, PipelineSchedule
+from colonnade.engine.schedule.schedules import NonPipelineSchedule, PipelineSchedule
 from colonnade.errors import ColonnadeError, ConfigError
 from colonnade.gradients.ledger import Ledger
 from colonnade.optim.zero.fsdp import shard_model

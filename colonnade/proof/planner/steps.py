@@ -14,9 +14,16 @@ from colonnade.config.settings import ClipSettings
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.precision import Precision
 from colonnade.engine.schedule.actions import GIVES_INPUT_GRADIENT, Action, Kind, Table
-from colonnade.engine.schedule.programs import add_transfers, peer_stage, receive_early
-from colonnade.engine.schedule.replay import TimedAction, live_counts, replay
-from colonnade.engine.schedule.simulate import bubble_of, simulate
+from colonnade.engine.schedule.replay import (
+    TimedAction,
+    add_transfers,
+    bubble_of,
+    live_counts,
+    peer_stage,
+    receive_early,
+    replay,
+    simulate,
+)
 from colonnade.engine.schedule.transfer import HEADER_BYTES, SENDS_KEPT
 from colonnade.engine.stepper import count_slots
 from colonnade.gradients.bucket import STAGING_BUFFERS

@@ -133,7 +133,7 @@ function draw(chart) {
     series: [{}, ...made.map(each => ({
       stroke: each.stroke ?? "transparent", width: each.width ?? 0, fill: each.fill, dash: each.dash,
       paths: each.width === 0 ? () => null : undefined,
-      points: {show: !!each.marks, size: each.width === 0 ? 6 : 7, width: 1, stroke: tone("--card"), fill: each.stroke},
+      points: {show: !!each.marks, size: each.width === 0 ? 5 : 7, width: each.width === 0 ? 0 : 1, stroke: tone("--card"), fill: each.stroke},
     }))],
     cursor: {
       y: false, drag: {x: true, y: false, setScale: false, dist: 6}, focus: {prox: -1},

@@ -191,7 +191,7 @@ def _utilisation(run: Run) -> list[tuple[str, str]]:
     reached, peak = flops * median(rates), _peak(run)
     if peak:
         return [(f"{reached / peak:.1%}", f"MFU: {how}")]
-    return [(f"{format_count(reached)}flop/s", f"of the model: {how}")]
+    return [(format_count(reached), f"flop/s: {how}")]
 
 
 def _count_name(run: Run) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from colonnade.checkpoint.manager import CheckpointManager
 from colonnade.comm.messages import gather_from_all
 from colonnade.errors import CheckpointError, ConfigError
-from colonnade.parallel.dtensor import local_part
+from colonnade.parallel.placement import local_part
 from colonnade.paths import local_path
 from colonnade.registry import HOOKS
 from colonnade.trainer.hooks.hook import BaseHook, checked_interval

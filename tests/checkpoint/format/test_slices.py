@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from colonnade.checkpoint import tensor_files
+from colonnade.checkpoint.full_weights import INDEX, tensors_in
 from colonnade.checkpoint.tensor_files import stored_tensors
-from colonnade.checkpoint.weights_folder import INDEX, tensors_in
 from colonnade.errors import CheckpointError
 from colonnade.parallel.boxes import Box
 from colonnade.testing import in_double

@@ -22,8 +22,7 @@ from colonnade.checkpoint.manifest import (
     tensors_file,
     to_json,
 )
-from colonnade.checkpoint.save import StorageWriter
-from colonnade.checkpoint.save_plan import RankNote, entry_key, merge_groups, merge_tensors
+from colonnade.checkpoint.save import RankNote, StorageWriter, entry_key, merge_groups, merge_tensors
 from colonnade.checkpoint.storage import read_manifest
 from colonnade.checkpoint.values import encode
 from colonnade.context.parallel_context import ParallelContext

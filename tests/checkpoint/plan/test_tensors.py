@@ -15,7 +15,7 @@ from torch import nn
 
 from colonnade.checkpoint import CheckpointManager
 from colonnade.checkpoint.manifest import FileRecord
-from colonnade.checkpoint.save_plan import SavePlan, _plan_shard, merge_tensors
+from colonnade.checkpoint.save import SavePlan, _plan_shard, merge_tensors
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.parallel.boxes import full_box, tiles

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from colonnade.checkpoint import CheckpointManager, storage, weights_folder
+from colonnade.checkpoint import CheckpointManager, full_weights, storage
 from colonnade.checkpoint.export import export_checkpoint, export_full
-from colonnade.checkpoint.weights_folder import tensors_in
+from colonnade.checkpoint.full_weights import tensors_in
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError
 from tests.checkpoint.storage.test_writer import Kill, model_at
@@ -166,13 +166,13 @@ def _export_until_killed(run: Path, out: Path, point: str) -> None:
     export_checkpoint(run, out, "hf", 2)
 
 
-@pytest.mark.parametrize("largest", [weights_folder.LARGEST, 100], ids=["one file", "two files"])
+@pytest.mark.parametrize("largest", [full_weights.LARGEST, 100], ids=["one file", "two files"])
 @pytest.mark.parametrize("point", POINTS)
 def test_a_kill_loses_nothing_and_leaves_no_mixture(
     run: Path, tmp_path: Path, point: str, largest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The earlier weights, or the new ones, or none that a reader would take; and the next save cleans up."""
-    monkeypatch.setattr(weights_folder, "LARGEST", largest)
+    monkeypatch.setattr(full_weights, "LARGEST", largest)
     out = tmp_path / "out"
     out.mkdir()
     export_checkpoint(run, out, "hf", 1)

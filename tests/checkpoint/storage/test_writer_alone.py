@@ -14,8 +14,7 @@ from torch import nn
 from colonnade.checkpoint import CheckpointManager
 from colonnade.checkpoint import save as module
 from colonnade.checkpoint.manifest import LayoutRecord
-from colonnade.checkpoint.save import BackgroundSave, Pace, StorageWriter
-from colonnade.checkpoint.save_plan import SavePlan
+from colonnade.checkpoint.save import BackgroundSave, Pace, SavePlan, StorageWriter
 from colonnade.checkpoint.tensor_files import FileEntry
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError

@@ -12,11 +12,11 @@ from torch.utils._pytree import tree_map_only
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.engine.schedule.check import check
 from colonnade.engine.schedule.executor import Executor
 from colonnade.engine.schedule.micro_batch import split_into_micro_batches
 from colonnade.engine.schedule.orders import chunks_of, make_table
-from colonnade.engine.schedule.pipeline import _transfer_groups
+from colonnade.engine.schedule.replay import check
+from colonnade.engine.schedule.schedules import _transfer_groups
 from tests.device.check import Check
 from tests.engine.schedule import models
 from tests.engine.schedule.executor.test_executor import Broken, grads_of, loss_of

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from colonnade.engine.schedule.base import BaseSchedule, checked_result, move, num_rows
+from colonnade.engine.schedule.schedules import BaseSchedule, checked_result, move, num_rows
 from colonnade.errors import ScheduleError
 
 ONE, TWO = torch.ones(3, 2), torch.zeros(5)

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colonnade.engine.schedule.actions import Action, Kind, Table, parse_table
-from colonnade.engine.schedule.check import check
 from colonnade.engine.schedule.orders import make_table
-from colonnade.engine.schedule.replay import Milestone, live_counts, milestone, needed, num_stages, replay
+from colonnade.engine.schedule.replay import Milestone, check, live_counts, milestone, needed, num_stages, replay
 from colonnade.errors import ScheduleError
 from tests.engine.schedule.tables import torch_table, valid_tables
 

@@ -11,10 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from colonnade.engine.build import initialize
-from colonnade.engine.schedule.base import BaseSchedule
-from colonnade.engine.schedule.criterion import _loss_of, call_criterion
-from colonnade.engine.schedule.loss import split_loss
-from colonnade.engine.schedule.pipeline import NonPipelineSchedule
+from colonnade.engine.schedule.loss import _loss_of, call_criterion, split_loss
+from colonnade.engine.schedule.schedules import BaseSchedule, NonPipelineSchedule
 from colonnade.errors import ScheduleError
 from tests.engine.test_engine import world_of_one
 

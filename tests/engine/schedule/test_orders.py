@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from colonnade.engine.schedule.actions import Kind, Table, format_rows
-from colonnade.engine.schedule.check import check
 from colonnade.engine.schedule.orders import check_chunks, chunks_of, chunks_per_rank, loop_stages, make_table, zb_v
-from colonnade.engine.schedule.simulate import simulate
+from colonnade.engine.schedule.replay import check, simulate
 from colonnade.errors import RegistryError, ScheduleError
 from colonnade.registry import ORDERS
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from colonnade import launch
 from colonnade.context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.engine.schedule import pipeline
-from colonnade.engine.schedule.check import check
-from colonnade.engine.schedule.pipeline import GPipe, PipelineSchedule, TableSchedule
+from colonnade.engine.schedule import schedules
+from colonnade.engine.schedule.replay import check
+from colonnade.engine.schedule.schedules import GPipe, PipelineSchedule, TableSchedule
 from colonnade.engine.schedule.split_backward import run_backward
 from colonnade.errors import ScheduleError
 from colonnade.testing import run_world
@@ -136,8 +136,8 @@ def test_a_batch_that_one_rank_lacks_is_an_error_on_all_by_name_and_one_that_all
 
 def run_with_timeout() -> float:
     with join_world(pipeline=2, timeout=37) as context:
-        group, down = pipeline._transfer_groups(context)
-        assert pipeline._transfer_groups(context) == (group, down), "those for all schedules"
+        group, down = schedules._transfer_groups(context)
+        assert schedules._transfer_groups(context) == (group, down), "those for all schedules"
         assert down is None, "gloo moves both directions at once"
         return group._get_backend(context.device).options._timeout.total_seconds()
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from colonnade.engine.schedule import pipeline, transfer
-from colonnade.engine.schedule.pipeline import PipelineSchedule, TableSchedule
+from colonnade.engine.schedule import schedules, transfer
+from colonnade.engine.schedule.schedules import PipelineSchedule, TableSchedule
 from colonnade.errors import ScheduleError
 from colonnade.registry import SCHEDULE
 
@@ -80,10 +80,10 @@ def test_a_stage_in_the_middle_keeps_its_loader_in_step():
     [({"cpu": "gloo"}, ("both", None)), ({"cpu": "gloo", "cuda": "nccl"}, ("both", "cuda:nccl"))],
 )
 def test_a_group_for_each_direction_is_opened_over_backends_with_a_queue(monkeypatch, backends, groups):
-    monkeypatch.setattr(pipeline, "backends_of", lambda group: backends)
+    monkeypatch.setattr(schedules, "backends_of", lambda group: backends)
     monkeypatch.setattr(transfer, "with_cpu", lambda group: "both")
     context: Any = SimpleNamespace(get_group=lambda mode: "own", get_second_group=lambda mode, backend: backend)
-    assert pipeline._transfer_groups(context) == groups
+    assert schedules._transfer_groups(context) == groups
 
 
 def test_an_order_is_checked_when_it_is_named_and_a_table_has_its_own():

@@ -9,8 +9,7 @@ from hypothesis import given
 
 from colonnade.engine.schedule.actions import Table, parse_table
 from colonnade.engine.schedule.orders import make_table
-from colonnade.engine.schedule.replay import milestone, needed, num_stages
-from colonnade.engine.schedule.simulate import Costs, simulate
+from colonnade.engine.schedule.replay import Costs, milestone, needed, num_stages, simulate
 from colonnade.errors import ScheduleError
 from tests.engine.schedule.tables import valid_tables
 

@@ -13,7 +13,7 @@ import colonnade
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
-from colonnade.engine.schedule.criterion import call_criterion
+from colonnade.engine.schedule.loss import call_criterion
 from colonnade.engine.schedule.micro_batch import split_into_micro_batches
 from colonnade.errors import ScheduleError
 from colonnade.testing import run_world

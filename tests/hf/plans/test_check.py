@@ -15,8 +15,8 @@ from colonnade import initialize, parallelize
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import ColonnadeError, ConfigError, GradientError, PlacementError
-from colonnade.hf.match import fits, resolve
 from colonnade.hf.plan_checks import check_entries
+from colonnade.hf.plans import fits, resolve
 from colonnade.parallel.split import Split
 from colonnade.testing import run_world
 from tests.hf.plans.models import (

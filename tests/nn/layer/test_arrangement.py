@@ -18,8 +18,7 @@ from colonnade.errors import ConfigError, PlacementError
 from colonnade.nn.layer import ARRANGEMENT, Arrangement, Spread, Whole, arrange
 from colonnade.nn.layer.layer_norm import LayerNorm, RMSNorm
 from colonnade.parallel import collectives
-from colonnade.parallel.dtensor import check_ties
-from colonnade.parallel.placement import placement_of
+from colonnade.parallel.placement import check_ties, placement_of
 from colonnade.testing import gather_weights, run_world
 
 

@@ -181,7 +181,7 @@ class Products(TorchDispatchMode):
 def test_kernels_of_triton_are_for_what_they_can_do(device, dtype, found, of_triton, monkeypatch):
     stand_in = SimpleNamespace(statistics="statistics", gradient="gradient")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if found else None)
-    monkeypatch.setitem(sys.modules, "colonnade.nn.layer.cross_entropy_kernels", stand_in)
+    monkeypatch.setitem(sys.modules, "colonnade.nn.nn_kernels", stand_in)
     monkeypatch.setattr(colonnade.nn.layer, "cross_entropy_kernels", stand_in, raising=False)
     plain = (cross_entropy._statistics, cross_entropy._gradient)
     expected = ("statistics", "gradient") if of_triton else plain

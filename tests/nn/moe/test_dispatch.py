@@ -131,7 +131,7 @@ def test_which_rows_have_kernels(compiling, is_cuda, dtype, found, monkeypatch):
 def test_without_triton_there_are_no_kernels(found, monkeypatch):
     monkeypatch.setattr(dispatching, "find_spec", lambda name: object() if found else None)
     monkeypatch.setattr(dispatching, "import_module", lambda name: name)
-    expected = "colonnade.nn.moe.moe_kernels" if found else None
+    expected = "colonnade.nn.nn_kernels" if found else None
     assert dispatching._triton_kernels.__wrapped__() == expected
 
 

@@ -24,7 +24,7 @@ from colonnade.nn.sequence import (
     ulysses,
     ulysses_attention,
 )
-from colonnade.nn.sequence.exact_attention import Exact
+from colonnade.nn.sequence.attention_kernels import Exact
 from colonnade.nn.sequence.parts import sequence_rank
 from colonnade.parallel import wire
 from colonnade.parallel.wire import recorded

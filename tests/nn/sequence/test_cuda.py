@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.nn.sequence import Parts, attention_kernels, ring_attention
-from colonnade.nn.sequence.exact_attention import Exact
+from colonnade.nn.sequence.attention_kernels import Exact
 from colonnade.nn.sequence.masks import Mask, Sight
 from colonnade.nn.sequence.ring import attention_over
 

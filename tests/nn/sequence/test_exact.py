@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from colonnade.nn.sequence import exact_attention
-from colonnade.nn.sequence.exact_attention import Exact
+from colonnade.nn.sequence import attention_kernels
+from colonnade.nn.sequence.attention_kernels import Exact
 from colonnade.nn.sequence.masks import Mask, Sight
 from colonnade.nn.sequence.parts import Parts
 from colonnade.nn.sequence.ring import Softmax, attention_over
@@ -51,7 +51,7 @@ def _row(mask: Mask, row: int) -> torch.Tensor:
 @pytest.mark.parametrize("scores", [1 << 24, 1])
 @pytest.mark.parametrize("mask", [Mask(), Mask(right=0), Mask(3, 1), Mask(2, 0, (0, 7, 8, 40))])
 def test_exact_attention_is_torch_attention_in_one_tile_or_many(mask, scores, monkeypatch):
-    monkeypatch.setattr(exact_attention, "_SCORES", scores)
+    monkeypatch.setattr(attention_kernels, "_SCORES", scores)
     inputs = [tensor.requires_grad_() for tensor in _inputs(40, 40, groups=2)]
     seen = torch.cat([_row(mask, row) for row in range(40)]).bool()
     truth = F.scaled_dot_product_attention(*inputs, attn_mask=seen, enable_gqa=True, scale=0.5)
@@ -80,7 +80,7 @@ def test_exact_attention_is_torch_attention_in_one_tile_or_many(mask, scores, mo
     ],
 )
 def test_the_last_query_stands_where_the_last_key_does(length, keys, mask, scores, monkeypatch):
-    monkeypatch.setattr(exact_attention, "_SCORES", scores)
+    monkeypatch.setattr(attention_kernels, "_SCORES", scores)
     inputs = [tensor.requires_grad_() for tensor in _inputs(length, keys, groups=2)]
     seen = torch.zeros(length, keys, dtype=torch.bool)
     for row in range(length):
@@ -104,7 +104,7 @@ def test_low_precision_is_summed_in_float32():
 
 @pytest.mark.parametrize("scores", [1 << 24, 1])
 def test_gradients_with_dropout_are_those_of_the_weights_that_were_kept(scores, monkeypatch):
-    monkeypatch.setattr(exact_attention, "_SCORES", scores)
+    monkeypatch.setattr(attention_kernels, "_SCORES", scores)
     inputs = [tensor.requires_grad_() for tensor in _inputs(20, 20)]
 
     def attend(*tensors: torch.Tensor) -> torch.Tensor:
@@ -130,6 +130,6 @@ def test_dropped_weights_keep_their_mean():
 
 def test_a_tile_has_as_many_rows_as_scores_fit(monkeypatch):
     q, k = torch.empty(2, 3, 64, 4), torch.empty(2, 3, 64, 4)
-    monkeypatch.setattr(exact_attention, "_SCORES", 2 * 3 * 64 * 20)
-    assert [rows.stop - rows.start for rows, *_ in exact_attention._tiles(q, k, Mask())] == [20, 20, 20, 4]
-    assert [rows.stop - rows.start for rows, *_ in exact_attention._tiles(q[:0], k[:0], Mask())] == [64]
+    monkeypatch.setattr(attention_kernels, "_SCORES", 2 * 3 * 64 * 20)
+    assert [rows.stop - rows.start for rows, *_ in attention_kernels._tiles(q, k, Mask())] == [20, 20, 20, 4]
+    assert [rows.stop - rows.start for rows, *_ in attention_kernels._tiles(q[:0], k[:0], Mask())] == [64]

@@ -11,7 +11,7 @@ from torch import nn
 from colonnade.config import load_config
 from colonnade.config.settings import ZeroSettings
 from colonnade.errors import ConfigError, GradientError
-from colonnade.optim.optimizer_trial import groups_by_options, run_trial_steps, state_dtypes
+from colonnade.optim.engine_optimizer import groups_by_options, run_trial_steps, state_dtypes
 from colonnade.optim.zero import ZeroOptimizer
 from colonnade.optim.zero.zero_optimizer import (
     ParameterShard,

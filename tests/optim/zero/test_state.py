@@ -12,7 +12,7 @@ from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
 from colonnade.errors import CheckpointError, GradientError
-from colonnade.optim.optimizer_trial import state_dtypes
+from colonnade.optim.engine_optimizer import state_dtypes
 from colonnade.optim.zero import ZeroOptimizer
 from colonnade.optim.zero.zero_optimizer import ParameterShard, _as_shard, _decoded, _kind, shard_of
 

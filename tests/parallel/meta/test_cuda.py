@@ -10,8 +10,8 @@ from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
 from colonnade.parallel import meta
-from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.meta import meta_init, parameter_inits
+from colonnade.parallel.placement import local_part
 from colonnade.testing import run_world
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from colonnade.engine.materialise import read_inits
 from colonnade.errors import PlacementError
 from colonnade.parallel import meta
 from colonnade.parallel.meta import (
@@ -22,6 +21,7 @@ from colonnade.parallel.meta import (
     keep_initial_value,
     meta_init,
     parameter_inits,
+    read_inits,
     set_value_source,
     value_source_of,
 )

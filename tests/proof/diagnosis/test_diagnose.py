@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from colonnade.proof.claims import CAUSES, HYPOTHESES, Claim, hypothesis
+from colonnade.proof.compare import Compared, Forward, LocalValue, ParameterInfo, Unplaced
 from colonnade.proof.diagnose import diagnose
 from tests.proof.made_up import World
 
@@ -165,6 +166,15 @@ def another_of_rank_1(world, value, name, at, rank):
     return value + (sent - world.raw_sum(name, at, 1)) / world.data
 
 
+def mixed_with_a_turned_one(world, value, name, at, rank):
+    """The two weights have as many elements; rank 1 reduces them in the other order."""
+    if name not in ("up.weight", "down.weight"):
+        return value
+    other = "up.weight" if name == "down.weight" else "down.weight"
+    own, theirs = world.raw_sum(name, at, rank), world.raw_sum(other, at, 1 - rank).reshape(value.shape)
+    return (own + theirs) / world.data
+
+
 def first_pass_reduced(world, value, name, at, rank):
     first = sum(world.raw(name, at, 0, other) for other in world.group("DATA", rank)) / world.data
     return first + world.raw(name, at, 1, rank)
@@ -192,6 +202,30 @@ def clipped_after_each_pass(world, value, name, at, rank):
 
 def of_its_neighbour(world, value, name, at, rank):
     return world.truth("down.weight", at).reshape(value.shape) if name == "up.weight" else value
+
+
+def of_own_batch(value):
+    return value + 0.1 * value.sin()
+
+
+def mean_of_own(world, value, name, at, rank):
+    own = [of_own_batch(torch.stack(some).mean(0)) for some in world.true[at][name]]
+    return world.cut(name, rank, torch.stack(own).mean(0))
+
+
+def swapped_on_rank_1(world, value, name, at, rank):
+    return value * 0.9 if (name, at, rank) == ("up.weight", 1, 1) else value
+
+
+def own_factor(world, value, name, rank, **_):
+    return value * (1.3 + 0.4 * rank) if world.tensor > 1 else value
+
+
+def only_split(change):
+    def plant(world, value, name, rank, **where):
+        return change(world, value, name=name, rank=rank, **where) if name.startswith("up.") else value
+
+    return plant
 
 
 def in_half(world, value, name, **_):
@@ -275,6 +309,10 @@ def more(world, value, **_):
     return value + 1
 
 
+def more_in_step_1(world, value, at, **_):
+    return value + at
+
+
 PLANTED = {
     "summed-not-averaged": [
         (World(2, 1), {"total": times(2)}),
@@ -286,6 +324,7 @@ PLANTED = {
         (World(2, 1), {"total": times(0.5)}),
         (World(3, 2), {"total": times(2 / 3, ["up.weight"])}),
         (World(2, 1), {"raw": times(1.37)}),
+        (World(1, 2), {"total": only_split(own_factor)}),
     ],
     "averaged-not-summed": [(World(2, 2), {"total": times(0.5, ["norm.weight"])})],
     "reduced-twice": [
@@ -324,6 +363,7 @@ PLANTED = {
     "gradients-exchanged": [
         (World(2, 1), {"total": of_its_neighbour}),
         (World(2, 1), {"total": another_of_rank_1}),
+        (World(2, 1), {"total": mixed_with_a_turned_one}),
     ],
     "rounded": [
         (World(2, 1), {"total": in_half}),
@@ -356,6 +396,21 @@ PLANTED = {
     ],
     "micro-batch-twice": [
         (World(2, 1, accumulation=3), {"total": passes([1, 2, 1])}),
+    ],
+    "own-decision": [
+        (World(2, 1), {"total": mean_of_own, "of_data_rank": lambda world, value: of_own_batch(value)}),
+    ],
+    "changed-between-steps": [(World(2, 1), {"started": swapped_on_rank_1, "loss": more_in_step_1})],
+    "rows-differ": [
+        (
+            World(2, 1),
+            {
+                "rows": lambda world, value: ("embed", 12, (4, 4)),
+                "activation": times(1.1),
+                "recomputed": times(1.1),
+                "loss": more,
+            },
+        )
     ],
     "mean-of-means": [(World(2, 1, weights_of_shares=(0.3, 0.7)), {"total": plain_mean})],
     "stale-gradient": [
@@ -471,10 +526,85 @@ def test_ranks_that_slice_different_batches_are_named():
 
 
 def test_the_sentence_has_the_ledgers_line_and_the_factor():
-    finding = only(diagnose(World(4, 2, plant={"total": times(4, ["up.weight"])}).evidence()))
+    finding = only(diagnose(World(4, 1, plant={"total": times(4)}).evidence()))
     assert "SomeDataHandler" in finding.sentence
     assert finding.factor == 4
+
+
+def test_a_handler_that_is_right_for_other_parameters_is_not_blamed():
+    finding = only(diagnose(World(4, 2, plant={"total": times(4, ["up.weight"])}).evidence()))
+    assert "Handler" not in finding.sentence
+    assert "which has the same reduction, is right" in finding.sentence
+    assert finding.factor == 4
     assert finding.parameters == ("up.weight",)
+
+
+def test_a_mode_with_the_same_groups_is_offered_if_a_placement_names_it():
+    evidence = World(2, 1, plant={"total": times(2)}).evidence()
+    groups = {**evidence.groups, "EXPERT": evidence.groups["DATA"]}
+    assert "EXPERT" not in only(diagnose(replace(evidence, groups=groups))).sentence
+    parameters = {**evidence.parameters, "up.bias": ParameterInfo("Shard(0) on EXPERT")}
+    sentences = [
+        finding.sentence for finding in diagnose(replace(evidence, groups=groups, parameters=parameters)).findings
+    ]
+    assert "size of DATA or size of EXPERT" in " ".join(sentences)
+
+
+def test_an_option_that_differs_between_ranks_is_named_with_them():
+    evidence = World(
+        2, 1, plant={"weights": lambda w, value, rank, before, **_: value if rank == 0 else before}
+    ).evidence()
+    step = replace(evidence.steps[0], options={"lr": {0.1: (0,), 0.01: (1,)}})
+    assert (
+        "lr of the optimizer is 0.1 on rank 0 and 0.01 on rank 1"
+        in only(diagnose(replace(evidence, steps=[step]))).sentence
+    )
+
+
+def test_a_scale_of_the_loss_alone_is_a_note_where_nobody_reports_the_loss():
+    evidence = World(2, 1, plant={"loss": lambda world, value, **_: 2 * value}).evidence()
+    assert diagnose(evidence).causes == ["loss-differs"]
+    roots = diagnose(replace(evidence, steps=[replace(step, root_losses=True) for step in evidence.steps]))
+    assert roots.ok
+    assert "2 times the loss of a single process" in roots.notes[-1]
+
+
+def known(value, rank=None):
+    return Compared(value, [LocalValue(r, value + (r == rank)) for r in range(2)], 1e-15)
+
+
+@pytest.mark.parametrize("norm_is_known", [True, False])
+def test_the_mistake_is_before_a_module_with_a_wrong_input(norm_is_known):
+    value = torch.randn(4, 6, dtype=torch.float64)
+    evidence = World(2, 1, plant={"loss": more}).evidence()
+    outputs = {"enter": known(value), "head": known(value, 1)}
+    forward = Forward(
+        [("in", "enter"), ("out", "enter"), ("in", "norm"), ("out", "norm"), ("in", "head"), ("out", "head")],
+        {"enter": [known(value)], "head": [known(value, 1)], **({"norm": [known(value)]} if norm_is_known else {})},
+        {} if norm_is_known else {"norm": Unplaced((4, 3), (4, 6))},
+    )
+    if norm_is_known:
+        outputs = {"enter": outputs["enter"], "norm": known(value), "head": outputs["head"]}
+    step = replace(evidence.steps[0], activations=outputs, recomputed={}, forward=forward)
+    sentence = only(diagnose(replace(evidence, steps=[step]))).sentence
+    last = "norm" if norm_is_known else "enter"
+    assert f"the code between the output of module {last} and module head" in sentence
+    assert (
+        "norm (shape (4, 3) on a rank, (4, 6) in a single process), which could not be compared" in sentence
+    ) != norm_is_known
+
+
+def test_outputs_with_other_positions_are_named():
+    evidence = World(2, 1, plant={"loss": more}).evidence()
+    tokens = {"words": (8, {0: (0, 1, 6, 7)}), "places": (8, {0: (0, 1, 2, 3)}), "other": (16, {0: (0, 1, 2, 3)})}
+    forward = Forward(unplaced={"words": Unplaced((3, 4, 8), (3, 8, 8))}, tokens=tokens)
+    step = replace(evidence.steps[0], forward=forward)
+    sentence = only(diagnose(replace(evidence, steps=[step]))).sentence
+    assert "words could not be compared" in sentence
+    assert (
+        "module words has the positions [0, 1, 6, 7] of a single process, and the output of module places has [0, 1, 2, 3]"
+        in sentence
+    )
 
 
 def test_what_the_numbers_cannot_tell_apart_is_named_too():

@@ -15,8 +15,8 @@ import colonnade
 from colonnade.config import load_config
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.schedule.orders import make_table
-from colonnade.engine.schedule.pipeline import NonPipelineSchedule
-from colonnade.engine.schedule.simulate import simulate
+from colonnade.engine.schedule.replay import simulate
+from colonnade.engine.schedule.schedules import NonPipelineSchedule
 from colonnade.errors import ConfigError
 from colonnade.models import GPT
 from colonnade.proof.planner import hardware
@@ -225,7 +225,7 @@ def test_temporary_memory_of_an_optimizers_step_on_many_tensors_is_planned() -> 
 
     job = Job(JOBS["mlp"].build, JOBS["mlp"].batch, JOBS["mlp"].criterion, lambda held: Reads(held, lr=0.1))
     found = plan(load_config({}), 1, load_hardware("h200"), job)
-    assert any(note.startswith("the step of Reads cannot be tried") for note in found.notes)
+    assert any(note.startswith("the step of Reads cannot run without values") for note in found.notes)
 
 
 class SumsItself(torch.optim.SGD):

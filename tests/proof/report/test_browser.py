@@ -277,6 +277,25 @@ def test_it_prints(open_page, name):
     assert len(document) > 10_000
 
 
+@pytest.mark.parametrize(("name", "title"), [("plan", "Ledger"), ("runs", ""), ("run", "Ledger, on rank 0")])
+def test_all_columns_of_a_table_are_on_a_phone(open_page, name, title):
+    page = open_page(name, 390)
+    page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true; })")
+    cells = page.evaluate(
+        """title => {
+          const cards = [...document.querySelectorAll('.card')];
+          const card = cards.find(each => (each.querySelector('h2, summary')?.textContent ?? '') === title);
+          return [...card.querySelectorAll('td')].filter(each => each.textContent).map(each => {
+            const box = each.getBoundingClientRect();
+            return [each.dataset.head, box.left >= 0 && box.right <= innerWidth && box.height > 0, getComputedStyle(each, '::before').content];
+          });
+        }""",
+        title,
+    )
+    assert len(cells) > 4
+    assert all(visible and told == f'"{head}"' for head, visible, told in cells)
+
+
 def test_the_groups_of_a_rank_are_those_of_the_layout(open_page):
     page = open_page("plan")
     page.get_by_label("rank").fill("5")

@@ -8,7 +8,9 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from colonnade.proof.report import plan_page, write_plan_pictures
+from colonnade.cli import plan_command
+from colonnade.proof.report import page_of_plan, plan_page, write_plan_pictures
+from colonnade.proof.report.plan_tables import collectives, groups, slowest_kind
 from tests.proof.report.plans import groups_of_a_hundred_thousand
 
 slow = pytest.mark.slow  # a plan of a model is made by a command
@@ -42,6 +44,40 @@ def test_a_plan_is_on_the_page(planned):
         assert f"<b>{totals[name]:.1%}</b><span>{name.upper()}" in text
     assert "MFU = model flops (without recomputed products) / (step x ranks x peak)" in text
     assert "HFU = all flops (with recomputed products) / (step x ranks x peak)" in text
+
+
+@slow
+def test_a_terminal_of_80_columns_shows_whole_words(planned, monkeypatch, capsys):
+    plan, _ = planned
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "dumb")
+    plan_command.show(plan)
+    lines = capsys.readouterr().out.splitlines()
+    tables = lines[: next(at for at, line in enumerate(lines) if line.startswith("- "))]  # notes follow
+    assert max(map(len, tables)) <= 80
+    words = {word for line in tables for word in line.split()}
+    calls = collectives([slowest_kind(plan)], 24)
+    cells = [cell for row in [*calls.rows, *groups(plan).rows] for cell in row]
+    assert [word for cell in cells for word in cell.split() if word not in words] == []
+
+
+def test_columns_of_the_ledger_have_their_heads_on_a_phone():
+    plan = groups_of_a_hundred_thousand()
+    line = {
+        "parameters": "*.weight",
+        "placement": "{TENSOR: Shard(0)}",
+        "count": 2,
+        "elements": 10,
+        "stages": [0],
+        "mode": "DATA",
+        "ranks": 2,
+        "divisor": 2.0,
+        "done_by": "DataParallelGradientHandler",
+    }
+    text = page_of_plan._ledger({**plan, "ledger": [line]})
+    heads = re.findall(r"<th[^>]*>([^<]*)</th>", text)
+    assert heads == ["parameters", "elements on a rank", "stages", "placement", "DATA"]
+    assert re.findall(r'<td[^>]* data-head="([^"]*)"', text) == heads
 
 
 def test_a_hundred_thousand_ranks_are_a_small_page():

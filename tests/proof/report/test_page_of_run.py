@@ -129,9 +129,9 @@ TOKENS = {"elements": 1_000_000, "experts": False, "dtype": "bfloat16", "device"
     [
         (TOKENS, ("0.6%", "MFU: 6 flops per parameter and token")),  # 6e6 flops x 2e6 tokens/s of 2 x 989e12
         ({**TOKENS, "tflop_per_step": 98.9}, ("10.0%", "MFU: by tflop_per_step")),  # 197.8e12 flop/s
-        ({**TOKENS, "device": "cpu"}, ("12 Tflop/s", "of the model: 6 flops per parameter and token")),
-        ({**TOKENS, "device": "NVIDIA H100 PCIe"}, ("12 Tflop/s", "of the model: 6 flops per parameter and token")),
-        ({**TOKENS, "dtype": "float32"}, ("12 Tflop/s", "of the model: 6 flops per parameter and token")),
+        ({**TOKENS, "device": "cpu"}, ("12 T", "flop/s: 6 flops per parameter and token")),
+        ({**TOKENS, "device": "NVIDIA H100 PCIe"}, ("12 T", "flop/s: 6 flops per parameter and token")),
+        ({**TOKENS, "dtype": "float32"}, ("12 T", "flop/s: 6 flops per parameter and token")),
         ({**TOKENS, "experts": True}, None),  # not all parameters see every token
         ({}, None),  # a log of an older version
     ],

@@ -16,12 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from colonnade.engine.schedule.actions import Kind, Table, parse_table
-from colonnade.engine.schedule.check import check
-from colonnade.engine.schedule.criterion import call_criterion
 from colonnade.engine.schedule.executor import ExecutedStep, Executor
+from colonnade.engine.schedule.loss import call_criterion
 from colonnade.engine.schedule.micro_batch import MicroBatch, join, split_into_micro_batches
 from colonnade.engine.schedule.orders import chunks_of, make_table
-from colonnade.engine.schedule.simulate import simulate
+from colonnade.engine.schedule.replay import check, simulate
 from colonnade.engine.schedule.split_backward import Root, run_backward
 from colonnade.errors import GradientError, ScheduleError
 from colonnade.registry import ORDERS

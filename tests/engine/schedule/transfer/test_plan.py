@@ -5,9 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 
 from colonnade.engine.schedule.actions import COMPUTE, Action, Kind, Table, format_rows, only_forward, parse_table
-from colonnade.engine.schedule.check import check
 from colonnade.engine.schedule.orders import chunks_of, make_table
-from colonnade.engine.schedule.programs import add_transfers, confirmation, peer_stage, receive_early
+from colonnade.engine.schedule.replay import add_transfers, check, confirmation, peer_stage, receive_early
 from colonnade.registry import ORDERS
 from tests.engine.schedule.tables import valid_tables
 

@@ -1,21 +1,51 @@
-"""Old paths of moved modules: an import of an old path returns the module at its new path, with a DeprecationWarning.
+"""Imports on first access, and under old paths.
 
-Only paths that the documentation has mentioned are listed. An alias is the module itself, not a copy.
+`lazy_names`: a name of a package is imported on first access, by a module-level `__getattr__`. `import colonnade`, the command line and
+the computation of layouts must not import torch.
+
+`MOVED`: an import of an old path returns the module at its new path, with a DeprecationWarning. Only paths that the documentation has
+mentioned are listed. An alias is the module itself, not a copy.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 import warnings
+from collections.abc import Callable, Mapping
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+
+def lazy_names(
+    package: str, names: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """`__getattr__`, `__dir__` and `__all__` for a package, from {module: "Name other_name"}.
+
+    Submodules are imported on first access too.
+    """
+    homes = {name: module for module, words in names.items() for name in words.split()}
+
+    def find(name: str) -> Any:
+        if name in homes:
+            return getattr(importlib.import_module(homes[name]), name)
+        submodule = f"{package}.{name}"
+        if not name.startswith("_") and importlib.util.find_spec(submodule) is not None:
+            return importlib.import_module(submodule)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return find, lambda: sorted({*vars(sys.modules[package]), *homes}), sorted(homes)
+
+
 MOVED = {
     "colonnade.context.build": "colonnade.context.layout_builder",
     "colonnade.config.keys": "colonnade.config.settings",
+    "colonnade.engine.schedule.check": "colonnade.engine.schedule.replay",
+    "colonnade.engine.schedule.simulate": "colonnade.engine.schedule.replay",
+    "colonnade.optim.clip_method": "colonnade.optim.clip",
     "colonnade.optim.grad_clip": "colonnade.optim.clip",
     "colonnade.planner": "colonnade.proof.planner",
     "colonnade.planner.clock": "colonnade.proof.planner.hardware",

@@ -1,1 +1,0 @@
-"""Triton kernels; a module of this package may be imported only where Triton is installed."""
