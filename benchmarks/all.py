@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-ON_CPU = ("step", "clip", "engine", "trainer", "layers", "zero", "load", "guard")
+ON_CPU = ("step", "clip", "engine", "trainer", "layers", "zero", "load", "guard", "verify")
 ON_CUDA = {
     "clip_cuda": ["clip", "--device", "cuda"],
     "engine_cuda": ["engine_cuda"],

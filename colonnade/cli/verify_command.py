@@ -106,7 +106,7 @@ def verify(
 
 def _options_after_config(context: typer.Context) -> dict[str, Any]:
     """Options after a config file, which has no arguments of its own; empty for a script."""
-    from colonnade.proof.from_config import is_config
+    from colonnade.proof.user_functions import is_config
 
     given = context.params
     if given["module"] or not given["arguments"] or not is_config(Path(given["script"])):
@@ -125,14 +125,35 @@ def _report(
             raise typer.BadParameter(f"{value!r} is not allowed: use {' or '.join(allowed)}", param_hint=option)
     if (mistakes or tests) and not mutate:
         raise typer.BadParameter("requires --mutate", param_hint="--mistakes" if mistakes else "--tests")
-    from colonnade.proof.mutate import mutate_script
-    from colonnade.proof.scripts import verify_script
+    from colonnade.proof.processes import Processes
+    from colonnade.proof.user_functions import is_config
 
-    script = _script(dtype=dtype, off={} if dropout == "own" else None, **job)
-    if mutate:
-        # Progress goes to stderr, so that stdout is only the report.
-        return mutate_script(script, mistakes, tests, lambda line: typer.echo(f"colonnade: {line}", err=True))
-    return verify_script(script)
+    target, module = job["script"], job["module"]
+    checked(LaunchJob(target=target, is_module=module, nproc=job["nproc"]))
+    if job["model"] is None:
+        for option, value in (
+            ("--batch", job["batch"]),
+            ("--criterion", job["criterion"]),
+            ("--import", job["imports"]),
+        ):
+            if value:
+                raise typer.BadParameter("requires --model", param_hint=option)
+        if not module and is_config(Path(target)):
+            raise typer.BadParameter(
+                f"{target} is a config, which defines no training: give a script, or add --model MODULE:FUNCTION",
+                param_hint="SCRIPT",
+            )
+    # The warm process imports torch at the same time as this one.
+    with Processes(target, module or job["model"] is not None) as processes:
+        from colonnade.proof.mutate import mutate_script
+        from colonnade.proof.scripts import verify_script
+
+        script = _script(dtype=dtype, off={} if dropout == "own" else None, **job)
+        if mutate:
+            # Progress goes to stderr, so that stdout is only the report.
+            tell = lambda line: typer.echo(f"colonnade: {line}", err=True)  # noqa: E731
+            return mutate_script(script, processes, mistakes, tests, tell)
+        return verify_script(script, processes)
 
 
 def _script(
@@ -147,19 +168,10 @@ def _script(
     **more: Any,
 ) -> Script:
     from colonnade.config import least_world, load_config
-    from colonnade.proof.from_config import Given, is_config
+    from colonnade.proof.from_config import Given
     from colonnade.proof.scripts import Script
 
-    checked(LaunchJob(target=script, is_module=module, nproc=nproc))
     if model is None:
-        for option, value in (("--batch", batch), ("--criterion", criterion), ("--import", imports)):
-            if value:
-                raise typer.BadParameter("requires --model", param_hint=option)
-        if not module and is_config(Path(script)):
-            raise typer.BadParameter(
-                f"{script} is a config, which defines no training: give a script, or add --model MODULE:FUNCTION",
-                param_hint="SCRIPT",
-            )
         return Script(script, tuple(arguments or ()), nproc or 2, is_module=module, **more)
     given = Given(script, model, batch, criterion, tuple(imports or ())).as_argument()
     count = nproc or least_world(load_config(Path(script)))

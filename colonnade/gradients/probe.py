@@ -201,9 +201,11 @@ def _run(
 ) -> Counter[tuple[int, ...]]:
     """Run the handler on probe gradients and keep the results; returns the number of all-reduced elements by ranks."""
     rank, name = context.get_global_rank(), type(handler).__name__
-    gradients = [entry.demand.parameter.grad for entry in probed]
+    before = [(entry.demand.parameter.grad, entry.demand.parameter.requires_grad) for entry in probed]
     with torch.no_grad():
         for entry in probed:
+            # A handler may skip frozen parameters; the question is what it does with them once they are trained.
+            entry.demand.parameter.requires_grad_(True)
             entry.demand.parameter.grad = gradient = torch.zeros_like(entry.demand.parameter)
             local, own = local_part(gradient), values.of(rank, entry.columns)
             if own.numel():
@@ -229,8 +231,9 @@ def _run(
             code="C042",
         ) from error
     finally:
-        for entry, before in zip(probed, gradients, strict=True):
-            entry.demand.parameter.grad = before
+        for entry, (own_gradient, is_trained) in zip(probed, before, strict=True):
+            entry.demand.parameter.grad = own_gradient
+            entry.demand.parameter.requires_grad_(is_trained)
     return calls.summed
 
 

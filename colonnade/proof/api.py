@@ -6,8 +6,8 @@ the script on its ranks and in a single process, and `script_job.py` records it 
 1. On the ranks, before anything is recorded: `_unjoinable_dropout` runs forward passes without side effects, to find the
    modules whose dropout a single process cannot repeat.
 2. On the ranks: `_record_steps` trains for the steps, and keeps the batches of each rank.
-3. On rank 0: `_evidence` trains the full model on the global batches (`OneProcess` in reference.py) and combines the two
-   (`compare.assemble`).
+3. On rank 0: `_true_run` trains the full model on the global batches (`OneProcess` in reference.py), and `_side_by_side`
+   combines the two (`compare.assemble`). Of large tensors the ranks send sketches, and whole tensors only if these differ.
 
 `diagnose` then explains the differences.
 """
@@ -15,8 +15,10 @@ the script on its ranks and in a single process, and `script_job.py` records it 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import astuple, replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -34,7 +36,17 @@ from colonnade.errors import ParityError
 from colonnade.hf.model_loss import criterion_of
 from colonnade.parallel.placement import is_dtensor
 from colonnade.parallel.split import Split, call_layer
-from colonnade.proof.compare import Evidence, Report, assemble, drawn_by, full_shapes, full_tensors
+from colonnade.proof.compare import (
+    Evidence,
+    Report,
+    assemble,
+    compare,
+    drawn_by,
+    full_shapes,
+    full_tensors,
+    needed_as_a_whole,
+    sketched_blocks,
+)
 from colonnade.proof.diagnose import diagnose
 from colonnade.proof.exchange import agreed, attempt, gather_to_first, shared
 from colonnade.proof.random_numbers import (
@@ -50,9 +62,12 @@ from colonnade.proof.record import (
     EngineRecorder,
     Record,
     RecordedStep,
+    common_sketches,
     micro_batches,
     name_in_full_model,
     on_cpu,
+    sketchable,
+    sketched_record,
 )
 from colonnade.proof.reference import (
     PERTURBED_RUNS,
@@ -66,10 +81,12 @@ from colonnade.proof.reference import (
     kept_buffers,
     same_optimizer,
     set_eval,
+    sketched_truth,
     spreads_of,
     without_unjoinable_dropout,
     world_of_one,
 )
+from colonnade.proof.sketch import Block, sketches
 
 
 def verify(
@@ -123,11 +140,21 @@ def gather_evidence(
 ) -> Evidence | None:
     """The data that `verify` judges, on rank 0; None on the others. Collective over the world."""
     chosen = [list(step) for step in batches][: steps if steps is not None else len(batches)]
-    if not chosen or any(len(step) != engine.accumulation for step in chosen):
-        raise ParityError(
-            f"batches needs at least one step, and for each step a list of {engine.accumulation} batches of this rank "
-            f"(gradient_accumulation); it has lists of {[len(step) for step in chosen]}",
-            code="C100",
+    lengths = gather_from_all([len(step) for step in chosen], engine.context)
+    for rank, own in enumerate(lengths):
+        if not own or any(length != engine.accumulation for length in own):
+            raise ParityError(
+                f"batches needs at least one step, and for each step a list of {engine.accumulation} batches of this rank "
+                f"(gradient_accumulation); on rank {rank} it has lists of {own}",
+                code="C100",
+            )
+    # A step is collective, so ranks that were given more steps than others leave these out.
+    fewest = min(map(len, lengths))
+    chosen, notes = chosen[:fewest], list[str]()
+    if any(len(own) > fewest for own in lengths):
+        by_rank = ", ".join(f"rank {rank} {len(own)}" for rank, own in enumerate(lengths))
+        notes.append(
+            f"warning: the ranks were given batches for unequal numbers of steps: {by_rank}. The first {fewest} were compared"
         )
 
     # The single process starts without optimizer state, so the run has to do so as well.
@@ -151,17 +178,68 @@ def gather_evidence(
     if dropout:
         off = _unjoinable_dropout(engine, reference, criterion, chosen[0][0], kept_in_eval)
 
-    # The ranks train, and send their records and batches to rank 0.
     generators = host_generators()
+    # The ranks train, and send their records and batches to rank 0: of large tensors only sketches. Initial weights go there as a
+    # whole, from the first rank that stores them.
     record, given = _record_steps(engine, chosen, off, kept_in_eval)
-    everyone = gather_to_first((record, given), engine.context)
+    record.notes += notes
+    own = sketchable(record)
+    counts = {name: prod(note.shape) for name, note in record.tensors.items()}
+    notes_of_ranks = gather_from_all(
+        [counts, {name: block and astuple(block) for name, block in own.items()}], engine.context
+    )
+    blocks = [
+        {name: block and Block(block[0], tuple(block[1]), tuple(block[2])) for name, block in some.items()}
+        for _, some in notes_of_ranks
+    ]
+    every = [list(some) for some, _ in notes_of_ranks]
+    sketched = common_sketches(
+        every, blocks, {name: count for some, _ in notes_of_ranks for name, count in some.items()}
+    )
+    before = blocks[: engine.context.get_global_rank()]
+    start = {
+        name: record.start[name]
+        for name, block in own.items()
+        if name in sketched and not any(name in some and some[name] == block for some in before)
+    }
+
+    def shortened(names: Collection[str]) -> Record:
+        return sketched_record(record, {name: block for name, block in own.items() if name in names})
+
+    everyone = gather_to_first((shortened(sketched), given, start), engine.context)
 
     # The reference runs on rank 0. An error there is raised on every rank, because the others wait for the report.
     found: Any = None
     if everyone is not None:
-        records, batches_of_ranks = [record for record, _ in everyone], [given for _, given in everyone]
-        found = attempt(lambda: _evidence(engine, reference, criterion, records, batches_of_ranks, off, generators))
-    return agreed(engine.context, found)
+        records, batches_of_ranks = [record for record, *_ in everyone], [given for _, given, _ in everyone]
+        whole: dict[str, Tensor] = {}
+        for sender, _, some in everyone:
+            for name, value in some.items():
+                block = sender.run.sketched[name]
+                if block is None:
+                    whole[name] = value
+                else:
+                    block.of(whole.setdefault(name, value.new_zeros(sender.tensors[name].shape))).copy_(value)
+        found = attempt(
+            lambda: _true_run(engine, reference, criterion, records, batches_of_ranks, off, generators, whole)
+        )
+    truth: TrueRun | None = agreed(engine.context, found)
+    if truth is not None:
+        found = attempt(lambda: _side_by_side(records, truth))
+    evidence: Evidence | None = agreed(engine.context, found if truth is not None else None)
+
+    # Of the tensors that differ, the elements are needed to find out why.
+    needed = shared(
+        engine.context,
+        lambda: needed_as_a_whole(compare(evidence), sketched, truth.names) if sketched and evidence and truth else [],
+    )
+    if not needed:
+        return evidence
+    left = sketched.difference(needed)
+    everyone = gather_to_first((shortened(left), None), engine.context)
+    if everyone is not None and truth is not None:
+        found = attempt(lambda: _side_by_side([record for record, _ in everyone], truth))
+    return agreed(engine.context, found if everyone is not None else None)
 
 
 # --- On every rank ---
@@ -259,7 +337,7 @@ def _pieces(engine: Engine, batch: Any) -> list[tuple[Batch, float]]:
 # --- On rank 0 ---
 
 
-def _evidence(
+def _true_run(
     engine: Engine,
     reference: Callable[[], nn.Module] | None,
     criterion: Any,
@@ -267,27 +345,32 @@ def _evidence(
     given: Sequence[Any],
     off: Mapping[str, str] | None,
     before: tuple[Any, Any],
-) -> Evidence:
-    """Train the single process and combine it with the records of the ranks."""
+    whole: Mapping[str, Tensor],
+) -> TrueRun:
+    """Train the single process. `whole` are the initial values of the tensors of which the records have sketches."""
     # Layers are built and called in a world of one. The random numbers of the run continue as if this had not happened.
     with torch.random.fork_rng(), world_of_one(engine.context):
         dropping = ReplayedDraws(drawn_by(records, off))
-        single, start, names = _one_process(engine, reference, criterion, records, dropping)
+        single, start, names = _one_process(engine, reference, criterion, records, dropping, whole)
         steps, apart = joined_steps(given, engine.accumulation, [record.run for record in records])
         same_host = all(record.run.host == records[0].run.host for record in records)
+        short = partial(_short, records=records, names=names)
 
         def run(noise: torch.Generator | None = None) -> list[Truth]:
             # Numbers that all ranks drew alike from Python's or NumPy's generator are repeated. Others differ between the runs.
             if same_host:
                 set_host_generators(before)
             with dropping.watching(single.model), dropping:
-                return list(single.run(start, steps, apart if noise is None else (), noise, whole=noise is None))
+                if noise is None:
+                    return list(single.run(start, steps, apart))
+                # Of the moved runs only the distances to the reference count, so sketches of them are enough.
+                return [short(step) for step in single.run(start, steps, noise=noise, whole=False)]
 
         with dropping.kept_host():
             truth = run()
             host = {name: list(states) for name, states in dropping.host.items()}
-            noises = (torch.Generator().manual_seed(seed) for seed in range(PERTURBED_RUNS))
-            spreads = spreads_of(truth, map(run, noises))
+            noises = (torch.Generator(engine.context.device).manual_seed(seed) for seed in range(PERTURBED_RUNS))
+            spreads = spreads_of([short(step) for step in truth], map(run, noises))
     for module, reason in dropping.found.not_joined.items():
         raise ParityError(
             f"a single process cannot drop the same elements as the ranks in {module}: {reason}; pass dropout=False"
@@ -302,11 +385,31 @@ def _evidence(
     for passes in steps:
         leaves = [[x for x in tree_leaves(batch) if isinstance(x, Tensor)] for item in passes for batch in item.batches]
         terms = max(terms, sum(max((x.numel() for x in some), default=1) for some in leaves))
-    return assemble(records, TrueRun(truth, spreads, start, names, terms, notes, dropping.found, host))
+    return TrueRun(truth, spreads, start, names, terms, notes, dropping.found, host)
+
+
+def _short(truth: Truth, records: Sequence[Record], names: Mapping[str, str]) -> Truth:
+    """A step of the reference with the sketches that the ranks have."""
+    blocks = sketched_blocks(records, names)
+    return sketched_truth(truth, blocks, records[0].run.norm_type) if blocks else truth
+
+
+def _side_by_side(records: Sequence[Record], truth: TrueRun) -> Evidence:
+    """The records of the ranks and the reference, with the sketches that the ranks have."""
+    blocks = sketched_blocks(records, truth.names)
+    start = {name: sketches(value, blocks[name]) if name in blocks else value for name, value in truth.start.items()}
+    return assemble(
+        records, replace(truth, steps=[_short(step, records, truth.names) for step in truth.steps], start=start)
+    )
 
 
 def _one_process(
-    engine: Engine, reference: Any, criterion: Any, records: Sequence[Record], dropping: RandomNumbers
+    engine: Engine,
+    reference: Any,
+    criterion: Any,
+    records: Sequence[Record],
+    dropping: RandomNumbers,
+    whole: Mapping[str, Tensor] | None = None,
 ) -> tuple[OneProcess, dict[str, Tensor], dict[str, str]]:
     """The single process, its initial weights, and its names of the ranks' tensors."""
     if reference is not None:
@@ -348,7 +451,8 @@ def _one_process(
         dropping,
     )
     # If the optimizer keeps fp32 master weights, the weights of the single process are fp32.
-    start, half = full_tensors(records, names), (torch.float16, torch.bfloat16)
+    initial = {names.get(name, name): value for name, value in (whole or {}).items()}
+    start, half = {**full_tensors(records, names), **initial}, (torch.float16, torch.bfloat16)
     if engine._precision.dtype is not None and engine._precision.master_weights:
         start = {name: tensor.float() if tensor.dtype in half else tensor for name, tensor in start.items()}
     return single, start, names

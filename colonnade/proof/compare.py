@@ -26,6 +26,7 @@ from colonnade.errors import listed
 from colonnade.proof.random_numbers import LOOP, DrawsOfRanks
 from colonnade.proof.record import BatchAxis, Event, Loss, Piece, Record, RecordedStep
 from colonnade.proof.reference import RoundingSpread, TrueRun, Truth, norm_of
+from colonnade.proof.sketch import SUMS, Block
 
 # --- Evidence: the values of the ranks and of the reference, side by side ---
 
@@ -182,12 +183,14 @@ Names = Mapping[str, str]
 
 
 def full_tensors(records: Sequence[Record], names: Names) -> dict[str, Tensor]:
-    """The unsharded weights and buffers that the ranks started with; of replicas, those of the first rank."""
+    """The unsharded weights and buffers that the ranks started with; of replicas, those of the first rank. Without sketches."""
     found: dict[str, Tensor] = {}
     # In reverse order, so that of replicas the first rank is the last to write.
     for record in reversed(records):
         for name, value in record.start.items():
             note, key = record.tensors[name], names.get(name, name)
+            if name in record.run.sketched:
+                continue
             if note.positions is None:
                 found[key] = value
                 continue
@@ -304,6 +307,17 @@ def drawn_by(records: Sequence[Record], off: Collection[str] | None) -> DrawsOfR
     return DrawsOfRanks(steps, records[0].run.groups, [by_data_rank[key] for key in sorted(by_data_rank)], nowhere)
 
 
+def sketched_blocks(records: Sequence[Record], names: Names) -> dict[str, list[Block | None]]:
+    """The distinct blocks of which the ranks have sketches, by the name in the reference, in the order of the ranks."""
+    found: dict[str, list[Block | None]] = {}
+    for record in records:
+        for name, block in record.run.sketched.items():
+            blocks = found.setdefault(names.get(name, name), [])
+            if block not in blocks:
+                blocks.append(block)
+    return found
+
+
 class _SideBySide:
     """Finds the values of the ranks for each tensor of the reference, by its name there."""
 
@@ -313,7 +327,16 @@ class _SideBySide:
             {names.get(name, name): name for name in reversed(list(record.tensors))} for record in records
         ]
         self.axes = records[0].run.axes or ()
-        self._blocks: dict[Any, Tensor] = {}
+        self._places: dict[Any, Tensor] = {}
+        self._blocks = sketched_blocks(records, names)
+
+    def positions(self, record: Record, name: str, key: str, own: Tensor | None) -> Tensor | None:
+        """The positions of the elements of a rank in the reference, of which there may be a sketch for each shard."""
+        if key not in record.run.sketched:
+            return own
+        blocks = self._blocks[name]
+        at = blocks.index(record.run.sketched[key])
+        return None if len(blocks) == 1 else torch.arange(at * SUMS, (at + 1) * SUMS)
 
     def names(self, known: Iterable[str]) -> list[str]:
         return [name for name in known if any(name in local for local in self.local)]
@@ -324,7 +347,8 @@ class _SideBySide:
         for record, local in zip(self.records, self.local, strict=True):
             key = local.get(name)
             if key is not None and key in (tensors := read(record)):
-                found.append(LocalValue(record.rank, tensors[key], record.tensors[key].positions))
+                positions = self.positions(record, name, key, record.tensors[key].positions)
+                found.append(LocalValue(record.rank, tensors[key], positions))
         return found
 
     def step(self, at: int, truth: Truth, spread: RoundingSpread) -> StepEvidence:
@@ -473,7 +497,7 @@ class _SideBySide:
                 pieces, divisor = step.total.get(key, ()), step.divisors.get(key, 1.0)
             for piece in pieces:
                 value = piece.value if divisor == 1.0 else piece.value / divisor
-                found.append(LocalValue(record.rank, value, piece.positions))
+                found.append(LocalValue(record.rank, value, self.positions(record, name, key, piece.positions)))
         return found
 
     def _raw(self, name: str, at: int) -> list[list[LocalValue]]:
@@ -481,22 +505,23 @@ class _SideBySide:
         for record, local in zip(self.records, self.local, strict=True):
             key = local.get(name, "")
             for number, value in record.steps[at].raw.get(key, {}).items():
-                passes.setdefault(number, []).append(LocalValue(record.rank, value, record.tensors[key].positions))
+                positions = self.positions(record, name, key, record.tensors[key].positions)
+                passes.setdefault(number, []).append(LocalValue(record.rank, value, positions))
         return [passes[number] for number in sorted(passes)]
 
     def _norms(self, truth: Truth, steps: Sequence[RecordedStep]) -> dict[str, float]:
         """The norm of each norm group (slot), from the gradients of the reference."""
         if truth.norm is None:
             return {}
-        slots: dict[str, list[Tensor]] = {}
+        kind = self.records[0].run.norm_type
+        slots: dict[str, list[float]] = {}
         for name, gradient in truth.total.items():
             for record, local in zip(self.records, self.local, strict=True):
                 slot = record.tensors[local[name]].slot if name in local else None
                 if slot is not None:
-                    slots.setdefault(slot, []).append(gradient)
+                    slots.setdefault(slot, []).append(truth.lengths.get(name) or norm_of([gradient], kind))
                     break
-        kind = self.records[0].run.norm_type
-        return {slot: norm_of(gradients, kind) for slot, gradients in slots.items() if slot in steps[0].norms}
+        return {slot: norm_of([], kind, norms) for slot, norms in slots.items() if slot in steps[0].norms}
 
     def _activations(
         self, seen: Sequence[Mapping[str, Tensor]], truth: Truth, spread: RoundingSpread
@@ -605,12 +630,12 @@ class _SideBySide:
         """The indices of a rank's block of a tensor, which is sharded along dimensions over axes. Many tensors share them."""
         at = tuple((dim, axis.size, record.run.coordinates[axis.name]) for dim, axis in cut)
         key = (tuple(truth.shape), at)
-        if key not in self._blocks:
+        if key not in self._places:
             places = torch.arange(truth.numel()).view(truth.shape)
             for dim, size, number in at:
                 places = places.chunk(size, dim)[number]
-            self._blocks[key] = places
-        return self._blocks[key]
+            self._places[key] = places
+        return self._places[key]
 
     def _place_output(self, record: Record, output: Tensor, truth: Tensor) -> LocalValue | None:
         """The output of a rank as its rows of the global batch and its tokens of the sequences; None: sharded otherwise."""
@@ -911,6 +936,15 @@ def why_uncertain(evidence: Evidence, rows: Sequence[Row]) -> str:
         f"for example, could hide in them. No random numbers were seen that could not be repeated: look for a generator outside "
         f"of torch (numpy.random.default_rng, for example) and for decisions that change with rounding (a top-k, a sort)."
     )
+
+
+def needed_as_a_whole(rows: Iterable[Row], sketched: Collection[str], names: Names) -> list[str]:
+    """The sketched tensors (by their names on the ranks) whose elements are needed to find out why a run differs."""
+    wrong = [row for row in rows if not row.ok and row.status != UNCERTAIN]
+    # Norms and clipping depend on all gradients.
+    if any(row.quantity in (NORM, NORMS, CLIPPED) for row in wrong):
+        return sorted(sketched)
+    return [name for name in sorted(sketched) if names.get(name, name) in {row.name for row in wrong}]
 
 
 def notes_of_rows(rows: Sequence[Row]) -> list[str]:

@@ -5,7 +5,6 @@ Batches come from the user's function, or are random and fit the first layer. Th
 
 from __future__ import annotations
 
-import ast
 import json
 import sys
 from dataclasses import asdict, dataclass
@@ -54,21 +53,6 @@ class Given:
             if getattr(self, option) is not None:
                 function_named(getattr(self, option), self.folder, f"--{option}")
         return json.dumps(asdict(self))
-
-
-def is_config(path: Path) -> bool:
-    """Whether a file is a config: a .toml file, or a Python file that has only imports and assignments."""
-    if path.suffix != ".py":
-        return path.suffix == ".toml"
-    kinds = (ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign)
-    try:
-        body = ast.parse(path.read_text(encoding="utf-8")).body
-    except (OSError, SyntaxError, UnicodeDecodeError):
-        return False  # the error is raised when the file is run
-    return all(
-        isinstance(node, kinds) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
-        for node in body
-    )
 
 
 def train(given: Given) -> None:

@@ -9,11 +9,20 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from colonnade.proof.mutation import Mistake, known, planted_environment
-from colonnade.proof.scripts import Script, ScriptError, SingleProcessScript, on_ranks, run_both, verify_script
+from colonnade.proof.processes import Processes
+from colonnade.proof.scripts import (
+    Script,
+    ScriptError,
+    SingleProcessScript,
+    on_ranks,
+    run_both,
+    verify_script,
+)
 
 _NO_PLACE = "not applicable to this run"
 YES, NO, NOT_PLANTED = "noticed", "NOT noticed", "does not apply"
@@ -78,12 +87,17 @@ class Mutation:
 
 
 def mutate_script(
-    script: Script, names: str | None = None, tests: str | None = None, tell: Callable[[str], None] = lambda line: None
+    script: Script,
+    processes: Processes,
+    names: str | None = None,
+    tests: str | None = None,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> Mutation:
     """Plant known mistakes into the script on its ranks, one at a time, and see whether they are noticed.
 
     Args:
         script: A script that equals a single process.
+        processes: Starts the processes.
         names: The mistakes to plant, separated by commas; default: all.
         tests: A test command. It runs once for each mistake, with the mistake in every engine of its processes.
         tell: Called with a line for each finished mistake.
@@ -94,15 +108,16 @@ def mutate_script(
     chosen = known(names)
     if tests is not None and (status := _run_tests(tests, {})) != 0:
         raise ScriptError(f"{tests} fails without an injected bug (exit status {status}): fix that first")
-    with tempfile.TemporaryDirectory(prefix="colonnade-verify-") as name:
-        script, healthy, reference = run_both(script, Path(name))
+    with ExitStack() as stack:
+        name = stack.enter_context(tempfile.TemporaryDirectory(prefix="colonnade-verify-"))
+        script, healthy, reference = run_both(script, Path(name), processes)
         report = reference.judge(healthy)
         if not report.ok:
             raise ScriptError(f"{script} differs from a single process without an injected bug:\n{report}")
         tried = []
         for at, mistake in enumerate(chosen.values(), 1):
             began = time.perf_counter()
-            result = _verified(replace(script, mistake=mistake.name), mistake, reference, Path(name))
+            result = _verified(replace(script, mistake=mistake.name), mistake, reference, Path(name), processes)
             if tests is not None:
                 # An engine that has the mistake leaves this file. Without it, the tests had no chance to notice.
                 mark = Path(name) / f"{mistake.name}.planted"
@@ -113,18 +128,25 @@ def mutate_script(
     return Mutation(tried)
 
 
-def _verified(script: Script, mistake: Mistake, reference: SingleProcessScript, folder: Path) -> Tried:
+def _verified(
+    script: Script, mistake: Mistake, reference: SingleProcessScript, folder: Path, processes: Processes
+) -> Tried:
     """The verdict of `verify` on the script with the mistake."""
     inside = folder / mistake.name
     inside.mkdir()
     try:
-        records = on_ranks(script, inside)
+        records = on_ranks(script, inside, processes)
     except ScriptError as error:
         if _NO_PLACE in str(error):
             return Tried(mistake.name, mistake.what, NOT_PLANTED)
         raise
     # The reference can be used again unless the mistake has changed the initial weights, batches or random numbers.
-    report = reference.judge(records) if reference.was_fed(records) else verify_script(script)
+    if reference.was_fed(records):
+        report = reference.judge(records)
+        if needed := reference.needed_as_a_whole(report):
+            report = verify_script(replace(script, whole=needed), processes)
+    else:
+        report = verify_script(script, processes)
     causes = tuple(report.causes)
     named = bool(causes) and causes[0] in mistake.causes
     return Tried(mistake.name, mistake.what, NO if report.ok else YES, causes, named)

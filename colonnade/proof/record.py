@@ -6,9 +6,10 @@ A `StepRecorder` watches a model through hooks and fills a `Record`. The steps t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 from typing import Any
 from weakref import ref
 
@@ -29,6 +30,7 @@ from colonnade.parallel.held import checksum, held_tensors
 from colonnade.parallel.placement import is_dtensor, local_part
 from colonnade.parallel.whole import LocalTensor, locate_tensors, memory_order, prefix_of
 from colonnade.proof.random_numbers import Draws, RandomNumbers, RecordedDraws, Replays
+from colonnade.proof.sketch import LARGE, Block, Blocks, Stored, are_whole, sketch, sketches
 
 Batch = tuple[Any, Any]
 """(data, label)"""
@@ -94,6 +96,8 @@ class RecordedStep:
     """One step. Tensors are by their names in this process."""
 
     losses: list[Loss | None] = field(default_factory=list)
+    lengths: dict[str, float] = field(default_factory=dict)
+    """The norms of the total gradients that were sketched."""
     raw: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     """By parameter and number of the pass: the local gradient of that backward pass."""
     total: dict[str, list[Piece]] = field(default_factory=dict)
@@ -189,8 +193,14 @@ class RunInfo:
     zeroed: set[str] = field(default_factory=set)
     """The modules whose dropout was turned off."""
 
+    sketched: dict[str, Block | None] = field(default_factory=dict)
+    """The tensors of which this rank recorded sketches, with the elements that it stores (None: all)."""
+    stored: dict[str, Stored] = field(default_factory=dict)
+    """A script on its ranks: the initial values of these tensors."""
     given: dict[str, list[Any]] = field(default_factory=dict)
     """A script on its ranks: every batch that came in, by place (loader, call, schedule, criterion)."""
+    given_in: dict[str, list[int]] = field(default_factory=dict)
+    """The number of the step in which each of them came in."""
     config: dict[str, str] = field(default_factory=dict)
     """A script: its config as text, for the comparison with its config in a single process."""
     names: dict[str, str] = field(default_factory=dict)
@@ -228,6 +238,7 @@ class StepRecorder:
         gradients: Yields the final gradients that this process stores; default: those in `.grad`.
         rename: Names of modules in the unsharded model.
         dropping: Sees the random operators of the run.
+        sketched: The blocks of a tensor that are recorded as sketches; default: none, it is recorded as a whole.
     """
 
     def __init__(
@@ -239,10 +250,12 @@ class StepRecorder:
         gradients: Callable[[], Iterator[tuple[Tracked, Piece]]] | None = None,
         rename: Callable[[str], str] = lambda name: name,
         dropping: RandomNumbers | None = None,
+        sketched: Callable[[Tracked], Blocks] = lambda entry: (),
     ) -> None:
         self.record = Record(rank)
         self.dropping = dropping if dropping is not None else RandomNumbers()
         self.tracked = list(tracked)
+        self.sketched = {entry.name: blocks for entry in self.tracked if (blocks := sketched(entry))}
         self._by_count, self._rename = by_count, rename
         self._gradients = gradients or self._own_gradients
         self._handles: list[Any] = []
@@ -284,7 +297,7 @@ class StepRecorder:
 
     def note_start(self) -> None:
         """Training starts from the current weights."""
-        self.record.start = {entry.name: copied(local_part(entry.tensor)) for entry in self.tracked}
+        self.record.start = {entry.name: self._kept(entry.name, local_part(entry.tensor)) for entry in self.tracked}
         self._bits = dict(self._checksums())
 
     def note_loss(self, loss: Loss | None) -> None:
@@ -294,7 +307,10 @@ class StepRecorder:
         """Record the current gradients times `factor`."""
         found: dict[str, list[Piece]] = getattr(self._step, into)
         for entry, piece in self._gradients():
-            value = copied(piece.value)
+            value = self._kept(entry.name, piece.value)
+            if entry.name in self.sketched and into == "total":
+                length = torch.linalg.vector_norm(piece.value, self.record.run.norm_type, dtype=torch.float64)
+                self._step.lengths[entry.name] = float(length) * factor
             found.setdefault(entry.name, []).append(Piece(value if factor == 1.0 else value * factor, piece.positions))
 
     def note_stepped(self, has_passes: bool) -> None:
@@ -310,7 +326,7 @@ class StepRecorder:
         changed = any(
             (pieces := before.get(entry.name)) is None
             or len(pieces) != 1
-            or not torch.equal(pieces[0].value, piece.value.to(pieces[0].value.device))
+            or not torch.equal(pieces[0].value, self._kept(entry.name, piece.value))
             for entry, piece in after
         )
         if changed:
@@ -348,7 +364,9 @@ class StepRecorder:
         step = self._step
         step.norm, step.norms, step.divisors = norm, dict(norms or {}), dict(divisors or {})
         for entry in self.tracked:
-            (step.weights if entry.is_parameter else step.buffers)[entry.name] = copied(local_part(entry.tensor))
+            (step.weights if entry.is_parameter else step.buffers)[entry.name] = self._kept(
+                entry.name, local_part(entry.tensor)
+            )
         # Autocast computes in a coarser dtype than that of the weights. The tolerance is that of the coarser one.
         if self._coarsest is not None and self.record.run.dtype:
             own = getattr(torch, self.record.run.dtype)
@@ -372,7 +390,7 @@ class StepRecorder:
         now = dict(self._checksums())
         for entry in self.tracked:
             if now[entry.name] != self._bits.get(entry.name):
-                self._step.changed[entry.name] = copied(local_part(entry.tensor))
+                self._step.changed[entry.name] = self._kept(entry.name, local_part(entry.tensor))
         changed = [name for name, bits in self._bits.items() if bits != now.get(name)]
         self._step.changed_state = [name for name in changed if isinstance(name, tuple)]
 
@@ -384,13 +402,13 @@ class StepRecorder:
         # backward pass, so there the calls of the hook are counted.
         at = self._fired.get(name, -1) + 1 if self._by_count else len(self._step.losses) - 1
         self._fired[name] = at
-        size = grad.numel() * grad.element_size()  # of a sparse gradient too, as if it were dense
+        size = 0 if name in self.sketched else grad.numel() * grad.element_size()
         # Local gradients take as much memory as the model for each pass, so only the first ones are kept of a large model.
         if self._room >= size:
             self._room -= size
             grad = grad.to_dense() if grad.is_sparse else grad
-            before = self._step.raw.setdefault(name, {}).get(at)
-            self._step.raw[name][at] = copied(grad) if before is None else before + copied(grad)
+            before, value = self._step.raw.setdefault(name, {}).get(at), self._kept(name, grad)
+            self._step.raw[name][at] = value if before is None else before + value
 
     def _on_input(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Module hook: the inputs of the first call in the first step, before the module can change them."""
@@ -443,12 +461,82 @@ class StepRecorder:
                 self._copies.add(value, into[name])
                 self._step.events.append(("out", name))
 
+    def _kept(self, name: str, value: Tensor) -> Tensor:
+        """The record of a value of a tracked tensor: a copy or a sketch."""
+        return sketches(value, self.sketched[name]) if name in self.sketched else copied(value)
+
     def _own_gradients(self) -> Iterator[tuple[Tracked, Piece]]:
         for entry in self.tracked:
             grad = entry.tensor.grad if entry.is_parameter else None
             if grad is not None:
                 grad = local_part(grad, entry.tensor)
                 yield entry, Piece(grad.to_dense() if grad.is_sparse else grad, entry.positions)
+
+
+def is_sketchable(shape: Sequence[int], value: Tensor, positions: Tensor | None) -> bool:
+    """Whether a tensor of this full shape can be recorded as a sketch: it is large, and a rank stores it in full or a block of it."""
+    return prod(shape) > LARGE and value.is_floating_point() and (positions is None or Block.at(positions) is not None)
+
+
+def common_sketches(
+    every: Sequence[Collection[str]], found: Sequence[Mapping[str, Block | None]], counts: Mapping[str, int]
+) -> set[str]:
+    """The tensors that all ranks with some of their elements can sketch, with no element missing.
+
+    Args:
+        every: By rank, the tensors that it has.
+        found: By rank, the tensors that it can sketch.
+        counts: The number of elements of each.
+    """
+    names = {name for some in found for name in some}
+    names -= {name for own, some in zip(every, found, strict=True) for name in set(own).difference(some)}
+    return {name for name in names if are_whole([some[name] for some in found if name in some], counts[name])}
+
+
+def sketchable(record: Record) -> dict[str, Block | None]:
+    """The tensors of a record of whole tensors that this rank can sketch, gradients included."""
+    found = {}
+    for name, value in record.start.items():
+        note = record.tensors[name]
+        pieces = [piece for step in record.steps for piece in step.total.get(name, ())]
+        if is_sketchable(note.shape, value, note.positions) and all(p.positions is note.positions for p in pieces):
+            found[name] = None if note.positions is None else Block.at(note.positions)
+    return found
+
+
+def sketched_record(record: Record, sketched: Mapping[str, Block | None]) -> Record:
+    """A record of whole tensors, with sketches of these."""
+    names = sketched.keys()
+
+    def short(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: sketch(value) if name in names else value for name, value in tensors.items()}
+
+    def short_pieces(pieces: Mapping[str, list[Piece]]) -> dict[str, list[Piece]]:
+        return {
+            name: [Piece(sketch(piece.value)) for piece in some] if name in names else some
+            for name, some in pieces.items()
+        }
+
+    def short_raw(raw: Mapping[str, dict[int, Tensor]]) -> dict[str, dict[int, Tensor]]:
+        return {
+            name: {number: sketch(value) for number, value in by_pass.items()} if name in names else by_pass
+            for name, by_pass in raw.items()
+        }
+
+    steps = [
+        replace(
+            step,
+            raw=short_raw(step.raw),
+            total=short_pieces(step.total),
+            clipped=short_pieces(step.clipped),
+            stepped=short_pieces(step.stepped),
+            changed=short(step.changed),
+            weights=short(step.weights),
+            buffers=short(step.buffers),
+        )
+        for step in record.steps
+    ]
+    return replace(record, start=short(record.start), steps=steps, run=replace(record.run, sketched=dict(sketched)))
 
 
 class CopiesOfTensors:
@@ -546,13 +634,20 @@ _FP16_SCALE = 256.0
 class EngineRecorder(Observer):
     """Records the steps of an engine until `close`. Collective over the world to make."""
 
-    def __init__(self, engine: Engine, dropping: RandomNumbers | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        dropping: RandomNumbers | None = None,
+        sketched: Callable[[Tracked], Blocks] = lambda entry: (),
+    ) -> None:
         self._engine = engine
         context = engine.context
         located = locate_tensors(engine.model, context, "verifying")
         self._prefix = prefix_of(engine.model)
         self.tracked = [_tracked(entry) for entry in located]
         self._by_tensor = {id(entry.tensor): entry for entry in self.tracked}
+        # The gradient of a tensor in a sharded optimizer is a slice, which is no sketch of the whole.
+        sliced = {id(parameter) for parameter, *_ in engine.engine_optimizer.gradient_slices()}
         self.recorder = StepRecorder(
             engine.model,
             self.tracked,
@@ -561,6 +656,7 @@ class EngineRecorder(Observer):
             self._gradients,
             rename=partial(name_in_full_model, engine.model),
             dropping=dropping,
+            sketched=lambda entry: () if id(entry.tensor) in sliced else sketched(entry),
         )
         self.record = self.recorder.record
 

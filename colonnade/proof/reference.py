@@ -18,7 +18,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
 from typing import Any, TypeVar
@@ -46,6 +46,7 @@ from colonnade.proof.record import (
     copied,
     first_tensor,
 )
+from colonnade.proof.sketch import Blocks, Stored, sketches
 
 Tensors = dict[str, Tensor]
 Groups = Sequence[tuple[Mapping[str, Any], Sequence[str]]]
@@ -66,6 +67,8 @@ class Truth:
     passes: list[Tensors] = field(default_factory=list)
     """The gradients of each backward pass, weighted as in the total."""
     total: Tensors = field(default_factory=dict)
+    lengths: dict[str, float] = field(default_factory=dict)
+    """The norms of those gradients in `total` that are sketches."""
     clipped: Tensors = field(default_factory=dict)
     norm: float | None = None
     weights: Tensors = field(default_factory=dict)
@@ -87,6 +90,27 @@ class Truth:
     """The gradients at the end of the optimizer's step, if the step changed them."""
     by_data_rank: list[Tensors] = field(default_factory=list)
     """The gradients of each data rank's batch."""
+
+
+def sketched_truth(truth: Truth, sketched: Mapping[str, Blocks], norm_type: float) -> Truth:
+    """A step of whole tensors, with sketches of the blocks of these."""
+
+    def short(tensors: Tensors) -> Tensors:
+        return {name: sketches(x, sketched[name]) if name in sketched else x for name, x in tensors.items()}
+
+    return replace(
+        truth,
+        passes=[short(gradients) for gradients in truth.passes],
+        total=short(truth.total),
+        lengths={name: norm_of([value], norm_type) for name, value in truth.total.items() if name in sketched},
+        clipped=short(truth.clipped),
+        stepped=short(truth.stepped),
+        started=short(truth.started),
+        changed=short(truth.changed),
+        weights=short(truth.weights),
+        buffers=short(truth.buffers),
+        by_data_rank=[short(gradients) for gradients in truth.by_data_rank],
+    )
 
 
 @dataclass
@@ -320,9 +344,13 @@ def divided(total: Tensors, divisors: Mapping[str, float]) -> Tensors:
     return {name: value if divisors.get(name, 1.0) == 1.0 else value / divisors[name] for name, value in total.items()}
 
 
-def norm_of(values: Sequence[Tensor], norm_type: float) -> float:
-    """The norm of all tensors together, in double: on a CPU, torch's sum of millions of squares in fp32 is off by 1e-4."""
+def norm_of(values: Sequence[Tensor], norm_type: float, known: Sequence[float] = ()) -> float:
+    """The norm of all tensors together, in double: on a CPU, torch's sum of millions of squares in fp32 is off by 1e-4.
+
+    `known` are the norms of further tensors.
+    """
     norms = [torch.linalg.vector_norm(value, norm_type, dtype=torch.float64) for value in values]
+    norms += [torch.tensor(norm, dtype=torch.float64) for norm in known]
     return float(torch.linalg.vector_norm(torch.stack(norms), norm_type)) if norms else 0.0
 
 
@@ -464,7 +492,7 @@ def set_eval(model: nn.Module, kept_in_eval: Mapping[str, bool]) -> None:
 
 def load(
     model: nn.Module,
-    start: Mapping[str, Tensor],
+    start: Mapping[str, Tensor | Stored],
     noise: torch.Generator | None = None,
     in_place: bool = False,
     rename: Callable[[str], str] = lambda name: name,
@@ -474,7 +502,8 @@ def load(
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if rename(name) in start:
-                value = moved_by_an_ulp(start[rename(name)], noise, ulp)
+                given = start[rename(name)]
+                value = moved_by_an_ulp(given.tensor() if isinstance(given, Stored) else given, noise, ulp)
                 if in_place:
                     local_part(tensor).copy_(value)
                 else:
@@ -604,8 +633,9 @@ def moved_by_an_ulp(tensor: Tensor, noise: torch.Generator | None, dtype: torch.
     if noise is None or not tensor.is_floating_point():
         return tensor
     eps = max(torch.finfo(some).eps for some in (tensor.dtype, dtype or tensor.dtype))
+    tensor = tensor.to(noise.device)
     with _disable_current_modes():  # these random numbers are not the model's
-        up = torch.randint(0, 2, tensor.shape, generator=noise, dtype=torch.int8).to(tensor.device)
+        up = torch.randint(0, 2, tensor.shape, generator=noise, dtype=torch.int8, device=noise.device)
     return torch.where(up == 1, tensor + tensor * eps, tensor - tensor * eps)
 
 

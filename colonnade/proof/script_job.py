@@ -33,11 +33,14 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine import build
 from colonnade.engine.engine import Engine
 from colonnade.errors import ParityError
+from colonnade.parallel.placement import local_part
 from colonnade.parallel.split import Split
 from colonnade.proof.mutation import plant
+from colonnade.proof.processes import NEEDS_NEW_PYTHON, is_forked
 from colonnade.proof.random_numbers import RandomNumbers, RecordedDraws, ReplayedDraws, notes_of
-from colonnade.proof.record import EngineRecorder, name_in_full_model, on_cpu, options_of
+from colonnade.proof.record import EngineRecorder, Tracked, is_sketchable, name_in_full_model, on_cpu, options_of
 from colonnade.proof.reference import canonical_names, load, moved_by_an_ulp
+from colonnade.proof.sketch import Block, Blocks, Stored, store
 from colonnade.proof.start_weights import own_start
 from colonnade.testing.truth import in_double
 
@@ -45,6 +48,7 @@ VARIABLE = "COLONNADE_VERIFY"
 _LOADED = 64
 """The number of batches that are recorded of each loader."""
 JOINED, START, DRAWS, REFERENCE, OPTIONS = "joined{data_rank}.pt", "start.pt", "draws.pt", "reference.pt", "options.pt"
+WEIGHTS = "weights{step}.pt"
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,10 @@ class ScriptPart:
     data_rank: int | None = None
     """In a single process: the data rank whose batches it gets instead of the global batches."""
     mistake: str | None = None
+    whole: list[str] | None = None
+    """On the ranks: the large tensors that are recorded as a whole, and not as sketches; None: all."""
+    keeps_weights: bool = False
+    """In a single process: write the weights after each step to a file, for runs on the batches of one data rank."""
     off: dict[str, str] | None = None
     """The modules without dropout, with the reasons; None: all of them."""
 
@@ -117,12 +125,21 @@ def recorded_for_verify(part: ScriptPart) -> Iterator[None]:
 
         stack.enter_context(_replaced(CheckpointManager, "__init__", read_only))
         stack.enter_context(_replaced(CheckpointManager, "save", lambda own: lambda *args, **kwargs: None))
+
+        # The compiler has hung in a forked process. The parent starts this script again in new ones.
+        if is_forked():
+            stack.enter_context(_replaced(torch, "compile", lambda own: end_for_new_python))
         try:
             yield
         except SystemExit as end:
             if end.code not in (None, 0):
                 raise
         script.end_of_script()
+
+
+def end_for_new_python(*_: Any, **__: Any) -> NoReturn:
+    """End this forked process, because the script needs one that was not forked."""
+    os._exit(NEEDS_NEW_PYTHON)
 
 
 def shown(value: Any) -> str:
@@ -151,9 +168,11 @@ class ScriptRecorder:
             self.dropping.data_rank = part.data_rank
             self.dropping.host_seed = redraws if part.reseeds_host else None
         self.given: dict[str, list[Any]] = {}
+        self._given_in: dict[str, list[int]] = {}
         self._joined: dict[str, list[Any]] = {}
+        self._joined_in: dict[str, list[int]] = {}
         if part.is_single:
-            self._joined = torch.load(
+            self._joined, self._joined_in = torch.load(
                 self.folder / JOINED.format(data_rank="" if part.data_rank is None else part.data_rank),
                 weights_only=False,
             )
@@ -163,8 +182,8 @@ class ScriptRecorder:
         self._model: nn.Module | None = None
         self._rename: Callable[[str], str] = lambda name: name
         self._optimizer: Any = None
-        self._options, self._ulp, self._of_ranks = (
-            torch.load(self.folder / OPTIONS, weights_only=False) if part.is_single else ([], None, {})
+        self._options, self._ulp, self._of_ranks, self._of_blocks = (
+            torch.load(self.folder / OPTIONS, weights_only=False) if part.is_single else ([], None, {}, [])
         )
         self._config: dict[str, str] = {}
         """The config of the script as text, by key, for the comparison between ranks and single process."""
@@ -290,7 +309,11 @@ class ScriptRecorder:
         """Record an engine, and note or replace the batches that reach it: by a call, by its schedule or by its criterion."""
         if self.part.mistake is not None:
             plant(engine, self.part.mistake)
-        self.follow(EngineRecorder(engine, self.dropping), engine.model, partial(name_in_full_model, engine.model))
+        self.follow(
+            EngineRecorder(engine, self.dropping, self.sketched),
+            engine.model,
+            partial(name_in_full_model, engine.model),
+        )
         self._optimizer = engine.optimizer
         schedule: Any = engine.schedule
         forward, load_batch = engine._forward, schedule.load_batch
@@ -352,6 +375,15 @@ class ScriptRecorder:
 
     # --- During the run ---
 
+    def sketched(self, entry: Tracked) -> Blocks:
+        """The blocks of a tensor that are recorded as sketches: on the ranks what they store of large ones."""
+        if self.part.is_single:
+            return list(dict.fromkeys(block for name, block in self._of_blocks if name in entry.names))
+        whole = self.part.whole
+        if whole is None or not set(entry.names).isdisjoint(whole):
+            return ()
+        return (None,) if is_sketchable(entry.shape, entry.tensor, entry.positions) else ()
+
     def begin(self, forward_only: bool = False) -> None:
         """Before the first pass: training starts from the current weights, or from those of the ranks."""
         if self._begun or forward_only:
@@ -359,10 +391,23 @@ class ScriptRecorder:
         self._begun = True
         if self.part.is_single:
             start = torch.load(self.folder / START, weights_only=False)
+            start = {name: x.tensor() if isinstance(x, Stored) else x for name, x in start.items()}
             if self.part.noise is None and self.part.data_rank is None and self._model is not None:
                 self.recorder.record.run.own_start = own_start(self._model, start, self._rename)
             self._load(start)
         self.recorder.recorder.note_start()
+        if not self.part.is_single:
+            with torch._C.DisableTorchFunction():
+                self.recorder.record.run.sketched = {
+                    entry.name: None if entry.positions is None else Block.at(entry.positions)
+                    for entry in self.recorder.tracked
+                    if entry.name in self.recorder.recorder.sketched
+                }
+                self.recorder.record.run.stored = {
+                    entry.name: store(entry.name, local_part(entry.tensor), self.folder)
+                    for entry in self.recorder.tracked
+                    if entry.name in self.recorder.recorder.sketched
+                }
 
     def note_or_replace(self, key: str, value: Any, most: int | None = None) -> Any:
         """Record a value on the ranks, or return the global one instead in a single process.
@@ -387,10 +432,18 @@ class ScriptRecorder:
                 lambda leaf: _FROM_GRAPH if isinstance(leaf, Tensor) and leaf.requires_grad else leaf, value
             )
             noted.append(on_cpu(inputs))
+            done = len(self.recorder.record.steps) if self.recorder is not None else 0
+            self._given_in.setdefault(key, []).append(done)
             return value
         noted.append(None)
-        found = self._joined.get(key, ())
-        if len(noted) > len(found) and most is None:
+        found, at = self._joined.get(key, ()), len(noted) - 1
+        if key in self._joined_in:
+            # The ranks took unequal numbers of batches in a step, so those of each step are counted from its start.
+            taken, done = self._given_in.setdefault(key, []), len(self.recorder.record.steps)
+            places = [place for place, step in enumerate(self._joined_in[key]) if step == done]
+            at = places[taken.count(done)] if taken.count(done) < len(places) else len(found)
+            taken.append(done)
+        if at >= len(found) and most is None:
             raise ParityError(
                 f"the script takes more batches in {self.part.steps} steps in a single process ({len(noted)}) than on each rank "
                 f"({len(found)}), at {key}. Does the number of passes in a step depend on the number of ranks (WORLD_SIZE)? "
@@ -403,7 +456,7 @@ class ScriptRecorder:
                 return moved_by_an_ulp(joined, self._noise, self._ulp).to(own.device)
             return own
 
-        return tree_map(replaced, value, found[len(noted) - 1]) if len(noted) <= len(found) else value
+        return tree_map(replaced, value, found[at]) if at < len(found) else value
 
     def before_step(self, optimizer: Any) -> None:
         """Record the options of the optimizer; in a single process, set those of the ranks.
@@ -434,12 +487,16 @@ class ScriptRecorder:
 
     def end_of_step(self) -> None:
         done = len(self.recorder.record.steps)
+        if self.part.keeps_weights:
+            tracked = self.recorder.tracked
+            weights = {entry.name: local_part(entry.tensor) for entry in tracked if entry.is_parameter}
+            with torch._C.DisableTorchFunction():
+                torch.save(weights, self.folder / WEIGHTS.format(step=done - 1))
         if done >= self.part.steps:
             self.finish()
         # A run on the batches of one data rank has other gradients. The next step needs the weights of the reference again.
         if self.part.data_rank is not None:
-            truth = torch.load(self.folder / REFERENCE, weights_only=False)
-            self._load(truth.steps[done - 1].weights)
+            self._load(torch.load(self.folder / WEIGHTS.format(step=done - 1), weights_only=False))
 
     def end_of_script(self) -> None:
         """The script ended before the last step. If it took none, the file only tells whether there was an engine."""
@@ -457,7 +514,7 @@ class ScriptRecorder:
         record.run.zeroed, record.run.config = self.dropping.zeroed, self._config
         record.run.host = self.dropping.host
         if not self.part.is_single:
-            record.run.given = self.given
+            record.run.given, record.run.given_in = self.given, self._given_in
         elif self._model is not None:
             record.run.names = canonical_names(self._model, self._rename)
         if isinstance(self.dropping, ReplayedDraws):

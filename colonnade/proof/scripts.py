@@ -7,17 +7,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,20 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from colonnade.errors import ParityError
-from colonnade.launching.outcome import end_with_parent
-from colonnade.proof.compare import Report, assemble, drawn_by, full_shapes, full_tensors, mean_of
+from colonnade.launching.outcome import launch_report, read_failure, silent_failure
+from colonnade.proof.compare import (
+    Report,
+    assemble,
+    compare,
+    drawn_by,
+    full_shapes,
+    full_tensors,
+    mean_of,
+    needed_as_a_whole,
+)
 from colonnade.proof.diagnose import diagnose
-from colonnade.proof.record import Options, Piece, Record
+from colonnade.proof.processes import NEEDS_NEW_PYTHON, Command, Processes, Running, stop, wait_for_all
+from colonnade.proof.record import Options, Piece, Record, common_sketches
 from colonnade.proof.reference import (
     PERTURBED_RUNS,
     TrueRun,
@@ -43,6 +52,7 @@ from colonnade.proof.reference import (
     without_unjoinable_dropout,
 )
 from colonnade.proof.script_job import DRAWS, IN_EVAL, JOINED, OPTIONS, REFERENCE, START, VARIABLE, ScriptPart
+from colonnade.proof.sketch import Stored
 from colonnade.proof.start_weights import judge_start
 from colonnade.proof.watch import with_layout
 from colonnade.testing.world import loopback_socket
@@ -69,6 +79,8 @@ class Script:
     """The modules in which dropout is turned off, with the reason; None: dropout is off everywhere."""
     called: str = ""
     """The name used in messages; empty: the target."""
+    whole: Sequence[str] | None = ()
+    """The large tensors that are recorded as a whole, because a diagnosis needs their elements; others are sketches. None: all."""
     timeout: float = TIMEOUT
     """Seconds until the last compared step must be done, for each run."""
 
@@ -76,29 +88,44 @@ class Script:
         return self.called or self.target
 
 
-def verify_script(script: Script) -> Report:
+def verify_script(script: Script, processes: Processes | None = None) -> Report:
     """Run the script on its ranks and in a single process, and compare the two.
 
     Every run has its own processes and writes to a temporary folder. A line on stderr names each run as it starts, and its
     duration once it is done.
 
+    Args:
+        script: The script.
+        processes: Starts the processes; default: new ones for this call.
+
     Raises:
         ScriptError: a run failed, took no step or timed out, or the batches of the ranks cannot be joined.
     """
-    with tempfile.TemporaryDirectory(prefix="colonnade-verify-") as name:
-        _, records, reference = run_both(script, Path(name))
+    with ExitStack() as stack:
+        name = stack.enter_context(tempfile.TemporaryDirectory(prefix="colonnade-verify-"))
+        if processes is None:
+            processes = stack.enter_context(Processes(script.target, script.is_module))
+        chosen, records, reference = run_both(script, Path(name), processes)
+        report = reference.judge(records)
+        needed = reference.needed_as_a_whole(report)
+        if not needed:
+            return report
+
+        # Sketches show that something differs, but hardly why. A second run records the tensors that differ.
+        del records, reference
+        _, records, reference = run_both(replace(chosen, whole=[*(chosen.whole or ()), *needed]), Path(name), processes)
         return reference.judge(records)
 
 
-def run_both(script: Script, folder: Path) -> tuple[Script, list[Record], SingleProcessScript]:
+def run_both(script: Script, folder: Path, processes: Processes) -> tuple[Script, list[Record], SingleProcessScript]:
     """Run the script on its ranks and in a single process, again if a module drops values that a single process cannot."""
 
     def run(
         off: Mapping[str, str] | None,
     ) -> tuple[tuple[Script, list[Record], SingleProcessScript], Mapping[str, str]]:
         chosen, inside = replace(script, off=off), Path(tempfile.mkdtemp(dir=folder))
-        records = on_ranks(chosen, inside)
-        reference = SingleProcessScript(chosen, inside, records)
+        records = on_ranks(chosen, inside, processes)
+        reference = SingleProcessScript(chosen, inside, records, processes)
         return (chosen, records, reference), reference.not_joined
 
     return without_unjoinable_dropout(run, script.off)[0]
@@ -107,23 +134,41 @@ def run_both(script: Script, folder: Path) -> tuple[Script, list[Record], Single
 class SingleProcessScript:
     """The script in a single process, from the weights and the global batches of a run: the reference for such runs."""
 
-    def __init__(self, script: Script, folder: Path, records: Sequence[Record]) -> None:
-        self._script, self._folder, self._records = script, folder, records
+    def __init__(self, script: Script, folder: Path, records: Sequence[Record], processes: Processes) -> None:
+        self._script, self._folder, self._records, self._processes = script, folder, records, processes
         self._shard_records: list[Record] | None = None
 
         # The processes below start from the weights of the ranks, and replay their batches (joined) and dropout masks.
-        torch.save(full_tensors(records, {}), folder / START)
+        full: dict[str, Tensor | Stored] = {**full_tensors(records, {})}
+        joined: dict[str, Stored] = {}
+        for record in reversed(records):
+            for name, stored in record.run.stored.items():
+                block = record.run.sketched[name]
+                if block is None:
+                    full[name] = stored
+                    continue
+                if name not in joined:
+                    path = folder / f"joined{len(joined)}.tensor"
+                    full[name] = joined[name] = Stored(str(path), stored.dtype, record.tensors[name].shape)
+                block.of(joined[name].tensor(shared=True)).copy_(stored.tensor())
+        torch.save(full, folder / START)
         torch.save(drawn_by(records, script.off), folder / DRAWS)
         options, dtype = options_of_ranks(records), getattr(torch, records[0].run.dtype)
-        torch.save((options, dtype, records[0].run.config), folder / OPTIONS)
+        blocks = [entry for record in records for entry in record.run.sketched.items()]
+        torch.save((options, dtype, records[0].run.config, blocks), folder / OPTIONS)
         join_batches(records, folder / JOINED.format(data_rank=""), None)
 
         # The reference and the runs that start one ulp away do not depend on each other, so all of them run at once.
+        # The spread of a large tensor in fp64 hardly depends on the seed, and a run of a large model is slow.
         reseeds = any(record.run.host != records[0].run.host for record in records)
-        moved = [self._part(f"moved{n}.pt", noise=n, reseeds_host=reseeds) for n in range(PERTURBED_RUNS)]
-        parts = [self._part(REFERENCE), *moved]
-        what = f"the reference and {PERTURBED_RUNS} runs with weights moved by one ulp"
-        self._truth, *self._moved = _in_single_processes(script, folder, parts, what)
+        self._sketched = {name for record in records for name in record.run.sketched}
+        count = 1 if self._sketched and dtype is torch.float64 else PERTURBED_RUNS
+        parts = [
+            self._part(REFERENCE, keeps_weights=not self._sketched or bool(script.whole)),
+            *(self._part(f"moved{seed}.pt", noise=seed, reseeds_host=reseeds) for seed in range(count)),
+        ]
+        what = f"the reference and {count} run{'s' * (count > 1)} with weights moved by one ulp"
+        self._truth, *self._moved = _in_single_processes(script, folder, parts, what, processes)
         self.not_joined: Mapping[str, str] = self._truth.run.replays.not_joined
 
     def judge(self, records: Sequence[Record]) -> Report:
@@ -137,14 +182,32 @@ class SingleProcessScript:
             {names.get(name, name): value for name, value in self._truth.start.items()},
             names,
             _most_terms(records),
-            [*self._truth.notes, *warn_of_same_batches(records), *warn_of_uncleared_gradients(self._truth)],
+            [
+                *self._truth.notes,
+                *warn_of_same_batches(records),
+                *warn_of_uncleared_gradients(self._truth),
+                *(
+                    f"warning: the ranks took unequal numbers of passes: {counts}. The single process had the batches of the "
+                    f"ranks that took one"
+                    for counts in unequal_passes(records)
+                ),
+            ],
             self._truth.run.replays,
             self._truth.run.host,
         )
         # The reference starts from the weights of the ranks, so wrong ones are in both runs.
         findings, notes = judge_start(self._records, self._truth.run.own_start)
         truth = replace(truth, notes=[*truth.notes, *notes])
-        report = diagnose(assemble(records, truth))
+        evidence = assemble(records, truth)
+        if (
+            self._sketched
+            and not self._script.whole
+            and self.needed_as_a_whole(Report(rows=(rows := compare(evidence))))
+        ):
+            return Report(
+                rows=rows
+            )  # without findings, for which the tensors that differ are recorded as a whole first
+        report = diagnose(evidence)
         if report.ok:
             return replace(report, findings=tuple(findings))
 
@@ -153,15 +216,23 @@ class SingleProcessScript:
         if self._shard_records is None:
             runs = [record.run for record in self._records]
             count = len(data_rank_batches([0] * len(runs), runs))
-            parts = [self._part(f"data_rank{rank}.pt", data_rank=rank) for rank in range(count if count > 1 else 0)]
+            if count == 1 or unequal_passes(self._records):
+                count = 0
+            parts = [self._part(f"data_rank{rank}.pt", data_rank=rank) for rank in range(count)]
             for part in parts:
                 join_batches(self._records, self._folder / JOINED.format(data_rank=part.data_rank), part.data_rank)
             what = f"the batches of {count} data ranks one by one, for the diagnosis"
-            self._shard_records = _in_single_processes(self._script, self._folder, parts, what) if parts else []
+            self._shard_records = (
+                _in_single_processes(self._script, self._folder, parts, what, self._processes) if parts else []
+            )
         gradients = [[unsharded(record.steps[at].total) for record in self._shard_records] for at in range(len(steps))]
         steps = [replace(step, by_data_rank=some) for step, some in zip(truth.steps, gradients, strict=True)]
         report = diagnose(assemble(records, replace(truth, steps=steps)))
         return replace(report, findings=(*findings, *report.findings))
+
+    def needed_as_a_whole(self, report: Report) -> list[str]:
+        """The sketched tensors whose elements are needed to find out why a run differs."""
+        return needed_as_a_whole(report.rows, self._sketched, self._truth.run.names)
 
     def was_fed(self, records: Sequence[Record]) -> bool:
         """Whether a run had the same weights, batches and random numbers as the one that this reference was made for."""
@@ -204,7 +275,8 @@ def truth_of_step(record: Record, at: int) -> Truth:
 
     # The norm is computed again in fp64, because torch's own sum of squares has a larger rounding error. If the two are
     # further apart than that, the script clips only some of the parameters or has its own norm, which then counts.
-    norm = None if step.norm is None else norm_of(list(total.values()), record.run.norm_type)
+    whole = [value for name, value in total.items() if name not in step.lengths]
+    norm = None if step.norm is None else norm_of(whole, record.run.norm_type, list(step.lengths.values()))
     if norm is not None and step.norm is not None and abs(norm - step.norm) > 1e-3 * step.norm:
         norm = step.norm
     clipped = unsharded(step.clipped) if step.clipped else divided(total, step.divisors)
@@ -212,6 +284,7 @@ def truth_of_step(record: Record, at: int) -> Truth:
         loss=loss[0] if loss is not None else 0.0,  # not recorded; then it is missing on the ranks too
         passes=[{name: by_pass[n] for name, by_pass in step.raw.items() if n in by_pass} for n in passes],
         total=total,
+        lengths=step.lengths,
         clipped=clipped if norm is not None else {},
         norm=norm,
         weights=step.weights,
@@ -285,7 +358,11 @@ def warn_of_same_batches(records: Sequence[Record]) -> list[str]:
     """A warning if data-parallel ranks were all given the same batches."""
     given = records[0].run.given
     batches = [
-        _shards_of_batch(records, key, at) for key in given for at in range(len(given[key])) if key != "criterion"
+        some
+        for key in given
+        if key != "criterion"
+        for _, some in _shards_of_batches(records, key)
+        if not any(part is None for part in some)
     ]
     data_ranks = len(records) if records[0].run.data_parallel else len(batches[0]) if batches else 0
     if not batches or data_ranks < 2 or not all(map(all_same, batches)):
@@ -317,54 +394,62 @@ def warn_of_uncleared_gradients(truth: Record) -> list[str]:
 
 def join_batches(records: Sequence[Record], path: Path, data_rank: int | None) -> None:
     """Write every batch of a run to a file: joined over the ranks, or only that of one data rank (`data_rank`)."""
-    first = records[0].run.given
-    # Counts come first: rank 0 may be the one that took fewer batches, and everything below follows its counts.
-    for key in ("call", "batch"):
-        _check_counts(records, key)
     joined: dict[str, list[Any]] = {}
-    for key in first:
-        for at in range(len(first[key])):
-            batches = _shards_of_batch(records, key, at)
+    joined_in: dict[str, list[int]] = {}
+    for key in dict.fromkeys(key for record in records for key in record.run.given):
+        for step, batches in _shards_of_batches(records, key):
             micro = records[0].run.micro_batches if key == "batch" else 1
-            batch = batches[data_rank] if data_rank is not None else join(batches, micro)
+            # A rank that took fewer batches has no part in the last ones.
+            batch = batches[data_rank] if data_rank is not None else join([x for x in batches if x is not None], micro)
             # Batches of a loader may be of any kind. They must be joined only where they reach the engine.
             if batch is None and key.startswith("loader"):
                 break
             if batch is None:
-                _check_counts(records, key)
                 shapes = [[tuple(x.shape) for x in tree_leaves(some) if isinstance(x, Tensor)] for some in batches]
                 raise ScriptError(
                     f"the batches of the ranks cannot be concatenated along dimension 0: they have the shapes {shapes}. Give "
                     f"all ranks batches whose shapes differ in dimension 0 only"
                 )
             joined.setdefault(key, []).append(batch)
+            joined_in.setdefault(key, []).append(step)
     if all(step.in_eval.get("", False) for record in records for step in record.steps):
         joined[IN_EVAL] = [True]
-    torch.save(joined, path)
+    torch.save((joined, joined_in if unequal_passes(records) else {}), path)
 
 
-def _check_counts(records: Sequence[Record], key: str) -> None:
-    """Raise if ranks of one stage took unequal numbers of batches: the last passes would have no global batch."""
-    counts = {record.rank: len(record.run.given.get(key, ())) for record in records}
-    stages: dict[int, set[int]] = {}
-    for record in records:
-        stages.setdefault(record.run.coordinates.get("pipeline", 0), set()).add(counts[record.rank])
-    if any(len(found) > 1 for found in stages.values()):
-        steps = len(records[0].steps)
-        by_rank = ", ".join(f"rank {rank} took {count}" for rank, count in counts.items())
-        raise ScriptError(
-            f"the ranks took unequal numbers of batches in {steps} step{'s' * (steps > 1)}, so there is no global batch for a "
-            f"single process: {by_rank} ({key}). Give all ranks the same number of batches, or compare only the steps in which "
-            f"all of them have one (--steps)",
-            code="C100",
-        )
+def _shards_of_batches(records: Sequence[Record], key: str) -> Iterator[tuple[int, list[Any]]]:
+    """For each batch that ranks took at a place, in order: its step, and the parts of the data ranks (None: took none)."""
+    runs = [record.run for record in records]
+    # Batches belong together by their number within a step, because some ranks may take fewer of them in a step.
+    by_step: dict[int, list[list[Any]]] = {}
+    for rank, run in enumerate(runs):
+        for value, step in zip(run.given.get(key, ()), run.given_in.get(key, ()), strict=True):
+            by_step.setdefault(step, [[] for _ in runs])[rank].append(value)
+    for step in sorted(by_step):
+        for at in range(max(map(len, by_step[step]))):
+            values = [some[at] if at < len(some) else None for some in by_step[step]]
+            try:
+                yield step, data_rank_batches(values, runs)
+            except ValueError as error:
+                counts = ", ".join(f"rank {rank} took {len(some)}" for rank, some in enumerate(by_step[step]))
+                raise ScriptError(f"{error}: in step {step}, {counts} ({key})", code="C100") from None
 
 
-def _shards_of_batch(records: Sequence[Record], key: str, at: int) -> list[Any]:
-    """The batches that the data ranks took at a place as number `at`."""
-    given = [record.run.given.get(key, []) for record in records]
-    values = [some[at] if at < len(some) else None for some in given]
-    return data_rank_batches(values, [record.run for record in records])
+def unequal_passes(records: Sequence[Record]) -> list[str]:
+    """For each step in which data ranks took unequal numbers of batches, the numbers of all ranks."""
+    found: dict[int, str] = {}
+    for key in ("call", "batch"):
+        counts: dict[int, Counter[int]] = {}
+        for record in records:
+            # Of several ranks with the same data, and of the stages of a pipeline, the first takes the batches.
+            axes = record.run.axes or ()
+            if all(record.run.coordinates[axis.name] == 0 for axis in axes if not axis.distinct):
+                counts[record.rank] = Counter(record.run.given_in.get(key, ()))
+        for step in sorted({step for some in counts.values() for step in some}):
+            if len({some[step] for some in counts.values()}) > 1:
+                by_rank = ", ".join(f"rank {rank} took {some[step]}" for rank, some in counts.items())
+                found.setdefault(step, f"in step {step}, {by_rank}")
+    return [found[step] for step in sorted(found)]
 
 
 # --- The runs ---
@@ -386,64 +471,117 @@ def _shown_run(script: Script, how: str, detail: str = "") -> Iterator[None]:
         sys.stderr.flush()
 
 
-def on_ranks(script: Script, folder: Path) -> list[Record]:
+def on_ranks(script: Script, folder: Path, processes: Processes) -> list[Record]:
     """Run the script on its ranks; returns the record of each."""
-    how = f"on {script.nproc} rank{'s' * (script.nproc > 1)}"
+    count, how = script.nproc, f"on {script.nproc} rank{'s' * (script.nproc > 1)}"
     off = None if script.off is None else dict(script.off)
+    whole = None if script.whole is None else list(script.whole)
     part = ScriptPart(
-        "ranks", str(folder), "rank{rank}.pt", script.steps, script.dtype, mistake=script.mistake, off=off
+        "ranks",
+        str(folder),
+        "rank{rank}.pt",
+        script.steps,
+        script.dtype,
+        mistake=script.mistake,
+        whole=whole,
+        off=off,
     )
-    environment = _environment(part.write(folder / "ranks.json"))
-    command = [sys.executable, "-m", "colonnade.cli", "run", "--nproc", str(script.nproc), "--no-prefix"]
-    command += [*(["-m"] if script.is_module else []), script.target, *script.arguments]
-    with _shown_run(script, how):
-        with running({folder / "ranks.log": (command, environment)}) as (job,):
-            status = job.wait(time.monotonic() + script.timeout)
-            if status is None:
-                raise _timed_out(script, job, how)
-        files = [folder / f"rank{rank}.pt" for rank in range(script.nproc)]
-        if status != 0 or not all(file.exists() for file in files):
-            raise ScriptError(f"{script} failed {how} (exit status {status}):\n{job.output()}")
-        return with_layout([_record(script, file, how) for file in files])
+    with ExitStack() as stack:
+        stack.enter_context(_shown_run(script, how))
+        # The variables of torchrun. The port stays bound until the end, so that no other process gets it.
+        port = stack.enter_context(loopback_socket(listening=False)).getsockname()[1]
+        commands = [
+            _command(script, part.write(folder / "ranks.json"), f"rank{rank}", rank, count, port)
+            for rank in range(count)
+        ]
+        some, codes = _run(script, commands, how, processes, stack)
+        if any(codes):
+            # All ranks get a short time to write why they ended, and then the report of `colonnade run` names the first one.
+            stop(some)
+            ended = time.time()
+            outcomes = {
+                rank: read_failure(rank, folder / f"rank{rank}.error") or silent_failure(rank, code, ended)
+                for rank, job in enumerate(some)
+                if (code := job.wait(0.0))
+            }
+            text, status = launch_report(outcomes, {rank: job.log for rank, job in enumerate(some)})
+            said = "\n".join(job.output() for job in some)
+            raise ScriptError(f"{script} failed {how} (exit status {status}):\n{said}\n{text}")
+        records = with_layout([_record(script, folder / f"rank{rank}.pt", how) for rank in range(count)])
+
+    # Some ranks may have a tensor as a whole of which others have sketches.
+    found = [record.run.sketched for record in records]
+    counts = {name: prod(note.shape) for record in records for name, note in record.tensors.items()}
+    common = common_sketches([record.tensors for record in records], found, counts)
+    if mixed := {name for some in found for name in some} - common:
+        return on_ranks(replace(script, whole=[*(script.whole or ()), *mixed]), folder, processes)
+    return records
 
 
-def _in_single_processes(script: Script, folder: Path, parts: Sequence[ScriptPart], what: str) -> list[Record]:
+def _in_single_processes(
+    script: Script, folder: Path, parts: Sequence[ScriptPart], what: str, processes: Processes
+) -> list[Record]:
     """Run the script in a single process for each part, all of them at once; returns their records."""
-    found, commands = [], dict[Path, tuple[list[str], dict[str, str]]]()
     how = "in a single process"
     with ExitStack() as stack:
         stack.enter_context(_shown_run(script, f"on 1 rank, {len(parts)} times at once", what))
+        commands = []
         for part in parts:
-            name = part.result.removesuffix(".pt")
-            # Every process is a world of one rank. Its port stays bound until the end, so that no other process gets it.
+            # Every process is a world of one rank, with a port of its own.
             port = stack.enter_context(loopback_socket(listening=False)).getsockname()[1]
-            environment = _environment(part.write(folder / f"{name}.json"))
-            environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-            environment |= {"COLONNADE_LAUNCHER_PID": str(os.getpid())}
-            environment |= {"TORCHELASTIC_ERROR_FILE": str(folder / f"{name}.error")}
-            command = [sys.executable, "-u", "-m", "colonnade.launching.bootstrap"]
-            command += ["module" if script.is_module else "script", "plain", script.target, *script.arguments]
-            commands[folder / f"{name}.log"] = command, environment
-        until = time.monotonic() + script.timeout
-        processes = stack.enter_context(running(commands))
-        for part, process in zip(parts, processes, strict=True):
-            status, file = process.wait(until), folder / part.result
-            if status is None:
-                raise _timed_out(script, process, how)
-            if status != 0 or not file.exists():
+            name = part.result.removesuffix(".pt")
+            commands.append(_command(script, part.write(folder / f"{name}.json"), name, 0, 1, port))
+        some, codes = _run(script, commands, how, processes, stack)
+        for job, status in zip(some, codes, strict=True):
+            if status:
                 ranks = f"{script.nproc} rank{'s' * (script.nproc > 1)}"
                 raise ScriptError(
                     f"{script} ran on {ranks}, but failed {how}, where every parallel size is 1 and each batch is the global "
                     f"batch (exit status {status}). If the script uses batches outside of its engine, for example in its own loss, they "
-                    f"must come from a DataLoader or through colonnade.watch(engine, None, batches):\n{process.output()}"
+                    f"must come from a DataLoader or through colonnade.watch(engine, None, batches):\n{job.output()}"
                 )
-            found.append(_record(script, file, how))
-    return found
+        return [_record(script, folder / part.result, how) for part in parts]
+
+
+def _command(script: Script, part: Path, name: str, rank: int, count: int, port: int) -> Command:
+    """The process of a rank, with the variables that torchrun sets."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC_")}
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    environment |= {VARIABLE: str(part), "GLOO_SOCKET_IFNAME": environment.get("GLOO_SOCKET_IFNAME", "lo")}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": part.parent.name}
+    environment |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0", "ROLE_NAME": "default"}
+    environment |= {"TORCHELASTIC_ERROR_FILE": str(part.parent / f"{name}.error")}
+    for prefix in ("", "LOCAL_", "ROLE_"):
+        environment |= {f"{prefix}RANK": str(rank), f"{prefix}WORLD_SIZE": str(count)}
+    environment |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+    words = ["module" if script.is_module else "script", "plain", script.target, *script.arguments]
+    return Command(words, environment, part.parent / f"{name}.log")
+
+
+def _run(
+    script: Script, commands: Sequence[Command], how: str, processes: Processes, stack: ExitStack
+) -> tuple[list[Running], list[int | None]]:
+    """Run commands until all have ended or one has failed; returns the processes and their exit codes."""
+    while True:
+        some = stack.enter_context(processes.running(commands))
+        codes = wait_for_all(some, time.monotonic() + script.timeout)
+        if codes is None:
+            said = "\n".join(job.output() for job in some)
+            raise ScriptError(
+                f"{script} did not finish step {script.steps} {how} within {script.timeout:g} seconds, and was stopped. If it is only "
+                f"slow, allow more time (--timeout). Its last output and its stack:\n{said}"
+            )
+        if NEEDS_NEW_PYTHON not in codes or not processes.forks:
+            return some, codes
+        # The script compiles its model, which can hang in a forked process. From here on, every process is a new Python.
+        stop(some)
+        processes.restart_without_forks()
 
 
 def _record(script: Script, file: Path, how: str) -> Record:
     """The record that a process wrote, if it took a step."""
+    if not file.exists():
+        raise ScriptError(f"{script} ended {how} before it wrote what it had computed, for example by os._exit()")
     found = torch.load(file, weights_only=False)
     if isinstance(found, Record):
         return found
@@ -456,76 +594,3 @@ def _record(script: Script, file: Path, how: str) -> Record:
         "them (--nproc)"
     )
     raise ScriptError(f"{script} ended {how} without a step, so there is nothing to compare: {why}", code="C100")
-
-
-def _timed_out(script: Script, process: Running, how: str) -> ScriptError:
-    return ScriptError(
-        f"{script} did not finish step {script.steps} {how} within {script.timeout:g} seconds, and was stopped. If it is only "
-        f"slow, allow more time (--timeout). Its last output and its stack:\n{process.output()}"
-    )
-
-
-def _environment(part: Path) -> dict[str, str]:
-    environment = {**os.environ, VARIABLE: str(part)}
-    environment.setdefault("OMP_NUM_THREADS", "1")
-    return environment
-
-
-# --- Processes with a time limit; none is left behind, however the wait ends ---
-
-
-_SHOWN = 4000
-_DUMP_SECONDS = 1.0
-_GRACE_SECONDS = 5.0
-
-
-@dataclass(frozen=True)
-class Running:
-    """A process whose output goes to a file."""
-
-    process: subprocess.Popen[bytes]
-    log: Path
-
-    def wait(self, until: float) -> int | None:
-        """The exit status; None if the process still runs at `until` (`time.monotonic`). Its log then has its stack."""
-        try:
-            return self.process.wait(max(0.0, until - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            # Ranks write their stacks at SIGUSR1. The launcher would die of the signal, so it goes to its children only.
-            pid, children = self.process.pid, list[int]()
-            with contextlib.suppress(OSError):
-                children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-            for child in children or [pid]:
-                with contextlib.suppress(OSError):
-                    os.kill(child, signal.SIGUSR1)
-            time.sleep(_DUMP_SECONDS)
-            return None
-
-    def output(self) -> str:
-        """The end of its output."""
-        with self.log.open("rb") as file:
-            file.seek(max(0, self.log.stat().st_size - _SHOWN))
-            return file.read().decode("utf-8", "replace").strip()
-
-
-@contextmanager
-def running(commands: Mapping[Path, tuple[Sequence[str], Mapping[str, str]]]) -> Iterator[list[Running]]:
-    """Start commands, given by log file as (words, environment). Processes that still run at the end are stopped."""
-    started: list[Running] = []
-    try:
-        for log, (command, environment) in commands.items():
-            with log.open("wb") as into:
-                process = subprocess.Popen(
-                    command, env=dict(environment), stdout=into, stderr=subprocess.STDOUT, preexec_fn=end_with_parent
-                )
-            started.append(Running(process, log))
-        yield started
-    finally:
-        for job in started:
-            job.process.terminate()
-        for job in started:
-            try:
-                job.process.wait(_GRACE_SECONDS)
-            except subprocess.TimeoutExpired:
-                job.process.kill()  # its ranks die with it
-                job.process.wait()

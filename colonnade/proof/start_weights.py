@@ -17,6 +17,7 @@ from colonnade.errors import listed
 from colonnade.parallel.placement import local_part
 from colonnade.proof.compare import Finding, short_ranks
 from colonnade.proof.record import OwnStart, Record, copied
+from colonnade.proof.sketch import sketches
 
 
 def own_start(model: nn.Module, start: Mapping[str, Tensor], rename: Callable[[str], str]) -> OwnStart:
@@ -71,7 +72,10 @@ def judge_start(records: Sequence[Record], own: OwnStart) -> tuple[list[Finding]
                 places = record.tensors[name].positions
                 flat = whole.flatten()
                 parts.found[record.rank] = record.start[name].flatten()
-                parts.own[record.rank] = flat if places is None else flat[places.flatten()]
+                if name in record.run.sketched:
+                    parts.own[record.rank] = sketches(whole, [record.run.sketched[name]])
+                else:
+                    parts.own[record.rank] = flat if places is None else flat[places.flatten()]
                 parts.places[record.rank] = None if places is None else places.flatten()
         if parts.found:
             differing.append(parts)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import sys
@@ -13,6 +14,21 @@ from pathlib import Path
 from typing import Any
 
 from colonnade.errors import ConfigError, did_you_mean
+
+
+def is_config(path: Path) -> bool:
+    """Whether a file is a config: a .toml file, or a Python file that has only imports and assignments."""
+    if path.suffix != ".py":
+        return path.suffix == ".toml"
+    kinds = (ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign)
+    try:
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return False  # the error is raised when the file is run
+    return all(
+        isinstance(node, kinds) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+        for node in body
+    )
 
 
 def import_named(name: str, folder: Path) -> Any:

@@ -96,7 +96,13 @@ class PlainRecorder:
             )
         self.tracked = _tracked(model)
         self.recorder = StepRecorder(
-            model, self.tracked, rank, rename=plain_name, by_count=True, dropping=script.dropping
+            model,
+            self.tracked,
+            rank,
+            rename=plain_name,
+            by_count=True,
+            dropping=script.dropping,
+            sketched=script.sketched,
         )
         self.record = self.recorder.record
         floating = [entry.tensor.dtype for entry in self.tracked if entry.tensor.is_floating_point()]
@@ -146,12 +152,13 @@ class PlainRecorder:
 
     def clipping(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Record the final gradients before torch clips them, and their norm, which torch returns or is given."""
+        given = inspect.signature(own).bind(*args, **kwargs).arguments
+        self.record.run.norm_type = float(given.get("norm_type", 2.0))
         if self._limit is None:
             self.recorder.note_gradients()
-        given = inspect.signature(own).bind(*args, **kwargs).arguments
         found = own(*args, **kwargs)
         norm = given.get("total_norm", found)
-        self._limit = (float(given["max_norm"]), float(given.get("norm_type", 2.0)))
+        self._limit = (float(given["max_norm"]), self.record.run.norm_type)
         self._norm = float(norm.full_tensor() if is_dtensor(norm) else norm)
         return found
 

@@ -32,7 +32,7 @@ def test_equal_is_0_and_json_can_be_read(verify) -> None:
     assert done.code == 0, done.err
     report = json.loads(done.out)
     assert report["findings"] == []
-    assert [line.split()[1] for line in done.err.splitlines()] == ["running", "running", "comparing"]
+    assert [line.split()[3:6] for line in done.err.splitlines()] == [["on", "2", "ranks"], ["on", "1", "rank,"]]
     assert {row["step"] for row in report["rows"]} == {None, 0, 1, 2}
 
 

@@ -322,6 +322,34 @@ def test_all_ranks_look_again_as_long_as_a_gradient_of_one_of_them_is_unclear():
 
 
 @GRADIENT_HANDLER.register_module
+class OfTrained(OverData):
+    """A mean over DATA of the parameters that are trained at present."""
+
+    def handle_gradient(self) -> None:
+        for parameter in self._model.parameters():
+            if parameter.requires_grad:
+                dist.all_reduce(parameter.grad, group=self.group)
+                parameter.grad /= self.size
+
+
+def _with_a_frozen_layer() -> tuple[dict[Any, Any], list[bool]]:
+    config = {"gradient_handler": ["OfTrained"], "sync": {"automatic": False}}
+    with launch(config, context=ParallelContext(), verbose=False) as gpc:
+        model = Model()
+        model.linear.requires_grad_(False)
+        engine = initialize(model, lambda p: torch.optim.SGD(p, lr=1), context=gpc)[0]
+        engine.close()
+        rows = {row.parameter: row.done_by for row in engine.ledger().rows}
+        return rows, [parameter.requires_grad for parameter in model.parameters()]
+
+
+def test_a_handler_that_skips_frozen_parameters_is_right():
+    for rows, trained in run_world(2, _with_a_frozen_layer).values:
+        assert rows == dict.fromkeys(("scale", "shift", "linear.weight", "linear.bias"), "OfTrained")
+        assert trained == [True, True, False, False]
+
+
+@GRADIENT_HANDLER.register_module
 class Stateful(OverData):
     """Error feedback, a step counter and random numbers."""
 

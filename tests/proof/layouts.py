@@ -36,8 +36,11 @@ class Undivided(BaseGradientHandler):
                 dist.all_reduce(parameter.grad, group=self.context.get_group(ParallelMode.DATA))
 
 
-def report_with_mistake() -> Any:
-    """On each rank: what `verify` says of a run whose handler does not divide, and whose optimizer knows the last layer alone."""
+def report_with_mistake(more: int = 0) -> Any:
+    """On each rank: what `verify` says of a run whose handler does not divide, and whose optimizer knows the last layer alone.
+
+    Each rank is given batches for `more` steps more than the one before.
+    """
     if "Undivided" not in GRADIENT_HANDLER:
         GRADIENT_HANDLER.register_module(Undivided)
     with launch({"gradient_handler": ["Undivided"]}, context=ParallelContext(), verbose=False) as gpc:
@@ -45,7 +48,7 @@ def report_with_mistake() -> Any:
         engine, *_ = initialize(model, torch.optim.SGD(model[-1].parameters(), lr=0.1), nn.MSELoss(), context=gpc)
         rows = torch.Generator().manual_seed(gpc.get_global_rank())
         draw = partial(torch.randn, generator=rows, dtype=torch.float64)
-        return verify(engine, batches=[[(draw(3, 4), draw(3, 2))] for _ in range(STEPS)])
+        return verify(engine, batches=[[(draw(3, 4), draw(3, 2))] for _ in range(STEPS + more * gpc.get_global_rank())])
 
 
 def evidence_of(

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from colonnade.proof import record
 from colonnade.proof.diagnose import diagnose
+from colonnade.proof.sketch import LARGE
 from colonnade.testing import run_world
 from tests.proof.layouts import check, evidence_of, report_with_mistake
 
@@ -30,7 +32,8 @@ ON_FOUR: list[Run] = [
 ]
 
 
-def _all_equal(runs: list[Run]) -> None:
+def _all_equal(runs: list[Run], large: int = LARGE) -> None:
+    record.LARGE = large
     for model, parallel, options, settings in runs:
         evidence = evidence_of(model, parallel, options, **settings)
         if evidence is not None:
@@ -46,6 +49,23 @@ def _all_equal(runs: list[Run]) -> None:
 @pytest.mark.slow
 def test_everything_that_two_ranks_hold_is_equal_to_one_process() -> None:
     run_world(2, _all_equal, ON_TWO)
+
+
+@pytest.mark.slow
+def test_sketches_of_what_two_ranks_hold_are_equal_to_one_process() -> None:
+    run_world(2, _all_equal, ON_TWO, large=16)
+
+
+def _with_mistake(large: int, more: int) -> Any:
+    record.LARGE = large
+    return report_with_mistake(more)
+
+
+def test_a_mistake_in_sketched_tensors_has_the_finding_of_whole_ones_and_more_steps_of_a_rank_are_left_out() -> None:
+    whole, sketched = (run_world(2, _with_mistake, large, 1).values[0] for large in (LARGE, 3))
+    assert [finding.sentence for finding in sketched.findings] == [finding.sentence for finding in whole.findings]
+    assert sketched.causes[0] == "summed-not-averaged", str(sketched)
+    assert "unequal numbers of steps: rank 0 2, rank 1 3. The first 2 were compared" in " ".join(sketched.notes)
 
 
 def test_a_handler_that_does_not_divide_is_found_on_every_rank_with_dropout_on() -> None:

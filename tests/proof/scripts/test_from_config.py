@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from colonnade.errors import ConfigError
-from colonnade.proof.from_config import Given, is_config
+from colonnade.proof.from_config import Given
+from colonnade.proof.user_functions import is_config
 from tests.cli import ROOT, colonnade
 
 NET = """

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from colonnade.proof.record import BatchAxis, Record, RecordedStep, RunInfo
-from colonnade.proof.scripts import ScriptError, join_batches
+from colonnade.proof.scripts import ScriptError, join_batches, unequal_passes
 
 DATA, SEQUENCE = BatchAxis("data", 2, True), BatchAxis("sequence", 2, True, dim=1, may_repeat=True)
 
@@ -21,27 +21,51 @@ def ranks(axis: BatchAxis, *counts: int, key: str = "call") -> list[Record]:
         Record(
             rank,
             steps=[RecordedStep(), RecordedStep()],
-            run=RunInfo([axis], {axis.name: rank}, given={key: [batch] * count} if count else {}),
+            run=RunInfo(
+                [axis],
+                {axis.name: rank},
+                given={key: [batch] * count} if count else {},
+                given_in={key: [0] * count} if count else {},
+            ),
         )
         for rank, count in enumerate(counts)
     ]
 
 
-@pytest.mark.parametrize("axis", [DATA, SEQUENCE], ids=lambda axis: axis.name)
-@pytest.mark.parametrize("key", ["call", "batch"])
 @pytest.mark.parametrize("counts", [(2, 1), (1, 2), (0, 2), (2, 0)], ids=str)
-def test_whichever_rank_took_more_batches_all_are_counted(
-    tmp_path: Path, axis: BatchAxis, key: str, counts: tuple[int, int]
-) -> None:
-    told = rf"unequal numbers of batches in 2 steps.*rank 0 took {counts[0]}, rank 1 took {counts[1]} \({key}\)"
+@pytest.mark.parametrize("key", ["call", "batch"])
+def test_ranks_with_fewer_batches_have_no_part_in_the_others(tmp_path: Path, key: str, counts: tuple[int, int]) -> None:
+    records = ranks(DATA, *counts, key=key)
+    join_batches(records, tmp_path / "joined.pt", None)
+    joined, joined_in = torch.load(tmp_path / "joined.pt")
+    rows = [len(batch[0]) for batch in joined[key]]
+    assert rows == [2 * sum(at < count for count in counts) for at in range(2)]
+    assert joined_in == {key: [0, 0]}
+    assert unequal_passes(records) == [f"in step 0, rank 0 took {counts[0]}, rank 1 took {counts[1]}"]
+
+
+def test_batches_belong_together_by_their_number_within_a_step(tmp_path: Path) -> None:
+    records = ranks(DATA, 4, 5)
+    for record, steps in zip(records, ([0, 0, 1, 1], [0, 0, 0, 1, 1]), strict=True):
+        record.run.given_in = {"call": steps}
+    join_batches(records, tmp_path / "joined.pt", None)
+    joined, joined_in = torch.load(tmp_path / "joined.pt")
+    assert joined_in == {"call": [0, 0, 0, 1, 1]}
+    assert [len(batch[0]) for batch in joined["call"]] == [4, 4, 2, 4, 4]
+    assert unequal_passes(records) == ["in step 0, rank 0 took 2, rank 1 took 3"]
+
+
+@pytest.mark.parametrize("counts", [(2, 1), (0, 2)], ids=str)
+def test_slices_of_a_sequence_must_be_there_on_all_ranks(tmp_path: Path, counts: tuple[int, int]) -> None:
+    told = rf"cannot be joined along dimension 1: in step 0, rank 0 took {counts[0]}, rank 1 took {counts[1]} \(call\)"
     with pytest.raises(ScriptError, match=told):
-        join_batches(ranks(axis, *counts, key=key), tmp_path / "joined.pt", None)
+        join_batches(ranks(SEQUENCE, *counts), tmp_path / "joined.pt", None)
 
 
-def test_stages_without_batches_and_loaders_of_unequal_length_are_no_mistake(tmp_path: Path) -> None:
+def test_stages_without_batches_are_no_unequal_passes(tmp_path: Path) -> None:
     stages = ranks(BatchAxis("pipeline", 3, False), 2, 0, 2, key="batch")
-    for records in (stages, ranks(DATA, 2, 1, key="loader0")):
-        join_batches(records, tmp_path / "joined.pt", None)
+    join_batches(stages, tmp_path / "joined.pt", None)
+    assert unequal_passes(stages) == []
 
 
 class Given:

@@ -30,7 +30,10 @@ def test_a_step_that_has_the_gradient_of_the_one_before_is_warned_of() -> None:
 def test_ranks_of_a_data_parallel_wrapper_that_are_given_the_same_are_warned_of(wrapped: bool, warned: bool) -> None:
     axes = [BatchAxis("data", 1, True), BatchAxis("model", 2, False)]
     given = {"batch": [FIRST]}
-    runs = [RunInfo(axes, {"data": 0, "model": rank}, data_parallel=wrapped, given=given) for rank in range(2)]
+    runs = [
+        RunInfo(axes, {"data": 0, "model": rank}, data_parallel=wrapped, given=given, given_in={"batch": [0]})
+        for rank in range(2)
+    ]
     records = [Record(rank, run=run) for rank, run in enumerate(runs)]
     assert bool(warn_of_same_batches(records)) == warned
 

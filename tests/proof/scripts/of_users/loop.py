@@ -1,6 +1,6 @@
 """A loop on an engine, with a loader, a loss of its own, accumulation and clipping; "undivided" plants a mistake.
 
-"fail", "hang", "early" and "idle" come to no step, "short" leaves after the first.
+"fail", "hang", "early" and "idle" come to no step, "short" leaves after the first; "wide" has large tensors.
 """
 
 import sys
@@ -33,7 +33,8 @@ class Undivided(BaseGradientHandler):
 
 handlers = {"gradient_handler": ["Undivided"]} if "undivided" in sys.argv else {}
 colonnade.launch({"gradient_accumulation": 2, "clip_grad_norm": 1.0, **handlers}, verbose=False)
-model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 4))
+width = 20_000 if "wide" in sys.argv else 16
+model = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Dropout(0.2), nn.Linear(width, 4))
 if "fail" in sys.argv:
     raise ValueError("this script fails by itself")
 while "hang" in sys.argv:

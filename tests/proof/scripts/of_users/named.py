@@ -1,5 +1,5 @@
 """A loop on an engine whose schedule is named by a string and whose model is copied; "uneven" gives rank 0 a batch
-more, "engine" computes the passes of a step from the number of ranks.
+more, "engine" computes the passes of a step from the number of ranks, "compiled" compiles the model.
 """
 
 import copy
@@ -34,6 +34,8 @@ gpc = colonnade.launch(
 )
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+if "compiled" in sys.argv:
+    model.compile(backend="aot_eager")
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 engine, *_ = colonnade.initialize(model, optimizer, nn.MSELoss())
 average = copy.deepcopy(engine.model)

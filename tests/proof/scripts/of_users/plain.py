@@ -1,4 +1,7 @@
-"""Plain torch: DDP, FSDP2, a DTensor plan, pipelining, or (undivided) sums by hand with a mistake; one line of ours."""
+"""Plain torch: DDP, FSDP2, a DTensor plan, pipelining, or (undivided) sums by hand with a mistake; one line of ours.
+
+"wide" makes a weight large.
+"""
 
 import sys
 
@@ -13,7 +16,8 @@ kind = sys.argv[1]
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+width = 300 if "wide" in sys.argv else 16
+model = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 4))
 schedule, data = None, rank
 if kind == "ddp":
     model = nn.parallel.DistributedDataParallel(model)
