@@ -1,1 +1,1 @@
-"""How parameters lie on the modes: placements, what they demand, flat buffers, splitting a model."""
+"""Placements of parameters on modes, the reductions that they require, flat buffers, collectives, and splitting a model into stages."""

@@ -37,7 +37,7 @@ class Box:
         return Box(start, shape) if all(size > 0 for size in shape) else None
 
     def slices_in(self, outer: Box) -> tuple[slice, ...]:
-        """The index of this box in a tensor that has the elements of `outer`."""
+        """The slices that select this box in a tensor whose elements are those of the box `outer`."""
         starts = [start - origin for start, origin in zip(self.offset, outer.offset, strict=True)]
         return tuple(slice(start, start + size) for start, size in zip(starts, self.shape, strict=True))
 
@@ -49,7 +49,7 @@ def full_box(shape: Iterable[int]) -> Box:
 
 
 def moved(box: Box, source: Box, target: Box) -> Box:
-    """A box inside `source`, translated with it to `target`."""
+    """Translate `box`, a box inside `source`, by the offset from `source` to `target`."""
     offset = tuple(at - old + new for at, old, new in zip(box.offset, source.offset, target.offset, strict=True))
     return Box(offset, box.shape)
 
@@ -57,9 +57,10 @@ def moved(box: Box, source: Box, target: Box) -> Box:
 def tiles(boxes: Iterable[Box], shape: tuple[int, ...]) -> bool:
     """Whether the boxes cover a tensor of this shape exactly once.
 
-    Each box must be inside the tensor. Then the boxes tile it if and only if their elements add up, and every corner except
-    those of the tensor meets an even number of boxes. For the corners determine where an odd number of boxes overlap; if that
-    is everywhere, the count of elements leaves no room for a second layer. A box has 2^n corners in the n sharded dimensions.
+    Each box must be inside the tensor. The boxes tile the tensor if and only if two conditions hold: their numbers of elements
+    add up to that of the tensor, and every corner, except those of the tensor, belongs to an even number of boxes. The second
+    condition means that every element is covered by an odd number of boxes, and the first excludes three or more. A box has
+    2^n corners in the n sharded dimensions.
 
     Raises:
         ValueError: The boxes have too many corners.
@@ -86,7 +87,7 @@ def tiles(boxes: Iterable[Box], shape: tuple[int, ...]) -> bool:
 
 
 def boxes_in_order(start: int, stop: int, outer: Box, order: Sequence[int]) -> list[Box]:
-    """The boxes that elements [start, stop) of `outer` fill, counted with the dimensions in `order`, slowest first."""
+    """Split the range [start, stop) of elements of `outer` into boxes. Elements are numbered with the dimensions in `order`, slowest first."""
     back = places_of(order)
     return [
         Box(
@@ -98,7 +99,7 @@ def boxes_in_order(start: int, stop: int, outer: Box, order: Sequence[int]) -> l
 
 
 def range_in_order(box: Box, outer: Box, order: Sequence[int]) -> tuple[int, int]:
-    """The smallest range of elements of `outer`, counted as in `boxes_in_order`, that contains `box`."""
+    """The smallest range (start, stop) of elements of `outer`, numbered as in `boxes_in_order`, that contains `box`."""
     first = last = 0
     for dim in order:
         at = box.offset[dim] - outer.offset[dim]
@@ -112,7 +113,7 @@ def places_of(order: Sequence[int]) -> list[int]:
 
 
 def boxes_of_range(start: int, stop: int, shape: Sequence[int]) -> list[Box]:
-    """The boxes that elements [start, stop) of a tensor in row-major order fill, in order; at most two per dimension."""
+    """Split the range [start, stop) of row-major elements of a tensor into boxes, in order; at most two boxes per dimension."""
     if start >= stop:
         return []
     if not shape:

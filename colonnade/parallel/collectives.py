@@ -246,7 +246,7 @@ def ring(
     *,
     context: ParallelContext | None = None,
 ) -> Tensor:
-    """Send `x` to the rank `shift` positions ahead and receive from the rank as far behind; backward the opposite direction.
+    """Send `x` `shift` ranks ahead in the group and receive from `shift` ranks behind; backward sends in the opposite direction.
 
     Collective over the ranks of `mode`, in forward and backward.
 
@@ -297,12 +297,13 @@ def _even_sizes(total: int, count: int, unit: int = 1) -> tuple[int, ...]:
 
 
 def linear_map(x: Tensor, run: Map, transpose: Map) -> Tensor:
-    """Apply `run`, a linear map, with `transpose` as its backward.
+    """Apply the linear map `run` to `x`, with `transpose` as its backward function.
 
     Args:
         x: The input.
         run: The map; its operations are not recorded by autograd.
-        transpose: Maps the gradient of the output to that of `x`. Of differentiable functions, for double backward.
+        transpose: Maps the gradient of the output to the gradient of `x`. It must consist of differentiable functions, for double
+            backward.
     """
     return _Transposed.apply(x, run, transpose)
 
@@ -376,7 +377,7 @@ def _counted(sizes: Sequence[int], members: Members) -> tuple[int, ...]:
 
 
 class Way(NamedTuple):
-    """The collectives between blocks and the inside of a block: their ranks, and the dimension that is sharded in between."""
+    """The collectives at the start (`enter`) and end (`leave`) of a tensor-parallel block: their ranks, and the dimension along which activations are sharded between blocks."""
 
     members: Members
     dim: int | None
@@ -386,13 +387,13 @@ class Way(NamedTuple):
     leave: Callable[[Tensor], Tensor]
 
     def whole(self, x: Tensor) -> Tensor:
-        """`enter` without autograd."""
+        """The output of `enter`, computed without autograd."""
         if self.dim is None:
             return x
         return wire.all_gather(x, self.members, self.dim, (x.shape[self.dim],) * self.members.size)
 
     def begin_sum(self, x: Tensor) -> Callable[[], Tensor]:
-        """Start `leave` without autograd, overwriting x; call the result to wait for the sum."""
+        """Start the reduction of `leave` without autograd, in place on `x`. Returns a function that waits for the sum and returns it."""
         if self.dim is None:
             return wire.begin_all_reduce(x, self.members)
         length = x.shape[self.dim] // self.members.size
@@ -400,12 +401,12 @@ class Way(NamedTuple):
 
 
 def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, way: Way) -> Tensor:
-    """Column-parallel linear, linear(way.enter(x), A, b), with this rank's rows of A and b."""
+    """Column-parallel linear layer: linear(way.enter(x), weight, bias), with this rank's rows of the weight and the bias."""
     return _Column.apply(x, weight, bias, way)
 
 
 def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, way: Way) -> Tensor:
-    """Row-parallel linear, way.leave(linear(x, A)) + b, with this rank's columns of A and the full b."""
+    """Row-parallel linear layer: way.leave(linear(x, weight)) + bias, with this rank's columns of the weight and the full bias."""
     return _Row.apply(x, weight, bias, way)
 
 

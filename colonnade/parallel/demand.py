@@ -1,22 +1,27 @@
-"""The reductions that a placement requires: the ranks that store the same elements, and the sums over some of them.
+"""The reductions that a placement requires for a gradient: over which ranks, and with which divisor.
 
-Arithmetic on a layout, without process groups. The divisor is the number of ranks that saw distinct data, never the size of the
-group that communicates; expert gradients are correct because of that.
+Arithmetic on a layout, without process groups. Three functions: `holding` (the ranks that store the same elements), `owed` (the
+required reduction over each mode, with its divisor) and `joint_ranks` (the ranks of one sum over several modes at once).
 
-Three functions: `holding` (the ranks that store the same elements), `owed` (the required reduction over each mode, with its divisor)
-and `joint_ranks` (the ranks of one sum over several modes at once). All follow from two sets of ranks:
+The computation for one parameter on one rank (`_find_reach`, then `_find_owed`), with the example of 4 data ranks (0 to 3) and an
+expert that is sharded over EXPERT groups of 2, [0, 1] and [2, 3], seen from rank 0:
 
-- the replicas: the ranks of the same pipeline stage (or of the tied stages) with the same position on every mode that shards the
-  parameter;
-- the reach: the ranks over which the local gradient is summed, one required mode after another.
+1. The replicas: the ranks of the same pipeline stage (or of the tied stages) at the same position of every mode that shards the
+   parameter. Example: rank 0 is first in its expert group, as is rank 2, so the replicas are {0, 2}.
+2. The sums: one per axis with distinct data, whose divisor is the size of the axis; and one per mode with partial gradients or tied
+   stages, with divisor 1. Example: one sum over DATA, with divisor 4.
+3. The reach of each sum: the group of the rank on this mode. Example: the DATA group {0, 1, 2, 3}.
+4. The ranks of each sum: its reach without the ranks that are no replicas. Example: {0, 2}.
+5. The mode of which these ranks are a group; sums over one rank with divisor 1 are left out. Example: {0, 2} is a group of
+   EXPERT_DATA, so the result is Owed(EXPERT_DATA, (0, 2), divisor=4).
 
-Experts show why both matter. With 4 data ranks and experts sharded over 2 of them, the reach over data is all 4 ranks, but only 2 of
-these store the same experts. So the sum is over these 2 (EXPERT_DATA), and the divisor is 4.
+The divisor is thus the number of ranks with distinct data (4), not the size of the group that communicates (2). In the example, the
+gradient of the expert on rank 0 already contains the tokens of ranks 0 and 1, which rank 1 has sent to the expert.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -45,7 +50,7 @@ class Holding:
 
     @property
     def count(self) -> int:
-        """|H|, the number of replicas: in a norm over the world the elements of each rank count 1/|H|."""
+        """The number of replicas |H|. In a norm over the world, the elements of each rank count with weight 1/|H|."""
         return len(self.ranks)
 
     @property
@@ -55,7 +60,7 @@ class Holding:
 
 
 def holding(layout: Layout, placement: Placement, rank: int) -> Holding:
-    """The ranks that store the same elements as `rank`: same stage (or tied), same position on every mode that shards.
+    """The ranks that store the same elements as `rank`: the same (or a tied) stage, and the same position on every mode that shards.
 
     Args:
         layout: The parallel layout.
@@ -69,13 +74,15 @@ def holding(layout: Layout, placement: Placement, rank: int) -> Holding:
         if layout.places is not None:
             found = holding(layout.on_grid, placement, layout.places[rank])
             return Holding(_back(layout, found.ranks), rank)
-        return Holding(_ranks(_reach(layout, placement, rank).holders, rank), rank)
+        return Holding(_ranks(_reach_of(layout, placement, rank).holders, rank), rank)
 
     return _once(layout, placement, (rank, "holding"), find)
 
 
 def owed(layout: Layout, placement: Placement, rank: int) -> tuple[Owed, ...]:
-    """The required reductions of the local gradient on `rank`, by mode; empty if it needs none.
+    """The required reductions of the local gradient on `rank`, one per mode; empty if the gradient needs none.
+
+    The module docstring has the computation of ranks and divisors, with an example; `_find_reach` determines the divisors.
 
     Args:
         layout: The parallel layout.
@@ -90,15 +97,17 @@ def owed(layout: Layout, placement: Placement, rank: int) -> tuple[Owed, ...]:
             return tuple(Owed(factor.mode, _back(layout, factor.ranks), factor.divisor) for factor in found)
 
         return _once(layout, placement, (rank, "owed"), find)
-    return tuple(factor for factor, _ in _factors(layout, placement, rank))
+    return tuple(factor for factor, _ in _owed_and_regions(layout, placement, rank))
 
 
 def check_same_data(layout: Layout, placement: Placement, rank: int, name: str) -> None:
-    """Raise PlacementError for a parameter on groups of an initializer that contradict its placement.
+    """Raise PlacementError if the groups of a custom initializer contradict the placement of a parameter.
 
-    Either a sharded parameter whose shards would be numbered in another order than its ranks; or a mode registered with
-    data="same" whose groups contain ranks with distinct data, unless the placement says that its gradient needs no reduction
-    over these data.
+    There are two cases:
+
+    - the ranks of a mode that shards the parameter do not ascend along the axis, so shards and ranks would not match;
+    - the groups of a mode with data="same" contain ranks with distinct data, and the placement has no owes="nothing" for the axis
+      of these data.
     """
     axis_names = {axis.mode: axis.name for axis in layout.axes}
     for mode, spec in placement.modes.items():
@@ -139,12 +148,12 @@ def check_same_data(layout: Layout, placement: Placement, rank: int, name: str) 
 
 
 def joint_ranks(layout: Layout, placement: Placement, factors: tuple[Owed, ...], rank: int) -> tuple[int, ...]:
-    """The ranks of a single sum that performs all `factors` at once.
+    """The ranks of a single all-reduce that performs all reductions in `factors` at once.
 
     Args:
         layout: The parallel layout.
         placement: The placement of the parameter.
-        factors: Some of its required reductions.
+        factors: Some of the reductions from `owed` for this parameter and rank.
         rank: A global rank.
     """
     wanted = frozenset(factor.mode for factor in factors)
@@ -152,8 +161,8 @@ def joint_ranks(layout: Layout, placement: Placement, factors: tuple[Owed, ...],
     def find() -> tuple[int, ...]:
         if layout.places is not None:
             return _back(layout, joint_ranks(layout.on_grid, placement, factors, layout.places[rank]))
-        reach = _reach(layout, placement, rank)
-        factors_here = _factors(layout, placement, rank)
+        reach = _reach_of(layout, placement, rank)
+        factors_here = _owed_and_regions(layout, placement, rank)
         if reach.atoms is not None:
             return _ranks(_union(region for factor, region in factors_here if factor.mode in wanted), rank)
 
@@ -164,7 +173,7 @@ def joint_ranks(layout: Layout, placement: Placement, factors: tuple[Owed, ...],
             if placement.tied is not None:
                 # Not symmetric: stages without the parameter reach its replicas, but not the other way round.
                 reach = _find_reach(layout, placement, at)
-            for factor, _ in _find_factors(layout, placement, at, reach):
+            for factor, _ in _find_owed(layout, placement, at, reach):
                 if factor.mode in wanted:
                     frontier.extend(other for other in factor.ranks if other not in reached)
                     reached.update(factor.ranks)
@@ -184,16 +193,21 @@ def _back(layout: Layout, places: Iterable[int]) -> tuple[int, ...]:
 
 
 Region = dict[Digit, Collection[int]]
-"""A set of ranks around one rank: the values that each digit may have. All other digits are those of the rank.
+"""A set of ranks around one rank: for each of these digits the allowed values. All other digits equal those of the rank.
 
-If every mode is a product of digits, so is every set of ranks here, and no loop over ranks is needed, even in a world of a million.
-If listed groups are no such product, a region has a single digit, the rank itself, and its values are listed.
+If every mode is a product of digits, every set of ranks in this file is such a product too, and no loop over ranks is needed, even
+in a world of a million ranks. If an initializer lists groups that are no such product, a region has a single digit, the full rank
+number, with a list of values.
 """
 
 
 @dataclass(frozen=True)
-class _Step:
-    """A mode over which a reduction is required: leads from a rank to its group (`values` of `digits`, if it has digits)."""
+class _RequiredSum:
+    """A required sum over the groups of a mode, divided by `divisor`.
+
+    The group of a rank consists of the ranks that differ from it only in `digits`, where these take `values` (None: all values).
+    `digits` is None if the groups are listed.
+    """
 
     mode: ParallelMode
     divisor: int
@@ -201,7 +215,7 @@ class _Step:
     values: Sequence[int] | None = None
 
     def ranks(self, layout: Layout, rank: int) -> Sequence[int]:
-        """The ranks that it reaches from `rank`; empty if the rank is in no group of the mode."""
+        """The group of `rank` on this mode; empty if the rank is in no group of the mode."""
         if self.digits is not None:
             return ranks_with(rank, [(digit, self.values or range(digit[1])) for digit in self.digits])
         return layout.group_of(self.mode, rank) if layout.has(self.mode, rank) else ()
@@ -209,31 +223,26 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Reach:
-    """The replicas of the parameter on a rank, and those of them that all its steps together reach (`reached`)."""
+    """The required sums of a parameter, its replicas (`holders`), and the replicas over which all sums together add (`reached`).
 
-    steps: list[_Step]
+    If `atoms` is None, regions are lists of ranks, because some groups are not products of digits.
+    """
+
+    sums: list[_RequiredSum]
     atoms: tuple[Digit, ...] | None
     holders: Region
     reached: Region
 
-    def by_step(self, layout: Layout, rank: int) -> Iterator[tuple[_Step, Region]]:
-        """For each single step, the replicas that it reaches from `rank`."""
-        for step in self.steps:
-            if self.atoms is not None:
-                yield step, _intersection(_region(self.atoms, step.digits or (), step.values), self.holders)
-            elif ranks := step.ranks(layout, rank):
-                yield step, _intersection({(1, layout.world_size): ranks}, self.holders)
-
 
 def _once(layout: Layout, placement: Placement, question: Any, answer: Callable[[], Any]) -> Any:
-    """The answer, computed once per layout and placement; it does not depend on the shape of the tensor."""
+    """Cache `answer()` in the layout, by placement and question; answers do not depend on the shape of the tensor."""
     key = (placement.key[0], question)
     if key not in layout.derived:
         layout.derived[key] = answer()
     return layout.derived[key]
 
 
-def _reach(layout: Layout, placement: Placement, rank: int) -> _Reach:
+def _reach_of(layout: Layout, placement: Placement, rank: int) -> _Reach:
     return _once(layout, placement, (rank, "reach"), lambda: _find_reach(layout, placement, rank))
 
 
@@ -266,22 +275,25 @@ def _find_reach(layout: Layout, placement: Placement, rank: int) -> _Reach:
             )
         stages = sorted(set(tied.stages))
 
-    # The steps. A mean over each axis whose ranks see distinct data: together their batches are the global batch. A sum without
-    # a divisor over each mode with partial gradients (`owes="sum"`), and over the stages of a tie: there, each rank has a partial
-    # gradient of the same data.
-    steps = [
-        _Step(axis.mode, axis.size, (axis_digits[axis.name],)) for axis in layout.axes if _is_distinct(axis, placement)
+    # The required sums and their divisors. Over each axis whose ranks see distinct data, the gradient is a mean: the divisor is the
+    # size of the axis, because the batches of its ranks together are the global batch. This also holds if only some of these ranks
+    # have a replica (experts): the ranks without one have already sent their tokens to a replica. Over each mode with partial
+    # gradients (`owes="sum"`), and over the stages of a tie, the divisor is 1: each rank has a part of the gradient of the same data.
+    sums = [
+        _RequiredSum(axis.mode, axis.size, (axis_digits[axis.name],))
+        for axis in layout.axes
+        if _is_distinct(axis, placement)
     ]
     distinct = {axis.mode for axis in layout.axes if axis.data == "distinct"}
     for mode, spec in placement.modes.items():
         if isinstance(spec, Replicate) and spec.owes == "sum" and mode not in distinct:
-            steps.append(_Step(mode, 1, layout.groups(mode).digits))
+            sums.append(_RequiredSum(mode, 1, layout.groups(mode).digits))
     if tied is not None:
-        steps.append(_Step(ParallelMode.PIPELINE, 1, (stage,), stages))
+        sums.append(_RequiredSum(ParallelMode.PIPELINE, 1, (stage,), stages))
 
     # The atoms: digits of which the axes and all modes of the placement are products; None if there are none. The stages of a
     # tie are values of the pipeline's digit, which must therefore be an atom.
-    products = [step.digits for step in steps] + [layout.groups(mode).digits for mode in placement.shards]
+    products = [required.digits for required in sums] + [layout.groups(mode).digits for mode in placement.shards]
     known = [product for product in products if product is not None]
     atoms = refine([axis_digits.values(), *known], layout.world_size) if len(known) == len(products) else None
     if atoms is not None and (not atoms or tied is None or stage in atoms):
@@ -291,9 +303,9 @@ def _find_reach(layout: Layout, placement: Placement, rank: int) -> _Reach:
         holders: Region = {atom: range(atom[1]) for atom in atoms if atom not in fixed}
         if stage not in sharding:
             holders[stage] = stages
-        # The order of steps over products of digits does not matter: together they reach every value of all their digits.
-        everything = _union(_region(atoms, step.digits or (), step.values) for step in steps)
-        return _Reach(steps, atoms, holders, _intersection(everything, holders))
+        # The order of sums over products of digits does not matter: together they reach every value of all their digits.
+        everything = _union(_region(atoms, required.digits or (), required.values) for required in sums)
+        return _Reach(sums, atoms, holders, _intersection(everything, holders))
 
     # Rank by rank, for modes whose groups cross the axes or each other.
     axes = [(digit, stages if digit == stage else range(digit[1])) for digit in axis_digits.values()]
@@ -303,38 +315,48 @@ def _find_reach(layout: Layout, placement: Placement, rank: int) -> _Reach:
         replicas &= {group[at] for group in layout.groups(mode) if at < len(group)}
     # A sum over one mode brings in ranks with other groups of another mode; repeated until no new rank is reached.
     reached, frontier = {rank}, [rank]
-    done: list[set[int]] = [set() for _ in steps]
+    done: list[set[int]] = [set() for _ in sums]
     while frontier:
         here = frontier.pop()
-        for step, seen in zip(steps, done, strict=True):
+        for required, seen in zip(sums, done, strict=True):
             if here not in seen:
-                ranks = step.ranks(layout, here)
+                ranks = required.ranks(layout, here)
                 seen.update(ranks)
                 frontier.extend(other for other in ranks if other not in reached)
                 reached.update(ranks)
     world = (1, layout.world_size)
-    return _Reach(steps, None, {world: replicas}, {world: sorted(reached & replicas)})
+    return _Reach(sums, None, {world: replicas}, {world: sorted(reached & replicas)})
 
 
-def _factors(layout: Layout, placement: Placement, rank: int) -> tuple[tuple[Owed, Region], ...]:
+def _owed_and_regions(layout: Layout, placement: Placement, rank: int) -> tuple[tuple[Owed, Region], ...]:
     return _once(
         layout,
         placement,
         (rank, "owed"),
-        lambda: _find_factors(layout, placement, rank, _reach(layout, placement, rank)),
+        lambda: _find_owed(layout, placement, rank, _reach_of(layout, placement, rank)),
     )
 
 
-def _find_factors(layout: Layout, placement: Placement, rank: int, reach: _Reach) -> tuple[tuple[Owed, Region], ...]:
+def _find_owed(layout: Layout, placement: Placement, rank: int, reach: _Reach) -> tuple[tuple[Owed, Region], ...]:
+    """The required reductions on `rank`, each with its ranks as a region."""
     found = []
-    for step, region in reach.by_step(layout, rank):
-        mode = _name(layout, placement, step.mode, region, rank)
-        found.append((mode, region, step.divisor))
+    for required in reach.sums:
+        # The ranks of this sum: those of the group of `rank` that are replicas. The divisor stays that of the full group.
+        group: Region
+        if reach.atoms is not None:
+            group = _region(reach.atoms, required.digits or (), required.values)
+        elif ranks := required.ranks(layout, rank):
+            group = {(1, layout.world_size): ranks}
+        else:
+            continue
+        region = _intersection(group, reach.holders)
+        found.append((_mode_of_group(layout, placement, required.mode, region, rank), region, required.divisor))
+
+    # If the modes are not independent among the replicas (for example, an expert group that crosses data and tensor ranks
+    # unevenly), there is no sum for each of them, only one over all replicas, with the product of all divisors.
     if prod(_count(region) for _, region, _ in found) != _count(reach.reached):
-        # The modes are not independent among the replicas (for example, an expert group that crosses data and tensor ranks
-        # unevenly), so there is no sum for each of them, only one over all.
         (first, *_), *_ = found
-        mode = _name(layout, placement, first, reach.reached, rank)
+        mode = _mode_of_group(layout, placement, first, reach.reached, rank)
         found = [(mode, reach.reached, prod(divisor for _, _, divisor in found))]
     return tuple(
         (Owed(mode, _ranks(region, rank), divisor), region)
@@ -358,8 +380,8 @@ def _intersection(a: Region, b: Region) -> Region:
 
 
 def _union(regions: Iterable[Region]) -> Region:
-    """The union of regions around one rank. For the stage digit the last region wins: a tie is the last step, and only its
-    stages store the parameter."""
+    """The union of regions around one rank. For the stage digit the last region wins: the sum over tied stages is the last sum, and
+    only these stages store the parameter."""
     return {digit: values for region in regions for digit, values in region.items()}
 
 
@@ -377,7 +399,7 @@ def _is_distinct(axis: Axis, placement: Placement) -> bool:
     return axis.data == "distinct" and not (isinstance(spec, (Shard, Replicate)) and spec.owes == "nothing")
 
 
-def _name(layout: Layout, placement: Placement, mode: ParallelMode, region: Region, rank: int) -> ParallelMode:
+def _mode_of_group(layout: Layout, placement: Placement, mode: ParallelMode, region: Region, rank: int) -> ParallelMode:
     """The mode of which these ranks are a group: EXPERT_DATA in place of DATA for experts that are sharded over DATA ranks."""
     axes = {axis.mode for axis in layout.axes}
     if mode not in axes or mode is ParallelMode.PIPELINE or _is_group(layout, mode, region, rank):

@@ -80,7 +80,7 @@ def padded(stop: int, dtype: torch.dtype) -> int:
 
 
 def flattened(tensor: Tensor) -> Tensor:
-    """The elements as a 1-d tensor: in memory order as a view if they are dense, else a copy."""
+    """The elements of a tensor as a 1-d tensor: a view in memory order if the tensor is dense, else a copy."""
     if tensor.is_contiguous():
         return tensor if tensor.dim() == 1 else tensor.view(-1)
     strides = tensor.stride()
@@ -88,7 +88,7 @@ def flattened(tensor: Tensor) -> Tensor:
 
 
 def view_like(flat: Tensor, like: Tensor) -> Tensor:
-    """A view of a 1-d tensor with the shape of `like`, and with its strides if it is dense (channels-last, too)."""
+    """View a 1-d tensor with the shape of `like`, and with the strides of `like` if `like` is dense (also channels-last)."""
     return flat.as_strided(like.shape, _dense_stride(like), flat.storage_offset())
 
 
@@ -124,9 +124,9 @@ class FlatShard:
         start: The first element.
         stop: The end.
         ranks: The ranks over which the parameter is sharded.
-        state: 1-d tensors of `stop - start` elements, and values of the parameter as a whole: no tensors, or tensors of
-            another shape. (In a checkpoint the elements of a 0-d parameter look like such a tensor; all but `step` are
-            loaded as elements.)
+        state: The optimizer state. A 1-d tensor of `stop - start` elements has one value per element; any other value belongs
+            to the parameter as a whole. (For a 0-d parameter the shapes do not distinguish the two: all values but `step` are
+            loaded as values per element.)
     """
 
     start: int
@@ -137,31 +137,33 @@ class FlatShard:
 
 @runtime_checkable
 class ShardedOptimizer(Protocol):
-    """An optimizer of which each rank has the state of some elements of a parameter. No method is collective.
+    """An optimizer whose state is sharded: each rank stores the state of some elements of a parameter. No method is collective.
 
-    `param_groups` have the model's parameters on every rank, as in torch. Optional attributes: `optimizer_class`, the class of
-    the sharded optimizer, into which its checkpoints then load, too; and for `engine.memory()` and `engine.precision_table()`,
-    `stepped`, the torch optimizer of this rank's elements, and `masters`, its master copies.
+    `param_groups` contains the model's parameters on every rank, as in torch. Optional attributes:
+
+    - `optimizer_class`: the class of the optimizer that is sharded. Checkpoints can then be loaded into that class, too.
+    - `stepped`: the torch optimizer that updates this rank's elements, for `engine.memory()` and `engine.precision_table()`.
+    - `masters`: the master weights of `stepped`, for the same two methods.
     """
 
     param_groups: list[dict[str, Any]]
 
     def flat_shard(self, parameter: Tensor) -> FlatShard | None:
-        """This rank's elements of a parameter and their state; None for no elements. The range is known before the first step.
+        """This rank's elements of a parameter and their state; None if this rank has no elements. Valid before the first step, too.
 
         The shards of `ranks` must cover the parameter exactly once. If several groups of ranks shard the same parameter, the
         state of one group is saved.
         """
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load options and state in torch's format; the state is 1-d, of this rank's elements, as in `flat_shard`.
+        """Load a state dict in torch's format. State tensors are 1-d and have this rank's elements, as in `flat_shard`.
 
-        A parameter without a shard here, or without saved state, has no entry.
+        The state dict has no entry for a parameter that has no elements on this rank or no saved state.
         """
 
 
 def section_runs(sections: Sequence[int], at: int, count: int) -> list[tuple[int, int]]:
-    """For shard `at` of `count` of concatenated sections: (start, length) of its piece of each section, in the full tensor."""
+    """The position of shard `at` of `count` in a dimension of concatenated sections: (start, length) of the shard's piece of each section."""
     runs, start = [], 0
     for length in sections:
         share = length // count
@@ -177,7 +179,7 @@ def section_runs(sections: Sequence[int], at: int, count: int) -> list[tuple[int
 
 
 def packed_runs(layout: Layout, placement: Placement, rank: int) -> dict[int, list[tuple[int, int]]]:
-    """For each dimension with sections, the runs of the rank's shard in the full tensor, as in `section_runs`."""
+    """The position of a rank's shard in each dimension with sections, as (start, length) pairs of `section_runs`."""
     return {
         shard.dim: section_runs(shard.sections, layout.local_rank(mode, rank), len(layout.group_of(mode, rank)))
         for mode, shard in placement.shards.items()

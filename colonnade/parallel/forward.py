@@ -1,8 +1,9 @@
-"""Changing the forward pass of one module, by a class of its own that inherits the class it had.
+"""Replacing the forward pass of a single module: the module gets a new class that inherits from its previous class.
 
-A method set on the instance would stay bound to this module in a copy of it, and would be a reference cycle that keeps the
-weights in memory until the garbage collector runs. `override_forward` replaces a forward pass, and `restore_forward` undoes
-that. `subclass_with` makes a class for changes of more than forward(): watched calls, lists with absent members.
+A forward method set as an attribute of the instance would have two defects: in a copy of the module it would still be bound to
+the original, and it would form a reference cycle, which keeps the weights in memory until the garbage collector runs.
+`override_forward` replaces a forward pass, and `restore_forward` restores it. `subclass_with` makes a class that changes more
+than forward(): watched calls, lists with absent members.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ _subclasses: dict[tuple[type, type], type] = {}
 
 
 def override_forward(module: nn.Module, forward: Callable[..., Any], mark: str = "", share_class: bool = False) -> None:
-    """Run `forward(module, before, *args, **kwargs)` as the module's forward pass; `before(module, ...)` is the present one.
+    """Replace the module's forward pass by `forward(module, before, *args, **kwargs)`; `before(module, ...)` runs the previous one.
 
     Args:
         module: The module; its class changes.
         forward: The new forward pass.
         mark: The name by which `restore_forward` finds this override.
-        share_class: Give modules of one class one new class, by which a list of blocks is recognized. `forward` must be
-            the same function for all of them.
+        share_class: Give all modules of the same class the same new class, because a list of blocks is recognized by the class of
+            its members. `forward` must then be the same function for all of these modules.
     """
     kind: Any = type(module)
     given = vars(module).pop("forward", None)
@@ -57,9 +58,9 @@ def _overridden(kind: Any, before: Callable[..., Any], forward: Callable[..., An
 
 
 def restore_forward(module: nn.Module, mark: str) -> None:
-    """Undo `override_forward` with this mark, unless the class of the module was changed again since.
+    """Undo `override_forward` with this mark. Does nothing if the class of the module was changed again afterwards.
 
-    A class that FSDP2 has derived from it stays, with the override inside.
+    A class that FSDP2 has derived from the overriding class stays, so the override stays in effect.
     """
     kind: Any = type(module)
     found, _, own = vars(kind).get(_OVERRIDE, ("", None, None))
@@ -70,7 +71,7 @@ def restore_forward(module: nn.Module, mark: str) -> None:
 
 
 def subclass_with(base: type, kind: type) -> Any:
-    """The class, of the name of `kind`, that inherits from `base` and `kind`; the same one for every call."""
+    """A class that inherits from `base` and `kind` and has the name of `kind`; cached, so equal arguments return the same class."""
     if (base, kind) not in _subclasses:
         _subclasses[base, kind] = type(kind.__name__, (base, kind), {"__module__": kind.__module__})
     return _subclasses[base, kind]
@@ -82,7 +83,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 class ModelHook:
-    """A hook of one model; copies and pickles of the model do not have it."""
+    """Base class of hooks that belong to a single model: copies and pickles of the model do not contain the hook."""
 
     def __init__(self, act: Callable[..., None] | None = None) -> None:
         self._act = act

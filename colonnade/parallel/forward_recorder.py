@@ -1,11 +1,11 @@
-"""Records a forward pass without memory or arithmetic for the weights: the calls of its units, and the tensors between them.
+"""Records a forward pass with fake weights (no memory, no arithmetic): the calls of the model's units, and the tensors between the calls.
 
 `units_of` finds the units of a model: its blocks, and the layers next to the lists of blocks. `record` runs the forward pass of a
 copy with fake parameters; anything computed from inputs alone (masks, positions) is computed with real values.
 
-Time is the number of calls that have begun. A tensor that depends on a parameter or on the result of a call is a `Value` with two
-times: when it was made, and when the oldest result that it depends on was. `own_forward` derives from these times where the pass
-can be split.
+Time is counted in calls that have begun. A tensor that depends on a parameter or on the result of a call is a `Value` with two
+times: its creation, and the creation of the oldest result that it depends on. `own_forward` derives from these times the calls
+before which the pass can be split.
 """
 
 from __future__ import annotations
@@ -105,11 +105,11 @@ def outside(module: nn.Module, units: Container[int], name: str = "") -> Iterato
 
 
 def copy_tree(module: nn.Module, memo: dict[int, nn.Module], tensors: Tensors) -> nn.Module:
-    """A copy of a module and of those inside it; all that is neither a module nor a tensor is shared.
+    """Copy a module and all its submodules; attributes that are neither modules nor tensors are shared with the original.
 
     Args:
         module: The module.
-        memo: By id: modules to use in place of others, without copying them. The copies are added.
+        memo: Replacements of modules, by the id of the original: these modules are not copied. The copies made here are added.
         tensors: Called for each parameter, buffer and other tensor; returns the one to use in the copy.
     """
     if id(module) in memo:
@@ -138,10 +138,10 @@ def copy_tree(module: nn.Module, memo: dict[int, nn.Module], tensors: Tensors) -
 
 
 class Watcher(Protocol):
-    """Decides what the calls of units do."""
+    """Interface of an object that handles every call of a unit, for example records it or skips it."""
 
     def call(self, name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of a call of the unit `name`; `own` makes the call."""
+        """Handle a call of the unit `name` and return its result; `own(*args, **kwargs)` runs the unit itself."""
 
 
 WATCHER: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
@@ -149,7 +149,7 @@ WATCHER: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 
 
 def watch_calls(name: str, unit: nn.Module) -> None:
-    """Route calls of the unit through the watcher, if there is one. The class of the unit changes, and nothing else."""
+    """Route calls of the unit through the active `Watcher`, if there is one. Only the class of the unit changes."""
     vars(unit)["_colonnade_unit"] = name
     if not isinstance(unit, WatchedUnit):
         unit.__class__ = subclass_with(WatchedUnit, type(unit))
@@ -158,8 +158,8 @@ def watch_calls(name: str, unit: nn.Module) -> None:
 class WatchedUnit:
     """A unit whose calls go through the watcher.
 
-    By __call__, not by a hook: a transformers layer with activation checkpointing runs its hooks again when it recomputes. And not
-    by `override_forward`: hooks that the model has on the unit are part of the call.
+    It overrides __call__ instead of using a hook, because a transformers layer with activation checkpointing runs its hooks again
+    when it recomputes; and instead of `override_forward`, because the unit's own hooks are part of the call.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -176,7 +176,7 @@ _BY_SHAPE_ALONE |= {"new_ones", "new_full", "new_empty", "new_empty_strided"}
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor of the pass that depends on parameters, with its times (see the module)."""
+    """A tensor of the recorded pass that depends on parameters, with its two times (see the module docstring)."""
 
     number: int
     """The same for every occurrence of one tensor."""
@@ -200,7 +200,7 @@ class RecordedCall:
 
 @dataclass
 class Recording:
-    """The calls and values of one pass."""
+    """The result of `record`: the calls and values of one forward pass."""
 
     calls: list[RecordedCall]
     results: list[Value]

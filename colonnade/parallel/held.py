@@ -1,4 +1,4 @@
-"""The tensors of a model with their replica ranks, and the comparisons between replicas before step 1.
+"""The tensors of a model with their replica ranks, and the comparison of replicas before step 1.
 
 `held_tensors` lists every parameter (and buffer) with its placement and the ranks that store the same elements. At start-up,
 `Placements` checks that all ranks of a stage have the same parameters and that placements add up to full tensors, and
@@ -45,7 +45,7 @@ class Held:
 
     @property
     def label(self) -> str:
-        """A name that is equal on all replicas; the parameter name of a tied weight differs between stages."""
+        """A name that is equal on all replicas: the key of a tied weight, whose parameter names differ between stages; else the parameter name."""
         return self.placement.tie_key or self.name
 
 
@@ -95,8 +95,9 @@ _COLOSSALAI_ATTRIBUTES = {
 def refuse_colossalai_attributes(model: nn.Module, context: ParallelContext) -> None:
     """Raise PlacementError for parameters that Colossal-AI attributes describe as sharded or shared, without a placement.
 
-    They would count as replicas: overwritten by another rank's shard, or never reduced. The attributes cannot be converted to
-    placements, because they have neither the dimension nor the name of a tie.
+    Without a placement, such a parameter would count as replicated: its shard would be overwritten by the shard of another rank, or
+    its gradient would never be reduced. The attributes cannot be converted to placements, because they contain neither the
+    sharded dimension nor the key of a tie.
     """
     for name, parameter in model.named_parameters():
         for attribute, (mode, write) in _COLOSSALAI_ATTRIBUTES.items():
@@ -109,7 +110,7 @@ def refuse_colossalai_attributes(model: nn.Module, context: ParallelContext) -> 
 
 
 def check_placements(model: nn.Module, context: ParallelContext) -> None:
-    """Compare the parameters of the ranks of each stage, and check that placements add up. Collective over the world.
+    """Compare the parameters of the ranks of each stage, and check that their shards add up to full tensors. Collective over the world.
 
     Raises:
         PlacementError: On every rank, if ranks of a stage have different parameters, or placements do not add up.
@@ -122,7 +123,7 @@ def check_placements(model: nn.Module, context: ParallelContext) -> None:
 
 
 class Placements:
-    """The parameters of this rank's model, for comparison. Raises PlacementError for a placement that is impossible here."""
+    """The placements of this rank's parameters, for comparison between ranks. Raises PlacementError if the layout does not allow a placement."""
 
     def __init__(self, model: nn.Module, context: ParallelContext) -> None:
         self._context, self._stage = context, context.get_local_rank(ParallelMode.PIPELINE)
@@ -317,7 +318,7 @@ def words_of(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def checksum(tensor: Tensor) -> Tensor:
-    """Two numbers that depend on all bits: the sum of the words, which any single change changes, and the sum of their squares."""
+    """Two checksums of a tensor's bits: the sum of its 64-bit words, which differs after a change of any one word, and the sum of their squares."""
     words = words_of(tensor)
     if words.device.type == "cpu":
         return torch.stack([words.sum(), torch.dot(words, words)])

@@ -118,7 +118,7 @@ def meta_init() -> Iterator[None]:
 
 @contextmanager
 def shapes_only() -> Iterator[None]:
-    """Build a model on the meta device without a recording: many times faster, for job estimates. No values can be read."""
+    """Build a model on the meta device without recording operations, for job estimates. Many times faster than `meta_init`, but no values can be read."""
     with torch.device("meta"), _GivenValuesOnCPU():
         yield
 
@@ -177,14 +177,14 @@ _TAKEN_FROM = "_colonnade_cut_from"
 
 
 class ParameterSource(Protocol):
-    """The storage of a full parameter's values, such as a file; `str()` names it."""
+    """A place from which the values of a full parameter can be read, such as a file. `str(source)` names the place in messages."""
 
     def read_into(self, target: Tensor, offset: Sequence[int]) -> None:
         """Fill `target` with the elements of the full parameter from `offset` on."""
 
 
 class InitialValue(NamedTuple):
-    """The initial value of a parameter: a tensor of the recording, and the version counter, which shows later changes."""
+    """The initial value of a parameter: the recording, the recorded tensor, and the parameter's version counter, by which later changes are detected."""
 
     recording: InitRecording
     tensor: Tensor
@@ -192,12 +192,12 @@ class InitialValue(NamedTuple):
 
 
 def initial_value_of(parameter: Tensor) -> InitialValue | None:
-    """The initial value that `meta_init` recorded; None for a parameter from outside."""
+    """The initial value that `meta_init` recorded; None for a parameter that was not built inside `meta_init`."""
     return getattr(parameter, _ATTRIBUTE, None)
 
 
 def keep_initial_value(part: Tensor, whole: Tensor) -> None:
-    """Give a shard of a meta parameter the initial value of the full one; it holds unless the shard is changed later."""
+    """Record that the shard `part` has the initial value of the full meta parameter `whole`, until `part` is changed."""
     start = initial_value_of(whole)
     if start is not None:
         version = part._version if start.version == whole._version else -1
@@ -237,18 +237,18 @@ _READ_VALUES = {
 
 @dataclass(frozen=True, eq=False)
 class RecordedOp:
-    """An operation that gave values to meta tensors, its `outputs`."""
+    """A recorded operation that wrote values to meta tensors (`outputs`)."""
 
     func: Any
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     outputs: tuple[Tensor, ...]
     draws: int
-    """The number of random operations before it, including those for shards of other ranks."""
+    """The number of random operations before this one, including those for shards of other ranks."""
 
     @property
     def name(self) -> str:
-        """Its name in torch, without the overload: "uniform_"."""
+        """The name of the operation in torch, without the overload: "uniform_"."""
         return str(self.func._schema.name).removeprefix("aten::")
 
     @property
@@ -265,7 +265,7 @@ Run = Callable[[RecordedOp, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class InitRecording(TorchDispatchMode):
-    """Records every operation on meta tensors while it is entered. Views are not recorded: tensors have their strides.
+    """A context manager that records every operation on meta tensors, except views: a view is known by its storage and strides.
 
     Tensors are identified by their storage (`memory_of`), because an in-place operation on a view changes its base.
     """
@@ -305,7 +305,7 @@ class InitRecording(TorchDispatchMode):
         return output
 
     def needed_for(self, tensor: Tensor) -> list[int]:
-        """The indices of the operations that determine its values, in order."""
+        """The indices of the operations that determine the values of `tensor`, in order."""
         found: set[int] = set()
         pending = [(memory_of(tensor), len(self.ops))]
         while pending:
@@ -317,7 +317,7 @@ class InitRecording(TorchDispatchMode):
         return sorted(found)
 
     def replay(self, tensor: Tensor, run: Run | None = None) -> Tensor:
-        """The tensor with memory, on the CPU: performs the operations that determine its values, each with `run`, if given."""
+        """A copy of `tensor` with values, on the CPU. Performs the operations that determine the values; `run`, if given, performs each of them."""
         real: dict[int, Tensor] = {}
 
         def as_real(value: Any) -> Any:
@@ -341,10 +341,10 @@ class InitRecording(TorchDispatchMode):
             return as_real(tensor)
 
     def read(self, tensor: Tensor) -> Tensor:
-        """The tensor with memory, while the model is being built.
+        """A copy of `tensor` with values, for model code that reads them while the model is being built.
 
         Raises:
-            PlacementError: Its values depend on random values of a parameter, which are drawn only in `initialize`.
+            PlacementError: The values depend on random values of a parameter, which are drawn only in `initialize`.
         """
         ops = [self.ops[at] for at in self.needed_for(tensor)]
         touched = {memory_of(value) for op in ops for value in (*op.inputs, *op.outputs) if value.is_meta}
@@ -403,17 +403,17 @@ _GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB1331
 
 
 def uniform(key: int, positions: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
-    """A number between `low` and `high` for each position, in float64."""
+    """A uniform random number between `low` and `high` for each position, in float64; a function of `key` and the position."""
     return _fractions(key, positions).mul_(high - low).add_(low)
 
 
 def normal(key: int, positions: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
-    """A normal number for each position, in float64."""
+    """A normal random number for each position, in float64; a function of `key` and the position."""
     return _fractions(key, positions).mul_(2).sub_(1).erfinv_().mul_(std * math.sqrt(2)).add_(mean)
 
 
 def positions_in(index: Tensor, shape: Sequence[int], offset: int, strides: Sequence[int]) -> Tensor:
-    """The positions of elements `index` (in row-major order) of a tensor of `shape`, by an offset and strides."""
+    """The positions in storage of the row-major elements `index` of a tensor with this shape, offset and strides."""
     shape, strides = _merged(shape, strides)
     position = torch.full_like(index, offset)
     for size, stride in zip(reversed(shape[1:]), reversed(strides[1:]), strict=True):
@@ -500,7 +500,7 @@ _COPIES = {"clone", "_to_copy", "copy_", "cat", "stack"}
 
 
 class Strided(NamedTuple):
-    """Size, offset and strides of a tensor in its storage."""
+    """The region of a storage that a tensor covers: size, offset and strides."""
 
     size: tuple[int, ...]
     offset: int
@@ -511,7 +511,7 @@ class Strided(NamedTuple):
         return cls(tuple(tensor.size()), int(tensor.storage_offset()), tuple(tensor.stride()))
 
     def holds(self, positions: Tensor) -> Tensor:
-        """For each position in the storage, whether it is an element of the tensor."""
+        """A boolean mask: for each position in the storage, whether an element of the tensor is there."""
         left, inside = positions - self.offset, torch.ones_like(positions, dtype=torch.bool)
         for size, stride in sorted(zip(self.size, self.stride, strict=True), key=lambda pair: -pair[1]):
             if size > 1:
@@ -523,9 +523,10 @@ class Strided(NamedTuple):
 
 @dataclass(frozen=True)
 class ElementStep:
-    """One step of an element: "uniform" (low, high), "normal" (mean, std), "fill" (value), or "call", an element-wise function.
+    """One step in the initialization of elements: "uniform" (low, high), "normal" (mean, std), "fill" (value), or "call", an element-wise function.
 
-    `region`: the part of the storage that it applies to; None for all. `source`: the storage that a random step drew into.
+    `region`: the part of the storage that the step changes; None for the full storage. `source`: for a random step, the id of the
+    storage into which the recorded operation drew numbers.
     """
 
     kind: str
@@ -538,7 +539,7 @@ class ElementStep:
         return f"{self.kind}{self.values}{'' if self.region is None else ' in a part'}"
 
     def apply(self, values: Tensor, positions: Tensor, key: int) -> Tensor:
-        """The values after this step, regardless of its region."""
+        """The values of elements after this step, as if all of them were in its region."""
         if self.call is not None:
             return self.call(values.clone())
         if self.kind == "fill":
@@ -548,11 +549,12 @@ class ElementStep:
 
 @dataclass(frozen=True)
 class ElementwiseInit:
-    """The element-wise initialization of a tensor.
+    """The initialization of a tensor as a sequence of element-wise steps.
 
-    - `steps`: the steps of each element.
-    - `cut`: the position of the tensor in the storage that the regions of `steps` refer to; None if that is its own storage.
-    - `moved`: elements have other positions than in the storage that was drawn.
+    - `steps`: the steps, applied in this order to each element of their regions.
+    - `cut`: if the tensor was copied out of another storage, to which the regions of `steps` refer: the tensor's position in
+      that storage; else None.
+    - `moved`: the elements have other positions than in the storage into which random numbers were drawn.
     """
 
     steps: tuple[ElementStep, ...] = ()
@@ -567,13 +569,13 @@ class ElementwiseInit:
         return any(step.region is not None for step in self.steps)
 
     def then(self, step: ElementStep, tensor: Tensor) -> ElementwiseInit | None:
-        """With one more step, on a tensor that may be only a part of the storage; None if that is not element-wise any more."""
+        """This initialization followed by `step` on `tensor`, which may cover only a part of the storage; None if the result is not element-wise."""
         if covers_memory(tensor):
             return ElementwiseInit((step,)) if step.kind != "call" else replace(self, steps=(*self.steps, step))
         return None if self.cut else replace(self, steps=(*self.steps, replace(step, region=Strided.of(tensor))))
 
     def copied(self, source: Tensor) -> ElementwiseInit | None:
-        """The initialization of a copy of `source`, a tensor in the storage that this one describes; None if not element-wise."""
+        """The initialization of a copy of `source`, a tensor in the storage that this object describes; None if it is not element-wise."""
         if is_expanded(source):
             return None
         if source.is_contiguous() and covers_memory(source):
@@ -583,7 +585,8 @@ class ElementwiseInit:
         return ElementwiseInit(self.steps, Strided.of(source) if self.has_regions else None, moved=True)
 
     def values(self, positions: Tensor, places: Tensor, key: Callable[[int | None], int]) -> Tensor:
-        """In float64, the values of elements at `positions` of the full parameter and at `places` in the storage of the regions."""
+        """The initial values, in float64, of the elements at `positions` in the full parameter; `places` are their positions in the storage
+        to which the regions refer, and `key` returns the random key of a storage."""
         values = torch.zeros_like(positions, dtype=torch.float64)
         for step in self.steps:
             changed = step.apply(values, positions, key(step.source))
@@ -687,13 +690,13 @@ class ParameterInit:
 
     @torch.no_grad()
     def fill(self, local: Tensor, start: Sequence[int], shape: Sequence[int], offset: Sequence[int], seed: int) -> None:
-        """Fill `local` with its initial values.
+        """Fill the tensor `local` with its initial values.
 
         Args:
             local: The tensor to fill.
-            start: Its offset in the recorded tensor.
+            start: The offset of `local` in the recorded tensor.
             shape: The shape of the full parameter.
-            offset: Its offset in the full parameter.
+            offset: The offset of `local` in the full parameter.
             seed: The seed of `launch`.
         """
         # Without element-wise steps the full tensor is computed, also the shards of other ranks, and a slice of it kept.
@@ -762,7 +765,7 @@ class ParameterLoad:
         return str(self.source)
 
     def fill(self, local: Tensor, start: Sequence[int], shape: Sequence[int], offset: Sequence[int], seed: int) -> None:
-        """As `ParameterInit.fill`."""
+        """Fill `local` with values read from the source; arguments as for `ParameterInit.fill`."""
         self.source.read_into(local, offset)
 
 
@@ -881,7 +884,7 @@ Recipes = dict[int, ParameterInit | ParameterLoad]
 
 
 def read_inits(model: nn.Module | Split, context: ParallelContext) -> Recipes:
-    """The initialization of each parameter on the meta device, by id. Stages built one by one have names of their own."""
+    """The initialization of each parameter on the meta device, by id. If stages were built separately, names get a prefix for each stage."""
     if isinstance(model, Split):
         return parameter_inits(model)
     stage = context.get_local_rank(ParallelMode.PIPELINE)
@@ -913,7 +916,7 @@ class MetaStart:
         self._count = 0
 
     def alike(self) -> MustMatch:
-        """The initializations, which must be equal on all ranks of a pipeline stage: no broadcast makes the values equal."""
+        """A comparison of the initializations, which must be equal on all ranks of a pipeline stage, because no broadcast makes the values equal."""
         return MustMatch(
             "the start of",
             {name: str(init) for name, init in self._inits.items()},
@@ -934,7 +937,7 @@ class MetaStart:
         self._located = {name: tensor for tensor in located for name in tensor.names}
 
     def materialise(self, device: torch.device) -> None:
-        """Allocate this rank's shards on `device` and fill them with initial values. Collective like `locate`."""
+        """Allocate this rank's shards on `device` and fill them with initial values. Collective over the world if it has meta parameters."""
         if not self._count:
             return
         with agreed_errors(self._context.device):

@@ -96,7 +96,7 @@ class ForwardSplitter:
 
     @property
     def layers(self) -> list[tuple[str, float]]:
-        """The layers that a stage can begin with, each with the number of parameters from there to the next one."""
+        """The layers with which a stage can begin: (name, number of parameters from this layer up to the next layer of the list)."""
         calls, layers = self._recording.calls, []
         for first, stop in zip(self._cuts, [*self._cuts[1:], len(calls)], strict=True):
             units = [self._units[call.name] for call in calls[first:stop]]
@@ -111,12 +111,12 @@ class ForwardSplitter:
         return layers
 
     def why_not(self, name: str) -> str:
-        """The reason why no stage can begin with the layer `name`; empty if one can, or if there is no such layer."""
+        """The reason why no stage can begin with the layer `name`; empty if a stage can begin with it, or if there is no such layer."""
         calls = [at for at, call in enumerate(self._recording.calls) if call.name == name]
         return next((why_no_cut(self._recording, at) for at in calls if at not in self._cuts), "")
 
     def stages(self, firsts: Sequence[int]) -> list[nn.Module]:
-        """The stages that begin with these of the `layers`, by index. They share the model's modules and parameters."""
+        """Build the stages that begin with `layers[first]` for each of `firsts`. The stages share the model's parameters."""
         specs = stage_specs(self._recording, [self._cuts[at] for at in firsts])
         # The calls up to the last stage's first one, and to its last received value, must go through the watcher. So must
         # calls of the same classes, by which forward() may tell blocks. All others keep their class: a head stays an nn.Linear.
@@ -198,7 +198,7 @@ class ForwardSplitter:
 
 @dataclass(frozen=True)
 class StageSpec:
-    """The calls of one stage, from `first` until `stop` is about to be made, and the values that it receives and sends.
+    """The part of one stage: it makes the calls [first, stop) of the recorded pass, and receives and sends these values.
 
     Calls are numbered as in the recorded pass, values as in its `Value.number`.
     """
@@ -230,12 +230,12 @@ class StageSpec:
 
 
 def possible_cuts(recording: Recording) -> list[int]:
-    """The calls that a stage can begin with; the first is 0."""
+    """The indices of the calls with which a stage can begin, ascending; the first is always 0."""
     return [0, *(at for at in range(1, len(recording.calls)) if not why_no_cut(recording, at))]
 
 
 def why_no_cut(recording: Recording, at: int) -> str:
-    """The reason why no stage can begin with this call; empty if one can."""
+    """The reason why no stage can begin with call number `at`; empty if a stage can."""
     call = recording.calls[at]
     if call.form is None or not call.inputs:
         return f"{call.name!r} takes no value computed before it"
@@ -273,7 +273,7 @@ def _values_at_hand(recording: Recording, at: int) -> Iterator[tuple[int, tuple[
 
 
 def stage_specs(recording: Recording, firsts: Sequence[int]) -> list[StageSpec]:
-    """The stages that begin with these calls, all of them possible cuts."""
+    """The specification of each stage, if the stages begin with the calls `firsts`, all of which must be in `possible_cuts`."""
     names = tuple(call.name for call in recording.calls)
     forms = tuple(call.form for call in recording.calls)
     received = [
@@ -304,7 +304,7 @@ def stage_specs(recording: Recording, firsts: Sequence[int]) -> list[StageSpec]:
 
 
 class Absent:
-    """Replaces a unit of another stage, for a forward() that calls it. Not a module: the stage has no weights of it.
+    """Placeholder for a unit of another stage, which the model's forward() calls here too. Not a module, and has no weights.
 
     Args:
         name: The name of the unit in the model.
@@ -324,7 +324,7 @@ class Absent:
         )
 
     def __getattr__(self, name: str) -> Any:
-        """Attributes that forward() reads from its layers (`layer.attention_type`, the dtype of a weight)."""
+        """Return an attribute of the fake unit, because forward() reads attributes of its layers (`layer.attention_type`, the dtype of a weight)."""
         return getattr(vars(self)["_fake"], name)
 
     def __deepcopy__(self, memo: Any) -> Absent:
@@ -336,7 +336,7 @@ class _EndOfStage(BaseException):
 
 
 class StageRun:
-    """One forward pass of a stage: the watcher that decides what each call of a unit does."""
+    """One forward pass of a stage: a `Watcher` that runs, skips or replaces each call of a unit."""
 
     def __init__(self, spec: StageSpec, message: dict[str, Any]) -> None:
         self._spec = spec
@@ -351,12 +351,12 @@ class StageRun:
         self._zeros: dict[int, list[Any]] = {}
 
     def message(self, inputs: Any) -> dict[str, Any]:
-        """The message to the next stage."""
+        """The message to the next stage: the inputs of the pass, the values that it needs, and the shapes of results so far."""
         values = [self._values[number] for number in self._spec.sent]
         return {"inputs": inputs, "values": values, "forms": self._forms, "calls": self._form_of}
 
     def call(self, name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of the next call of the pass."""
+        """Handle the next call of the pass: zeros for a call of an earlier stage, the unit's result for a call of this stage."""
         if self._inside:
             return own(*args, **kwargs)
         spec, at = self._spec, self._at
@@ -459,7 +459,7 @@ class ModelStage(nn.Module):
 
 
 def stage_class(kind: type) -> Any:
-    """The class of the stages of a model. Its forward() accepts any arguments; `inspect.unwrap` finds the model's."""
+    """The class of the stages of a model of class `kind`. Its forward() accepts any arguments; `inspect.unwrap` returns the model's forward()."""
     made = subclass_with(ModelStage, kind)
     if "forward" not in vars(made):
 
@@ -474,7 +474,7 @@ def stage_class(kind: type) -> Any:
 
 
 def result_of(output: Any) -> Any:
-    """The result of a last stage: logits, or dict(loss, logits), of an output that has them; any other output as it is."""
+    """Reduce the output of the last stage to its logits, or to dict(loss, logits), if it has them; return any other output unchanged."""
     logits, loss = getattr(output, "logits", None), getattr(output, "loss", None)
     if not isinstance(logits, Tensor):
         return output
@@ -525,7 +525,7 @@ class _PartlyAbsentDict(_PartlyAbsent):
 
 
 def hide_children(owner: nn.Module, absent: dict[str, Absent]) -> None:
-    """Replace children of a module by absent ones: forward() still finds them, `modules()` and `parameters()` do not."""
+    """Replace children of a module by `Absent` objects. forward() can still access them, but `modules()` and `parameters()` do not contain them."""
     if isinstance(owner, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
         vars(owner)["_colonnade_members"] = {name: absent.get(name) for name in owner._modules}
         owner.__class__ = subclass_with(

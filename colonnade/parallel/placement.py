@@ -1,7 +1,7 @@
 """Placement: how a parameter is sharded or replicated over the modes (the dimensions of the device mesh).
 
-Gradient reductions, the ledger, clipping, checkpoints and verification are all derived from it. A parameter without a placement is
-replicated on every mode. The placement of a DTensor is read from the DTensor (`effective_placement`), so everything derived from
+Gradient reductions, the ledger, clipping, checkpoints and verification are all derived from placements. A parameter without a
+placement is replicated on every mode. The placement of a DTensor is read from the DTensor (`effective_placement`), so everything derived from
 placements supports DTensors too.
 """
 
@@ -33,9 +33,10 @@ class Shard:
 
     Args:
         dim: The sharded dimension.
-        owes: "nothing" if the gradient is already reduced over this mode, including the mean (FSDP).
-        sections: Lengths of several weights that are concatenated along `dim` (gate and up; query, key and value). Each is
-            sharded evenly, and a rank has its shards of them, concatenated.
+        owes: The reduction that the gradient of the shard needs over this mode. "nothing": it is already reduced and averaged, as
+            in FSDP. "auto": a mean if the ranks see distinct data, else nothing.
+        sections: Lengths of several weights that are concatenated along `dim` (gate and up; query, key and value). Each weight is
+            sharded evenly, and a rank stores the concatenation of its shards of all of them.
     """
 
     dim: int
@@ -48,8 +49,8 @@ class Replicate:
     """Every rank of the mode has the same elements.
 
     Args:
-        owes: The reduction that the local gradient needs over the mode. "sum": it is partial (DTensor: `Partial`). "nothing":
-            it is already reduced. "auto": a mean if the ranks see distinct data, else nothing.
+        owes: The reduction that the local gradient needs over the mode. "sum": the gradient is partial (DTensor: `Partial`).
+            "nothing": the gradient is already reduced. "auto": a mean if the ranks see distinct data, else nothing.
     """
 
     owes: Owes = "auto"
@@ -57,11 +58,11 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Tied:
-    """A logical parameter at several pipeline stages (shared weights).
+    """A parameter that several pipeline stages share (tied weights); each stage has a copy.
 
     Args:
-        stages: The pipeline stages that have it.
-        key: A name that is equal at all of them.
+        stages: The pipeline stages that have the parameter.
+        key: A name of the parameter that is equal at all these stages.
     """
 
     stages: tuple[int, ...]
@@ -112,7 +113,7 @@ class Placement:
 
     @cached_property
     def shards(self) -> dict[ParallelMode, Shard]:
-        """The modes that shard it, in the given order (outermost first)."""
+        """The modes that shard the parameter, in the given order (outermost first)."""
         return {mode: spec for mode, spec in self.modes.items() if isinstance(spec, Shard)}
 
     @cached_property
@@ -123,7 +124,7 @@ class Placement:
 
     @property
     def tie_key(self) -> str:
-        """The key of a tied parameter; empty for others, so that sorting by it keeps those in model order."""
+        """The key of a tied parameter; empty for other parameters. A stable sort by this key therefore keeps the others in model order."""
         return self.tied.key if self.tied is not None else ""
 
     def __str__(self) -> str:
@@ -212,7 +213,7 @@ def placement_of(parameter: Tensor) -> Placement:
 
 
 def is_placed(parameter: Tensor) -> bool:
-    """Whether `place` was called on it."""
+    """Whether `place` was called on the parameter."""
     return hasattr(parameter, _ATTRIBUTE)
 
 
@@ -223,7 +224,7 @@ def copy_placement(source: Tensor, target: Tensor) -> None:
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Whether it is a DTensor; without an import of that module, which takes long."""
+    """Whether the tensor is a DTensor. Does not import torch.distributed.tensor, because that import is slow."""
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
 
 
@@ -363,7 +364,7 @@ def effective_placement(parameter: Tensor, layout: Layout, rank: int) -> Placeme
 
 
 def local_part(tensor: Tensor, like: Any = None) -> Tensor:
-    """The elements that this rank stores: the local tensor of a DTensor (redistributed as `like`), or the tensor itself."""
+    """The elements that this rank stores: the local tensor of a DTensor (first redistributed to the placements of `like`), or the plain tensor itself."""
     placed: Any = tensor
     if not is_dtensor(placed):
         return tensor
@@ -374,7 +375,7 @@ def local_part(tensor: Tensor, like: Any = None) -> Tensor:
 
 
 def as_dtensor(local: Tensor, like: Any) -> Tensor:
-    """A DTensor with the placements of `like`, of which `local` is this rank's shard."""
+    """Make a DTensor with the placements of `like` from `local`, this rank's shard."""
     # Imported here, because it takes two seconds, which models without DTensors should not pay.
     from torch.distributed.tensor import DTensor
 
@@ -405,16 +406,16 @@ _SOURCE_ATTRIBUTE = "_colonnade_source"
 
 
 def note_source(part: Tensor, whole: Tensor) -> None:
-    """Record that `part` was copied out of `whole`. Neither keeps the other alive; copies do not have the record."""
+    """Record that `part` was copied out of `whole`. The record keeps neither tensor alive, and copies of the tensors do not have it."""
     source = getattr(whole, _SOURCE_ATTRIBUTE, None) or object()
     setattr(whole, _SOURCE_ATTRIBUTE, source)
     setattr(part, _SOURCE_ATTRIBUTE, source)
 
 
 def check_ties(modules: Iterable[nn.Module]) -> None:
-    """Raise PlacementError for two trained parameters that come from one: they were tied, and would be trained separately.
+    """Raise PlacementError if two trained parameters were copied out of the same parameter: tied weights that would be trained separately.
 
-    Also for two parameters of one module in the same memory, each of which would get memory of its own.
+    Also raises for two parameters of a module that share memory, because each would get its own memory.
     """
     seen: dict[object, tuple[str, nn.Parameter]] = {}
     for module in modules:

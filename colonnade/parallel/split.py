@@ -39,7 +39,7 @@ Tie = tuple[tuple[str, int], ...]
 
 
 def no_generate(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
-    """Replaces transformers' `generate`, which would call the unsplit model."""
+    """Replaces the method `generate` of a transformers model on a stage, where it cannot work. Always raises."""
     raise ScheduleError(
         "generate() needs all stages of the model, but a pipeline has them on several ranks. Call engine.save_pretrained(folder) "
         "on every rank, then load the folder with transformers' from_pretrained in one process and generate there",
@@ -72,9 +72,9 @@ class Stage(nn.Module):
 
 
 def call_layer(layer: Callable[..., Any], value: Any, one_value: bool = False) -> Any:
-    """Call `layer`, with a dict by keyword, a tuple or list by position, and anything else as its single argument.
+    """Call `layer` with `value`: a dict is passed by keyword, a tuple or list by position, and any other value as the single argument.
 
-    `one_value`: always as its single argument, as in nn.Sequential.
+    With `one_value`, every value is passed as the single argument, as in nn.Sequential.
     """
     if isinstance(value, Mapping) and not one_value:
         return layer(**value)
@@ -121,11 +121,11 @@ def split(
     - Any other model with its blocks in an nn.ModuleList. Each stage then runs the model's own forward() and makes
       its part of the calls. The calls are recorded once, without weights, on `sample`; Hugging Face models need no
       sample. Further arguments of the layers are sent along; a split for which that is impossible is an error.
-    - A list of modules: stages that you made yourself.
+    - A list of modules, each of which becomes a stage.
 
     Args:
         model: The model, or a list of its stages.
-        at: The name of the first layer of each stage but the first.
+        at: The name of the first layer of every stage except stage 0.
         num_stages: The number of stages, instead of `at`.
         balance: The weight of a layer: its number of parameters, or the time of its forward and backward pass on `sample`.
         sample: The data of a batch, as the model takes it.
@@ -343,7 +343,7 @@ def _in_modes(model: nn.Module, check: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def evaluating(*modules: nn.Module) -> Iterator[None]:
-    """Put the modules and all inside them into evaluation mode; each gets its own mode back at the end."""
+    """Put the modules and their submodules into evaluation mode inside the block; afterwards, restore the mode of each module."""
     modes = [(inner, inner.training) for module in modules for inner in module.modules()]
     try:
         for inner, _ in modes:
@@ -355,7 +355,7 @@ def evaluating(*modules: nn.Module) -> Iterator[None]:
 
 
 def cloned(sample: Any) -> Any:
-    """A nested value with a clone of each tensor, which layers may change in place."""
+    """A copy of a nested value in which each tensor is cloned, because layers may change their inputs in place."""
     return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, sample)
 
 
@@ -471,7 +471,7 @@ def _balanced_cuts(names: Sequence[str], num_stages: int | None, weights: Sequen
 
 
 def balanced(weights: Sequence[float], parts: int) -> list[int]:
-    """The start of each of `parts` runs of consecutive items: the heaviest as light as possible, then all as even as possible."""
+    """Split consecutive items into `parts` runs and return the start of each: the heaviest run is as light as possible, and, second, all runs are as even as possible."""
     sums = list(accumulate(weights, initial=0.0))
 
     def options(start: int, parts: int) -> list[tuple[float, int]]:
@@ -560,7 +560,7 @@ def _now() -> float:
 
 
 class Chunks(nn.ModuleList):
-    """The stages of one rank. Unlike nn.ModuleList it adds no index to names: they are those of the unsplit model."""
+    """The stages of one rank (virtual pipeline stages). Unlike nn.ModuleList, it keeps the names of the unsplit model, without an index."""
 
     generate = no_generate
 
@@ -580,14 +580,14 @@ class Chunks(nn.ModuleList):
         return super().get_submodule(target)
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """The joined state of all stages."""
+        """The state dicts of all stages, merged into one."""
         destination = {} if destination is None else destination
         for module in self:
             module.state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
         return destination
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load the entries of each stage; unexpected keys are an error if `strict`."""
+        """Load each stage from its entries of `state_dict`; with `strict`, unexpected keys raise."""
         known = [set(module.state_dict()) for module in self]
         extra = sorted(set(state_dict).difference(*known))
         if strict and extra:
@@ -603,8 +603,8 @@ class Chunks(nn.ModuleList):
 def take_stages(split: Split, stage_ranks: Sequence[int], rank: int) -> nn.Module:
     """The stages of pipeline rank `rank`, several as `Chunks`. `stage_ranks`: the rank of each stage.
 
-    A parameter shared by stages of several ranks is placed as `Tied` on these ranks: its gradients are summed, it counts
-    once in norms, and its copies start equal. Shared by stages of one rank only, it stays one parameter.
+    If stages of several ranks share a parameter, the parameter is placed as `Tied` on these ranks: its gradients are summed, it
+    counts once in norms, and its copies start equal. If only stages of one rank share a parameter, it stays a single parameter.
     """
     if len(split) != len(stage_ranks):
         raise ScheduleError(
@@ -634,7 +634,7 @@ def take_stages(split: Split, stage_ranks: Sequence[int], rank: int) -> nn.Modul
 
 
 def build_schedule(context: ParallelContext) -> Any:
-    """The schedule of a launched config: the class or order of its key `schedule`, else the default for the pipeline's size."""
+    """Build the schedule from the config of `context`: the class or order of the key `schedule`, or the default for the pipeline size."""
     config = context.config
     wanted = config.get("schedule")
     if not wanted and context.pipeline_parallel_size == 1:

@@ -1,8 +1,8 @@
-"""The position of each local tensor in its full tensor: names, boxes, and the other ranks that store some of it.
+"""The position of each local tensor in its full tensor: names, boxes, and the ranks that store the other elements of the full tensor.
 
 A parameter is sharded by a placement (`place`), by FSDP2 (a DTensor), or by both; a pipeline stage has only some of the tensors.
-`locate_tensors` reads all this and returns one `LocalTensor` per tensor. Checkpoints, meta-device initialization and the proof
-packages use only these records, and need not know modes.
+`locate_tensors` reads these facts and returns one `LocalTensor` per tensor. Checkpoints, meta-device initialization and `proof`
+use only these records, not modes or placements.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ ShardSizes = Mapping[str, Mapping[str, Sequence[int]]]
 class LocalTensor:
     """A tensor of this rank's model, and the position of its elements in the full tensor. Made by `locate_tensors`.
 
-    - `label`: a name that is equal on all ranks that store any of it; `names`: all its names on this rank.
+    - `label`: a name that is equal on all ranks that store elements of the full tensor; `names`: all names of the tensor on this rank.
     - `holders`: the ranks that store the same elements; `sharers`: the ranks that store any elements of the full tensor.
-    - `parts`: for each sharded dimension, (index of this shard, number of shards); `by_hand`: the same for the placement only,
-      without the shards of FSDP inside it.
+    - `parts`: for each sharded dimension, (index of this shard, number of shards); `by_hand`: the same, but only for the sharding
+      by `place`, without the sharding by FSDP inside it.
     - `shape`: the shape of the full tensor.
     - `places`: pairs of boxes, (in the full tensor, in the local tensor): one pair, or one per section of a packed weight.
     """
@@ -66,14 +66,14 @@ class LocalTensor:
         return local_part(self.tensor).detach()
 
     def pieces(self, values: Tensor) -> Iterator[tuple[Box, Tensor]]:
-        """The boxes of the full tensor, each with its view of `values`, a tensor of the local shape."""
+        """Yield (box in the full tensor, view of `values` with its elements) for each box; `values` is a tensor of the local shape."""
         everything = full_box(values.shape)
         for box, here in self.places:
             yield box, values[here.slices_in(everything)]
 
     @property
     def may_be_uneven(self) -> bool:
-        """Whether its offset depends on the sizes of other ranks' shards."""
+        """Whether the offset of this shard depends on the sizes of other ranks' shards."""
         return bool(self.by_hand) and placement_of(self.tensor).shape is not None
 
 
@@ -85,7 +85,7 @@ def locate_tensors(
     Args:
         model: The model of this rank.
         context: The parallel context.
-        doing: What is being done, for error messages.
+        doing: The caller's activity, for error messages.
         own_names: Use the names of this rank's model, not those of the full model, which are the same under every layout.
 
     Raises:
@@ -169,26 +169,26 @@ def locate_tensors(
 
 
 def prefix_of(model: nn.Module) -> str:
-    """The prefix of names in the full model that this rank's names lack: a stage may be taken out of a peft wrapper."""
+    """The prefix that the names of this rank's model lack, compared to the full model; not empty for a stage taken out of a peft wrapper."""
     stage = next(iter(model), model) if isinstance(model, nn.ModuleList) else model
     return str(getattr(stage, PREFIX, ""))
 
 
 def extra_states(model: nn.Module) -> dict[str, Any]:
-    """The values that modules add to the model's state with `get_extra_state`, by key."""
+    """The values that modules add to the state dict with `get_extra_state`, by key of the state dict."""
     return {f"{prefix_of(model)}{key}": value for key, value in model.state_dict().items() if _is_extra_state(key)}
 
 
 def memory_order(local: Tensor) -> tuple[int, ...]:
-    """The dimensions in the order of memory, slowest first (channels-last weights: 0, 2, 3, 1)."""
+    """The dimensions of a tensor in memory order, slowest first (channels-last weights: 0, 2, 3, 1)."""
     order, strides = range(local.dim()), local.stride()
     return tuple(order if local.is_contiguous() else sorted(order, key=lambda dim: -strides[dim]))
 
 
 def boxes_in_memory(tensor: LocalTensor, start: int, stop: int, values: Tensor) -> Iterator[tuple[Box, Tensor]]:
-    """The boxes of the full tensor that elements [start, stop) of a local tensor, in memory order, fill.
+    """Split the range [start, stop) of a local tensor's elements, in memory order, into boxes of the full tensor.
 
-    Each is yielded with its view of `values`, a 1-d tensor of these elements.
+    Yields (box, view of `values` with its elements); `values` is a 1-d tensor with the elements of the range.
     """
     order, done = memory_order(tensor.local), 0
     for filled in boxes_in_order(start, stop, full_box(tensor.local.shape), order):

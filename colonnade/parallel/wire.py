@@ -22,7 +22,7 @@ from colonnade.context.parallel_mode import ParallelMode, mode_of
 
 @dataclass(frozen=True)
 class Members:
-    """This rank's group of a mode; `at` is this rank's index in it."""
+    """The group of a mode that this rank is in; `at` is this rank's index in the group."""
 
     mode: ParallelMode
     group: Any
@@ -48,11 +48,11 @@ _recorders: list[list[Call]] = []
 
 @contextmanager
 def recorded() -> Iterator[list[Call]]:
-    """A block that records the calls of this process, including those of backward passes, in the list that it yields.
+    """Inside the block, record the collectives of this process, including those of backward passes, in the list that the block gets.
 
-    `received` is that of a bandwidth-optimal algorithm: for an all-reduce of n bytes over p ranks 2n(p-1)/p; for an
-    all-gather, reduce-scatter or all-to-all the shards of the other p-1 ranks; for a broadcast, or a reduce to one rank,
-    n(p-1)/p on average.
+    `Call.received` has the bytes that a bandwidth-optimal algorithm receives: for an all-reduce of n bytes over p ranks
+    2n(p-1)/p; for an all-gather, reduce-scatter or all-to-all the shards of the other p-1 ranks; for a broadcast, or a reduce to
+    one rank, n(p-1)/p on average.
     """
     calls: list[Call] = []
     _recorders.append(calls)
@@ -83,7 +83,7 @@ def all_reduce(x: Tensor, members: Members, op: Any = dist.ReduceOp.SUM) -> Tens
 
 
 def begin_all_reduce(x: Tensor, members: Members) -> Callable[[], Tensor]:
-    """Start an all-reduce, in place if x is contiguous; call the result to wait for the sum."""
+    """Start an all-reduce, in place if x is contiguous. Returns a function that waits for the sum and returns it."""
     total = x.contiguous()
     _note("all_reduce", members, 2 * _bytes(x) * (members.size - 1) // members.size)
     work = dist.all_reduce(total, group=members.group, async_op=True)
@@ -116,7 +116,9 @@ def reduce_scatter(x: Tensor, members: Members, dim: int, sizes: Sequence[int]) 
 def begin_reduce_scatter(
     x: Tensor, members: Members, dim: int, sizes: Sequence[int], async_op: bool = True
 ) -> Callable[[], Tensor]:
-    """Start a reduce-scatter; call the result to wait for it. In compiled code, which has no works, without `async_op`."""
+    """Start a reduce-scatter. Returns a function that waits for the result and returns it.
+
+    Compiled code must pass async_op=False, because it cannot hold `Work` objects."""
     longest, length = max(sizes), sizes[members.at]
     _note("reduce_scatter", members, (members.size - 1) * length * _bytes_per_slice(x, dim))
     parts = [_padded(part, dim, longest) for part in x.split(list(sizes), dim)]
@@ -148,7 +150,7 @@ def all_to_all(x: Tensor, members: Members, send: Sequence[int], receive: Sequen
 
 
 def ring(x: Tensor, members: Members, shift: int, shape: Sequence[int]) -> Tensor:
-    """Send x to the rank `shift` positions ahead; return the tensor, of `shape`, of the rank as far behind."""
+    """Send x `shift` ranks ahead in the group; return the tensor received from `shift` ranks behind, which has the shape `shape`."""
     arrived = x.new_empty(tuple(shape))
     _note("ring", members, _bytes(arrived))
     onward = members.ranks[(members.at + shift) % members.size]
@@ -157,7 +159,7 @@ def ring(x: Tensor, members: Members, shift: int, shape: Sequence[int]) -> Tenso
 
 
 class Swap:
-    """A send to one rank and a receive from another, both started; `wait` returns the received tensor."""
+    """An asynchronous send to one rank and receive from another; `wait` returns the received tensor."""
 
     def __init__(
         self, sent: Tensor, arriving: Tensor, onward: int, origin: int, group: dist.ProcessGroup | None
@@ -173,7 +175,7 @@ class Swap:
         self._works = dist.batch_isend_irecv([dist.P2POp(move, tensor, peer, group) for move, tensor, peer in moves])
 
     def wait(self) -> Tensor:
-        """Wait for both, and return the received tensor."""
+        """Wait for the send and the receive, and return the received tensor."""
         for work in self._works:
             work.wait()
         return self._arriving if self._landing is self._arriving else self._arriving.copy_(self._landing)
@@ -185,7 +187,7 @@ def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
 
 
 def broadcast(x: Tensor, members: Members, source: int, shape: Sequence[int]) -> Tensor:
-    """Broadcast the tensor, of `shape`, of the member at `source`."""
+    """Broadcast the tensor of the member at index `source`, and return it; `shape` is its shape, for the other members."""
     _note("broadcast", members, _bytes(x) * (members.size - 1) // members.size)
     sent = x.contiguous() if members.at == source else x.new_empty(tuple(shape))
     dist.broadcast(sent, members.ranks[source], group=members.group)
@@ -193,7 +195,7 @@ def broadcast(x: Tensor, members: Members, source: int, shape: Sequence[int]) ->
 
 
 def reduce_to(x: Tensor, members: Members, target: int) -> Tensor:
-    """Reduce (sum) to the member at `target`; the result is undefined on the other ranks. Overwrites a contiguous x."""
+    """Sum x to the member at index `target`, and return the sum there; undefined on the other ranks. Overwrites x if x is contiguous."""
     _note("reduce", members, _bytes(x) * (members.size - 1) // members.size)
     total = x.contiguous()
     dist.reduce(total, members.ranks[target], group=members.group)
