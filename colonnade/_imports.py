@@ -1,7 +1,7 @@
-"""Imports on first access, and under old paths.
+"""Imports of names on first access, and imports of modules under their old paths.
 
-`lazy_names`: a name of a package is imported on first access, by a module-level `__getattr__`. `import colonnade`, the command line and
-the computation of layouts must not import torch.
+`lazy_names`: a name of a package is imported on first access, by a module-level `__getattr__`, because `import colonnade`, the command
+line and the computation of layouts must not import torch.
 
 `MOVED`: an import of an old path returns the module at its new path, with a DeprecationWarning. Only paths that the documentation has
 mentioned are listed. An alias is the module itself, not a copy.
@@ -23,9 +23,9 @@ from typing import Any
 def lazy_names(
     package: str, names: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """`__getattr__`, `__dir__` and `__all__` for a package, from {module: "Name other_name"}.
+    """Make `__getattr__`, `__dir__` and `__all__` for a package whose names are imported on first access, as are its submodules.
 
-    Submodules are imported on first access too.
+    `names` maps each module to the names that are imported from it, separated by spaces.
     """
     homes = {name: module for module, words in names.items() for name in words.split()}
 
@@ -92,6 +92,6 @@ class MovedModules(MetaPathFinder):
 
 
 def install() -> None:
-    """Install the finder in front of the default ones, which would load a second copy through the folder of the parent."""
+    """Install the finder before the default finders, which would load a second copy of a moved module through the folder of its parent."""
     if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
         sys.meta_path.insert(0, MovedModules())

@@ -1,8 +1,8 @@
-"""`launch`: from a config to a running world, with any launcher.
+"""`launch`: joins the world that a config describes, with any launcher.
 
 `launch` determines rank and address (`WorldAddress`: from arguments, else from the environment of the launcher, else a single
-process), reads the config, joins the world, creates the process groups of every mode and sets the seeds. It fails on all ranks or
-on none.
+process), reads the config, joins the world, creates the process groups of every mode and sets the seeds. If it fails on one rank,
+it raises on all ranks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Mixed-precision modes by the names of Colossal-AI, for configs with `fp16 = dict(mode=AMP_TYPE.TORCH)`.
 
-All modes mean the same here: forward passes in fp16 autocast, fp32 weights, and one loss scale for all ranks.
+In Colonnade all these modes mean the same: forward passes in fp16 autocast, fp32 weights, and one loss scale for all ranks.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from enum import Enum
 
 
 class AMP_TYPE(Enum):
-    """The modes of Colossal-AI."""
+    """The mixed-precision modes of Colossal-AI."""
 
     APEX = "apex"
     TORCH = "torch"

@@ -1,4 +1,4 @@
-"""The default context, for users who do not pass contexts around."""
+"""The global parallel context, which is the default wherever a caller passes no context."""
 
 from __future__ import annotations
 

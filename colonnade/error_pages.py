@@ -26,7 +26,7 @@ class ErrorPage:
     """A page below docs/, without its suffix."""
 
     def text(self, code: str, width: int = 0) -> str:
-        """The page as `colonnade explain` prints it, wrapped at `width` columns; 0: not wrapped."""
+        """The text of the page as `colonnade explain` prints it, wrapped at `width` columns; with width 0 not wrapped."""
         more = [f"More: docs/{self.more}.md in the source tree"] if self.more else []
         parts = [f"{code}: {self.title}", self.means, f"What to do: {self.do}", *more]
         return "\n\n".join(textwrap.fill(part, width, break_on_hyphens=False) if width else part for part in parts)
@@ -45,7 +45,7 @@ PAGES = _read()
 
 
 def find(code: str) -> ErrorPage | None:
-    """The page of a code; the case of letters does not matter."""
+    """The page of a code, in upper or lower case; None if the code does not exist."""
     return PAGES.get(code.upper())
 
 

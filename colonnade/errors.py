@@ -1,4 +1,4 @@
-"""The exception classes of Colonnade, helpers for their messages, and the analysis of errors that follow from other ranks.
+"""The exception classes of Colonnade, helpers for their messages, and the recognition of errors that are caused by other ranks.
 
 Every message gives the value found, the allowed values and the next step.
 """
@@ -123,14 +123,14 @@ _LOST_A_PEER = re.compile(
 
 
 def lost_a_peer(text: str) -> bool:
-    """Whether this is the error text of a healthy rank after another rank has exited or did not arrive."""
+    """Whether `text` is the message of an error that a healthy rank gets if another rank has exited or did not arrive."""
     return bool(_LOST_A_PEER.search(text))
 
 
 def consequence_of(error: BaseException) -> tuple[Consequence, tuple[int, ...]]:
-    """Whether an error only follows from the failure of other ranks, and these ranks if the error names them.
+    """Whether an error is only a consequence of the failure of other ranks, and these ranks if the error names them.
 
-    "partly": this rank also had a failure of its own, before or while it handled the failure of another rank.
+    "partly": this rank also failed for a reason of its own, before or while it handled the failure of another rank.
     """
     own = following = False
     ranks: tuple[int, ...] = ()
@@ -155,7 +155,7 @@ def consequence_of(error: BaseException) -> tuple[Consequence, tuple[int, ...]]:
 
 
 def users_line(error: BaseException) -> str:
-    """The innermost line of user code of an error, as `File "train.py", line 14, in criterion`; empty for a ColonnadeError."""
+    """The innermost line of user code in the traceback of `error`, such as `File "train.py", line 14, in criterion`; empty for a ColonnadeError."""
     first = error
     while first.__cause__ is not None:
         first = first.__cause__

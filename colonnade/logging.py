@@ -20,7 +20,7 @@ _rank_of: _RankOf = lambda mode: 0  # noqa: E731 - before launch there is a sing
 
 
 class DistributedLogger:
-    """A logger whose methods log only on some ranks.
+    """A logger whose methods log only on selected ranks.
 
     Arguments of `debug`, `info`, `warning` and `error`:
         message: the text.

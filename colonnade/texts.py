@@ -9,17 +9,17 @@ from typing import Any
 
 
 def digest_of(content: str | bytes) -> int:
-    """A digest of 62 bits, equal in every process. It and its negative fit into an int64, so a MIN reduction can compare it.
+    """A 62-bit digest that is equal in every process. The digest and its negative fit into an int64, so one MIN all-reduce can compare ranks.
 
-    Only for comparisons within one run. Hashes that are stored (files of a checkpoint) or determine numbers (seeds, probe
-    gradients) must never change, and use SHA-256.
+    Use it only for comparisons within one run. Hashes that are stored (files of a checkpoint) or that determine numbers (seeds,
+    probe gradients) must never change; they use SHA-256.
     """
     raw = content.encode() if isinstance(content, str) else content
     return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big") >> 2
 
 
 def pattern_of(name: str, inside: bool = False) -> str:
-    """A name with '*' in place of each number between dots, so that all layers of a list have the same pattern.
+    """Replace each number between dots in a name by '*', so that the parameters of all layers of a list have the same pattern.
 
     With `inside`, all other numbers (`fc1`) are replaced too.
     """
@@ -29,7 +29,7 @@ def pattern_of(name: str, inside: bool = False) -> str:
 
 
 def flat_config(config: Mapping[str, Any], under: str = "") -> dict[str, Any]:
-    """The values of a config by dotted key."""
+    """Flatten a nested config: all values by dotted key, such as "zero.stage"."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         name = f"{under}{key}"

@@ -1,1 +1,1 @@
-"""Communication below the training step: small messages, process groups, waits, and torch's private names."""
+"""Communication other than that of gradients and activations: small messages, process groups, detection of hangs; and all uses of torch's private names."""

@@ -1,9 +1,9 @@
 """Groups of ranks: their process groups in torch, small messages between their members, and their shared memory.
 
-`ProcessGroups` has one process group of torch for each distinct set of ranks. A `RankGroup` has the ranks that take part in a
-reduction. Gradients are not sent by it, only status: whether ranks are at the same step, which gradients are missing, whether all
-ranks have the same parameters. Messages are bytes in CPU memory whatever the device of the gradients, so they never wait for an
-accelerator. `GroupMemory` is memory that the ranks of one machine share.
+`ProcessGroups` has one torch process group for each distinct set of ranks. A `RankGroup` has the ranks that take part in a
+reduction, and sends status between them, not gradients: whether ranks are at the same step, which gradients are missing, whether
+all ranks have the same parameters. Messages are bytes in CPU memory on every device, so they never wait for an accelerator.
+`GroupMemory` is memory that the ranks of one machine can share.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class NoGroups:
     """The groups of a simulated world, which cannot communicate."""
 
     def group(self, ranks: Iterable[int]) -> Any:
-        """None, with which torch does not communicate."""
+        """Return None, with which torch functions do not communicate."""
         return None
 
     def destroy(self) -> None:
@@ -65,7 +65,7 @@ class ProcessGroups:
         self._known: set[RankSet] = set()
 
     def add(self, ranks: RankSet, alone: bool) -> None:
-        """Create the group of a rank set unless it exists. Collective over the world (with `alone`, over the set), in one order."""
+        """Create the group of a rank set unless it exists. Collective over the world (with `alone`, over the set); all ranks must add sets in the same order."""
         if ranks not in self._known:
             self._known.add(ranks)
             world = len(ranks) == dist.get_world_size()
@@ -74,11 +74,11 @@ class ProcessGroups:
                 self._groups[ranks] = group
 
     def create(self, ranks: RankSet, backend: str | None, alone: bool) -> Any:
-        """A new group, with the world's backend or another, until `destroy`. Collective over the world or, with `alone`, the set.
+        """Create a process group, which `destroy` destroys. Collective over the world or, with `alone`, over the set.
 
-        Ranks outside the group must call this too, because torch numbers groups by count; they open no connection. With `alone`
-        only the ranks of the group call it. torch then numbers the group by the number of groups that a rank has, so all of its
-        ranks must have created equally many before.
+        `backend` is None for the backend of the world. Ranks outside the group must call this method too, because torch numbers
+        groups by count; they open no connection. With `alone` only the ranks of the group call it. torch then numbers the group by
+        the number of groups that a rank has, so all ranks of the group must have created the same number of groups before.
         """
         with groups_meet(len(ranks), backend):
             group = dist.new_group(list(ranks), self._timeout, backend, use_local_synchronization=alone)
@@ -106,7 +106,7 @@ class ProcessGroups:
         return ranks in self._known
 
     def second_group(self, ranks: Iterable[int], rank_sets: Iterable[Iterable[int]], backend: str) -> Any:
-        """A second group of `ranks`, with another backend. The first call creates those of all `rank_sets`, collectively."""
+        """A second group of `ranks`, with the given backend. The first call creates the second groups of all `rank_sets`, so it is collective over the world."""
         for rank_set in map(tuple, rank_sets):
             if (rank_set, backend) not in self._second:
                 with groups_meet(len(rank_set), backend):
@@ -174,7 +174,7 @@ class HostSockets:
                 raise ConnectionError(index) from error
 
     def receive(self, own: bytes) -> list[bytes]:
-        """A message of the length of `own` from every peer, with `own` at this rank's index."""
+        """Receive a message of the same length as `own` from every peer. Returns the messages by index, with `own` at this rank's index."""
         messages = {index: self._receive(index, len(own)) for index in self._sockets}
         messages[self.index] = own
         return [messages[index] for index in range(len(messages))]
@@ -251,7 +251,7 @@ Gather = Callable[[Tensor, Tensor], Any]
 
 
 def start_gather(gather: Gather, size: int, payload: bytes) -> Callable[[], list[bytes]]:
-    """Start to gather bytes, equally many from each of `size` ranks; the returned function waits for the result."""
+    """Start to gather payloads of equal length from `size` ranks. Returns a function that waits for the payloads and returns them."""
     received = torch.empty(size * len(payload), dtype=torch.uint8, device="cpu")
     work = gather(received, torch.frombuffer(bytearray(payload), dtype=torch.uint8))
 
@@ -308,7 +308,7 @@ class RankGroup:
 
     @property
     def alone(self) -> bool:
-        """Whether this rank is the only one."""
+        """Whether this rank is the only rank of the group."""
         return self.size == 1
 
     def share_memory(self, must: bool) -> None:
@@ -335,7 +335,7 @@ class RankGroup:
         self.cannot_share(problems[0])
 
     def cannot_share(self, problem: str) -> None:
-        """Log why memory is not shared, or raise if it must be. To be called on all ranks of the group."""
+        """Log the reason why memory is not shared, or raise if sharing is required. To be called on all ranks of the group."""
         if self._must_share:
             raise GradientError(f'shared_memory=True, but {problem}. Use "auto" to fall back to the process group')
         self._log(f"gradients are sent by the process group, not by shared memory: {problem}")
@@ -355,12 +355,12 @@ class RankGroup:
         return answers()
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """`signal` and `collect`."""
+        """Send `payload` to all ranks and return the payloads of all ranks: `signal`, then `collect`."""
         self.signal(payload)
         return self.collect()
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
-        """The payloads of all ranks (equally long) by the process group, for payloads that may be too long for `signal`."""
+        """Gather the payloads of all ranks (of equal length) over the process group; for payloads that may be too long for `signal`."""
         return start_gather(self._gather, self.size, payload)()
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -412,7 +412,7 @@ def own_gloo(group: dist.ProcessGroup | None = None) -> Any:
 
 
 def separate_gloo_gather(group: dist.ProcessGroup) -> Gather:
-    """A flat all-gather of CPU tensors by new connections between the ranks of `group`. Collective over the group."""
+    """A function that all-gathers flat CPU tensors over new gloo connections between the ranks of `group`. Collective over the group."""
     gloo = own_gloo(group)
     return lambda received, own: gloo_all_gather(gloo, received, own)
 
@@ -430,7 +430,7 @@ HEAP_BYTES = 31 << 20
 
 @dataclass(frozen=True, eq=False)
 class GroupMemory:
-    """Flat memory: this rank's and, if shared, every rank's in group order."""
+    """A flat tensor of this rank and, if memory is shared, the flat tensors of all ranks in group order."""
 
     own: Tensor
     every: list[Tensor] | None = None
@@ -477,7 +477,7 @@ def allocate_shared(group: RankGroup, numel: int, dtype: torch.dtype) -> tuple[l
 
 
 def keep_heap() -> None:
-    """Make glibc keep freed memory for the next step, instead of returning it to the system and faulting it in again.
+    """Make glibc keep freed memory for the next step. By default glibc returns it to the system, and the next step pays for page faults.
 
     With gradients in buckets the heap is almost empty after backward, and glibc would shrink it at each step. Freeing one large
     block raises glibc's dynamic threshold: blocks up to this size then stay on the heap, up to twice as much in total (32 MiB is

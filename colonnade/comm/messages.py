@@ -1,4 +1,4 @@
-"""Small messages between ranks outside the training step: gathered values, comparisons, and errors that all ranks raise or none.
+"""Small messages between ranks outside the training step: gathered values, comparisons, and errors that either all ranks raise or no rank.
 
 Most callers have a ParallelContext and communicate with all of its ranks:
 
@@ -36,7 +36,7 @@ _SHORT = 248
 
 
 class World(Protocol):
-    """The attributes of a ParallelContext that messages need."""
+    """The attributes of a ParallelContext that the functions of this file use."""
 
     @property
     def device(self) -> torch.device: ...
@@ -94,7 +94,7 @@ def gather_bytes(content: bytes, device: torch.device, group: Any = None) -> lis
 
 
 def gather_in_pieces(content: bytes, gather_equal_sizes: Callable[[bytes], list[bytes]]) -> list[bytes]:
-    """Every rank's bytes by a function that gathers equally many from each: first lengths and short contents, then the rest."""
+    """Gather bytes of different lengths with a function that gathers equal lengths: first the lengths with short contents, then the rest of long ones."""
     heads = gather_equal_sizes((len(content).to_bytes(8, "little") + content[:_SHORT]).ljust(8 + _SHORT))
     sizes = [int.from_bytes(head[:8], "little") for head in heads]
     longest = max(sizes) - _SHORT
@@ -144,15 +144,15 @@ def are_same_everywhere(numbers: Sequence[int], device: torch.device, group: Any
 
 @dataclass(frozen=True)
 class MustMatch:
-    """A table of named texts that must be equal, in the same order, on all ranks with the same `part`.
+    """A table of named texts that must be equal, in the same order, on all ranks with the same value of `part`.
 
     Attributes:
         what: The noun in the error "the ranks do not agree on `what` 'name'".
         items: The texts by name.
         advice: The next step for the user, the last sentence of the error.
         error: The class of the error.
-        part: The part of the ranks to compare with, such as a pipeline stage.
-        shown: If `items` has digests of long texts, returns the texts for the error.
+        part: The number of the subset of ranks that are compared with each other, such as the pipeline stage.
+        shown: If the texts in `items` are digests of long texts: a function that returns the long texts, for the error.
     """
 
     what: str
@@ -168,10 +168,10 @@ class Agreement:
     """The tables to compare at the end of a block of `agreed_errors`.
 
     Attributes:
-        parts: For each table that the block will require, the number of parts of the ranks. Ranks that fail before they have made
-            their tables need it, too.
+        parts: For each table that the block will require, the number of subsets of ranks (`MustMatch.part`). Given in advance, because
+            ranks that fail before they have made their tables need these numbers, too.
         tables: The tables, from `require`.
-        sizes: After the block, for each table the number of items in each part.
+        sizes: After the block, for each table the number of items in each subset of ranks.
     """
 
     parts: Sequence[int] = ()
@@ -253,12 +253,12 @@ def agreed_errors(device: torch.device, parts: Sequence[int] = (), group: Any = 
 
 
 def note_of(error: Exception) -> str:
-    """An error as text for other ranks, with the line of the user's code that caused it."""
+    """Convert an error to text that is sent to other ranks, with the line of the user's code that caused the error."""
     return f"{type(error).__name__}\n{with_users_line(error)}"
 
 
 def error_of(note: str, ranks: Iterable[int], here: int) -> ColonnadeError:
-    """The error of a note from `note_of`, as rank `here` raises it after `ranks` have failed."""
+    """Convert a text from `note_of` to the error that rank `here` raises after `ranks` have failed."""
     kind, _, text = note.partition("\n")
     ranks = tuple(ranks)
     where = f"on rank {listed(ranks)} (this rank is {here})"
@@ -320,7 +320,7 @@ class HostCopy:
 
     @property
     def on_host(self) -> bool:
-        """Whether the tensor was on the host."""
+        """Whether the original tensor is on the host, so that no copy is needed."""
         return self._done is None
 
     def ready(self) -> bool:

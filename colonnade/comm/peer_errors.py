@@ -1,4 +1,4 @@
-"""Which rank has exited or hangs: gloo reports that a connection was closed, but not whose.
+"""Finds the rank that has exited or hangs. (gloo reports that a connection was closed, but not the rank of the peer.)
 
 Each rank writes its host and process id to the store once (`ProcessNote`). These notes answer two questions:
 
@@ -46,9 +46,9 @@ _CLOSED = re.compile(
 def lost_peer_error(
     error: BaseException, doing: str, processes: PeerProcesses | None, elsewhere: Callable[[], str] = lambda: ""
 ) -> ColonnadeError | None:
-    """An error that names the exited rank, to replace an error about a closed connection; None for any other error.
+    """An error that names the exited rank, to replace `error` if that reports a closed connection; None for any other error.
 
-    `elsewhere` describes where the other ranks are; the text is used if no exited rank is found.
+    If no exited rank is found, the message has the result of `elsewhere()`, the places of the other ranks.
     """
     if processes is None or not isinstance(error, Exception) or not _CLOSED.search(str(error)):
         return None
@@ -97,7 +97,7 @@ class ProcessNote(NamedTuple):
         return _start_time(self.pid) != self.started
 
     def why_not_running(self) -> str | None:
-        """Why the process, which must be on this machine, is not running; None if it runs."""
+        """The reason why the process, which must be on this machine, is not running; None if it is running."""
         if self.has_exited():
             return "dead: its process has ended"
         try:
@@ -127,7 +127,7 @@ def _start_time(pid: int) -> int | None:
 
 
 class PeerProcesses:
-    """The processes of all ranks, from the store of the world and this host's kernel."""
+    """The processes of all ranks, and their states, read from the store of the world and from the kernel of this host."""
 
     def __init__(self, rank: int, world_size: int, store: Any) -> None:
         """Write this rank's own note to the store of the world."""
@@ -162,7 +162,7 @@ class PeerProcesses:
     # -- exited ranks ---------------------------------------------------------------------------------------
 
     def exited(self, seconds: float = _EXIT_SECONDS) -> list[int]:
-        """The ranks whose processes have ended; waits `seconds` for one to end on this host or to be reported by another."""
+        """The ranks whose processes have ended. Waits up to `seconds` until a process ends on this host or another host reports one."""
         until = time.monotonic() + seconds
         while True:
             try:
@@ -198,7 +198,7 @@ class PeerProcesses:
     # -- ranks that do not run ------------------------------------------------------------------------------
 
     def not_running(self, store: Any) -> dict[int, str]:
-        """By rank, the state of each process that has stopped sending heartbeats, in words. Waits two seconds if in doubt."""
+        """The ranks that have stopped sending heartbeats, each with the state of its process as text. Waits two seconds if a heartbeat may be late."""
         notes, first = self._notes_of_all(store), self._heartbeats(store, range(self._world_size))
         if not notes or not first:
             return {}
@@ -277,7 +277,7 @@ class PeerProcesses:
         return listed(named)
 
     def server(self) -> str:
-        """Rank 0, which serves the store, as text; does not access the store."""
+        """A text that names rank 0, which serves the store, and its host. Does not access the store."""
         if self._rank_0 is None:
             return "rank 0"
         if not self._is_here(self._rank_0):

@@ -53,7 +53,7 @@ def is_traced() -> bool:
 
 
 def fake_mode() -> Any:
-    """A mode in which new tensors have shapes but no memory. Such tensors can be mixed with real ones, also after the mode."""
+    """A context manager (FakeTensorMode) in which new tensors have shapes but no memory. Operations may mix fake and real tensors, also after the block."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -137,21 +137,21 @@ _met: list[_MeetingStore] = []
 
 
 def forget_meeting_stores() -> None:
-    """After all groups are destroyed, close their connections to the store."""
+    """Close the connections to the store of all `meeting_store`s. To be called after all groups are destroyed."""
     _met.clear()
 
 
 def meeting_store(store: Any, size: int) -> Any:
-    """A store for the creation of a gloo group of `size` ranks, with about `size` instead of `size` squared reads."""
+    """A wrapper of `store` for the creation of a gloo group: the group's ranks read about `size` instead of `size` squared keys."""
     _met.append(_MeetingStore(store, size))
     return _met[-1]
 
 
 @contextmanager
 def groups_meet(size: int, backend: str | None = None) -> Iterator[None]:
-    """Inside the block, in which torch creates one group of `size` ranks, gloo connects by a `meeting_store`.
+    """Let torch connect gloo through a `meeting_store` inside the block, which creates one process group of `size` ranks.
 
-    Not for NCCL, whose threads use the store of their group all the time and would have to take the GIL for a Python store.
+    Has no effect for NCCL: its threads use the store of their group all the time, and would have to take the GIL for a Python store.
     """
     group: Any = dist.group.WORLD
     groups: Any = distributed_c10d._world.pg_map
@@ -170,7 +170,7 @@ def groups_meet(size: int, backend: str | None = None) -> Iterator[None]:
 
 
 def join_by(store: Any, backend: str, rank: int, world_size: int, timeout: timedelta) -> None:
-    """`init_process_group` with this store; gloo connects by a `meeting_store`."""
+    """Call `init_process_group` with this store; gloo connects through a `meeting_store`."""
     is_gloo = backend == "gloo"
     given = meeting_store(store, world_size) if is_gloo else store
     dist.init_process_group(backend, store=given, rank=rank, world_size=world_size, timeout=timeout)
@@ -182,7 +182,7 @@ def join_by(store: Any, backend: str, rank: int, world_size: int, timeout: timed
 
 @contextmanager
 def apart_from_world() -> Iterator[None]:
-    """Inside the block this thread has no process group, whatever it has joined outside, and may join another world."""
+    """Hide the world that this process has joined from this thread inside the block, so that the thread can join another world."""
     from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
     torch_dist: Any = dist
@@ -209,7 +209,7 @@ def start_fsdp(module: Any) -> None:
 
 
 def forget_failed_start() -> None:
-    """After a failed `init_process_group`, reset the count by which the next one names its group."""
+    """Reset torch's count of process groups after a failed `init_process_group`, because the next call derives the name of its group from the count."""
     if not dist.is_initialized():
         distributed_c10d._world.group_count = 0
 
@@ -220,7 +220,7 @@ def is_alive(group: Any) -> bool:
 
 
 def is_wanted(node: Any) -> bool:
-    """During a backward pass, whether the pass will execute this node; a pass may be for some of the leaves only."""
+    """Whether the backward pass that is running will execute this autograd node. (A pass for some of the leaves skips other nodes.)"""
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # raised for a leaf among the inputs of `torch.autograd.grad`
@@ -254,7 +254,7 @@ _COLLECTIVES = {
 
 @contextmanager
 def noting_collectives(note: Callable[[str, dist.ProcessGroup, Any], None]) -> Iterator[None]:
-    """Inside the block, call `note` with (name, group, first argument) before every collective issued from Python.
+    """Call `note` with (name, group, first argument) before every collective that Python code issues inside the block.
 
     A dispatch mode could do the same, but slows each collective down by 0.1 ms.
     """
@@ -292,7 +292,7 @@ def _backends(group: dist.ProcessGroup | None = None) -> list[Any]:
 
 @contextmanager
 def waiting_at_most(limit: timedelta) -> Iterator[None]:
-    """Inside the block, collectives of the world time out after `limit` at most."""
+    """Limit the timeout of collectives of the world to `limit` inside the block."""
     before = [(backend, backend.options._timeout) for backend in _backends()]
     for backend, longest in before:
         backend._set_default_timeout(min(limit, longest))
@@ -304,7 +304,7 @@ def waiting_at_most(limit: timedelta) -> Iterator[None]:
 
 
 def gloo_all_gather(gloo: Any, received: Tensor, own: Tensor) -> Any:
-    """`all_gather_flat` by a bare `ProcessGroupGloo`, which is not registered with torch.distributed; returns the work."""
+    """All-gather flat tensors with a `ProcessGroupGloo` that is not registered with torch.distributed. Returns the `Work` object."""
     return gloo._allgather_base(received, own)
 
 
@@ -331,7 +331,7 @@ def dtensor_like(dtensor: Any, local: Tensor) -> Tensor:
 
 @torch.no_grad()
 def refresh_shards(module: Any) -> None:
-    """Make an FSDP2 module use new memory of its parameters, as its own `_apply` does."""
+    """Make an FSDP2 module use the present memory of its parameters after that was replaced, as FSDP2's own `_apply` does."""
     state = module._get_fsdp_state()
     for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
         for parameter in group.fsdp_params:
@@ -357,7 +357,7 @@ BACKWARD = (torch.Tensor.backward, torch.autograd.backward)
 def backward_inside(mode: Any, function: Any, args: Any, kwargs: Any) -> Any:
     """Run a backward pass with the mode enabled, for layers that the pass recomputes.
 
-    torch disables a mode while it calls the mode's `__torch_function__`, from which this is called.
+    Called from the mode's `__torch_function__`, during which torch disables the mode.
     """
     home: Any = torch.autograd
     own = home._engine_run_backward

@@ -1,4 +1,4 @@
-"""Watching waits: ranks that stand still publish where they are, so that a hang is explained within seconds.
+"""Detection of hangs: a rank that does not make progress publishes its place in the program, so that a hang is explained within seconds.
 
 A rank records its place as it goes along (`WaitWatch.at`, `during`), which costs an assignment. A thread reads the record about
 once a second:
@@ -9,9 +9,9 @@ once a second:
 3. Of the ranks that wait inside the engine, one becomes the reader: it reads the notes of all ranks, at growing intervals, and
    logs where the other ranks are. The others read one key. A wait of all n ranks thus costs the store n keys at a time, not n * n.
 
-The same notes explain errors that end a wait (`note_error` adds where the other ranks are), calls that all ranks must make
-(`together`), and ranks that wait in vain (`places_of_stalled_ranks`). `PhaseClock` measures where the time of a step goes, at the same
-places.
+The same notes are used in errors that end a wait (`note_error` adds the places of the other ranks), in calls that all ranks must make
+(`together`), and to find ranks that wait in vain (`places_of_stalled_ranks`). `PhaseClock` measures the time of a step by phase; the
+phases change at the same places.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ inside a forward or backward pass count as forward or backward. `other` is hooks
 
 
 class PhaseTimes:
-    """The timestamps of one step. Reading them waits only for the work of that step."""
+    """The timestamps of the phases of one step. `read` waits only for device work of that step."""
 
     def __init__(self, stamps: list[tuple[str, Any]], end: Any) -> None:
         self._stamps, self._end = stamps, end
@@ -72,7 +72,7 @@ class PhaseTimes:
 
 
 class PhaseClock:
-    """Records the transitions between the phases of a step. On CUDA by events of the current stream, so the host never waits."""
+    """Records the times at which a step enters its phases. On CUDA these are events of the current stream, so the host never waits."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_device = device.type == "cuda"
@@ -150,7 +150,7 @@ _CONNECTION_LOST = re.compile(r"connection (closed|reset|refused)|broken pipe|so
 
 
 def pauses(longest: float) -> Iterator[float]:
-    """Seconds to sleep between polls, forever: each pause is twice the previous one, up to `longest`."""
+    """An endless iterator of pauses between polls, in seconds: each pause is twice the previous one, up to `longest`."""
     pause = 0.0001
     while True:
         yield pause
@@ -172,7 +172,7 @@ class RankPosition(NamedTuple):
 
     @property
     def waits_for_others(self) -> bool:
-        """Whether this is a place inside the engine. Outside, the user's own code may take any time."""
+        """Whether this place is inside the engine, where a rank waits for other ranks. User code outside the engine may take any time."""
         return self.what != OUTSIDE and not self.what.startswith(_AFTER_ERROR)
 
 
@@ -266,10 +266,10 @@ class WaitWatch:
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Around a call `what` that users must make on all ranks: the block starts when all ranks have called it.
+        """A block around a call that all ranks must make (`what` names it); the block starts when all ranks have entered it.
 
-        The ranks meet at the store, so that no collective of this call is matched with another collective of a rank that is
-        elsewhere. Raises GradientError if some rank cannot arrive: it has exited, or needs this rank to end a step.
+        The ranks wait for each other in the store, so that a collective of this call is not matched with another collective of a
+        rank that is elsewhere. Raises GradientError if a rank cannot arrive, because it has exited or waits for this rank in a step.
         """
         with self.during(f"{OUTSIDE}, in {what}"):
             _, world_size = self._world
@@ -317,7 +317,7 @@ class WaitWatch:
     # -- errors that end a wait -----------------------------------------------------------------------------
 
     def note_error(self, error: BaseException, doing: str) -> None:
-        """Publish that an error has ended `doing`, for ranks that wait; raise a better error if other ranks caused it."""
+        """Publish that an error has ended `doing`, for ranks that wait. If other ranks caused the error, raise an error that names them."""
         # A closed connection: name the rank that has exited.
         here = RankPosition(doing, self.step, time.time())
         better = lost_peer_error(error, doing, self._processes, lambda: self.where_others_are(here)[0])
@@ -344,7 +344,7 @@ class WaitWatch:
             raise better from error
 
     def where_others_are(self, place: RankPosition | None = None) -> tuple[str, list[int]]:
-        """(The places of ranks that are elsewhere as text, these ranks); empty if unknown. Takes a few seconds at most."""
+        """The ranks that are at other places than this rank: (their places as text, the ranks); both empty if unknown. Takes a few seconds at most."""
         if self._processes is None:
             return "", []
         here = place or RankPosition(*self._place)
@@ -503,7 +503,7 @@ def _ask_store(ask: Callable[[], Any]) -> Any:
 
 
 def call_within(seconds: float, call: Callable[[], Any], complaint: str) -> Any:
-    """The result or error of `call`, run in a thread that is abandoned after `seconds` with TimeoutError(complaint)."""
+    """Run `call` in a thread, and return its result or raise its error. After `seconds`, abandon the thread and raise TimeoutError(complaint)."""
     answers: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
 
     def run() -> None:
@@ -544,9 +544,9 @@ def stalled_details(rank: int) -> tuple[str, Any] | None:
 
 
 def places_of_stalled_ranks(here: int, world_size: int) -> dict[str, int]:
-    """The places of ranks that have not moved for `PUBLISH_AFTER` seconds, with one rank for each place.
+    """The places of ranks that have not moved for `PUBLISH_AFTER` seconds; for each place, one rank that is there.
 
-    Of the ranks that call this at the same time, one reads all notes, and the others use its answer.
+    If several ranks call this function at the same time, one of them reads all notes, and the others use its result.
     """
     store = default_store()
     last = store.get(_STALLED).decode() if store.check([_STALLED]) else ""
@@ -593,7 +593,7 @@ def explain_end(error: BaseException) -> None:
 
 
 def install() -> None:
-    """From now on, report an error that ends this process to torchrun."""
+    """Install an exception hook: report an error that ends this process to torchrun, for its error file."""
     global _installed
     if _installed or "TORCHELASTIC_RUN_ID" not in os.environ:
         return

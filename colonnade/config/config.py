@@ -36,9 +36,9 @@ _reading: ContextVar[Path | None] = ContextVar("config_file", default=None)
 
 
 def read_file(path: str | Path) -> tuple[dict[str, Any], ConfigSource]:
-    """The values of a config file and their source. Raises ConfigError with the path and line.
+    """Read a config file; returns its values and their source. Raises ConfigError with the path and line.
 
-    A `.py` file is executed; its values are the remaining names: also functions, but no modules, classes and dunder names.
+    A `.py` file is executed. Its values are the global names afterwards, without modules, classes and dunder names.
     """
     file = local_path(path, "the config").expanduser()
     source = ConfigSource(str(path), file.name, _read_text(str(path), file))
@@ -183,7 +183,7 @@ class Config(dict[str, Any]):
         return _checked(cls(values), source)
 
     def freeze(self: Self) -> Self:
-        """Reject all later changes, at every depth; returns self. Lists become `FrozenList`, sets become frozensets."""
+        """Freeze this config at every depth, so that later changes raise; returns self. Lists become `FrozenList`, sets become frozensets."""
         for key, value in self.items():
             super().__setitem__(key, _as_frozen(value))
         object.__setattr__(self, "_frozen", True)
@@ -194,7 +194,7 @@ class Config(dict[str, Any]):
         return type(self)(self)
 
     def update(self: Self, /, *args: Any, **kwargs: Any) -> Self:  # type: ignore[override]
-        """Set keys like `dict.update`; returns self."""
+        """Set keys as `dict.update` does; returns self."""
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
         return self
@@ -278,9 +278,10 @@ class Config(dict[str, Any]):
 
 
 def load_config(source: Config | dict[str, Any] | str | Path) -> Config:
-    """The checked Config of a `.py` or `.toml` path, a dict or a Config. One ConfigError lists all problems.
+    """Make a checked Config from the path of a `.py` or `.toml` file, a dict or a Config. One ConfigError lists all problems.
 
-    A Config is returned as the same object. `launch` freezes it, so that later changes, which would have no effect, raise an error.
+    A Config is checked and returned as the same object. `launch` later freezes the config, so that changes, which would have no
+    effect, raise.
     """
     if isinstance(source, (str, Path)):
         return Config.from_file(source)
@@ -302,7 +303,7 @@ def _checked(config: Self, source: ConfigSource) -> Self:
 
 
 class FrozenList(list[Any]):
-    """A list in a frozen config: can be read like any list; every change raises ConfigError."""
+    """A list in a frozen config. It can be read like any list, but every change raises ConfigError."""
 
     __slots__ = ()
 
@@ -365,7 +366,7 @@ def _unpickled(kind: type[Config], values: dict[str, Any], is_frozen: bool) -> C
 
 
 def compared_texts(config: Mapping[str, Any]) -> dict[str, str]:
-    """The set keys that must be equal on all ranks, such as "clip_grad_norm.max_norm", with their values as text."""
+    """The values, as text, of all keys that are set and must be equal on all ranks, by dotted key ("clip_grad_norm.max_norm")."""
     return {path: text for key, rule in KEYS.items() for path, text in _texts(rule, key, config.get(key))}
 
 

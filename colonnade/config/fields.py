@@ -2,7 +2,7 @@
 
 A `Rule` defines the allowed values of a key; rules for common kinds of values are at the end of this file. A section is a frozen
 dataclass whose fields are `key(...)`: type, default, rule and purpose of a key in one line. `check_value` compares a config with
-the rules and yields problems; `read` of a section returns the object that the library uses. `settings.py` defines all sections.
+the rules and yields problems; the classmethod `read` of a section returns the settings object that the library uses. `settings.py` defines all sections.
 
 No torch here: a config is checked before torch is imported.
 """
@@ -24,7 +24,7 @@ _LARGEST = 2**63 - 1  # the largest int64 of torch
 
 
 def nothing(value: object) -> bool:
-    """Accept no plain value, for a rule of a dict or list."""
+    """Return False: the `accepts` function of a rule that allows no plain value, only a dict or list."""
     return False
 
 
@@ -79,8 +79,8 @@ class AnySection:
 
     Arguments of a subclass:
         required: keys that must be set.
-        short: the key that is set by a plain value in place of the dict (`zero = 2`).
-        renamed: words of other frameworks, by key.
+        short: the key that is set if the config has a plain value instead of a dict (`zero = 2` sets `stage`).
+        renamed: for each key, its names in other frameworks, separated by spaces.
         refused: rejected keys, each with the message that names the alternative.
         further: the field for unknown keys, such as keyword arguments of a user's class; only near-misses of known keys are
             rejected then.
@@ -114,9 +114,9 @@ class AnySection:
 
     @classmethod
     def conflicts(cls, given: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-        """(key, problem, value) for values that are valid alone but contradict each other.
+        """Yield (key, problem, value) for every value that is valid by itself but contradicts another value.
 
-        `given` is the dict of the config, which may have other problems too; one error lists them all.
+        `given` is the dict in the config. It may have other problems, too; one error lists them all.
         """
         return iter(())
 
@@ -136,22 +136,22 @@ class AnySection:
 
     @classmethod
     def spelled_out(cls, given: Any) -> Mapping[str, Any]:
-        """The dict form of a value in a config."""
+        """Convert a value in a config to a dict: the plain value of `short` becomes a dict with this key."""
         if given is None:
             return {}
         return given if isinstance(given, Mapping) or cls.short is None else {cls.short: given}
 
     @classmethod
     def completed(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Add defaults that depend on other keys."""
+        """Complete `values` with the defaults that depend on other keys."""
         return values
 
     def refuse(self, given: Mapping[str, Any]) -> None:
-        """Raise for contradictions that are only checked when the section is read; `given` are the set values."""
+        """Raise for contradictions that are checked only when the section is read; `given` has the keys that the config sets."""
 
 
 class Section(AnySection):
-    """A section that is always in effect: without its key, with all defaults."""
+    """A section that is always in effect. If the config does not set its key, all its keys have their defaults."""
 
     @classmethod
     def read(cls, given: Any) -> Self:
@@ -160,7 +160,7 @@ class Section(AnySection):
 
 
 class SwitchedSection(AnySection):
-    """A section that is off if its key is not set, False or empty, and on with all defaults if it is True."""
+    """A section that can be switched off: off if its key is not set, False or empty; on with all defaults if its key is True."""
 
     @classmethod
     def read(cls, given: Any) -> Self | None:
@@ -241,24 +241,24 @@ def _check_section(section: type[AnySection], path: KeyPath, values: dict[Any, A
 
 
 def any_of(*rules: Rule) -> Rule:
-    """A value that any of the rules accepts; the message lists all. For dicts see `with_dict`."""
+    """A rule for values that at least one of `rules` accepts. For a rule with a dict, use `with_dict`."""
     forms = [rule.allows for rule in rules]
     return Rule(f"{', '.join(forms[:-1])} or {forms[-1]}", lambda value: any(rule.accepts(value) for rule in rules))
 
 
 def with_dict(rule: Rule, section: type[AnySection], form: str | None = None) -> Rule:
-    """A value that `rule` accepts, or a dict of `section`; `form` is that dict in messages."""
+    """A rule for values that `rule` accepts, or a dict with the keys of `section`; `form` describes the dict in messages."""
     form = form or f"a dict of {', '.join(keys_of(section))}"
     return Rule(f"{rule.allows}, or {form}", rule.accepts, section)
 
 
 def only_dict(section: type[AnySection], form: str | None = None) -> Rule:
-    """A dict of `section`; `form` is that dict in messages."""
+    """A rule for a dict with the keys of `section`; `form` describes the dict in messages."""
     return Rule(form or f"a dict of {', '.join(keys_of(section))}", section=section)
 
 
 def choice(*values: Any) -> Rule:
-    """One of these values; 1 and True differ."""
+    """A rule for one of these values; 1 and True are different values."""
     return Rule(
         ", ".join(map(repr, values[:-1])) + (" or " if values[1:] else "") + repr(values[-1]),
         lambda value: any(type(value) is type(allowed) and value == allowed for allowed in values),
@@ -266,22 +266,22 @@ def choice(*values: Any) -> Rule:
 
 
 def int_from(low: int) -> Rule:
-    """An int >= `low`, not a bool."""
+    """A rule for an int >= `low`, not a bool."""
     return Rule(f"an int >= {low}", lambda value: _is_int(value) and value >= low)
 
 
 def int_within(low: int, high: int) -> Rule:
-    """An int from `low` to `high`, not a bool."""
+    """A rule for an int from `low` to `high`, not a bool."""
     return Rule(f"an int from {low} to {high}", lambda value: _is_int(value) and low <= value <= high)
 
 
 def number_above(low: float) -> Rule:
-    """A number > `low`, not nan or a bool."""
+    """A rule for a number > `low`, not nan or a bool."""
     return Rule(f"a number > {low:g}", lambda value: _is_number(value) and value > low)
 
 
 def number_from(low: float) -> Rule:
-    """A number >= `low`, not nan or a bool."""
+    """A rule for a number >= `low`, not nan or a bool."""
     return Rule(f"a number >= {low:g}", lambda value: _is_number(value) and value >= low)
 
 

@@ -54,7 +54,7 @@ class ConfigSource:
 
 
 def config_error(problems: Sequence[Problem], source: ConfigSource) -> ConfigError:
-    """One error that lists all problems, each with its line in the source."""
+    """Make the error that lists all problems, each with its line in the source."""
     rows = [(source.where(_present(problem)), _described(problem)) for problem in problems]
     width = max(len(where) for where, _ in rows)
     lines = [f"  {where:<{width}}  {text}" if width else f"  {text}" for where, text in rows]
@@ -62,7 +62,7 @@ def config_error(problems: Sequence[Problem], source: ConfigSource) -> ConfigErr
 
 
 def file_error(name: str, file: str, text: str, *, line: int | None = None, shown: str = "") -> ConfigError:
-    """The error for a file that cannot be read; `shown` is source text to print below the message."""
+    """Make the error for a config file that cannot be read; `shown` is source text that is printed below the message."""
     where = file if line is None else f"{file}:{line}"
     below = [f"      {row}" for row in shown.splitlines()]
     # The code ends the message, not the quoted source below it.
@@ -138,7 +138,7 @@ def near(name: str, known: Iterable[str], edits: int = 1) -> str | None:
 
 
 def is_ordinary(name: str, known: Collection[str]) -> bool:
-    """Whether `name` is an intended custom name although it is close to a known one: `seeds`, `model2`, `_zero`."""
+    """Whether `name` is probably meant as a custom name although a known name is similar: `seeds`, `model2`, `_zero`."""
     word = name.rstrip("_0123456789")
     numbered = name[-1:].isdigit() and word in known
     marked = "_" not in word and name.rstrip("_") in known
@@ -146,7 +146,7 @@ def is_ordinary(name: str, known: Collection[str]) -> bool:
 
 
 def near_miss(name: str, known: Collection[str]) -> str | None:
-    """The Colonnade key of which a top-level key is probably a typo; None for a custom key.
+    """The Colonnade key that the user probably meant by the top-level key `name`; None if `name` is probably a custom key.
 
     Case and underscores are ignored (`clipGradNorm`). Otherwise only keys of the same case are compared. Short and UPPER_CASE
     keys need a closer match, because users have many of their own.
@@ -161,7 +161,7 @@ def near_miss(name: str, known: Collection[str]) -> str | None:
 
 @dataclass(frozen=True)
 class Foreign:
-    """Words of other frameworks for the key at `target`, and the replacement (`{}` is the value found)."""
+    """The names that other frameworks use for the key at `target`, and the text to write instead (`{}` stands for the value found)."""
 
     target: KeyPath
     write: str
@@ -265,9 +265,9 @@ _BY_WORD = {squeezed(word): entry for entry in _FOREIGN for word in entry.words.
 
 
 def foreign_word(name: str, value: Any, config: Mapping[str, Any]) -> str | None:
-    """The message for a word of another framework, or None if `name` is no such word.
+    """The message for a key name of another framework; None if `name` is no such name.
 
-    A word with the same value as the corresponding key in the same config is a helper variable and may stay:
+    A name whose value equals that of the corresponding key in the same config is a helper variable, and returns None:
     `TP_SIZE = 2` before `parallel = dict(tensor=dict(size=TP_SIZE))`.
     """
     entry = _BY_WORD.get(squeezed(name))

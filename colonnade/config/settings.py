@@ -61,7 +61,7 @@ _NAMES = any_of(TEXT, TEXTS, NONE)
 
 
 def as_names(value: Any) -> tuple[str, ...]:
-    """A name or a list of names, as a tuple."""
+    """Convert a name or a list of names to a tuple."""
     return (value,) if isinstance(value, str) else tuple(value)
 
 
@@ -89,14 +89,14 @@ _AXIS_FORM = "dict(size=..., mode=..., ...)"
 
 @dataclass(frozen=True)
 class DataAxis(Section, required=("size",)):
-    """`parallel.data` as a dict."""
+    """The keys of `parallel.data`, if it is a dict."""
 
     size: int | None = key(None, _REST, "number of ranks")
 
 
 @dataclass(frozen=True)
 class PipelineAxis(Section, required=("size",)):
-    """`parallel.pipeline` as a dict."""
+    """The keys of `parallel.pipeline`, if it is a dict."""
 
     size: int = key(1, COUNT, "number of stages")
 
@@ -115,7 +115,7 @@ class AxisSpec(Section, required=("size",), short="size", further="kwargs"):
 
 @dataclass(frozen=True)
 class ExpertAxis(AxisSpec, required=("size",), short="size", further="kwargs"):
-    """`parallel.expert` as a dict; it is read as an `AxisSpec`, and its initializer has the argument `over`."""
+    """The keys of `parallel.expert`, if it is a dict. Read as an `AxisSpec` whose initializer gets the argument `over`."""
 
     over: tuple[str, ...] = key((), _NAMES, "axes over which experts are sharded", read=as_names)
 
@@ -137,8 +137,8 @@ class ParallelSizes(
 ):
     """The parallel sizes of a config; an unset key or None means size 1.
 
-    `data` is None if it is the quotient of the number of ranks and the other sizes. `axes` are `sequence` and custom axes, in the
-    order of the config.
+    `data` is None if the config does not set it: then it is the number of ranks divided by the other sizes. `axes` has `sequence` and
+    the custom axes, in the order of the config.
     """
 
     data: int | None = key(
@@ -569,14 +569,14 @@ def _dtype(name: str, value: Any) -> Any:
 
 @dataclass(frozen=True)
 class SyncOptions(Section):
-    """Options of the gradient reduction, for all handlers or one named handler.
+    """Options of the gradient reductions, of all handlers (`sync`) or of a single named handler.
 
     Attributes:
         bucket_mb: bucket size; None: the size that suits the transport.
-        first_bucket_mb: size of the bucket that is ready first; None: as above.
+        first_bucket_mb: size of the bucket that is ready first; None: the size that suits the transport.
         overlap: reduce while backward runs.
-        reduce_dtype: dtype of the reduction. A dtype wider than the gradients is used for adding, a narrower one for
-            sending. ZeRO stage 3 uses it too.
+        reduce_dtype: dtype of the reduction. A dtype wider than that of the gradients is used for adding only, a narrower dtype
+            for sending. ZeRO stage 3 uses this option, too.
         compress: "bf16" or "fp16": dtype for sending, together with a wider `reduce_dtype`.
         fixed_order: add in rank order, so that results do not depend on bucket sizes, bit for bit.
         shared_memory: True: an error if shared memory is not available; "auto": fall back.
@@ -642,7 +642,7 @@ class SyncOptions(Section):
         return self.compress or (self.reduce_dtype if self.reduce_dtype in half_dtypes() else None)
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype for adding gradients of `dtype`: never narrower, and at least fp32 for fp16, which would overflow."""
+        """The dtype in which gradients of `dtype` are added: never narrower than `dtype`, and at least fp32 for fp16, which could overflow."""
         import torch
 
         least = torch.float32 if dtype is torch.float16 else _real(dtype)
@@ -650,7 +650,7 @@ class SyncOptions(Section):
         return wanted if not dtype.is_complex and wanted.itemsize > least.itemsize else least
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype for sending gradients of `dtype`: never wider."""
+        """The dtype in which gradients of `dtype` are sent: never wider than `dtype`."""
         real, narrow = _real(dtype), self.narrow
         return narrow if narrow is not None and narrow.itemsize < real.itemsize else real
 
@@ -681,14 +681,14 @@ class SyncSettings(
 
 @dataclass(frozen=True)
 class GuardSettings(SwitchedSection, renamed=dict(every="interval every_n steps")):
-    """Periodic comparison of replicas during training; None: the default interval."""
+    """Periodic comparison of replicas during training (`engine.guard`). `every` is None for the default interval."""
 
     every: int | None = key(None, COUNT, "steps between two comparisons")
 
 
 @dataclass(frozen=True)
 class ModelSettings(Section, further="own"):
-    """`model`, a section of the user with one Colonnade key."""
+    """The `model` section. It belongs to the user; Colonnade reads a single key of it."""
 
     num_chunks: int | None = key(None, COUNT, "model chunks per pipeline rank")
     own: Mapping[str, Any] = field(default_factory=dict)
@@ -696,7 +696,7 @@ class ModelSettings(Section, further="own"):
 
 @dataclass(frozen=True)
 class CompileSettings(SwitchedSection, further="options"):
-    """torch.compile; further keys are its arguments."""
+    """Options of torch.compile. Keys that are not listed here are passed to torch.compile as arguments."""
 
     blocks: bool = key(True, BOOL, "compile block by block; False: the full model")
     options: dict[str, Any] = field(default_factory=dict)
@@ -707,7 +707,7 @@ class CompileSettings(SwitchedSection, further="options"):
 
 @dataclass(frozen=True)
 class Settings(Section):
-    """The top-level keys. None means "not set" for each of them."""
+    """The top-level keys of a config. None means that a key is not set."""
 
     parallel: ParallelSizes = key(
         ParallelSizes,
@@ -795,7 +795,7 @@ REFUSED: dict[str, str] = {
 
 
 class Key(NamedTuple):
-    """One key: its path (`zero.stage`; `NAME` stands for a custom name), allowed values, meaning and default.
+    """The description of one config key: its path (`zero.stage`; `NAME` stands for a custom name), allowed values, meaning and default.
 
     `default` is empty if the key is not set by default, or if its default depends on other keys.
     """

@@ -1,4 +1,4 @@
-"""Modes, layouts, initializers and the context of a process.
+"""Parallel modes, layouts, process group initializers, and the parallel context of a process.
 
 Names are looked up on first use, so that layouts can be planned without importing torch.
 """

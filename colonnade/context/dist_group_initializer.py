@@ -61,7 +61,7 @@ class ProcessGroupInitializer:
 
     @property
     def grid(self) -> Grid:
-        """Ranks by coordinates: `self.grid.groups("data")`, `self.grid.split("tensor", ...)`."""
+        """The numbering of ranks by coordinates, to compute groups: `self.grid.groups("data")`, `self.grid.split("tensor", ...)`."""
         return grid_of(self.axes)
 
     def init_parallel_groups(self) -> Any:
@@ -89,7 +89,7 @@ class Initializer_Data(ProcessGroupInitializer):
 
 @DIST_GROUP_INITIALIZER.register_module
 class Initializer_Model(ProcessGroupInitializer):
-    """MODEL: ranks that together store one replica of the model; all axes but data."""
+    """MODEL: ranks that together store one replica of the model; they differ on all axes except data."""
 
     def init_parallel_groups(self) -> ModeGroups:
         model = [axis.name for axis in self.axes if axis.name != "data"]
@@ -98,7 +98,7 @@ class Initializer_Model(ProcessGroupInitializer):
 
 @DIST_GROUP_INITIALIZER.register_module
 class Initializer_Pipeline(ProcessGroupInitializer):
-    """PIPELINE: ranks with the consecutive pipeline stages of one replica."""
+    """PIPELINE: ranks that hold the pipeline stages of one replica, in the order of stages."""
 
     def init_parallel_groups(self) -> ModeGroups:
         return {ParallelMode.PIPELINE: self.grid.groups("pipeline")}
@@ -136,7 +136,7 @@ class Initializer_Sequence(ProcessGroupInitializer):
 
 @DIST_GROUP_INITIALIZER.register_module
 class Initializer_1D(ProcessGroupInitializer):
-    """PARALLEL_1D (Megatron-style tensor parallelism): the tensor group. The layers of `colonnade.nn` read `sequence_split`."""
+    """PARALLEL_1D (Megatron-style tensor parallelism): the same groups as TENSOR. The layers of `colonnade.nn` read `sequence_split`."""
 
     def __init__(self, *args: Any, sequence_split: bool = False) -> None:
         super().__init__(*args)

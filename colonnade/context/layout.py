@@ -39,7 +39,7 @@ Digit = tuple[int, int]
 
 
 class Ranks(Sequence[int]):
-    """A range of ranks that equals any list of the same ranks, so a world of a million ranks takes no memory."""
+    """A sequence of evenly spaced ranks, stored as a range, that compares equal to a list or tuple of the same ranks. A million ranks take no memory."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -90,7 +90,7 @@ class Partition(Sequence[list[int]]):
 
     @abstractmethod
     def describe(self) -> str:
-        """A text that is equal for equal partitions only."""
+        """A text that identifies the partition: equal texts mean equal partitions."""
 
     @overload
     def __getitem__(self, at: int) -> list[int]: ...
@@ -170,7 +170,7 @@ class Listed(Partition):
 
     @cached_property
     def digits(self) -> tuple[Digit, ...] | None:  # type: ignore[override]
-        """The digits of the first group; None unless these digits produce all groups."""
+        """The digits in which the ranks of a group differ; None if the listed groups are not a product of digits."""
         # The group of rank 0 reveals its digits. The first difference is the stride of the fastest digit, whose size is the length
         # of the run with this difference. Every size-th rank then gives the next digit in the same way.
         first = next((group for group in self._groups if 0 in group), [])
@@ -220,7 +220,7 @@ class Grid:
 
     @cached_property
     def digits(self) -> dict[str, Digit]:
-        """(stride, size) of each axis: the difference between neighbouring ranks on it, and its length."""
+        """The digit (stride, size) of each axis: the difference between neighbouring ranks on the axis, and the size of the axis."""
         digits, step = {}, 1
         for name, size in reversed(self.axes):
             digits[name] = (step, size)
@@ -266,7 +266,7 @@ class Grid:
 
 
 def refine(products: Iterable[Iterable[Digit]], world_size: int) -> tuple[Digit, ...] | None:
-    """The coarsest digits of a rank, slowest first, from which all given products can be composed; None if two overlap partly."""
+    """The coarsest digits, slowest first, such that every digit in `products` is a product of some of them; None if two digits overlap only partly."""
     # A digit starts at its stride and ends at stride * size. Sorted, each of these bounds must divide the next.
     bounds = {1, world_size}
     for stride, size in chain.from_iterable(products):
@@ -279,7 +279,7 @@ def refine(products: Iterable[Iterable[Digit]], world_size: int) -> tuple[Digit,
 
 
 def joined(digits: Iterable[Digit]) -> list[Digit]:
-    """The digits, slowest first, with adjacent ones merged: a canonical form, equal for equal products only."""
+    """Merge adjacent digits (given slowest first) into one. The result is a canonical form: equal results mean equal products."""
     found: list[Digit] = []
     for stride, size in digits:
         if found and found[-1][0] == stride * size:
@@ -290,7 +290,9 @@ def joined(digits: Iterable[Digit]) -> list[Digit]:
 
 
 def ranks_with(rank: int, values: Iterable[tuple[Digit, Sequence[int]]]) -> Sequence[int]:
-    """The ranks that equal `rank` but for these digits (slowest first), which take any of the given values (ascending)."""
+    """The ranks, ascending, that equal `rank` in all digits except those in `values`, which may take the given values.
+
+    `values` lists the digits slowest first, each with its allowed values in ascending order."""
     # `base` is the lowest of these ranks; `steps` has, for each digit with several values, their distances from the lowest value.
     base = rank
     steps: list[Sequence[int]] = []
@@ -331,7 +333,7 @@ def _number(rank: int, digits: tuple[Digit, ...]) -> int:
 
 @dataclass(frozen=True)
 class Axis:
-    """A factor of the world size: its name in the config, its size, its mode, and whether its ranks see the same data."""
+    """An axis of the grid of ranks: its name in the config, its size, its mode, and whether its ranks see the same data."""
 
     name: str
     size: int
@@ -352,8 +354,8 @@ class Layout:
     Args:
         axes: The axes, slowest first, whose sizes multiply to the world size.
         groups: The rank lists of each mode.
-        places: For a custom initializer with another rank order: for each rank, the rank with the same coordinates in the
-            default order.
+        places: For a custom initializer that orders ranks differently: for each rank, its place in the grid, which is the rank that has
+            the same coordinates in the default order. None for the default order.
     """
 
     def __init__(
@@ -431,7 +433,7 @@ class Layout:
 
     @cached_property
     def on_grid(self) -> Layout:
-        """The layout with ranks renumbered by their places, so that axes are products of digits; itself without `places`."""
+        """The same layout with ranks renumbered by their places in the grid, so that axes are digits of a rank; `self` if `places` is None."""
         if self.places is None:
             return self
         axes = {axis.mode: axis.name for axis in self.axes}
@@ -488,7 +490,7 @@ class Layout:
 def check_groups(
     mode: ParallelMode, groups: Sequence[Sequence[int]], world_size: int, source: str, complete: bool
 ) -> None:
-    """Raise if rank lists overlap, have a rank outside the world, are not ascending or, with `complete`, miss a rank."""
+    """Raise LayoutError if rank lists overlap, contain a rank outside the world, do not ascend or, with `complete`, miss a rank."""
     if isinstance(groups, Partition):
         return
     where = f"{source} returned groups for {mode} that "
@@ -608,7 +610,7 @@ def grid_of(axes: tuple[Axis, ...]) -> Grid:
 
 
 def check_mode(mode: str, where: str) -> str:
-    """The registered name of the initializer for a mode of the config, by `INITIALIZER_MAPPING`."""
+    """Look up the registered name of the initializer for a mode of the config in `INITIALIZER_MAPPING`."""
     for key in (mode, mode.lower()):
         if key in INITIALIZER_MAPPING:
             return INITIALIZER_MAPPING[key]

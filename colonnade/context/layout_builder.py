@@ -1,8 +1,8 @@
-"""From a config to a layout: runs the process group initializers, checks the rank lists they return, and joins them.
+"""Builds the layout of a config: runs the process group initializers, checks the rank lists that they return, and merges them.
 
 `build_layout` runs the initializers of all modes (`run_initializers`) and makes a layout of their groups (`layout_of`). An
-initializer in the style of Colossal-AI creates its process groups itself. It waits (`Build.waiting`) for a running world, where
-`colonnade.compat` adopts it.
+initializer in the style of Colossal-AI creates its process groups itself. Such initializers are collected in `Build.waiting`, and
+`colonnade.compat` runs them when the world has been joined.
 """
 
 from __future__ import annotations
@@ -202,9 +202,9 @@ _UNORDERED = (ParallelMode.DATA, ParallelMode.MODEL, ParallelMode.GLOBAL, Parall
 
 
 def layout_of(axes: tuple[Axis, ...], groups: Groups, tensor_mode: str | None = None) -> Layout:
-    """The layout of these groups; coordinates are read from groups that differ from the grid's.
+    """Build the layout of these groups. If the groups of an axis differ from those of the grid, coordinates are read from the groups.
 
-    `tensor_mode` is the mode of the tensor axis in the config, whose initializer may list the groups of that axis.
+    `tensor_mode`: the mode of the tensor axis in the config; the initializer of this mode may list the groups of the tensor axis.
     """
     # The axes with explicit groups that differ from the grid's.
     grid = grid_of(axes)

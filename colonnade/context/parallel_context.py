@@ -1,4 +1,4 @@
-"""ParallelContext: the world of one process. Process groups, ranks and sizes by mode; seeds and random streams; the device."""
+"""ParallelContext: the state of one process in the world. Process groups, ranks and sizes by mode; seeds and random streams; the device."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def mesh_of(
     rank: int,
     device_type: str,
 ) -> DeviceMesh:
-    """A mesh with the existing `groups` of `modes` as dimensions, outermost first, named by the values of the modes."""
+    """Make a DeviceMesh whose dimensions are the existing `groups` of `modes`, outermost first, named by the values of the modes."""
     if not modes:
         raise ContextError("device_mesh() needs at least one mode, such as device_mesh(ParallelMode.DATA)", code="C012")
     names = tuple(mode.value for mode in modes)
@@ -69,10 +69,10 @@ def _walk(layout: Layout, modes: list[ParallelMode], start: int) -> Any:
 
 
 class LaunchHook:
-    """Callbacks in every launch of this process, while an instance is in `launch_hooks`."""
+    """Base class of callbacks that every launch of this process calls while an instance is in the list `launch_hooks`."""
 
     def adopt_groups(self, build: Build, groups: ProcessGroups) -> bool:
-        """Run the waiting initializers of `build` after the world is joined; returns whether there were any."""
+        """Run the initializers in `build.waiting`. Called after the world is joined; returns whether there were any."""
         return False
 
     def after_groups(self, context: ParallelContext, groups: ProcessGroups) -> None:
@@ -155,7 +155,7 @@ class ParallelContext:
     def init_parallel_groups(self, seed: int | None = None) -> None:
         """Create the process groups of every mode. Collective over the world.
 
-        All ranks must have the same config. `seed`, the later argument of `set_seed`, is compared between ranks as well.
+        All ranks must have the same config. `seed`, with which `set_seed` is called later, is compared between ranks, too.
         """
         # All ranks have joined and have no long work to do, so a rank that does not arrive within minutes has failed.
         with waiting_at_most(START_UP_TIMEOUT), self.waits.during("in launch()"):
@@ -279,18 +279,18 @@ class ParallelContext:
         return self._groups.group(ranks) if isinstance(self._groups, NoGroups) else self._joined().group(ranks)
 
     def get_second_group(self, mode: ParallelMode, backend: str) -> dist.ProcessGroup:
-        """A second group of the ranks of `get_group(mode)`, with other backends ("cpu:gloo,cuda:nccl").
+        """A second process group of the ranks of `get_group(mode)`, with the given backend ("cpu:gloo,cuda:nccl").
 
         The group is cached. The first call for a mode and backend is collective over the world.
         """
         return self._joined().second_group(self.get_ranks_in_group(mode), self._layout.groups(mode), backend)
 
     def group_of_ranks(self, ranks: Iterable[int]) -> dist.ProcessGroup:
-        """The torch process group of exactly these ranks, of whatever mode."""
+        """The torch process group of exactly these ranks. The mode does not matter."""
         return self._joined().group(sorted(ranks))
 
     def ensure_groups(self, rank_sets: Iterable[tuple[int, ...]]) -> None:
-        """Create groups for the rank sets that any rank needs. Collective over the world, once at start-up."""
+        """Create process groups for the given rank sets of all ranks. Collective over the world, once at start-up."""
         if self.is_simulated:
             self._joined()  # raises without simulated groups, which are made on request
             return
@@ -303,11 +303,11 @@ class ParallelContext:
             self._joined().add(ranks, alone=False)
 
     def get_next_global_rank(self, mode: ParallelMode) -> int:
-        """The next rank of this rank's group of `mode`, as a ring."""
+        """The global rank after this rank in its group of `mode`; the first rank follows the last."""
         return self._ring(mode, +1)
 
     def get_prev_global_rank(self, mode: ParallelMode) -> int:
-        """The previous rank of this rank's group of `mode`, as a ring."""
+        """The global rank before this rank in its group of `mode`; the last rank precedes the first."""
         return self._ring(mode, -1)
 
     def is_first_rank(self, mode: ParallelMode) -> bool:
@@ -332,7 +332,7 @@ class ParallelContext:
         return self._launched and self._layout.has(mode_of(mode), self._rank)
 
     def device_mesh(self, *modes: ParallelMode) -> DeviceMesh:
-        """These modes, outermost first, as a torch DeviceMesh on the existing groups."""
+        """A torch DeviceMesh with these modes as dimensions, outermost first. It uses the existing process groups."""
         wanted = [mode_of(mode) for mode in modes]
         groups = [self.get_group(mode) for mode in wanted]
         return mesh_of(self._layout, wanted, groups, self._rank, self.device.type)
@@ -371,7 +371,7 @@ class ParallelContext:
         self.virtual_pipeline_parallel_rank = rank
 
     def __deepcopy__(self, memo: object) -> ParallelContext:
-        """The same context: a copied layer stays in its world."""
+        """Return this context itself, so that a copied layer keeps its process groups."""
         return self
 
     def __repr__(self) -> str:

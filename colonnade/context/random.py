@@ -1,4 +1,4 @@
-"""Random streams: one per mode, with equal or different numbers on the mode's ranks. And the random state of a rank as one value.
+"""Random streams, one per mode, which draw equal or different numbers on the mode's ranks; and the state of all generators of a rank as one value.
 
 Outside any stream, ranks that see the same data draw the same numbers (dropout on a replicated tensor must agree), and ranks with
 distinct data or another pipeline stage draw different ones. Inside `with streams.use(ParallelMode.TENSOR)` the ranks of a tensor
@@ -30,13 +30,13 @@ State = dict[str, Tensor]
 
 
 class RandomStreams:
-    """The random stream of each mode on this rank, by its seed."""
+    """The random streams of this rank: a seed for each mode."""
 
     def __init__(self) -> None:
         self._seeds: dict[ParallelMode, int] = {}
 
     def add(self, mode: ParallelMode, seed: int, overwrite: bool = False) -> None:
-        """Add a stream for `mode`; raises if there is one, unless `overwrite`."""
+        """Add a stream for `mode`. Raises if the mode already has a stream, unless `overwrite` is True."""
         mode = mode_of(mode)
         if mode in self._seeds and not overwrite:
             raise ContextError(

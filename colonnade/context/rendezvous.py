@@ -106,7 +106,7 @@ def share_start_up_errors(
     timeout: float | None,
     ordinal: int | None = None,
 ) -> Iterator[None]:
-    """Raise an error of the block, which runs before this rank joins, on the other ranks too, instead of letting them wait."""
+    """A block that runs before this rank joins the world: an error inside it is raised on the other ranks too, which would otherwise wait."""
     try:
         yield
     except Exception as error:
@@ -176,7 +176,7 @@ def _leave_store(store: Any, rank: int, world_size: int, key: str) -> None:
 def leave_world() -> None:
     """Destroy all process groups of torch.distributed. Rank 0, which serves the store, leaves last.
 
-    A rank that launches again at once therefore cannot reach the store of the old world.
+    Because of this order, a rank that launches again at once cannot connect to the store of the old world.
     """
     if not dist.is_initialized():
         return
@@ -213,7 +213,7 @@ def _is_busy(task: Path) -> bool:
 
 
 def default_backend() -> str:
-    """ "nccl" with CUDA, else "gloo"."""
+    """The default backend: "nccl" with CUDA, else "gloo"."""
     return "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
 
 
@@ -367,7 +367,7 @@ def _connect(host: str, port: int, world_size: int, serves: bool, limit: timedel
 
 
 def listening_at(host: str, port: int, one_host: bool) -> socket.socket | None:
-    """A socket that listens only on the interface with the address of `host`.
+    """Open a socket that listens only on the network interface with the address of `host`.
 
     Returns:
         The socket; None if `host` resolves to a loopback address here but other hosts may resolve it differently, as with a
@@ -399,7 +399,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def launchers_met(endpoint: str, limit: timedelta, connect: Callable[[], Any]) -> Any:
-    """The result of `connect`; a LaunchError if another program uses the port of the endpoint, or nothing answers in time."""
+    """Return the result of `connect()`. Raises LaunchError if another program uses the port of the endpoint, or nothing answers within `limit`."""
     try:
         return _within(limit, connect)
     except Exception as error:  # torch raises classes of its own

@@ -339,31 +339,36 @@ class Stepper:
         during, policy, flags = self._context.waits.during, self.policy, self._flags
         drop_flag, unsent = outcome.drop_flag, outcome.unsent_flags
 
-        # Norm and decision. One all-reduce adds up the sums of powers of all ranks, and the decision is computed from the result
-        # on the device, with the same bits on every rank. Status flags that no bucket carried are appended to that all-reduce.
-        # It does not happen if every rank has measured the full gradient; then there is nothing to append the flags to.
+        # Norm and decision. One all-reduce adds up the sums of powers of all ranks (`reduce_norms` explains why one suffices), and the
+        # decision is computed from the result on the device, with the same bits on every rank. Status flags that no bucket carried
+        # are appended to this all-reduce. If every rank measures the full gradient, there is no all-reduce to append them to.
         if policy is not None:
             with during("measuring the norm", "clip"):
                 slots = policy.slots if self._own is None else self._own.count
-                meter, full = (
-                    self._step.meter(self._norm_type, slots, self._context.device),
-                    self._step.measures_full_gradient,
-                )
-                if self._capture is not None and (full or self._context.world_size == 1):
+                meter = self._step.meter(self._norm_type, slots, self._context.device)
+                full_gradient = self._step.measures_full_gradient
+                if self._capture is not None and (full_gradient or self._context.world_size == 1):
                     decision = self._repeated(self._capture, policy, meter)
                 else:
                     vector = meter.measure()
-                    sent = 0 if unsent is None or full else len(unsent)
+                    sent = 0 if unsent is None or full_gradient else len(unsent)
                     if unsent is not None and sent:
                         vector, unsent = torch.cat([vector, unsent]), None
-                    norms = reduce_norms(vector, self._norm_type, self._world, piggybacked=sent, whole=full)
+                    norms = reduce_norms(
+                        vector,
+                        self._norm_type,
+                        self._world,
+                        piggybacked=sent,
+                        measures_full_gradient=full_gradient,
+                    )
                     if self._own is not None:
                         norms = self._own.select(norms)
                     decision = policy.decide(norms if self.scaler is None else self.scaler.unscaled(norms))
                     if flags is not None and sent:
                         drop_flag = flags.take(vector[-sent:])
 
-        # Flags that nothing could carry need a collective of their own: without them some ranks would step and others not.
+        # Flags that neither a bucket nor the norm could carry need their own collective: without them some ranks would step and
+        # others not.
         if flags is not None and unsent is not None:
             unsent = unsent.clone()
             dist.all_reduce(unsent, group=self._world)
@@ -439,7 +444,7 @@ class Stepper:
         scaler = self.scaler
 
         def decide() -> Decision:
-            norms = reduce_norms(meter.measure(), self._norm_type, whole=True)
+            norms = reduce_norms(meter.measure(), self._norm_type, measures_full_gradient=True)
             return policy.decide(norms if scaler is None else scaler.unscaled(norms))
 
         found = capture.run((meter, *policy.method.state.values()), None, decide)

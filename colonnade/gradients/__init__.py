@@ -1,1 +1,1 @@
-"""Gradients after backward: buckets, who owns which range of them, and how they are summed over ranks."""
+"""Gradient reduction: buckets, the slices of buckets that each rank owns (ZeRO), gradient handlers, and the transports that sum over ranks."""

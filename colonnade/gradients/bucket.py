@@ -1,11 +1,11 @@
 """Buckets: gradients that are reduced together, stored one after another in flat memory.
 
-`.grad` is a view of the bucket: either autograd accumulates into it, or a gradient is copied there once per backward. Nothing is
-copied out, and later micro-batches accumulate in place.
+`.grad` is a view of the bucket: either autograd accumulates into this view, or the gradient is copied into the bucket once per
+backward pass. Nothing is copied out of the bucket, and later micro-batches accumulate in place.
 
 - `Bucket`: the parameters, and the state of their reduction in this step.
-- `Buffer`: its memory, allocated by a `BucketStorage` for all buckets of a sum.
-- `GradientShard`: the result of a sharded bucket (ZeRO); `BucketValues`: its parameters in flat memory.
+- `Buffer`: the memory of a bucket, allocated by a `BucketStorage` for all buckets of a sum.
+- `GradientShard`: the reduced gradient of a sharded bucket (ZeRO); `BucketValues`: the parameters of a bucket in flat memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from colonnade.parallel.placement import as_dtensor, is_dtensor, local_part
 
 
 class Buffer:
-    """Memory for the gradients of a bucket: flat, and as one view per parameter."""
+    """Memory for the gradients of a bucket: a flat tensor, and one view of it per parameter."""
 
     def __init__(self, bucket: Bucket, memory: GroupMemory) -> None:
         self.memory = memory
@@ -37,7 +37,7 @@ class Buffer:
         self.transport: Transport
 
     def look(self, bucket: Bucket) -> None:
-        """Create the views; again if code outside has replaced the memory of a view, as `Module.to` does for all gradients."""
+        """Create the view of each parameter. Called again if other code has replaced the memory of a view, as `Module.to` does for gradients."""
         # `.data` gives each view a version counter of its own.
         self.views = [view.data for view in bucket.layout.views(self.flat[: bucket.layout.numel])]
         pairs = zip(self.views, bucket.parameters, strict=True)
@@ -47,13 +47,13 @@ class Buffer:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all views still refer to this memory."""
+        """Whether all views still refer to the memory of this buffer."""
         return [view.data_ptr() for view in self.views] == self._pointers
 
 
 @dataclass(frozen=True)
 class OwnedSpan:
-    """Elements [start, stop) of the parameter at `index`, in memory order; stored from `at` on in the owned slice."""
+    """The elements [start, stop), in memory order, of the parameter at `index` of a bucket. In the owned slice they start at `at`."""
 
     index: int
     start: int
@@ -73,7 +73,7 @@ class GradientShard:
         self.landed = False
 
     def land(self, total: Tensor, factor: float | Tensor, start: int = 0) -> None:
-        """Store factor x `total` from `start` on, added to the result of earlier backward passes of the step."""
+        """Store `factor` x `total` at position `start` of the shard; after an earlier backward pass of the step, add it to the shard instead."""
         into = self.flat[start : start + total.numel()]
         # Multiply before the copy in two cases. A sum may overflow a narrower dtype, the mean does not. And a factor computed
         # on a device is multiplied there, since the shard may be on the host (offload).
@@ -113,18 +113,18 @@ FAILED = 16
 
 
 class Bucket:
-    """Parameters, the flat memory of their gradients, the slice of it that this rank owns, and the state of the step.
+    """Parameters that are reduced together: the flat memory of their gradients, the slice that this rank owns, and the state of the step.
 
-    - `positions`: the indices of its parameters in the sum.
+    - `positions`: the indices of the bucket's parameters in the sum.
     - `numel`: elements of `layout`, and the padding that makes them divisible by the number of ranks. Padding stays zero.
-    - `own`: all elements, or this rank's slice if the sum is sharded; then `spans` lists the parameters' elements in the slice,
-      and `shard` has the reduced gradient.
+    - `own`: the slice of the flat memory that this rank owns: all elements, unless the sum is sharded. If it is sharded, `spans` lists
+      the elements of parameters in the slice, and `shard` has their reduced gradient.
     - `absent`: the parameters without a gradient on any rank in the last step.
 
     Gradients are copied into the buffer all at once when the bucket is full. On the CPU, autograd accumulates a small gradient
     into its view directly (the view is offered as `.grad`, full of zeros), which saves 6 to 7% of the time of a step of 400 small
-    layers. Each view has a version counter of its own, which every write increments: so the bucket knows which gradients have
-    arrived without a hook on each parameter.
+    layers. Each view has its own version counter, which every write increments, so the bucket detects
+    which gradients have arrived without a hook on each parameter.
     """
 
     shard: GradientShard | None = None
@@ -184,22 +184,22 @@ class Bucket:
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether it has memory of its own; else it uses a staging buffer, from when it is full until it is reduced."""
+        """Whether the bucket has its own memory. If not, it uses a staging buffer from the time when it is full until it is reduced."""
         return self.sum.sharding is None or self.sum.sharding.keep_full
 
     @property
     def every_pass(self) -> bool:
-        """Whether it is reduced at every backward pass, not once per step."""
+        """Whether the bucket is reduced at every backward pass, not only once per step."""
         return self.sum.sharding is not None and self.sum.sharding.every_pass
 
     @property
     def carries(self) -> bool:
-        """Whether piggybacked numbers can be sent after its gradients."""
+        """Whether piggybacked numbers can be sent in the same collective, after the gradients of the bucket."""
         return self.shard is None and self.transport.carries
 
     @property
     def carries_counts(self) -> bool:
-        """Whether the counts of losses can be piggybacked: half precision is too narrow for them."""
+        """Whether loss counts can be piggybacked on this bucket. Buckets in half precision cannot represent them."""
         return self.carries and self.layout.dtype in (torch.float32, torch.float64)
 
     @property
@@ -210,7 +210,7 @@ class Bucket:
         return self.buffer.flat[: self.layout.numel]
 
     def use(self, buffer: Buffer) -> None:
-        """Switch to this one of its buffers."""
+        """Make `buffer`, one of `buffers`, the current buffer of the bucket."""
         self.buffer = buffer
         self.transport = buffer.transport
         self.views, self.grads = buffer.views, buffer.grads
@@ -223,7 +223,7 @@ class Bucket:
     # -- a backward pass ----------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Prepare for a backward pass."""
+        """Prepare the bucket for a backward pass."""
         self.full, self.left = False, self.firings
         if self.keeps_gradients and not self.buffer.is_whole:
             self.buffer.look(self)
@@ -248,7 +248,7 @@ class Bucket:
             self._versions = [view._version for view in self.views]
 
     def move(self, indices: Iterable[int]) -> None:
-        """Copy these gradients into the buffer, unless they are views of it."""
+        """Copy the gradients of the parameters at `indices` into the buffer, unless they already are views of the buffer."""
         sources, targets = [], []
         for i in indices:
             parameter, own = self.parameters[i], self.grads[i]
@@ -262,14 +262,14 @@ class Bucket:
             torch._foreach_copy_(targets, sources)
 
     def move_arrived(self) -> None:
-        """Copy all gradients that have arrived into the buffer, if the bucket has memory of its own."""
+        """Copy all gradients that have arrived into the buffer, if the bucket has its own memory."""
         if self.keeps_gradients and not self._all_attached():
             self.move(range(len(self.parameters)))
 
     def is_complete(self) -> bool:
         """Whether every expected gradient has arrived in this pass and is in the buffer.
 
-        Autograd may still accumulate into such a gradient; that contribution is then late, and found in `Synchroniser.wait`.
+        Autograd may still accumulate into a gradient that has arrived. Such a late contribution is found in `Synchroniser.wait`.
         """
         if not self.keeps_gradients:
             return all(self.parameters[i].grad is not None for i in self.expected)
@@ -281,7 +281,7 @@ class Bucket:
         )
 
     def written(self) -> list[tuple[Tensor | None, int | None]]:
-        """The gradient tensors, each with its version counter."""
+        """The present `.grad` of every parameter with its version counter, for a later comparison."""
         return [(grad, getattr(grad, "_version", None)) for grad in map(_GRAD, self.parameters)]
 
     # -- its sum ------------------------------------------------------------------------------------------
@@ -292,17 +292,17 @@ class Bucket:
 
     @property
     def tail(self) -> Tensor:
-        """Room for piggybacked numbers, which are summed together with the gradients."""
+        """The elements of the buffer after the gradients, for piggybacked numbers, which are summed together with the gradients."""
         return self._flat[self.layout.numel : self.layout.numel + TAIL]
 
     def collect(self, *, early: bool) -> dict[int, int]:
-        """Complete the buffer: all gradients that arrived, and zeros for those that are missing or sparse.
+        """Complete the buffer: copy all gradients that have arrived, and write zeros for gradients that are missing or sparse.
 
         After an early start (during backward), and with staging buffers always, `.grad` is None from now on, so that a late
         gradient cannot be accumulated into a buffer that is being sent.
 
         Returns:
-            Position in the sum -> note, for gradients that are not in the bucket.
+            {position in the sum: note} for gradients that are not in the bucket.
         """
         notes: dict[int, int] = {}
         if not self.keeps_gradients:
@@ -345,7 +345,7 @@ class Bucket:
         return notes
 
     def finish(self, factor: float | Tensor) -> None:
-        """Finish the reduction: the owned elements are the sum over the ranks / divisor x `factor`."""
+        """Finish the reduction. Afterwards the owned elements are the sum over the ranks, divided by the divisor and multiplied by `factor`."""
         self.transport.finish(factor / self.sum.divisor)
         if self.shard is not None:
             self.shard.landed = True
@@ -358,7 +358,7 @@ class Bucket:
                     self.attach(i)
 
     def rescale(self, factor: float | Tensor) -> None:
-        """Multiply the owned elements of a finished reduction."""
+        """Multiply the owned elements of a finished reduction by `factor`."""
         self.gradient.mul_(factor.to(self.gradient) if isinstance(factor, Tensor) else factor)
 
     def attach(self, index: int) -> None:
@@ -391,7 +391,7 @@ STAGING_BUFFERS = 2
 
 
 class BucketStorage:
-    """Memory for the buckets of one sum, dtype and device: one allocation for all, or two staging buffers to share."""
+    """The memory for all buckets of one sum, dtype and device: either one allocation for all buckets, or two staging buffers that buckets share."""
 
     def __init__(self, sum_: Sum, group: RankGroup, dtype: torch.dtype, device: torch.device) -> None:
         self._sum, self._group = sum_, group
@@ -403,9 +403,9 @@ class BucketStorage:
         self._next_staging = 0
 
     def lay_out(self, order: Sequence[int]) -> list[Bucket]:
-        """Buckets for the parameters at these positions, in this order, with their memory and transport.
+        """Create buckets, with memory and transport, for the parameters at the positions in `order`, in this order.
 
-        Collective over the ranks of the sum if the memory must grow. The order must be the same on all of them.
+        Collective over the ranks of the sum if the memory must grow. The order must be the same on all these ranks.
         """
         options, transport = self._sum.options, self._transport(shared=True)
         sizes = [local_part(self._sum.parameters[position]).nbytes for position in order]
@@ -447,12 +447,12 @@ class BucketStorage:
         return buckets
 
     def clear(self) -> None:
-        """Zero this rank's memory: padding, which must be zero, is elsewhere in a new layout."""
+        """Zero this rank's memory. Needed for a new layout, whose padding is at other places and must be zero."""
         for memory in self._memory:
             memory.own.zero_()
 
     def acquire_staging(self, bucket: Bucket) -> None:
-        """Give a bucket without memory of its own the next staging buffer, once the buffer's previous bucket is reduced."""
+        """Assign the next staging buffer to a bucket without its own memory, after the reduction of the previous bucket in that buffer."""
         # In shared memory the signal "this buffer is full" also tells the other ranks that the previous one has been read.
         most = 1 if self._is_shared else len(self._memory)
         # The bucket itself may still be under way, from an earlier backward pass and in the other buffer.
@@ -481,7 +481,7 @@ class BucketStorage:
 def fill(sum_: Sum, order: Iterable[int], cap: float, first: float, index: int) -> list[Bucket]:
     """Distribute the parameters at the positions in `order` over buckets of at most `cap` bytes.
 
-    A bucket has at least one parameter. The first has at most `first` bytes, so that communication starts early.
+    The first bucket has at most `first` bytes, so that communication starts early. A bucket with a single parameter may be larger.
     """
     buckets: list[Bucket] = []
     taken: list[int] = []
@@ -502,8 +502,8 @@ def fill(sum_: Sum, order: Iterable[int], cap: float, first: float, index: int) 
 def in_starting_order(sums: Iterable[Sequence[Bucket]]) -> list[Bucket]:
     """The buckets of several sums in the order in which they start.
 
-    The sort key is the fraction of its sum at which a bucket ends (0 to 1), then the ranks. It depends on no other sum, so
-    ranks that have two sums in common start their buckets in the same order, whatever other sums each of them has.
+    The sort key of a bucket is the fraction of its sum at which the bucket ends (0 to 1), then the ranks. The key does not depend on
+    other sums, so two ranks that share two sums start the buckets of these sums in the same order, even if each rank has further sums.
     """
     ranked: list[tuple[tuple[float, tuple[int, ...]], Bucket]] = []
     for buckets in sums:
@@ -515,10 +515,10 @@ def in_starting_order(sums: Iterable[Sequence[Bucket]]) -> list[Bucket]:
 
 
 def last_over_ranks(buckets: Iterable[Bucket]) -> list[Bucket]:
-    """The last of the buckets over each set of ranks, for buckets in starting order: these never start during backward.
+    """For each set of ranks, the bucket that starts last, given buckets in starting order. These buckets never start during backward.
 
-    An early start would gain nothing, and as long as they are not sent, changes of gradients by the training loop are
-    detected (`Synchroniser.check_untouched`).
+    An early start of the last bucket would gain nothing. While a bucket is not sent, changes of its gradients by the training loop
+    can be detected (`Synchroniser.check_untouched`).
     """
     return list({bucket.sum.ranks: bucket for bucket in buckets}.values())
 
@@ -527,9 +527,9 @@ def last_over_ranks(buckets: Iterable[Bucket]) -> list[Bucket]:
 
 
 class BucketValues:
-    """The parameters of `bucket` in flat memory, with its offsets; `owned` is the slice that the optimizer steps on.
+    """The parameters of `bucket` in flat memory, at the same offsets as their gradients. `owned` is the slice that the optimizer steps on.
 
-    `owned` is a slice of the parameters themselves, or a master copy of it if the gradient shard has another dtype or device.
+    `owned` is a slice of the parameters themselves, or a master copy of this slice if the gradient shard has another dtype or device.
     Collective over `group`: the memory is shared where possible.
     """
 
@@ -594,6 +594,6 @@ class BucketValues:
 
     @torch.no_grad()
     def copy_out(self) -> None:
-        """After the all-gather: copy the parameters to those in other memory (DTensors)."""
+        """Copy parameters from the flat memory to those that have other memory (DTensors). Called after the all-gather."""
         for local, view, _ in self._elsewhere:
             local.copy_(view)

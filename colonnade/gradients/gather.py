@@ -28,7 +28,7 @@ class Gather:
         self._shares_memory = any(each.memory.every is not None for each in self.values)
 
     def meet(self) -> None:
-        """Wait until every rank is here, if ranks write into each other's memory. Collective over the group."""
+        """Wait until every rank of the group has called this method, if ranks write into each other's memory. Collective over the group."""
         if self._shares_memory:
             self.group.exchange(b"m")
 
@@ -57,14 +57,15 @@ class Gather:
                 of_bucket.copy_out()
 
     def is_under_way(self, values: BucketValues) -> bool:
-        """Whether the all-gather of these parameters has not been waited for."""
+        """Whether the all-gather of these parameters was started, and `wait` was not called for it."""
         return id(values) in self._works
 
 
 def send_slice(group: RankGroup, memory: GroupMemory, own: slice) -> Any:
-    """Send this rank's slice of `memory` to all ranks of the group; returns the work to wait for, or None.
+    """Send this rank's slice of `memory` to all ranks of the group. Returns the `Work` object to wait for, or None.
 
-    Shared memory is written at once; it is complete when every rank has signalled that it has written.
+    Without a `Work` object (shared memory), this rank's slice is written when the function returns. The memory is complete when every
+    rank has signalled that its slice is written.
     """
     owned = memory.own[own]
     if group.alone:
@@ -97,11 +98,10 @@ def give_back(group: RankGroup, buckets: Sequence[Bucket]) -> None:
 
 
 class GatherAhead:
-    """Overlaps all-gathers with the next forward pass: each module, when called, waits for its own parameters.
+    """Overlaps all-gathers of parameters with the next forward pass: hooks let each module, when it is called, wait for its own parameters.
 
-    A parameter whose module was never called is gathered before the step ends: other modules may use it directly, as in
-    `F.linear(x, self.child.weight)`, and would read it before it is complete. `hold_back` waits for the buckets of such
-    parameters.
+    For a parameter whose module was never called, `hold_back` waits before the step ends: another module may use the parameter
+    directly, as in `F.linear(x, self.child.weight)`, and would read the parameter before the all-gather is complete.
 
     Args:
         model: The model of this rank, on which hooks are registered.
@@ -142,7 +142,7 @@ class GatherAhead:
                 self._handles.append(module.register_forward_pre_hook(ModelHook(waiting_for(own))))
 
     def hold_back(self) -> None:
-        """After a step: wait for every bucket with a parameter whose module was not called so far."""
+        """Wait for every bucket with a parameter whose module was never called. Called at the end of a step."""
         for gather in self._gathers:
             gather.wait([v for v in gather.values if any(id(p) not in self._called for p in v.bucket.parameters)])
 

@@ -1,4 +1,4 @@
-"""Gradient handlers: the base classes for custom handlers, the built-in handlers, and the plan of who reduces what.
+"""Gradient handlers: the base classes for custom handlers, the built-in handlers, and the assignment of reductions to handlers.
 
 A `BaseGradientHandler` calls collectives itself, in `handle_gradient`. A `PlannedGradientHandler` only declares its reductions, in
 `reductions()`, and the engine performs them. The built-in handlers derive their reductions from placements; the ones that the
@@ -119,7 +119,7 @@ class BaseGradientHandler(ABC):
 
 
 class PlannedGradientHandler(BaseGradientHandler):
-    """A handler that declares its reductions; the engine brings buckets, overlap with backward and waiting.
+    """A handler that only declares its reductions; the engine performs them, with buckets and overlap with backward.
 
     A custom handler implements `reductions()`.
 
@@ -176,7 +176,7 @@ class PlannedGradientHandler(BaseGradientHandler):
         Args:
             mode: The dimension of the device mesh to reduce over.
             which: The parameters: None for all, name patterns (`"*.bias"`), or a predicate of name and parameter.
-            divisor: Divisor of the sum, which the ledger then checks; None for the one that the placements require.
+            divisor: Divisor of the sum, which the ledger then checks; None for the divisor that the placements require.
         """
         mode = ParallelMode(mode)
         group_ranks = tuple(self.context.get_ranks_in_group(mode))
@@ -207,7 +207,7 @@ class PlannedGradientHandler(BaseGradientHandler):
 
 
 class DemandGradientHandler(PlannedGradientHandler):
-    """A planned handler that performs the reductions required by placements over its `modes` (None: over all modes)."""
+    """A planned handler that declares the reductions that placements require over its `modes` (None: over all modes)."""
 
     modes: frozenset[ParallelMode] | None = None
     when: frozenset[ParallelMode] | None = None
@@ -220,7 +220,7 @@ class DemandGradientHandler(PlannedGradientHandler):
         self._only: set[tuple[str, ParallelMode]] | None = None
 
     def limit_to(self, rows: Iterable[tuple[str, ParallelMode]]) -> None:
-        """Perform only these (parameter, mode) rows of the ledger; other handlers perform the rest."""
+        """Limit `reductions` to these (parameter, mode) rows of the ledger; other handlers are responsible for the other rows."""
         self._only = set(rows)
 
     def reductions(self) -> list[Reduction]:
@@ -242,7 +242,7 @@ class DemandGradientHandler(PlannedGradientHandler):
 
 @GRADIENT_HANDLER.register_module
 class DataParallelGradientHandler(DemandGradientHandler):
-    """All-reduces over DATA and divides by the number of ranks with distinct data; does nothing on a single data rank."""
+    """Declares the all-reduces over DATA, whose divisor is the number of ranks with distinct data; none on a single data rank."""
 
     modes = frozenset({ParallelMode.DATA})
     when = frozenset({ParallelMode.DATA})
@@ -251,10 +251,11 @@ class DataParallelGradientHandler(DemandGradientHandler):
 
 @GRADIENT_HANDLER.register_module
 class MoeGradientHandler(DemandGradientHandler):
-    """Averages dense parameters over DATA; sums experts over EXPERT_DATA and divides by the number of data ranks.
+    """Declares the reductions of a model with experts: dense parameters over DATA, experts over EXPERT_DATA (or MOE_DATA).
 
-    An expert's gradient already contains the tokens of every rank of its expert group. So the divisor is the number of
-    data ranks, not the size of the (smaller) group that communicates.
+    The divisor of both is the number of data ranks; `parallel.demand.owed` computes it, and the synchroniser divides. For an expert,
+    this is not the size of the (smaller) group that communicates, because the gradient of an expert already contains the tokens of
+    every rank of its expert group.
     """
 
     modes = frozenset({ParallelMode.DATA, ParallelMode.EXPERT_DATA, ParallelMode.MOE_DATA})
@@ -264,7 +265,7 @@ class MoeGradientHandler(DemandGradientHandler):
 
 @GRADIENT_HANDLER.register_module
 class SequenceParallelGradientHandler(DemandGradientHandler):
-    """Reduces over data and sequence (context parallelism) at once, over SEQUENCE_DP; divides by the ranks with distinct tokens."""
+    """Declares the reductions over data and sequence (context parallelism), whose divisor is the number of ranks with distinct tokens."""
 
     modes = frozenset({ParallelMode.DATA, ParallelMode.SEQUENCE, ParallelMode.SEQUENCE_DP})
     when = frozenset({ParallelMode.SEQUENCE, ParallelMode.SEQUENCE_DP})
@@ -273,7 +274,7 @@ class SequenceParallelGradientHandler(DemandGradientHandler):
 
 @GRADIENT_HANDLER.register_module
 class PipelineSharedModuleGradientHandler(DemandGradientHandler):
-    """All-reduces the gradient of a tied parameter over its pipeline stages, each of which has a partial gradient."""
+    """Declares the all-reduce of the gradient of a tied parameter over its pipeline stages, each of which has a partial gradient."""
 
     modes = frozenset({ParallelMode.PIPELINE})
     when = frozenset({ParallelMode.PIPELINE})
@@ -282,7 +283,7 @@ class PipelineSharedModuleGradientHandler(DemandGradientHandler):
 
 @GRADIENT_HANDLER.register_module
 class PlacementGradientHandler(DemandGradientHandler):
-    """Performs every reduction that the placements require, over any mode."""
+    """Declares every reduction that the placements require, over any mode."""
 
     reason = "placements that require a reduction over another mode"
 
@@ -291,7 +292,7 @@ class PlacementGradientHandler(DemandGradientHandler):
 class ZeROGradientHandler(BaseGradientHandler):
     """Calls `sync_grad()` of an optimizer that reduces gradients itself.
 
-    The optimizer's methods `prepare(last)` and `set_scale(scale)`, if it has them, are called as those of a handler.
+    If the optimizer has the methods `prepare(last)` and `set_scale(scale)`, they are called like those of a handler.
     """
 
     reason = "the optimizer reduces gradients itself, in sync_grad()"
@@ -343,7 +344,7 @@ Before these, `build_handlers` adds a ZeROGradientHandler for an optimizer with 
 
 
 def attach_automatic(ledger: Ledger, model: nn.Module, optimizer: Any) -> tuple[list[DemandGradientHandler], Ledger]:
-    """Handlers for the ledger rows without a named handler, each limited to its rows; and the ledger filled in."""
+    """Build automatic handlers for the ledger rows without a handler, each limited to its rows. Returns them, and the ledger with their names."""
     unhandled = [(row.parameter, ParallelMode[row.mode]) for row in ledger.open_rows()]
     attached: list[DemandGradientHandler] = []
     done_by: dict[tuple[str, str], str] = {}
@@ -361,7 +362,7 @@ def attach_automatic(ledger: Ledger, model: nn.Module, optimizer: Any) -> tuple[
 
 
 def describe(attached: Sequence[Any], named: Sequence[Any]) -> str:
-    """One line for the log: the handlers and the reason for each."""
+    """A log line with the name of each handler and the reason why it is attached."""
     lines = [f"{type(handler).__name__}: {handler.reason}" for handler in attached]
     lines += [
         f"{type(handler).__name__}: {getattr(handler, 'reason', '') or 'named in the config'}" for handler in named
@@ -383,7 +384,7 @@ def build_handlers(
     context: ParallelContext,
     failed: Callable[[str, ColonnadeError], None] | None = None,
 ) -> list[BuiltHandler]:
-    """The handlers that the config names, and that of an optimizer with `sync_grad()`, attached to the context.
+    """Build the handlers that the config names, and a ZeROGradientHandler for an optimizer with `sync_grad()`; attach them to the context.
 
     Args:
         named: Entries of the config's `gradient_handler`.
@@ -420,7 +421,7 @@ def build_handlers(
 
 
 def build_gradient_handler(entry: Any, model: nn.Module, optimizer: Any) -> BaseGradientHandler:
-    """A handler from an entry of the config: its name, or `dict(type="Name", **kwargs)`."""
+    """Build a handler from an entry of the config: the name of its class, or `dict(type="Name", **kwargs)`."""
     settings = {"type": entry} if isinstance(entry, str) else dict(entry)
     name = settings.pop("type")
     handler_class = GRADIENT_HANDLER.get_module(name)
@@ -471,8 +472,8 @@ def plan_sums(
         claims: The named handlers and their reductions.
         bucket_all: Put gradients that need no reduction into buckets, too, for a flat optimizer step.
         shards: The parameters whose gradients are sharded (ZeRO 1 and 2).
-        touched: By the names of waived parameters, the handlers that were seen to change their gradients.
-        complete: Raise for a reduction without a handler. False where some handlers are unknown and may perform it.
+        touched: {name of a waived parameter: name of the handler that changed its gradient in the probe}.
+        complete: Raise for a reduction without a handler. False if some handlers are unknown and may perform the reduction.
 
     Raises:
         LedgerError: A reduction has no handler or two, or its ranks or its divisor are wrong.

@@ -23,7 +23,7 @@ from colonnade.texts import pattern_of
 
 
 class LedgerRow(NamedTuple):
-    """One required reduction of one parameter. If it is `waived`, the reduction of the handler `done_by` was not checked."""
+    """A required reduction of one parameter, and the handler `done_by` that performs it. With `waived`, the reduction was not checked."""
 
     parameter: str
     mode: str
@@ -34,7 +34,7 @@ class LedgerRow(NamedTuple):
 
     @property
     def who(self) -> str:
-        """The handler, as text."""
+        """The name of the handler, as text for the table; "NOBODY" if there is none."""
         if self.waived:
             return f"{self.done_by} (waived)" if self.done_by else "waived"
         return self.done_by or "NOBODY"
@@ -42,7 +42,7 @@ class LedgerRow(NamedTuple):
 
 @dataclass(frozen=True)
 class LedgerPattern:
-    """A reduction that `count` parameters have in common; `pattern` has stars in place of the numbers in their names."""
+    """A row for `count` parameters with the same reduction, whose names match `pattern` (a star in place of each number)."""
 
     pattern: str
     count: int
@@ -53,7 +53,7 @@ class LedgerPattern:
 
 
 class Ledger:
-    """The rows of the ledger; `print` shows a table, `to_json` gives all rows."""
+    """The rows of the ledger. `print(ledger)` shows a table of patterns, `to_json` returns all rows."""
 
     def __init__(self, rows: Sequence[LedgerRow]) -> None:
         self.rows = tuple(rows)
@@ -63,13 +63,13 @@ class Ledger:
         return [row for row in self.rows if row.done_by is None and not row.waived]
 
     def filled(self, done_by: Mapping[tuple[str, str], str]) -> Ledger:
-        """The ledger with handlers for its open rows: (parameter, mode) -> the name of a handler."""
+        """A copy of the ledger whose open rows have handlers; `done_by` maps (parameter, mode) to the name of a handler."""
         return Ledger(
             [row._replace(done_by=row.done_by or done_by.get((row.parameter, row.mode))) for row in self.rows]
         )
 
     def by_pattern(self) -> list[LedgerPattern]:
-        """The rows, with one row for parameters that differ only by the numbers in their names."""
+        """The rows, merged: one row for all parameters whose names differ only in numbers."""
         counts: Counter[tuple[str, str, tuple[int, ...], float, str]] = Counter()
         for row in self.rows:
             key = (pattern_of(row.parameter), row.mode, row.ranks, row.divisor, row.who)
@@ -104,7 +104,7 @@ def match(
     waive: Sequence[str] = (),
     touched: Mapping[str, str] | None = None,
 ) -> Ledger:
-    """Enter the reductions of every handler into the ledger.
+    """Build the ledger: match the reductions of all handlers with the required reductions.
 
     Args:
         demands: The parameters and their required reductions.
@@ -112,7 +112,7 @@ def match(
         layout: The parallel layout.
         rank: This rank.
         waive: Name patterns of parameters whose reductions are entered without a check.
-        touched: By the names of waived parameters, the handlers that change their gradients in another way.
+        touched: {name of a waived parameter: name of a handler that changes its gradient, but not by a reduction}.
 
     Raises:
         LedgerError: A reduction is wrong or performed twice; one error lists all.

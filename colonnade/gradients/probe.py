@@ -1,7 +1,7 @@
-"""The probe: finds the reductions of a handler that calls collectives itself, by a run on known gradients.
+"""The probe: finds the reductions of a handler that calls collectives itself, by running the handler on known gradients.
 
 Each rank fills each gradient with small integers that every other rank can compute, too. After the handler has run, the values show
-over which ranks it summed and by what it divided (`probe`). The handler may communicate in bf16, fp16 or scaled int8: small integers
+over which ranks it summed, and which divisor it used (`probe`). The handler may communicate in bf16, fp16 or scaled int8: small integers
 survive all of them. If the handler is wrong, ranks may call different collectives and block each other; so collectives are
 compared between ranks before they run (`SameCalls`). Afterwards the handler, the RNG streams and the gradients are restored
 (`state_put_back`).
@@ -144,7 +144,7 @@ def probe(
         handler: The handler. It is run up to four times, and restored.
         demands: The parameters and their required reductions.
         context: The parallel context.
-        waived: Whether the parameter of a name is exempt: its gradient may then be changed in any way.
+        waived: Returns whether the parameter with a name is exempt from the check: its gradient may be changed in any way.
         touched: Receives the handler's name for each waived parameter whose gradient it changes.
 
     Raises:
@@ -283,7 +283,7 @@ _WORKING = {"at": "", "does": "", "size": None, "ended": False, "raised": ""}
 
 
 class SameCalls(TorchDispatchMode):
-    """A block in which a collective runs only when every rank of its group has reached the same one.
+    """A block in which a collective runs only after every rank of its group has reached the same collective.
 
     Different collectives would make torch abort, or wait for half an hour. Each rank publishes its next call in the store of
     the world. A rank that waits for its group checks there whether the others can still arrive, and raises if they cannot.
@@ -399,7 +399,7 @@ def find_difference(rank: int, ranks: Sequence[int], states: Mapping[int, Any], 
 
 @contextmanager
 def state_put_back(handler: Any, context: ParallelContext) -> Iterator[None]:
-    """A block after which the attributes of the handler and all RNG streams are restored.
+    """Run a block, and afterwards restore the attributes of the handler and all RNG streams.
 
     Tensors (but not parameters), random generators, and dicts, lists, sets, deques and tuples of these are restored in place.
     For other objects (the model, the optimizer, process groups) only the reference is restored.

@@ -1,7 +1,7 @@
-"""Records of gradient reductions, and the way from the reductions of handlers to the sums that are performed.
+"""Records of gradient reductions, and their conversion: the reductions of handlers become the sums that are performed.
 
 - `Demand`: one parameter and its required reductions, by mode (`Owed`).
-- `Reduction`: parameters that a handler reduces alike, over one mode.
+- `Reduction`: parameters for which a handler declares the same reduction over one mode.
 - `Sum`: all reductions of a parameter as one collective over their joint ranks.
 
 `gradients.handler` assigns reductions to handlers; buckets and the synchroniser perform the sums.
@@ -61,15 +61,18 @@ class Demand:
 
 @dataclass(frozen=True)
 class Sharding:
-    """Sharded gradients: of every bucket of a sum each rank owns the result of one slice.
+    """Options of sharded gradients (ZeRO 1 and 2): each rank gets the reduced gradient of its slice of every bucket.
+
+    `ZeroOptimizer.plan_shards` creates it, and `Sum.sharding` carries it to the buckets. The readers are named below; in addition, the
+    planner (`proof/planner/planned_sums.py`) reads `keep_full`, `every_pass` and `device`.
 
     Args:
         keep_full: Each rank has memory for its full gradients and reduces them once per step. False: buckets share two
-            staging buffers.
-        every_pass: Reduce at every backward pass, not once per step.
-        wide: Keep the owned slice of half-precision gradients in fp32.
-        device: The device of the owned slice; None for that of the gradients.
-        give_back: All-gather the reduced gradients, so that every rank has them as `.grad`.
+            staging buffers. Read by `Bucket.keeps_gradients` and `BucketStorage.lay_out`.
+        every_pass: Reduce at every backward pass, not once per step. Read by `Bucket.every_pass`, which the synchroniser uses.
+        wide: Keep the owned slice of half-precision gradients in fp32. Read by `BucketStorage.lay_out`.
+        device: The device of the owned slice; None for the device of the gradients. Read by `BucketStorage.lay_out`.
+        give_back: All-gather the reduced gradients, so that every rank has them as `.grad`. Read by `Synchroniser.wait`.
     """
 
     keep_full: bool = True
@@ -81,7 +84,7 @@ class Sharding:
 
 @dataclass(frozen=True, eq=False)
 class Sum:
-    """One reduction as it is performed: reduced gradient = sum of the local gradients over `ranks` / `divisor`.
+    """A reduction as it is performed, as one collective: reduced gradient = (sum of the local gradients over `ranks`) / `divisor`.
 
     Args:
         names: Names of the parameters on this rank. They may differ between ranks: a weight that is tied over pipeline
@@ -91,10 +94,10 @@ class Sum:
         group: The torch group of exactly these ranks; None if `ranks` is only this rank.
         divisor: Divisor of the sum.
         options: Options of buckets and communication.
-        sharding: How the result is sharded over the ranks; None if every rank gets all of it.
+        sharding: The options for a result that is sharded over the ranks; None if every rank gets the full result.
         labels: One per parameter, compared between the ranks at start-up.
-        between_stages: The ranks are at several pipeline stages. These reach the sum at different times of a step, so it is
-            never started early: a wait in the middle of the step would stall the pipeline.
+        between_stages: The ranks are at several pipeline stages, which reach the sum at different times of a step. Such a sum is
+            never started early, because a wait in the middle of the step would stall the pipeline.
     """
 
     names: tuple[str, ...]
@@ -109,7 +112,7 @@ class Sum:
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Sort key: all ranks start their sums in ascending order of it, although each rank has its own subset of sums."""
+        """The sort key of this sum. All ranks start their sums in ascending order of this key, although each rank has another subset of sums."""
         return self.ranks, self.divisor, self.sharding is not None, repr(self.options)
 
 
@@ -138,7 +141,7 @@ def choose(demands: Iterable[Demand], which: Choice) -> list[Demand]:
 
 
 def group_reductions(pairs: Iterable[tuple[Demand, Owed]]) -> list[Reduction]:
-    """Reductions with the same mode, ranks and divisor, joined; in the order they first appear."""
+    """Merge reductions that have the same mode, ranks and divisor; in the order of their first occurrence."""
     by_factor: dict[Owed, list[Demand]] = {}
     for demand, factor in pairs:
         by_factor.setdefault(factor, []).append(demand)
@@ -153,7 +156,7 @@ def group_reductions(pairs: Iterable[tuple[Demand, Owed]]) -> list[Reduction]:
 
 @dataclass(frozen=True)
 class Shards:
-    """Parameters with sharded gradients: by id, a label of each that must be the same on all ranks."""
+    """The parameters with sharded gradients. `labels` has, by id of the parameter, a text that must be the same on all ranks."""
 
     sharding: Sharding
     labels: Mapping[int, str]
@@ -171,15 +174,15 @@ def sums_of(
     unsummed: Iterable[tuple[str, nn.Parameter]] = (),
     shards: Shards | None = None,
 ) -> list[Sum]:
-    """The sums of planned handlers on this rank, in the order in which all ranks start them; without process groups.
+    """Convert the reductions of planned handlers to the sums of this rank, in the order in which all ranks start them; without process groups.
 
     All reductions of a parameter are performed as one sum over their joint ranks, divided by the product of their divisors.
 
     Args:
         claims: Planned handlers and their reductions.
         context: The parallel context; its layout suffices.
-        options: The config's `sync`, where a handler has no option of its own.
-        unsummed: Parameters that need no reduction and are put into buckets all the same.
+        options: The `sync` section of the config; options of a handler take precedence.
+        unsummed: Parameters that need no reduction, but are put into buckets, too.
         shards: The parameters with sharded gradients.
 
     Raises:
@@ -247,7 +250,7 @@ def sums_of(
 
 
 def with_groups(sums: Iterable[Sum], context: ParallelContext) -> list[Sum]:
-    """The sums with their process groups. Collective over the world: missing groups are created."""
+    """Copies of the sums that have their process groups. Collective over the world, because missing groups are created."""
     sums = list(sums)
     # Creating a group is collective over the world, so a rank without sums calls it, too.
     context.ensure_groups({sum_.ranks for sum_ in sums if len(sum_.ranks) > 1})

@@ -88,7 +88,7 @@ def check_alike(sums: Sequence[Sum], groups: Mapping[tuple[int, ...], RankGroup]
     """Compare parameters and options of the sums between the ranks of each group. Collective over the ranks of each group.
 
     Raises:
-        GradientError: They differ. Raised on every rank of the group, with the first difference.
+        GradientError: The parameters or options differ. Raised on every rank of the group, with the first difference.
     """
     errors = []
     for ranks, group in sorted(groups.items()):
@@ -149,14 +149,14 @@ class StepOutcome:
 
 
 class Synchroniser:
-    """Performs all sums of a model; a single object does, so that the collectives of a group have one order.
+    """Performs all sums of a model. A model has a single synchroniser, so that the collectives of a group have one order.
 
     Call `prepare(last)` before each backward pass, `end_backward()` after it, and `wait()` before gradients are used: on every
-    rank, and equally often. After `wait`, `.grad` is reduced and, unless sparse or None, a view of a bucket. With a sharded sum
+    rank, the same number of times. After `wait`, `.grad` is reduced and, unless sparse or None, a view of a bucket. With a sharded sum
     the buckets' shards are reduced, and `.grad` is None.
 
-    `generation` counts changes of the bucket layout, which follows parameters that are frozen or unfrozen, or turn out to
-    have sparse gradients.
+    `generation` counts changes of the bucket layout. The layout changes if parameters are frozen or unfrozen, or turn out to have
+    sparse gradients.
 
     Args:
         sums: The sums of this rank.
@@ -201,22 +201,22 @@ class Synchroniser:
 
     @property
     def layout(self) -> list[Bucket]:
-        """All buckets in the order of memory; `buckets` has them in the order in which they start."""
+        """All buckets in the order of their memory. (The attribute `buckets` has them in the order in which they start.)"""
         return [bucket for state in self._states for bucket in state.laid_out]
 
     @property
     def host_waits(self) -> bool:
-        """Whether the host waits for the reductions anyway: then comparing notes costs no further wait."""
+        """Whether the host waits for the reductions in any case, so that comparing notes costs no additional wait."""
         return any(bucket.transport.host_waits for bucket in self.buckets)
 
     def agree_by(self, flags: PiggybackedFlags) -> None:
-        """Exchange flags with the reductions in place of notes that the host waits for; the caller skips steps on the device."""
+        """Replace the exchange of notes, for which the host waits, by `flags` that are summed with the reductions; the caller skips steps on the device."""
         self._flags = flags
 
     # -- before and during backward -------------------------------------------------------------------------
 
     def prepare(self, last: bool) -> None:
-        """Call before each backward pass; `last` is True for the last micro-batch of a step."""
+        """Prepare for a backward pass; `last` is True for the last micro-batch of a step. Call it before each backward pass."""
         if self._pass_open and not self._last:
             self._end_pass()
         self._last, self._pass_open, self._ended = last, True, []
@@ -229,12 +229,12 @@ class Synchroniser:
 
     @torch.no_grad()
     def carry(self, numbers: Tensor, scale_of: Callable[[Tensor], Tensor]) -> bool:
-        """Sum two numbers over the world with the first bucket; `wait` multiplies the gradients by `scale_of` of the sums.
+        """Sum two numbers over the world in the collective of the first bucket; `wait` multiplies the gradients by `scale_of(sums)`.
 
         Call between `prepare` and the end of the last backward pass of a step.
 
         Returns:
-            False, on all ranks alike, if no bucket can carry the numbers.
+            False, on all ranks, if no bucket can carry the numbers; else True.
         """
         if self._first_to_all is not None:
             self._first_to_all.tail[-len(numbers) :].copy_(numbers)
@@ -243,10 +243,10 @@ class Synchroniser:
 
     @torch.no_grad()
     def end_backward(self) -> None:
-        """Call after each backward pass: starts the buckets that other ranks may have started during theirs.
+        """Start the buckets that other ranks may have started during their backward pass. Call it after each backward pass.
 
-        Those ranks may already wait for this rank in other collectives. After this call the order of collectives is the same
-        on all ranks. After the last pass of a step, gradients must not be changed until `wait`.
+        Without it, other ranks could wait for this rank in these buckets. After this call the order of collectives is the same on
+        all ranks. After the last pass of a step, gradients must not be changed until `wait`.
         """
         if not self._last:
             if self._pass_open:  # False if the step was abandoned between two passes
@@ -257,7 +257,7 @@ class Synchroniser:
         self._ended = [(bucket, bucket.written()) for bucket in self.buckets if not bucket.started]
 
     def check_untouched(self) -> None:
-        """Raise GradientError if gradients were changed since backward: buckets that were sent lack the change.
+        """Raise GradientError if gradients were changed since backward, because the buckets that were already sent do not have the change.
 
         Called before the first handler runs; from then on a handler may change the gradients that it is responsible for.
         """
@@ -274,7 +274,7 @@ class Synchroniser:
                     )
 
     def fail(self, why: str = "") -> None:
-        """Report that backward failed on this rank: at the next `wait` all ranks learn the reason and drop their gradients."""
+        """Record that backward failed on this rank, and why. In the next `wait`, all ranks get the reason and drop their gradients."""
         self._failure = why
         self._last = self._pass_open = True
 
@@ -286,7 +286,7 @@ class Synchroniser:
 
         Args:
             scale: An additional factor for the gradients of this step, unless `carry` derives it from numbers of all ranks.
-            counts: This rank's loss was given as (sum, count); all ranks of a sum must have the same form.
+            counts: Whether this rank's loss was given as (sum, count); the losses on all ranks of a sum must have the same form.
 
         Raises:
             GradientError: The ranks are at different steps, or have different forms of the loss.

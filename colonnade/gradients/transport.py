@@ -1,4 +1,4 @@
-"""Transports: how one bucket's gradients are summed over the ranks of a group.
+"""Transports: the ways to sum the gradients of a bucket over the ranks of a group.
 
 `Transport` is the interface. Of the list `TRANSPORTS`, at the end, the first that `serves` a group and a device is used: a group of
 one rank, shared memory, NCCL, any other process group. A new transport is a class here and an entry in the list before
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Transport(ABC):
-    """Reduces one bucket, in one buffer.
+    """Base class of transports. An object reduces one bucket in one of its buffers.
 
     For a sharded bucket `finish` stores the reduced slice in the `GradientShard` of its owner; for any other bucket every rank
     has the full sum in its buffer. All ranks start the same buckets in the same order.
@@ -50,7 +50,7 @@ class Transport(ABC):
     @classmethod
     @abstractmethod
     def serves(cls, group: RankGroup, device: torch.device) -> bool:
-        """Whether it can reduce gradients on this device over these ranks."""
+        """Whether this transport can reduce gradients on this device over the ranks of this group."""
 
     @classmethod
     def sizes(cls, total: float, ranks: int) -> tuple[float, float]:
@@ -70,11 +70,11 @@ class Transport(ABC):
 
     @abstractmethod
     def finish(self, factor: float | Tensor) -> None:
-        """Finish the reduction: the sum is in place, multiplied by `factor`."""
+        """Wait for the reduction, and multiply the sum by `factor`; afterwards the result is in place."""
 
 
 def real(flat: Tensor) -> Tensor:
-    """A view of a complex buffer as real numbers; other buffers unchanged."""
+    """View a complex buffer as real numbers; return other buffers unchanged."""
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
@@ -93,7 +93,7 @@ Steps = Iterator[tuple[Any, Tensor | None]]
 
 
 class CollectiveTransport(Transport):
-    """Collectives of any backend for which the host waits.
+    """Reduction by collectives of any backend, for which the host waits (gloo).
 
     A scheme (`_plain`, `_scattered`, `_sliced`) is a generator: it starts a collective, yields its work, and continues once the
     work is done. It runs up to its first wait when the bucket is full, and to its end in `finish`. So each rank issues the
@@ -203,7 +203,7 @@ class CollectiveTransport(Transport):
 
 
 class DeviceCollectiveTransport(CollectiveTransport):
-    """Collectives that are queued on a device (NCCL): a scheme is queued at once, on a side stream, and the host does not wait."""
+    """Reduction by collectives that are queued on a device (NCCL): `start` queues the full scheme on a side stream, and the host does not wait."""
 
     bucket_mb = 25.0
     most_mb = 100.0
@@ -212,7 +212,7 @@ class DeviceCollectiveTransport(CollectiveTransport):
 
     @classmethod
     def sizes(cls, total: float, ranks: int) -> tuple[float, float]:
-        """Few buckets, since each costs a launch on every rank; larger ones over more ranks, since slices are smaller."""
+        """The sizes for a device: few buckets, because each costs a launch on every rank; larger buckets for more ranks, whose slices are smaller."""
         size = min(max(cls.bucket_mb, total / 3, ranks / 2), cls.most_mb)
         return size, size / 2
 
@@ -250,7 +250,7 @@ class DeviceCollectiveTransport(CollectiveTransport):
 
 
 class LocalTransport(Transport):
-    """A group of one rank: multiplies by the factor."""
+    """The transport for a group of one rank: nothing is sent, only `factor` is multiplied."""
 
     name = "local"
     bucket_mb = 100.0  # an early start gains nothing, so few large copies
@@ -279,11 +279,11 @@ _CACHE_BYTES = 512 << 10
 
 
 class SharedMemoryTransport(Transport):
-    """Reduction in CPU memory that all ranks of the group map.
+    """Reduction in shared CPU memory, for ranks on one host.
 
     Each rank sums its slice of a bucket over the buffers of all ranks, in rank order and in chunks that stay in the cache, and
-    writes the result to every buffer. So all ranks have the same bits, whatever the bucket size. For a sharded bucket it keeps
-    the slice only.
+    writes the result to every buffer. So all ranks have the same bits, for any bucket size. For a sharded bucket, each rank keeps
+    only the sum of its own slice.
 
     Buckets are not started early, because the sum would compete with backward for the same cores. Before `finish` the ranks
     signal each other that their gradients are complete: once for all buckets, or for each bucket if these share staging buffers.

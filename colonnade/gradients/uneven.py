@@ -1,4 +1,4 @@
-"""Uneven gradients: missing on some ranks, late, sparse, or of parameters without a bucket.
+"""Uneven gradients: gradients that are missing on some ranks, late, sparse, or of parameters without a bucket.
 
 Each rank has one note per parameter and step (`SumState`). Nearly always the notes of all ranks are equal, and a digest shows it;
 only if they differ, the notes themselves are exchanged (`GroupNotes`). Over NCCL, where the host must not wait, a few numbers that are
@@ -42,7 +42,7 @@ class SumState:
     """The buckets of one sum, and the state of its parameters.
 
     - `buckets`: in the order in which they start; `laid_out`: in the order of memory.
-    - `notes`: one byte per parameter about the step that is being finished.
+    - `notes`: one byte per parameter, on its gradient in the step that is being finished.
     - `recording`: in the first step with a bucket layout the order of gradients is recorded; afterwards the buckets start in the
       order in which they were complete on the first rank.
     - `active`: the parameters that require a gradient on any rank.
@@ -100,7 +100,7 @@ class SumState:
             self.places.update((position, (bucket, i)) for i, position in enumerate(bucket.positions))
 
     def start(self, bucket: Bucket, *, early: bool) -> None:
-        """Start the reduction of a bucket, and note the gradients that are not in it."""
+        """Start the reduction of a bucket, and write notes for the gradients that are not in the bucket."""
         self.collect(bucket, early=early)
         bucket.send()
 
@@ -122,7 +122,7 @@ class SumState:
     # -- the order in which gradients arrive --------------------------------------------------------------
 
     def begin_pass(self) -> None:
-        """Call before each backward pass. Raises GradientError if a parameter has another dtype or device now."""
+        """Prepare for a backward pass; call it before each. Raises GradientError if the dtype or device of a parameter has changed."""
         kinds = [(parameter.dtype, parameter.device) for parameter in self.sum.parameters]
         if kinds != self._kinds:
             at = next(at for at, (old, new) in enumerate(zip(self._kinds, kinds, strict=True)) if old != new)
@@ -134,7 +134,7 @@ class SumState:
         self._fresh = True
 
     def record(self, position: int) -> None:
-        """Record the arrival of a gradient."""
+        """Record that the gradient of the parameter at `position` has arrived, for the order of buckets."""
         # The order of the last pass counts, so a pass starts a new record; but only once it has a gradient at all.
         if self._fresh:
             self._fired, self._fresh = {}, False
@@ -142,7 +142,7 @@ class SumState:
         self._fired[position] = self._fired.pop(position, 0) + 1
 
     def learn_order(self) -> None:
-        """Set the gradients that each bucket waits for, and the order of buckets. Collective over the ranks of the sum."""
+        """Set the order of buckets, and the gradients that each bucket waits for, from the recorded step. Collective over the ranks of the sum."""
         arrival = {position: at for at, position in enumerate(self._fired)}
         complete = []
         for bucket in self.buckets:
@@ -161,7 +161,7 @@ class SumState:
     # -- notes --------------------------------------------------------------------------------------------
 
     def open_notes(self, failed: bool) -> None:
-        """Start the notes of a step, at the end of backward: gradients without a bucket, and late ones."""
+        """Start the notes of a step at the end of backward: note gradients without a bucket, and late gradients."""
         required = [parameter.requires_grad for parameter in self.sum.parameters]
         if required != self._required:
             self._required = required
@@ -181,23 +181,23 @@ class SumState:
                         self.notes[position] |= OUTSIDE
 
     def close_notes(self) -> bytes:
-        """The notes of this step; call when all buckets are collected."""
+        """Complete and return the notes of this step. Call it when all buckets are collected."""
         for position, note in self._started.items():
             self.notes[position] |= note
         self._started.clear()
         return bytes(self.notes)
 
     def failed(self, reports: Sequence[bytes]) -> list[int]:
-        """The ranks on which backward failed."""
+        """The ranks on which backward failed, from the notes of all ranks."""
         return [rank for rank, notes in zip(self.group.ranks, reports, strict=True) if notes and notes[0] & FAILED]
 
     @property
     def remarkable(self) -> bool:
-        """Whether the notes have more than the frozen parameters."""
+        """Whether the notes report anything other than frozen parameters."""
         return self.notes != self._blank
 
     def adapt(self, reports: list[bytes]) -> bool:
-        """Take over from all ranks' notes which parameters are active or sparse; True if the buckets must change."""
+        """Update the active and the sparse parameters from the notes of all ranks. Returns whether the buckets must change."""
         if self.sum.sharding is not None or reports == self._last_reports:
             return False
         self._last_reports = reports
@@ -213,7 +213,7 @@ def _active_on_any_rank(reports: Sequence[bytes]) -> list[bool]:
 
 
 def by_kind(kinds: Sequence[Kind], bucketed: Sequence[bool]) -> dict[Kind, list[int]]:
-    """The positions of the `bucketed` parameters by dtype and device, in reverse model order, about that of backward."""
+    """Group the positions of the `bucketed` parameters by dtype and device, in reverse model order (about the order of backward)."""
     members: dict[Kind, list[int]] = {}
     for position in reversed(range(len(kinds))):
         if bucketed[position]:
@@ -232,7 +232,7 @@ above."""
 
 
 class GroupNotes:
-    """The exchange of notes within one group of ranks, for all its sums."""
+    """The exchange of notes within one group of ranks, for all sums over this group."""
 
     def __init__(self, group: RankGroup, states: Sequence[SumState]) -> None:
         self.group, self.states = group, list(states)
@@ -301,7 +301,7 @@ class GroupNotes:
 
 
 def notes_of_all(groups: Sequence[GroupNotes], step: int, counts: bool = False) -> list[list[bytes]]:
-    """The notes of every rank about each sum, in the order of groups and their sums.
+    """For each sum, the notes of every rank; in the order of the groups and their sums.
 
     Collective over the ranks of each group; the host waits.
     """
@@ -311,7 +311,7 @@ def notes_of_all(groups: Sequence[GroupNotes], step: int, counts: bool = False) 
 
 
 def finish_uneven(state: SumState, reports: Sequence[bytes], factor: float | Tensor) -> dict[int, list[int]]:
-    """Reduce the gradients that no bucket could reduce. Collective over the ranks of the sum, after its buckets are reduced.
+    """Reduce the gradients that are not in a bucket. Collective over the ranks of the sum, after its buckets are reduced.
 
     Args:
         state: The sum.
@@ -319,7 +319,7 @@ def finish_uneven(state: SumState, reports: Sequence[bytes], factor: float | Ten
         factor: The factor of the step, with the divisor of the sum.
 
     Returns:
-        Position -> global ranks that had no gradient while others did.
+        {position of a parameter: global ranks without a gradient}, for parameters that had a gradient on other ranks.
     """
     sum_, group, places = state.sum, state.group, state.places
     dense: list[int] = []
@@ -448,7 +448,7 @@ FLAG_COUNT = STEP + _STEP_SLOTS
 
 
 class PiggybackedFlags:
-    """Flags of a step, summed over the world by a collective that is made anyway; all ranks take the same decisions.
+    """Flags of a step that are summed over the world as part of another collective, so that all ranks decide alike without a further collective.
 
     With NCCL the host runs ahead of the device, and a comparison of notes through the host would stall it in every step. So a rank
     whose gradients arrive as in earlier steps sends only a few numbers, summed with a bucket or with the norm, and the host reads
@@ -503,10 +503,9 @@ class PiggybackedFlags:
         return self._all[int(deviates), int(unsteady), self._step % _STEP_SLOTS]
 
     def all_deviate(self, summed: Tensor) -> bool:
-        """After `take`, on a rank that deviates: whether all ranks deviate. The host waits for the device.
+        """Whether all ranks deviate; called after `take`, on a rank that deviates. The host waits for the device.
 
-        If so, each rank knows that all others ask this, too, and they can compare notes: the step counts as unsteady and is not
-        skipped.
+        If all ranks deviate, every rank calls this method, so they can compare notes: the step counts as unsteady and is not skipped.
         """
         # The slot of the step has counted the ranks.
         numbers = summed[:FLAG_COUNT].tolist()
@@ -516,10 +515,10 @@ class PiggybackedFlags:
         return True
 
     def take(self, summed: Tensor) -> Tensor:
-        """Keep the sums over all ranks, to be read two steps later.
+        """Take the sums of the flags over all ranks. The host reads them two steps later.
 
         Returns:
-            1.0 on the device if all ranks skip the step, else 0.0.
+            A device tensor: 1.0 if all ranks must skip the step, else 0.0.
         """
         self._pending.append(HostCopy(summed))
         slot = STEP + self._step % _STEP_SLOTS

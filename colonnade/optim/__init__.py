@@ -1,1 +1,1 @@
-"""Optimizers and clipping: norms by placement, clip methods, and a step over flat buffers."""
+"""Optimizer steps and gradient clipping: gradient norms by placement, clip methods, steps over flat buffers, and ZeRO."""

@@ -4,10 +4,10 @@
 `step()`. It works on three kinds of `OwnedBucket`:
 
 - `ReplicatedBucket`: plain data parallelism. Every rank steps on the parameters of the full bucket.
-- `ShardedBucket`: ZeRO 1 and 2. This rank steps on its slice of the bucket, and so on shards of the parameters.
-- `ScatteredBucket`: on a GPU, parameters whose gradients need no reduction. Gradients stay where autograd has put them.
+- `ShardedBucket`: ZeRO 1 and 2. This rank steps on its slice of the bucket, which has shards of the parameters.
+- `ScatteredBucket`: on a GPU, parameters whose gradients need no reduction. Gradients stay in the memory that autograd allocated.
 
-Gradients in no bucket (sparse gradients, DTensors of FSDP2) are measured one by one, and the optimizer's own step updates them.
+Gradients that are in no bucket (sparse gradients, DTensors of FSDP2) are measured one by one, and the optimizer's own step uses them.
 
 `wants_flat` decides whether a step can be flat; `ScaledStep` is the step of all other optimizers.
 """
@@ -42,13 +42,13 @@ from colonnade.parallel.placement import is_dtensor, local_part
 
 
 class BucketStep:
-    """Measures and steps over buckets, and over gradients that are in none. `flat` is the flat step, once there is one.
+    """Measures the norm of, and steps on, the gradients in buckets and those in no bucket. `flat` is the `FlatStep`; None before it exists.
 
     Args:
         optimizer: The optimizer of the bucket members.
         buckets: Creates the buckets.
-        generation: Returns a value that changes whenever `buckets` would return others.
-        loose: The parameters whose gradient may be in no bucket.
+        generation: Returns a value that changes whenever `buckets` would return different buckets.
+        loose: The parameters whose gradients may be in no bucket.
         slot_of: The slot of a parameter in the norm and in the divisor.
         flat: Whether steps are flat where they can be, as decided by `wants_flat`.
         model: For names in messages; only a weak reference is kept.
@@ -91,7 +91,7 @@ class BucketStep:
         self.captured = True
 
     def meter(self, norm_type: float, slots: int, device: torch.device) -> Meter:
-        """The meter of this rank's gradients in this step. Over buckets alone it is reused, as their memory stays the same."""
+        """The meter of this rank's gradients in this step. If all gradients are in buckets, whose memory stays the same, the meter is reused."""
         absent = self._take_gradients()
         if self._outside or any(bucket.scattered for bucket in self._buckets):
             blocks = self._blocks(absent)
@@ -120,7 +120,7 @@ class BucketStep:
     def step_divided(self, divisor: Tensor | None, found_inf: Tensor | None) -> None:
         """Step on the gradient divided by `divisor` (one number, or one per slot), unless `found_inf` is 1.
 
-        None: a step that is neither clipped nor dropped.
+        If `divisor` is None, the step is not clipped; if `found_inf` is None, it is not skipped.
         """
         # With clipping, the meter has taken up the gradients of this step already.
         absent = self._absent if self._absent is not None else self._take_gradients()
@@ -248,9 +248,9 @@ def _sizes(optimizer: Any) -> list[int]:
 
 
 class OwnedBucket(ABC):
-    """One bucket as norm and step see it: tensors to step on, their flat gradients, and the replicas of each.
+    """The interface of a bucket for norm and step: the tensors that are stepped on (`members`), their flat gradients, and their replicas.
 
-    `entries` and `slots` are in the order of `members`.
+    `entries` (parameter and replica ranks) and `slots` are in the order of `members`.
     """
 
     scattered = False  # whether gradients may be at any address
@@ -265,15 +265,15 @@ class OwnedBucket(ABC):
 
     @abstractmethod
     def take_gradients(self) -> list[int]:
-        """Attach the gradients of this step to the members. Returns the places of members without one."""
+        """Attach the gradients of this step to the members. Returns the indices of members without a gradient."""
 
     @abstractmethod
     def blocks(self, absent: Sequence[int]) -> list[GradientBlock]:
-        """This rank's contribution to the norm, without the members at the places `absent`."""
+        """The blocks that this rank measures for the norm, without the members at the indices `absent`."""
 
     @abstractmethod
     def flat(self) -> FlatBucket:
-        """The bucket for a flat step."""
+        """The bucket in the form that `FlatStep` takes."""
 
 
 class ReplicatedBucket(OwnedBucket):
@@ -286,7 +286,7 @@ class ReplicatedBucket(OwnedBucket):
         self, bucket: Bucket, entries: Sequence[Held], slots: Sequence[int], measures_full_gradient: bool
     ) -> None:
         super().__init__(entries, slots)
-        self._bucket, self._measures_whole = bucket, measures_full_gradient
+        self._bucket, self._measures_full_gradient = bucket, measures_full_gradient
 
     @property
     def members(self) -> Sequence[Tensor]:
@@ -311,7 +311,10 @@ class ReplicatedBucket(OwnedBucket):
         return bucket_blocks(
             self._bucket.layout,
             self._bucket.gradient,
-            [(1, 0) if self._measures_whole else (entry.holding.count, entry.holding.index) for entry in self.entries],
+            [
+                (1, 0) if self._measures_full_gradient else (entry.holding.count, entry.holding.index)
+                for entry in self.entries
+            ],
             self.slots,
             absent=absent,
             # Replicas outside the bucket's ranks may have other neighbours around the parameter.
@@ -329,7 +332,7 @@ def _fits(gradient: Tensor, place: Tensor) -> bool:
 
 
 class ShardedBucket(OwnedBucket):
-    """A bucket of which this rank steps on a slice; its members are the shards of parameters in that slice."""
+    """A bucket of ZeRO 1 and 2. This rank steps on its slice of the bucket; the members are the shards of parameters in this slice."""
 
     def __init__(self, values: BucketValues, entries: Sequence[Held], slots: Sequence[int]) -> None:
         spans = values.bucket.spans
@@ -375,16 +378,16 @@ _ALIGNED = 16
 
 
 class ScatteredBucket(OwnedBucket):
-    """Parameters in flat memory whose gradients stay at their addresses, without a copy or memory for a flat gradient.
+    """Parameters in flat memory whose gradients stay at their own addresses: no copy, and no memory for a flat gradient.
 
-    `measures_full_gradient` as for `ReplicatedBucket`.
+    `measures_full_gradient`: as for `ReplicatedBucket`.
     """
 
     scattered = True
 
     def __init__(self, entries: Sequence[Held], slots: Sequence[int], measures_full_gradient: bool) -> None:
         super().__init__(entries, slots)
-        self._measures_whole = measures_full_gradient
+        self._measures_full_gradient = measures_full_gradient
         self._members = [entry.tensor for entry in entries]
         self._layout = FlatLayout(self._members)
         self._gradient = ScatteredGradient(self._layout)
@@ -412,7 +415,7 @@ class ScatteredBucket(OwnedBucket):
         missing, found = set(absent), []
         for at, (entry, member) in enumerate(zip(self.entries, self._members, strict=True)):
             if at not in missing and member.grad is not None:
-                count, index = (1, 0) if self._measures_whole else (entry.holding.count, entry.holding.index)
+                count, index = (1, 0) if self._measures_full_gradient else (entry.holding.count, entry.holding.index)
                 found.append(GradientBlock(flattened(member.grad), count, index, self.slots[at]))
         return found
 
@@ -421,7 +424,7 @@ class ScatteredBucket(OwnedBucket):
 
 
 def scattered_buckets(entries: Sequence[Held], slots: Sequence[int], measures_full_gradient: bool) -> list[OwnedBucket]:
-    """Scattered buckets, each of one dtype and device and of limited size."""
+    """Distribute the parameters over scattered buckets, each of one dtype and device and of limited size."""
     groups: dict[tuple[torch.dtype, torch.device], list[list[int]]] = {}
     for at, entry in enumerate(entries):
         of_kind = groups.setdefault((entry.tensor.dtype, entry.tensor.device), [[]])
@@ -444,7 +447,7 @@ def wants_flat(parameters: Sequence[Tensor], optimizer: Any, flat: bool | None, 
     """Whether a flat step gives the same result as the optimizer's own step.
 
     Args:
-        parameters: All parameters that the optimizer may have.
+        parameters: All parameters that the optimizer may step on.
         optimizer: The user's optimizer.
         flat: False turns flat steps off; True raises GradientError if a flat step is not possible.
         key: The config key that requires flat steps, for the error message.
@@ -486,13 +489,13 @@ DOUBLES = (torch.float64, torch.complex128)
 
 
 class ScaledStep:
-    """Runs `optimizer.step()` on the gradient divided by `divisor`, or not at all if `found_inf` is 1.
+    """Runs `optimizer.step()` on the gradient divided by `divisor`, or skips it if `found_inf` is 1.
 
     After the step the gradients hold the divided values, as torch's fused kernels leave them, so a second step on the same
     gradients would divide twice. An optimizer that is not fused cannot skip a step on the device: then `found_inf` is read on
     the host, which on CUDA waits for the norm.
 
-    `slot_of` has the index of a parameter's divisor, if there are several; 0 by default.
+    `slot_of` has the index of each parameter's divisor, if there are several divisors; by default 0.
     """
 
     def __init__(self, optimizer: Optimizer, slot_of: Mapping[Tensor, int] | None = None) -> None:
@@ -506,7 +509,7 @@ class ScaledStep:
 
     @torch.no_grad()
     def step(self, divisor: Tensor, found_inf: Tensor | None = None) -> None:
-        """One step; without `found_inf` it is never skipped, and nothing is read on the host."""
+        """Run one step. Without `found_inf` the step is never skipped, and nothing is read on the host."""
         optimizer = self.optimizer
         if not _skips_on_device(optimizer):
             if found_inf is None or not found_inf.item():

@@ -1,16 +1,16 @@
 """Gradient clipping: clip methods, the divisor of a step, and clipping functions for parameters with any placement.
 
-In an engine clipping is a decision, not a pass over the gradients. `colonnade.optim.norm` computes the global norms, `ClipPolicy`
+In an engine, clipping is not a separate pass over the gradients. `colonnade.optim.norm` computes the global norms, `ClipPolicy`
 turns them into one divisor per slot and a flag that skips the step, and the optimizer divides inside its step. All of these are
 device tensors with the same bits on every rank, so ranks need no further agreement and the host never waits for a value.
 
-A clip method gives the limit. It sees only numbers that have the same bits on every rank, and keeps its history in device tensors that
-it changes in place. So all ranks decide alike, and a CUDA graph can contain the step. The gradient is divided by
+A clip method computes the limit. Its inputs have the same bits on every rank, and it changes its history, in device tensors, in
+place. So all ranks decide alike, and a CUDA graph can contain the step. The gradient is divided by
 divisor = max(1, (norm + 1e-6) / limit), the inverse of torch's clip coefficient. The base class comes first, then the fixed limit
 (`norm`), then the methods that learn their limit from past norms: `zclip`, `percentile`, `skip_on_spike` and `adagc`. A new method is a
 class registered in `CLIP_METHOD`.
 
-The settings are `config.settings.ClipSettings`; `ClipPolicy.from_settings` is the one place that interprets them for a run. The last
+The settings are `config.settings.ClipSettings`; only `ClipPolicy.from_settings` interprets them for a run. The last
 part needs neither engine nor config: `clip_grad_norm_`, `grad_norm`, `clip_values_`, `clip_units_`.
 """
 
@@ -47,16 +47,16 @@ EPSILON = 1e-6
 
 
 def divisor_to(norm: Tensor, limit: Tensor | float) -> Tensor:
-    """The divisor that brings a gradient of this norm down to `limit`; 1 if `limit` is inf."""
+    """The divisor that reduces a gradient with this norm to the norm `limit`; 1 if the norm is smaller, or `limit` is inf."""
     if isinstance(limit, float) and math.isinf(limit):
         return torch.ones_like(norm)
     return ((norm + EPSILON) / limit).clamp(min=1.0)
 
 
 class Measured:
-    """The input of a method: the total norm, the norm of every slot, and whether all gradients are finite (0-dim).
+    """The input of a clip method: the total norm, the norm of every slot, and whether all gradients are finite (0-dim).
 
-    `per_slot`: every slot is clipped by its own norm.
+    `per_slot`: whether every slot is clipped by its own norm.
     """
 
     def __init__(self, norm: Tensor, norms: Norms, bad: Tensor, per_slot: bool = False) -> None:
@@ -86,17 +86,16 @@ class Measured:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A divisor (0-dim, or one per slot) and, from methods that skip steps, a 0-dim bool."""
+    """The result of a clip method: a divisor (0-dim, or one per slot) and, from methods that skip steps, a 0-dim bool that skips the step."""
 
     divisor: Tensor
     skip: Tensor | None = None
 
 
 class ClipMethod(ABC):
-    """Base class of all clip methods. A method with history returns its initial state from `history`.
+    """Base class of all clip methods. A method that uses norms of past steps returns its initial state tensors from `history`.
 
-    `decide` may read `self.state` and must change it through `self.remember`, which leaves it unchanged on a step that is not
-    finite. `by_slot = True` declares that the method can limit every slot by its own norm (`measured.clipped_by` or
+    `decide` may read `self.state`, but must change it only through `self.remember`, which ignores a step with non-finite gradients. `by_slot = True` declares that the method can limit every slot by its own norm (`measured.clipped_by` or
     `measured.slots`); `per="layer"` and `per="parameter"` raise ConfigError for methods without it.
     """
 
@@ -110,7 +109,7 @@ class ClipMethod(ABC):
         """Compute the divisor and the skip flag from device tensors, without branching on their values."""
 
     def history(self, slots: int) -> dict[str, Tensor]:
-        """The initial state, for this number of slots."""
+        """The initial state tensors of the method, by name, for a model with `slots` slots; empty for a method without memory."""
         return {}
 
     def __call__(self, measured: Measured) -> Verdict:
@@ -121,7 +120,7 @@ class ClipMethod(ABC):
         return self.decide(measured)
 
     def remember(self, finite: Tensor, **new: Tensor) -> None:
-        """Store the new values of the named state tensors in place, unless the step is not finite."""
+        """Store new values of the named state tensors in place, unless the gradients of the step are not finite."""
         for name, value in new.items():
             old = self.state[name]
             old.copy_(torch.where(finite, value, old))
@@ -131,7 +130,7 @@ class ClipMethod(ABC):
         return {name: tensor.clone() for name, tensor in self.state.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the state of a method with the same settings."""
+        """Restore the state from `state_dict` of a method with the same settings."""
         if not state:
             self.state = {}
             return
@@ -150,7 +149,7 @@ class ClipMethod(ABC):
 
 @CLIP_METHOD.register_module("norm")
 class NormClip(ClipMethod):
-    """A fixed limit for the total norm, or for the norm of every slot; with max_norm = inf nothing is clipped."""
+    """Clip the total norm, or the norm of every slot, to the fixed limit `max_norm`; with max_norm = inf nothing is clipped."""
 
     by_slot = True
 
@@ -340,7 +339,7 @@ class Decision:
 
 
 class ClipPolicy:
-    """Applies a clip method to the total norm, and the limits of groups that have their own.
+    """Applies a clip method to the total norm, and their own limits to the clip groups that have one.
 
     Args:
         method: Computes the divisor for all groups without a limit of their own.
@@ -385,7 +384,7 @@ class ClipPolicy:
 
     @classmethod
     def from_settings(cls, settings: ClipSettings, group_of: Sequence[int], names: Sequence[str]) -> ClipPolicy:
-        """The policy of a config, for slots with these groups and names."""
+        """Build the policy of a config, for slots with these groups and names."""
         method = CLIP_METHOD.get_module(settings.method)
         per_slot = settings.per != "group"
         if per_slot and not getattr(method, "by_slot", False):
@@ -409,7 +408,7 @@ class ClipPolicy:
         return len(self.group_of)
 
     def decide(self, norms: Norms) -> Decision:
-        """Decide on one step. With "raise", first raises for an earlier step that was not finite."""
+        """Decide on the divisor and on skipping for one step. With nonfinite="raise", first raises for an earlier non-finite step."""
         if self.nonfinite == "raise":
             self.raise_pending()
 
@@ -438,10 +437,10 @@ class ClipPolicy:
         return Decision(total, divisor, found_inf, norms, bad)
 
     def raise_pending(self) -> None:
-        """With "raise": raise for a non-finite gradient of the previous step, on a GPU of the step before that.
+        """Raise if the previous step (on a GPU, the step before it) had a non-finite gradient; only with nonfinite="raise".
 
-        The delay lets the host run ahead of the device, and all ranks raise at the same step. The bad step itself was
-        skipped on every rank.
+        The delay lets the host run ahead of the device. All ranks raise at the same step. The non-finite step itself was skipped on
+        every rank.
         """
         slots: list[int] = []
         while self._reports and not slots and (self._reports[0].on_host or len(self._reports) >= HOST_COPY_DELAY):
@@ -460,7 +459,7 @@ class ClipPolicy:
         return {"method": type(self.method).__name__, "state": self.method.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a history saved by the same method."""
+        """Restore the history of the clip method from `state_dict` of a policy with the same method."""
         if state["method"] != type(self.method).__name__:
             raise CheckpointError(
                 f"the clip state was saved by {state['method']}, but this run clips with {type(self.method).__name__}; "
@@ -563,7 +562,7 @@ def grad_norm(
 ) -> Tensor:
     """The total norm of the gradients of all ranks, with the same bits on every rank; at most one collective.
 
-    Arguments and ranks that must call it: see `clip_grad_norm_`.
+    Arguments and collective ranks are those of `clip_grad_norm_`.
     """
     tensors = _as_list(parameters)
     norm_type = check_order(norm_type)
@@ -602,7 +601,7 @@ def grad_norm(
     local_sum, _ = vector
     evidence = _coordinates_and_sum(tensors, local_sum) if shared and context is None else vector[:0]
     vector = torch.cat([vector, evidence])
-    norms = reduce_norms(vector, norm_type, piggybacked=len(evidence), whole=not shared)
+    norms = reduce_norms(vector, norm_type, piggybacked=len(evidence), measures_full_gradient=not shared)
     total = norms.total()
     if len(evidence):
         replicated = _are_replicas(vector[-len(evidence) :])
@@ -694,10 +693,10 @@ def clip_values_(grads: Iterable[Tensor], limit: float) -> None:
 
 @dataclass(frozen=True)
 class UnitBlock:
-    """A local parameter and its gradient. Its units are the rows (dimension 0), or a vector as a whole.
+    """A local parameter and its gradient, for clipping by units. The units of a tensor are its rows (dimension 0); a vector is one unit.
 
-    `group` has the ranks that hold the other shards of the same units: the ranks over which a dimension other than the first
-    is sharded, or any dimension of a vector. None if no unit is sharded.
+    `group` has the ranks that store the other shards of the same units: the ranks over which a vector, or a dimension other than the
+    first, is sharded. None if no unit is sharded.
     """
 
     param: Tensor
@@ -709,8 +708,8 @@ class UnitBlock:
 def clip_units_(blocks: Sequence[UnitBlock], factor: float = 0.01, eps: float = 1e-3) -> None:
     """Adaptive gradient clipping (arXiv 2102.06171): clip every unit's gradient norm to `factor` x its weight norm.
 
-    Weight norms count as at least `eps`. Collective over every group in `blocks`, one all-reduce each: all ranks of a group
-    pass its blocks in the same order, including blocks of which they hold no element.
+    A weight norm below `eps` counts as `eps`. Collective over every group in `blocks`, with one all-reduce per group: all ranks of a
+    group must pass its blocks in the same order, including blocks of which they store no element.
     """
     positive("the factor of a unit clip", factor)
     positive("eps of a unit clip", eps)

@@ -1,6 +1,6 @@
-"""The optimizer as the engine sees it: one interface for plain optimizers and for those sharded by ZeRO 1 or 2.
+"""The interface of optimizers to the engine, for plain optimizers and for optimizers sharded by ZeRO 1 or 2.
 
-The last part finds properties of an optimizer by a trial: a twin of it takes steps on small matrices.
+The last part of this file finds properties of an optimizer by a trial: a copy of the optimizer takes steps on small matrices.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ GradientSlice = tuple[Tensor, int, int, Tensor | None]
 
 
 class EngineOptimizer(ABC):
-    """An optimizer as the engine drives it."""
+    """Base class: the methods of an optimizer that the engine calls."""
 
     is_sharded = False
     """Whether reduced gradients are in `gradient_slices` instead of in `.grad`."""
@@ -59,13 +59,16 @@ class EngineOptimizer(ABC):
     @property
     @abstractmethod
     def is_flat(self) -> bool:
-        """Whether steps are over flat memory, as decided by `wants_flat` for the tensors that this rank steps on."""
+        """Whether steps use flat memory, as `wants_flat` decides for the tensors that this rank steps on."""
 
     # -- before the first step ----------------------------------------------------------------------------
 
     @abstractmethod
     def plan_shards(self, pipeline: bool) -> Shards | None:
-        """The parameters whose gradients are sharded, and how; None for none. `pipeline`: a schedule runs many passes a step."""
+        """The parameters whose gradients are sharded, with the sharding options; None if no gradient is sharded.
+
+        `pipeline`: whether a pipeline schedule runs several backward passes per step.
+        """
 
     @abstractmethod
     def needs_buckets(self, graph: bool, planned_on: str | None = None) -> bool:
@@ -78,7 +81,7 @@ class EngineOptimizer(ABC):
 
     @abstractmethod
     def attach(self, synchroniser: Synchroniser, waits: WaitWatch) -> None:
-        """Prepare the sharded buckets, once buckets are laid out. Collective."""
+        """Prepare the sharded buckets. Called after buckets are laid out. Collective."""
 
     @abstractmethod
     def make_step(
@@ -88,7 +91,7 @@ class EngineOptimizer(ABC):
         slot_of: Callable[[Held], int],
         context: ParallelContext,
     ) -> BucketStep:
-        """Create the object that measures this rank's contribution to the norm, and steps.
+        """Create the `BucketStep`, which measures this rank's contribution to the norm and runs the step.
 
         Args:
             synchroniser: The gradient buckets.
@@ -114,7 +117,7 @@ class EngineOptimizer(ABC):
 
     @abstractmethod
     def gradient_slices(self) -> Iterator[GradientSlice]:
-        """This rank's slices of the reduced gradients of sharded parameters; other gradients are in `.grad`."""
+        """Yield this rank's slices of the reduced gradients of sharded parameters. (The gradients of other parameters are in `.grad`.)"""
 
     @abstractmethod
     def close(self) -> None:
@@ -122,7 +125,7 @@ class EngineOptimizer(ABC):
 
 
 class PlainOptimizer(EngineOptimizer):
-    """An unsharded optimizer: torch's, or any object with `param_groups` and `step()`.
+    """An unsharded optimizer: one of torch, or any object with `param_groups` and `step()`.
 
     `flat`: the key `flat_step` of the config.
     """
@@ -210,7 +213,7 @@ class PlainOptimizer(EngineOptimizer):
 
 
 def groups_by_options(optimizer: Optimizer) -> list[list[int]]:
-    """The indices of non-empty parameter groups, grouped by options; a number counts only as zero or non-zero."""
+    """The indices of non-empty parameter groups, in lists of groups with equal options. Options that are numbers are equal if both are zero or both are not."""
     found: dict[str, list[int]] = {}
     for at, group in enumerate(optimizer.param_groups):
         options = {
@@ -226,11 +229,11 @@ def groups_by_options(optimizer: Optimizer) -> list[list[int]]:
 def run_trial_steps(
     optimizer: Optimizer, at: int, shape: tuple[int, ...], cut: Callable[[Tensor], list[Any]], device: str = "cpu"
 ) -> tuple[Tensor, list[Any]]:
-    """Run two steps on a random matrix, and on its shards with the same gradients.
+    """Run two steps of a copy of the optimizer on a random matrix, and on shards of this matrix with the same gradients.
 
     Args:
-        optimizer: The optimizer of which a twin is tried.
-        at: The parameter group with the options to use.
+        optimizer: The optimizer; the steps are run by a copy.
+        at: The index of the parameter group whose options are used.
         shape: The shape of the matrix.
         cut: Splits a matrix into shards.
         device: The device of the matrix.
@@ -255,7 +258,7 @@ def run_trial_steps(
 
 
 def state_dtypes(optimizer: Optimizer, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    """The dtypes of the state that the optimizer will keep per element of a parameter; empty if the trial fails."""
+    """The dtypes of the state tensors that the optimizer keeps per element of a parameter of `dtype`; empty if the trial step fails."""
     parameter = torch.zeros(2, 2, dtype=dtype, device="cpu")
     parameter.grad = torch.ones_like(parameter)
     try:
@@ -302,7 +305,7 @@ def _sample(value: Any, like: Any, parameter: Tensor, name: str) -> Any:
 
 
 def twin_of(optimizer: Optimizer, parameters: Sequence[Sequence[Tensor]]) -> Optimizer:
-    """A second optimizer of the same class with the same attributes, over other tensors and without state."""
+    """Make a second optimizer of the same class, with the same attributes, for other tensors and without state (a twin)."""
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
     twin.__dict__.pop("step", None)  # a scheduler may have set it to a method bound to the original

@@ -5,9 +5,9 @@ the gradient divided by the clip divisor. The division is part of the update: a 
 norm and once for the update, and no clipped gradient is written. The optimizer stays the user's: its parameter groups, hooks,
 schedulers, `zero_grad` and state dictionaries work as before, since its state tensors are views of the flat memory.
 
-One step: the parameters with a gradient determine a plan of launches, which is rebuilt only when they change. Step counts are
-incremented. Each launch updates the spans of one bucket that share a parameter group and a divisor. The counts are decremented
-again if the step is skipped. The host reads nothing: divisor and skip flag stay on the device.
+A step, in order: the set of parameters with a gradient determines a plan of launches, which is rebuilt only when the set changes.
+Step counts are incremented. Each launch updates the spans of one bucket that share a parameter group and a divisor. If the step is
+skipped, the counts are decremented again. The host reads no value: divisor and skip flag stay on the device.
 
 The file has, in this order: the step; the flat memory (buckets, parameters, moments, step counts); the launches (Triton
 kernels, or torch's fused kernels); and the same launches as a CUDA graph.
@@ -35,7 +35,7 @@ from colonnade.parallel.flat import FlatLayout, Span, padded
 
 
 def why_not(optimizer: Optimizer) -> str | None:
-    """The reason why this optimizer cannot take flat steps; None if it can."""
+    """The reason why this optimizer cannot take flat steps; None if flat steps are possible."""
     if type(optimizer) not in (AdamW, Adam, SGD):
         return f"a flat step supports torch's AdamW, Adam and SGD, not {type(optimizer).__name__}"
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -82,8 +82,8 @@ class FlatStep:
     except for fp64.
 
     Args:
-        optimizer: The optimizer, of a kind for which `why_not` returns None.
-        buckets: Its parameters and their gradients.
+        optimizer: The optimizer; `why_not(optimizer)` must be None.
+        buckets: The parameters of the optimizer and their gradients.
         graph: Record the launches as a CUDA graph; gradients must then stay at the same addresses.
     """
 
@@ -135,7 +135,7 @@ class FlatStep:
 
     @property
     def params(self) -> list[Tensor]:
-        """The flat parameter buffers, in the order of the buckets; joined buckets share one."""
+        """The flat parameter buffers, in the order of the buckets; joined buckets share a buffer."""
         return [state.params for state in self._state.buckets]
 
     def step(self, divisor: Tensor, found_inf: Tensor, absent: Collection[int] = ()) -> None:
@@ -144,9 +144,9 @@ class FlatStep:
         Args:
             divisor: One number, or one per slot, on the device.
             found_inf: fp32, exactly 0 or 1, on the device.
-            absent: Places (counted through all buckets) of parameters without a gradient; as in torch they are not updated.
+            absent: Indices (counted over all buckets) of parameters without a gradient, which are not updated, as in torch.
 
-        In a captured graph, only a learning rate in a device tensor can change.
+        In a captured graph, learning rates can change only if they are device tensors.
         """
 
         def update(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -275,10 +275,10 @@ def _steps_as_torch(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[st
 
 @dataclass(eq=False)
 class FlatBucket:
-    """Parameters, and the flat buffer of their gradients with the same order and offsets.
+    """Parameters (`members`), and the flat buffer of their gradients with the same order and offsets.
 
-    `slots` has the index of each parameter's divisor. `params` is the flat buffer of which the parameters are views already;
-    if it is None, one is allocated and the parameters are moved into it.
+    `slots` has the index of each parameter's divisor. `params` is the flat buffer that already contains the parameters; if `params`
+    is None, a buffer is allocated and the parameters are moved into it.
     """
 
     layout: FlatLayout
@@ -297,7 +297,10 @@ class FlatBucket:
 
 
 class ScatteredGradient:
-    """Gradients at arbitrary addresses: for each, the address at which element 0 of the flat buffer would be."""
+    """Gradients at arbitrary addresses, in place of a flat buffer.
+
+    For each gradient, the object has the address at which element 0 of a flat buffer would be that contained this gradient.
+    """
 
     def __init__(self, layout: FlatLayout) -> None:
         self.dtype, self.device = layout.dtype, layout.device
@@ -318,7 +321,7 @@ class ScatteredGradient:
 
 
 def pinned(numbers: Tensor) -> Tensor:
-    """The same in pinned memory, from which the device can copy asynchronously."""
+    """Copy a CPU tensor to pinned memory, from which the device can copy asynchronously."""
     return numbers.pin_memory()
 
 
@@ -371,7 +374,7 @@ def join_neighbours(buckets: Sequence[FlatBucket]) -> list[FlatBucket]:
 
 
 class BucketState:
-    """The flat parameters and moments of one bucket; `first` is the place of its first parameter among all buckets."""
+    """The flat parameters and moments of one bucket; `first` is the index of its first parameter, counted over all buckets."""
 
     def __init__(self, bucket: FlatBucket, first: int) -> None:
         self.bucket = bucket
@@ -392,14 +395,14 @@ class BucketState:
         self._views: dict[str, list[Tensor]] = {}
 
     def moment(self, name: str) -> Tensor:
-        """The flat buffer of a moment, allocated with zeros at the first call."""
+        """The flat buffer of the moment `name` ("exp_avg"), allocated with zeros at the first call."""
         if name not in self.moments:
             self.moments[name] = torch.zeros_like(self.params)
             self._views[name] = self.bucket.layout.views(self.moments[name])
         return self.moments[name]
 
     def reclaim(self) -> None:
-        """Move parameters that were given other memory (`p.data = ...`, swapped weights) back, with their new values."""
+        """Move parameters back into the flat buffer, with their new values, if their memory was replaced (`p.data = ...`, swapped weights)."""
         if not self._homes or [param.data_ptr() for param in self.bucket.members] == self._pointers:
             return
         for param, home in zip(self.bucket.members, self._homes, strict=True):
@@ -422,8 +425,9 @@ class BucketState:
 class FlatState:
     """The state of an optimizer in flat buffers, kept consistent with `optimizer.state` in both directions.
 
-    `group_of` has the parameter group of every place, -1 for none. `steps` counts the steps of every parameter that were not
-    skipped. SGD has no such state in torch; for parameters with momentum, the count distinguishes the first step.
+    A place is the index of a parameter, counted over all buckets. `group_of` has the parameter group of every place, -1 for none.
+    `steps` has, for every parameter, the number of steps that were not skipped. torch's SGD keeps no such count; here it
+    distinguishes the first step of parameters with momentum.
     """
 
     def __init__(self, optimizer: Optimizer, buckets: Sequence[FlatBucket], group_of: Sequence[int]) -> None:
@@ -442,16 +446,16 @@ class FlatState:
         self._step_views = list(self.steps.unbind())
 
     def names(self) -> list[tuple[str, ...]]:
-        """The names of the moments of every group, under its current options."""
+        """For every parameter group, the names of its moments under its current options."""
         if not self._sgd:
             return [("exp_avg", "exp_avg_sq")] * len(self._optimizer.param_groups)
         return [("momentum_buffer",) if group["momentum"] else () for group in self._optimizer.param_groups]
 
     def count(self, present: Sequence[int]) -> list[int]:
-        """Those of the places `present` whose steps are counted; their state is created, as by torch at the first step.
+        """The places among `present` whose steps are counted. Creates their state, as torch does at the first step.
 
-        Places that are counted together keep a common history; all others have another from now on. So equal histories mean
-        equal step counts, whichever steps the device skips.
+        Places with equal `histories` have been counted in the same calls of this method. So equal histories mean equal step counts,
+        whichever steps the device skips.
         """
         names = self.names()
         counted = [place for place in present if names[self._group_of[place]]]
@@ -510,7 +514,7 @@ class FlatState:
 
 @dataclass(frozen=True)
 class Fragment:
-    """Elements [start, stop) of parameters with equal step counts; `step` is the place of the count."""
+    """The elements [start, stop) of a flat buffer, of parameters with equal step counts; `step` is the place of the count."""
 
     start: int
     stop: int
@@ -518,19 +522,19 @@ class Fragment:
 
 
 class StepLaunch(ABC):
-    """A prepared launch. `group` is the current torch parameter group; step counts include this step already."""
+    """A prepared launch. The argument `group` is the current torch parameter group; step counts already include this step."""
 
     @abstractmethod
     def adam(self, group: Mapping[str, Any], divisor: Tensor, found_inf: Tensor) -> None:
-        """Adam or, with `decoupled_weight_decay`, AdamW."""
+        """Launch a step of Adam or, with `decoupled_weight_decay`, of AdamW."""
 
     @abstractmethod
     def sgd(self, group: Mapping[str, Any], divisor: Tensor, found_inf: Tensor) -> None:
-        """SGD with or without momentum."""
+        """Launch a step of SGD with or without momentum."""
 
 
 def prepare_launch(state: BucketState, steps: Tensor, fragments: Sequence[Fragment]) -> StepLaunch:
-    """The fastest launch for these spans on their device."""
+    """Prepare the fastest launch for these fragments on their device."""
     kinds = (torch.float32, *HALVES)
     if state.params.is_cuda and state.params.dtype in kinds and kernels_available():
         return TritonLaunch(state, steps, fragments)
@@ -538,7 +542,7 @@ def prepare_launch(state: BucketState, steps: Tensor, fragments: Sequence[Fragme
 
 
 class TorchLaunch(StepLaunch):
-    """Torch's fused kernels on one slice per fragment."""
+    """A launch that calls torch's fused kernels on one slice per fragment."""
 
     def __init__(self, state: BucketState, steps: Tensor, fragments: Sequence[Fragment]) -> None:
         self._state = state
@@ -615,7 +619,7 @@ class TorchLaunch(StepLaunch):
 
 
 class TritonLaunch(StepLaunch):
-    """The Triton kernels on a table of chunks: one launch for any number of fragments."""
+    """A single launch of a Triton kernel on a table of chunks, for any number of fragments."""
 
     def __init__(self, state: BucketState, steps: Tensor, fragments: Sequence[Fragment]) -> None:
         from colonnade.optim import optim_kernels
@@ -708,7 +712,7 @@ def check_capturable(parameters: Sequence[Tensor], flat: bool) -> None:
 
 
 class Capture:
-    """Work recorded as a CUDA graph. Its result is in memory of the graph, and is overwritten by every replay."""
+    """Records work as a CUDA graph and replays it. The result is in the memory of the graph, and every replay overwrites it."""
 
     def __init__(self) -> None:
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -718,7 +722,7 @@ class Capture:
         self._result: Any = None
 
     def run(self, holds: Sequence[object], values: object, work: Callable[[], Result]) -> Result:
-        """Run or replay the work. A new recording starts if an object in `holds` is not the same one, or `values` has changed."""
+        """Run or replay the work. A new recording starts if an object in `holds` was replaced by another object, or if `values` has changed."""
         same = len(holds) == len(self._holds) and all(a is b for a, b in zip(holds, self._holds, strict=True))
         if not same or values != self._values:
             self._graph, self._result, self._runs = None, None, 0
@@ -736,7 +740,7 @@ class Capture:
 
 
 class StepGraph:
-    """The launches of a flat step as a CUDA graph, which reads divisor, skip flag and learning rates from device memory."""
+    """Records the launches of a flat step as a CUDA graph, which reads divisor, skip flag and learning rates from device memory."""
 
     def __init__(self) -> None:
         self._capture = Capture()

@@ -1,12 +1,13 @@
 """The norm of the global gradient: local sums of powers, one all-reduce, one root.
 
 A rank describes its gradients by `GradientBlock`s: a tensor, the number of ranks that hold the same elements, and a slot. A
-slot is whatever gets a norm of its own: a clip group, a layer or a parameter. `Meter` reads this rank's blocks once and leaves
+slot is the number of a clip group, a layer or a parameter whose norm is measured separately. `Meter` reads this rank's blocks once and leaves
 a small fp64 vector on the device: a sum of powers per slot, and a count of non-finite blocks per slot. `reduce_norms`
-all-reduces the vectors, so every rank has the same bits, and returns them as `Norms`, which takes roots.
+all-reduces the vectors, so every rank has the same bits, and returns them as `Norms`, which takes roots. The docstring of
+`reduce_norms` explains why a single collective suffices.
 
-Nothing here waits for the device or reads a value on the host. Sums over blocks and ranks are in fp64 whatever the dtype of
-the gradients, and each element is counted by exactly one rank (or by several in fixed proportions). So the norm depends on
+No function of this file waits for the device or reads a value on the host. Sums over blocks and ranks are in fp64 for gradients of
+any dtype, and each element is counted by exactly one rank (or by several ranks with weights that add up to 1). So the norm depends on
 the parallel layout only in the last digits of fp64.
 """
 
@@ -42,7 +43,7 @@ SLICE = 64
 
 @dataclass(frozen=True, eq=False)
 class GradientBlock:
-    """A local gradient, its number of replicas, the index of this rank among them, and its slot."""
+    """A local gradient, the number of its replicas (`count`), the index of this rank among the replicas, and its slot."""
 
     tensor: Tensor
     count: int = 1
@@ -59,7 +60,7 @@ class GradientBlock:
 
     @property
     def owned(self) -> Tensor:
-        """The slice of the block that this rank reads; the slices of all replicas make up the block once."""
+        """The slice of the block that this rank reads. Together, the slices of all replicas cover the block once."""
         if self.count == 1 or self.index is None:
             return self.tensor
         flat = flattened(self.tensor)
@@ -69,7 +70,7 @@ class GradientBlock:
 
     @property
     def weight(self) -> float:
-        """The factor on the sum of powers of `owned`."""
+        """The factor by which the sum of powers of `owned` is multiplied."""
         return 1.0 / self.count if self.index is None else 1.0
 
 
@@ -89,9 +90,9 @@ def bucket_blocks(
         buffer: The flat gradients.
         holdings: (count, index) of every parameter, as in `GradientBlock`.
         slots: The slot of every parameter; 0 for all if omitted.
-        absent: Parameters without a gradient in this step.
+        absent: Indices of parameters without a gradient in this step.
         separate: Parameters that a replica may keep in another bucket or at another offset (tied parameters). Each becomes a
-            block of its own, as its slice must not depend on its neighbours in the buffer.
+            separate block, because its slice must not depend on its neighbours in the buffer.
     """
     # Each block costs a tensor, a chunk and a row of the reader, so neighbours in the buffer with equal (count, index) and slot
     # become one block, including the padding between them.
@@ -127,16 +128,16 @@ def check_order(p: float) -> float:
 
 
 class Meter:
-    """Measures a fixed list of blocks, any number of times.
+    """Computes the sums of powers of a fixed list of blocks, any number of times.
 
-    The memory of the blocks must stay the same (as that of flat gradient buffers does); only values may change between
-    measurements.
+    The memory of the blocks must stay the same between measurements (as the memory of flat gradient buffers does); only values may
+    change.
 
     Args:
         blocks: The blocks of this rank, on any devices.
         p: The order of the norm.
         slots: The number of slots, the same on every rank.
-        device: The device of the result; by default the first that is not the CPU.
+        device: The device of the result; by default the first device of a block that is not the CPU.
         once: Skip preparations on the device that pay off only from the second measurement on.
     """
 
@@ -227,9 +228,24 @@ def powsums(
 
 
 def reduce_norms(
-    vector: Tensor, p: float = 2.0, group: dist.ProcessGroup | None = None, *, piggybacked: int = 0, whole: bool = False
+    vector: Tensor,
+    p: float = 2.0,
+    group: dist.ProcessGroup | None = None,
+    *,
+    piggybacked: int = 0,
+    measures_full_gradient: bool = False,
 ) -> Norms:
     """Reduce the vectors of all ranks to norms, with exactly one all-reduce, in place.
+
+    Why one all-reduce suffices: shards and replicas of different parameters are on different sets of ranks, which seems to need one
+    collective per set. But the vectors are weighted so that every element of the global gradient counts once in their sum over all
+    ranks (a replica reads only its slice, or has the weight 1 / number of replicas). So a single sum over the world adds all
+    parameters at once. The vector has the sums of all slots and the counts of non-finite blocks, so that clipping by group, layer or
+    parameter and the decision to skip a step need no further collective. All ranks get the same bits, and decide alike.
+
+    `Stepper.step` makes one other all-reduce, for the flags of a step (`PiggybackedFlags`, NCCL only). Usually these flags are sent
+    with a gradient bucket, or as `piggybacked` entries of this vector. If neither is possible, because clipping is off or every rank
+    measures the full gradient, the flags get an all-reduce of their own.
 
     Collective over `group`, including ranks without blocks.
 
@@ -238,10 +254,11 @@ def reduce_norms(
         p: The order of the norm.
         group: The ranks that hold the gradient; None for the world.
         piggybacked: The number of trailing entries that are not part of the norm and only share its collective.
-        whole: Every rank has measured the full gradient, so nothing is communicated.
+        measures_full_gradient: Every rank has measured the full gradient (on GPUs, if all parameters are replicated on all
+            ranks; and without other ranks), so nothing is communicated.
     """
     order = check_order(p)
-    if not whole and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+    if not measures_full_gradient and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
         dist.all_reduce(vector, dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM, group=group)
     values, nonfinite = vector[: len(vector) - piggybacked].view(2, -1).unbind(0)
     if math.isinf(order):  # MAX may ignore a NaN, so the readers send it as inf with the number 2
@@ -252,9 +269,9 @@ def reduce_norms(
 
 @dataclass(frozen=True)
 class Norms:
-    """The reduced sums of powers per slot (maxima for p = inf), fp64, with the same bits on every rank.
+    """The reduced sums of powers per slot (maxima for p = inf), in fp64, with the same bits on every rank.
 
-    `nonfinite` is above 0 for a slot with a non-finite block: the number of such blocks in the world, or just 1 for p = inf.
+    `nonfinite` has, for every slot, the number of non-finite blocks in the world; for p = inf, 1 if there are any.
     """
 
     p: float
@@ -306,7 +323,7 @@ PIECE = 1 << 20
 
 
 class TorchReader:
-    """Torch norms of short rows on a CPU, and of full tensors elsewhere; their powers are summed per tensor."""
+    """Reads tensors with torch's norm functions: norms of short rows on a CPU, of full tensors elsewhere. Sums their powers per tensor."""
 
     def __init__(self, rows: Sequence[Tensor], p: float) -> None:
         self._p = p
@@ -399,7 +416,7 @@ def _row_length(numel: int) -> int:
 
 
 class KernelReader:
-    """2-norms by Triton kernels, of flat, aligned tensors of fp32 or half precision on CUDA."""
+    """Reads flat, aligned tensors of fp32 or half precision on CUDA with Triton kernels, for the 2-norm."""
 
     def __init__(self, rows: Sequence[Tensor]) -> None:
         from colonnade.optim import optim_kernels
@@ -480,7 +497,7 @@ def _cached(key: object, make: Callable[[], Tensor]) -> Tensor:
 
 
 def numbers_on(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """These numbers as a cached tensor on a device, without waiting for it."""
+    """A cached tensor of these numbers on a device. Does not wait for the device."""
     # Built on the host explicitly, as the default device may be another.
     key = numbers, dtype, device
     return _cached(key, lambda: to_device(torch.tensor(numbers, dtype=dtype, device="cpu"), device))

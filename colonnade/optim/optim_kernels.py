@@ -58,13 +58,13 @@ def _add_ranges(values, ranges, out, count, TILE: tl.constexpr):  # type: ignore
 
 
 def square_sums(data: Tensor, table: Tensor, out: Tensor) -> None:
-    """out[i] = the sum of squares of chunk i of `data`; see `chunk_table` for the rows of `table`."""
+    """Compute out[i] = the sum of squares of chunk i of `data`; `chunk_table` makes `table`."""
     tile = TILE_BYTES // data.element_size()
     _square_sums[(len(table),)](data, table, out, UNIT, tile, CHUNK // tile, num_warps=8)
 
 
 def add_ranges(values: Tensor, ranges: Tensor) -> Tensor:
-    """(2, ranges) in fp64: the sum of every range [first, last) of `values`, and 1 if the sum is not finite."""
+    """Sum the ranges [first, last) of `values`. Returns an fp64 tensor of shape (2, ranges): the sums, and 1 for each sum that is not finite."""
     out = torch.empty(2, len(ranges), dtype=torch.float64, device=values.device)
     _add_ranges[(len(ranges),)](values, ranges, out, len(ranges), FINISH_TILE, num_warps=8)
     return out
@@ -166,10 +166,10 @@ def adam(
     decay: float,
     decoupled: bool,
 ) -> None:
-    """One launch on (param, grad, exp_avg, exp_avg_sq); `control` is (steps, divisor, found_inf).
+    """Update (param, grad, exp_avg, exp_avg_sq) by one launch of Adam or AdamW; `control` is (steps, divisor, found_inf).
 
-    `scattered`, for gradients outside of a flat buffer: (addresses, limits, owners) - the address and end of each gradient, and
-    the gradient of each row of the table.
+    `scattered` is set for gradients outside of a flat buffer: (addresses, limits, owners) are the address and end of each gradient,
+    and the gradient of each row of the table.
     """
     scalars = [number for beta in betas for number in (beta, 1.0 - beta, _log(beta))]
     _adam[(len(table),)](
@@ -190,7 +190,7 @@ def sgd(
     decay: float,
     nesterov: bool,
 ) -> None:
-    """One launch on (param, grad, momentum buffer); the rest as for `adam`."""
+    """Update (param, grad, momentum buffer) by one launch of SGD; other arguments as for `adam`."""
     _sgd[(len(table),)](
         *buffers, *(scattered or (table, table, table)), table, *control, lr, momentum, 1.0 - dampening, float(decay),
         MOMENTUM=momentum != 0, NESTEROV=nesterov, LR_IN_MEMORY=isinstance(lr, Tensor), SCATTERED=scattered is not None,

@@ -14,7 +14,7 @@ from colonnade.gradients.sums import HALVES
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """Bytes on one rank at the end of a backward pass, by purpose; `turns` is staging memory."""
+    """The memory of one rank at the end of a backward pass, in bytes by purpose; `turns` is the staging memory of stage 2."""
 
     parameters: float
     gradients: float
@@ -29,12 +29,12 @@ class HeldBytes:
 def bytes_held(
     stage: int, numel: int, ranks: int, *, width: int = 4, state: int = 8, master: int = 0, largest: int = 0
 ) -> HeldBytes:
-    """The memory of each rank.
+    """Compute the memory of each rank at the end of a backward pass.
 
     Args:
         stage: The ZeRO stage; 0 for plain data parallelism.
         numel: The number of elements of all parameters.
-        ranks: The number of ranks that share shards.
+        ranks: The number of ranks over which state is sharded.
         width: Bytes of an element of the parameters. At stage 3, of the shards: 4 with fp32 master weights.
         state: Bytes of optimizer state per element.
         master: Bytes of an element of a master copy; 0 for none.
@@ -58,7 +58,8 @@ def bytes_held(
 def shard_dim(shape: Sequence[int], ranks: int) -> int:
     """The dimension along which stage 3 shards a parameter: the first, unless it is short and another divides evenly.
 
-    FSDP2 allocates on every rank the memory that the first rank needs: for [3, hidden, hidden] a third, on any number of ranks.
+    FSDP2 allocates on every rank the memory that the first rank needs. For the shape [3, hidden, hidden], sharding dimension 0 would
+    therefore take a third of the tensor per rank, on any number of ranks.
     """
     if shape[0] % ranks == 0 or shape[0] // ranks >= 16:
         return 0
@@ -86,6 +87,6 @@ def make_fp32(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def dtypes_of(parameter: Tensor) -> tuple[torch.dtype | None, torch.dtype | None]:
-    """The dtypes of all-gather and reduce-scatter of a shard at stage 3; None if unchanged or unknown."""
+    """The dtypes in which FSDP2 all-gathers a parameter and reduce-scatters its gradient; None if unchanged or unknown."""
     found: tuple[torch.dtype | None, torch.dtype | None] = getattr(parameter, "fsdp_dtypes", (None, None))
     return found

@@ -1,4 +1,4 @@
-"""ZeRO stage 3: parameters sharded by torch's FSDP2, each over the ranks that hold it and see distinct data.
+"""ZeRO stage 3: parameters are sharded by torch's FSDP2, each over the ranks that store the same elements and see distinct data.
 
 `shard_model` decides three things and leaves the rest to `fully_shard`:
 
@@ -98,7 +98,7 @@ def shard_model(model: nn.Module, context: ParallelContext, settings: ZeroSettin
 
 
 class ShardedModel:
-    """The result of `shard_model`: the new parameter for each old one, and the checks of both.
+    """The result of `shard_model`: the sharded parameter for each original one, for the optimizer, and the checks of stage 3.
 
     `units` is the number of FSDP units; `whole` has the names of unsharded parameters.
     """
@@ -112,7 +112,7 @@ class ShardedModel:
         self.whole = [name for name in old if not is_dtensor(new[name])]
 
     def carry_over(self, optimizer: Any) -> None:
-        """Replace the old parameters in an optimizer by the new ones, and shard existing state like them."""
+        """Replace the original parameters in an optimizer by the sharded ones, and shard existing state in the same way."""
         for group in optimizer.param_groups:
             group["params"] = [self._new.get(id(parameter), parameter) for parameter in group["params"]]
         for parameter in [p for p in optimizer.state if id(p) in self._new]:
@@ -304,9 +304,9 @@ def _shares(module: nn.Module, root: nn.Module, parameters: Iterable[nn.Paramete
 
 
 def place_as_sharded(model: nn.Module, layout: Layout, rank: int, settings: ZeroSettings) -> dict[str, ShardModes]:
-    """Give the parameters of a model the placements that `shard_model` would give them, without sharding them.
+    """Set the placements that the parameters would have after `shard_model`, without sharding them.
 
-    Returns the modes of those that would be sharded, by name.
+    Returns the modes of each parameter that would be sharded, by name.
     """
     chosen = shard_modes_by_parameter(model, layout, rank, settings)
     found = {}
@@ -349,7 +349,7 @@ _DATA_MODES = (ParallelMode.DATA, ParallelMode.EXPERT_DATA, ParallelMode.MOE_DAT
 
 @dataclass(frozen=True)
 class ShardModes:
-    """The modes over which a parameter is sharded (the last) and replicated (one before it), and its gradient's divisor."""
+    """The modes over which FSDP2 shards a parameter (the last mode) and replicates its shards (a mode before it), and the gradient's divisor."""
 
     modes: tuple[ParallelMode, ...]
     divisor: int
@@ -364,7 +364,7 @@ class ShardModes:
 def shard_modes_by_parameter(
     model: nn.Module, layout: Layout, rank: int, settings: ZeroSettings
 ) -> dict[int, ShardModes | None]:
-    """By id of each parameter that is not a DTensor yet: the modes that stage 3 shards it over; None: it is not sharded."""
+    """The modes over which stage 3 shards each parameter, by id, without DTensors; None for a parameter that is not sharded."""
     axis = replica_mode(layout, settings.replicate)
     left = unsharded_parameters(model, list(model) if isinstance(model, nn.ModuleList) else [model])
     return {
@@ -377,7 +377,7 @@ def shard_modes_by_parameter(
 def shard_modes_of(parameter: Tensor, layout: Layout, rank: int, axis: ParallelMode | None) -> ShardModes | None:
     """The modes over which to shard a parameter: those over which its gradient is a mean of distinct data.
 
-    None if its gradient has no such mean over several ranks. `axis`: a mode over which shards are replicated.
+    None if the gradient is no mean over several ranks. `axis`: a mode over which shards are replicated, or None.
     """
     factors = owed(layout, placement_of(parameter), rank)
     over_data = [factor for factor in factors if factor.mode in _DATA_MODES and len(factor.ranks) > 1]
@@ -414,7 +414,8 @@ def _sharded_apart(
 def unsharded_parameters(model: nn.Module, roots: Sequence[nn.Module]) -> set[int]:
     """The ids of parameters that FSDP2 cannot shard; they stay unsharded, and gradient handlers reduce their gradients.
 
-    Scalars, empty, complex and non-contiguous parameters, those with sparse gradients, and those shared by two model chunks.
+    These are scalars, empty, complex and non-contiguous parameters, parameters with sparse gradients, and parameters that two model
+    chunks share.
     """
     left = {
         id(p) for p in model.parameters() if p.dim() == 0 or not p.numel() or p.is_complex() or not p.is_contiguous()
@@ -444,7 +445,7 @@ def replica_mode(layout: Layout, name: str | None) -> ParallelMode | None:
 
 
 def shards_between_hosts(layout: Layout, name: str | None, ranks_per_host: str | None) -> str | None:
-    """A warning if the ranks that share shards are on several hosts although smaller groups would fit on one; else None."""
+    """A warning if a parameter is sharded over ranks of several hosts although smaller groups would fit on one host; else None."""
     here = int(ranks_per_host) if ranks_per_host and ranks_per_host.isdigit() else 0
     stride, data = layout.grid.digits["data"]
     span = stride * data
@@ -472,7 +473,7 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 def chosen_modules(root: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
     """The modules that become FSDP units, inner modules first.
 
-    They are the modules that match a pattern (by name or class), or without patterns the members of the outermost containers.
+    With patterns, these are the modules whose name or class matches one; without patterns, the members of the outermost containers.
     """
     if not patterns:
         return [module for module in outer_members(root) if any(True for _ in module.parameters())]
@@ -511,7 +512,7 @@ def _is_list(child: nn.Module, parent: nn.Module) -> bool:
 
 
 def linked(rank: int, rank_sets: Iterable[Iterable[int]]) -> tuple[int, ...]:
-    """The ranks that wait for each other: those in a set with `rank`, and in all sets that overlap, also indirectly."""
+    """The ranks that may wait for each other: the union of all sets that contain `rank` or overlap with such a set, directly or indirectly."""
     found, sets = {rank}, [set(ranks) for ranks in rank_sets]
     while more := set().union(*(ranks for ranks in sets if ranks & found)) - found:
         found |= more

@@ -32,7 +32,7 @@ _ADVICE = "Run every module on every rank (multiply unwanted results by zero), o
 
 @dataclass(frozen=True)
 class Event:
-    """A collective of a module, or the optimizer's step; `parts` has a bit for each of `names` that has a gradient."""
+    """A collective of a module, or the optimizer's step. In `parts`, a bit is set for each parameter of `names` that has a gradient."""
 
     text: str
     parts: int = 0
@@ -54,7 +54,7 @@ _Planned = tuple[Event, Callable[[], None]]
 
 
 class RunOrder:
-    """Compares the order of collectives among the ranks of `group`. Created on all of them, with a gloo group of its own."""
+    """Compares the order of collectives between the ranks of `group`. Creates its own gloo group, so all these ranks must create it."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.ranks = dist.get_process_group_ranks(group)
@@ -72,7 +72,7 @@ class RunOrder:
         self._pending: tuple[Tensor, Any] | None = None
 
     def issue(self, event: Event, replay: Callable[[], None]) -> None:
-        """Announce a collective; `replay` issues the same one with zeros. Raises on all ranks if they differ."""
+        """Announce the collective `event`; `replay` can issue it with zeros. Raises on all ranks if their collectives differ."""
         if not self._careful:
             if self._at == len(self._plan):  # all collectives of a step, but no optimizer step: it was skipped
                 self._read_followed()
@@ -92,7 +92,7 @@ class RunOrder:
         self._seen.append((event, replay))
 
     def step(self) -> None:
-        """Called before weights change; raises unless all ranks have issued the same collectives. Collective."""
+        """Raise unless all ranks have issued the same collectives in this step. Called before weights change. Collective."""
         if self._careful:
             self._compare(STEP)
         elif self._at == len(self._plan):
@@ -188,7 +188,7 @@ class _Allocates:
 
 
 class WatchedGather(_Allocates):
-    """FSDP2's all-gather of one module, announced to `order` first."""
+    """FSDP2's all-gather of one module, which is first announced to `order`."""
 
     def __init__(self, order: RunOrder, name: str) -> None:
         self._order, self._event = order, Event(f"gathers {name}")
@@ -207,11 +207,11 @@ class WatchedGather(_Allocates):
 
 
 class WatchedReduce(_Allocates):
-    """FSDP2's reduce-scatter of one module, announced to `order` first.
+    """FSDP2's reduce-scatter of one module, which is first announced to `order`.
 
     Args:
-        order: The order of this rank.
-        event: Returns the event at the time of the collective.
+        order: The `RunOrder` of this rank.
+        event: Returns the event to announce; called at the time of the collective.
         replicas: The group of the all-reduce that follows if shards are replicated.
     """
 
@@ -235,7 +235,7 @@ class WatchedReduce(_Allocates):
 
 
 class Member:
-    """A parameter of a unit, with the gradient hooks of users: `shard` between passes, gathered inside them.
+    """A parameter of an FSDP unit, with the gradient hooks of users. Between passes it is `shard`; inside a pass it is gathered.
 
     Hooks of `register_hook` get this rank's gradient of the full parameter, as without sharding. Hooks of
     `register_post_accumulate_grad_hook` get the shard with its reduced gradient, which is what FSDP2 accumulates.
@@ -255,7 +255,7 @@ class Member:
             shard.register_post_accumulate_grad_hook(lambda parameter: self._run_later(later, parameter))
 
     def gathered(self, note: Callable[[Tensor], None]) -> nn.Parameter:
-        """The gathered parameter, inside a pass; `note` is called when it has a gradient."""
+        """The gathered parameter inside a pass; `note` is called with its gradient when there is one."""
         gathered: Any = self._owner._parameters[self._attribute]
         # FSDP2 reuses this object in every pass, so each hook is registered once.
         if gathered.requires_grad:
@@ -296,7 +296,7 @@ def _owner(model: nn.Module, path: str, attribute: str, shard: Any) -> nn.Module
 
 
 class Unit:
-    """An FSDP unit: a module whose parameters are gathered together. Records which of them get a gradient."""
+    """An FSDP unit: a module whose parameters are gathered together. Records which of these parameters get a gradient."""
 
     def __init__(self, module: nn.Module, name: str, members: Sequence[Member]) -> None:
         self.name, self._members = name, members
@@ -316,10 +316,10 @@ class Unit:
 
 
 class ForwardGuard:
-    """Prevents that a forward pass of `root` uses weights that were gathered before the last change.
+    """Frees gathered weights in time, so that a forward pass of `root` never uses weights from before their last change.
 
-    FSDP2 keeps the root's parameters, and those that were prefetched, for a backward pass, even if none follows. So they are
-    freed after a forward pass without gradients, after one that raised, and by `give_back` before weights change.
+    FSDP2 keeps the gathered parameters of the root, and prefetched ones, for a backward pass, even if none follows. So they are
+    freed after a forward pass without gradients, after a forward pass that raised, and by `give_back` before weights change.
     """
 
     def __init__(self, root: Any, units: Sequence[Any]) -> None:
@@ -331,7 +331,7 @@ class ForwardGuard:
         root.register_forward_hook(self._leave_always, always_call=True)
 
     def give_back(self) -> None:
-        """Free all gathered parameters, including those of gathers under way."""
+        """Free all gathered parameters, including those whose all-gather is still running."""
         if not self._has_run:
             return
         if hasattr(self._root, "reset_iter_state"):  # newer versions of torch
@@ -368,7 +368,7 @@ class ForwardGuard:
 
 
 def check_optimizer(optimizer: Any, mesh: Any) -> None:
-    """Raise GradientError if the optimizer cannot step on shards, or steps differently on them: a trial on a small matrix."""
+    """Raise GradientError if the optimizer cannot step on shards, or updates them differently from the full tensor, in a trial on a small matrix."""
     if not isinstance(optimizer, Optimizer):
         return
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor

@@ -3,18 +3,21 @@
 The differences from plain data parallelism, in the order of a step:
 
 - Buckets are sharded: one slice per rank of the reduction's group. Parameters are views of flat memory on every rank, and each
-  rank steps on its own slice (`BucketValues`).
-- Gradients are reduce-scattered instead of all-reduced: a rank gets the reduced gradient of its slice, and `.grad` is None.
-  Stage 1 keeps memory for full gradients and reduces once a step. Stage 2 keeps slices, reduces at every backward pass (with a
-  pipeline once a step), and its buckets share a small staging memory. `plan_shards` decides this, as the class `Sharding` of
-  gradients/sums.py, which the buckets read.
+  rank steps on its own slice (`gradients.bucket.BucketValues`).
+- Gradients are reduce-scattered instead of all-reduced (`gradients.transport.CollectiveTransport._scattered`): a rank gets the
+  reduced gradient of its slice (`GradientShard`), and `.grad` is None. With a dtype for sending that differs from that for adding,
+  or with `fixed_order`, `_sliced` does this; on one CPU host `SharedMemoryTransport`.
+- Stage 1 keeps memory for full gradients and reduces once per step.
+- Stage 2 keeps only slices. Its buckets share two staging buffers (`BucketStorage.acquire_staging`), and it reduces at every
+  backward pass (`Synchroniser._on_gradient` during a pass, `Synchroniser._end_pass` after it); with a pipeline once per step.
+- `plan_shards` makes these decisions, in a `Sharding` (gradients/sums.py), whose docstring names the readers of every option.
 - Each rank measures its slices. Slices of different ranks are disjoint, so the usual all-reduce gives the global norm.
-- A twin of the user's optimizer (`_inner`) steps on the slices and holds their state. A slice that is stepped on in another
-  dtype, or on the host, is a master copy.
+- A twin of the user's optimizer (`_inner`, a second instance) steps on the slices and holds their state. A slice that is stepped on
+  in another dtype, or on the host, is a master copy.
 - Then the slices of the parameters are all-gathered (`Gather`): immediately, or with `gather_ahead` during the next forward
   pass, in which each module waits for its own parameters.
 
-The user's optimizer keeps its parameter groups, which schedulers write to, and hands over its state.
+The user's optimizer keeps its parameter groups, to which schedulers write; its state moves to the twin.
 """
 
 from __future__ import annotations
@@ -149,7 +152,7 @@ class ZeroOptimizer(EngineOptimizer, Optimizer):
 
     @property
     def masters(self) -> list[Tensor]:
-        """Master copies of this rank's slices, in another dtype or on another device."""
+        """The master copies of this rank's slices, if slices are stepped on in another dtype or on another device."""
         return [values.owned for values in self._values if values.has_master]
 
     @property
@@ -246,7 +249,7 @@ class ZeroOptimizer(EngineOptimizer, Optimizer):
         self.step_divided(None, None)
 
     def wait(self) -> None:
-        """Wait until all parameters are gathered; only `gather_ahead` leaves gathers running."""
+        """Wait until all parameters are gathered. Only with `gather_ahead` can all-gathers still be running after a step."""
         for gather in self._gathers:
             gather.wait()
 
@@ -257,7 +260,7 @@ class ZeroOptimizer(EngineOptimizer, Optimizer):
                 parameter.grad = None
 
     def close(self) -> None:
-        """Remove hooks. Parameters stay in flat memory and the state here; the original optimizer has none."""
+        """Remove hooks. Parameters stay in flat memory, and the state stays in this object; the original optimizer has no state."""
         for refusal in self._refusals:
             refusal.remove()
         self._original.is_sharded_elsewhere = bool(self._inner.state)  # type: ignore[attr-defined]
@@ -286,9 +289,9 @@ class ZeroOptimizer(EngineOptimizer, Optimizer):
         return self._state.whole_gradient(parameter)
 
     def state_dict(self) -> dict[str, Any]:
-        """The full state in torch's format, on every rank, which needs the memory for all of it. Collective over the world.
+        """The full, unsharded state in torch's format, on every rank, which needs memory for all of it. Collective over the world.
 
-        Checkpoints do not use it: they save the slices of each rank.
+        Checkpoints do not use this method: they save the slices of each rank.
         """
         with self._waits.together("optimizer.state_dict()"):
             groups: list[dict[str, Any]] = []
@@ -306,7 +309,7 @@ class ZeroOptimizer(EngineOptimizer, Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the full state, or only the state of this rank's slices. Not collective."""
+        """Load a state dict with the full state, or with only the state of this rank's slices. Not collective."""
         saved = state_dict["param_groups"]
         if [len(group["params"]) for group in saved] != self._sizes:
             raise GradientError(
@@ -330,7 +333,7 @@ ZeroOptimizer.step.hooked = True  # type: ignore[attr-defined]
 
 
 def refuse_state_dict(optimizer: Optimizer) -> None:
-    """A hook for the original optimizer: its state is sharded over the ranks, so one rank cannot return it."""
+    """A hook that raises for `state_dict` of the original optimizer, because its state is sharded and one rank cannot return it."""
     raise GradientError(
         f"the state of this {type(optimizer).__name__} is sharded over the ranks by zero, so its own state_dict() is empty. Save it with "
         f"CheckpointManager.save(step, engine.model, engine.optimizer), which any layout can load; or call "
@@ -340,7 +343,7 @@ def refuse_state_dict(optimizer: Optimizer) -> None:
 
 
 def refuse_load_state_dict(optimizer: Optimizer, state: Any) -> None:
-    """A hook for the original optimizer: a state loaded into it would have no effect."""
+    """A hook that raises for `load_state_dict` of the original optimizer, where a loaded state would have no effect."""
     raise GradientError(
         f"this {type(optimizer).__name__} was sharded by initialize(), so a state loaded into it would have no effect. Load it before "
         f"initialize(); or call engine.optimizer.load_state_dict(state) on every rank, or CheckpointManager.load for a saved checkpoint",
@@ -349,7 +352,7 @@ def refuse_load_state_dict(optimizer: Optimizer, state: Any) -> None:
 
 
 def refuse_empty_state_dict(optimizer: Optimizer) -> None:
-    """`refuse_state_dict` after the engine was closed, until a state is loaded."""
+    """A hook that raises for `state_dict` of the original optimizer after the engine was closed, until a state is loaded."""
     if not optimizer.state:
         refuse_state_dict(optimizer)
 
@@ -357,7 +360,7 @@ def refuse_empty_state_dict(optimizer: Optimizer) -> None:
 def check_elementwise(optimizer: Optimizer) -> None:
     """Raise GradientError if an element's update depends on other elements, so that a slice would be updated differently.
 
-    Found by a trial for each kind of parameter group: two steps on a small matrix, in full and in two halves.
+    The check is a trial for each kind of parameter group: two steps on a small matrix, on the full matrix and on its two halves.
     """
     name = type(optimizer).__name__
     for at, *_ in groups_by_options(optimizer):
@@ -407,7 +410,7 @@ class ParameterShard:
 
 
 def twin_on_shards(optimizer: Optimizer, shards: Sequence[ParameterShard]) -> Optimizer:
-    """A twin of the optimizer over `shards`, which takes over its state.
+    """Make a twin of the optimizer that steps on `shards`, and move the state of the optimizer to the twin.
 
     Step hooks are shared with the original. Hooks of state dictionaries are not: they expect full parameters.
     """
@@ -424,7 +427,7 @@ def twin_on_shards(optimizer: Optimizer, shards: Sequence[ParameterShard]) -> Op
 
 
 def copy_options(source: Optimizer, target: Optimizer) -> None:
-    """Copy the options of all parameter groups, which a scheduler or a step may have changed."""
+    """Copy the options of all parameter groups, which a scheduler or a step may have changed, from `source` to `target`."""
     for group, other in zip(source.param_groups, target.param_groups, strict=True):
         for key, value in group.items():
             if key != "params":
@@ -432,7 +435,7 @@ def copy_options(source: Optimizer, target: Optimizer) -> None:
 
 
 def shard_of(value: Any, shard: ParameterShard, name: str) -> Any:
-    """The shard of a state value that was kept for the full parameter; a copy of values that are not per element."""
+    """The shard of a state value of the full parameter; for a value that is not per element, a copy of the value."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     parameter, local = shard.local, local_part(value).detach()
@@ -448,7 +451,7 @@ def shard_of(value: Any, shard: ParameterShard, name: str) -> Any:
 
 
 class ShardedState:
-    """Reads and writes `inner.state` by parameter."""
+    """Reads and writes the optimizer state of the twin (`inner.state`) by parameter of the model."""
 
     def __init__(self, inner: Optimizer, values: Sequence[BucketValues], shards: Sequence[ParameterShard]) -> None:
         self._inner = inner
@@ -456,7 +459,7 @@ class ShardedState:
         self._values = {id(parameter): of_bucket for of_bucket in values for parameter in of_bucket.bucket.parameters}
 
     def knows(self, parameter: Tensor) -> bool:
-        """Whether the parameter is sharded, even if only other ranks have a shard of it."""
+        """Whether the parameter is sharded, also if only other ranks have a shard of it."""
         return id(parameter) in self._values
 
     def shard_of(self, parameter: Tensor) -> FlatShard | None:
@@ -468,7 +471,7 @@ class ShardedState:
         return FlatShard(shard.start, shard.stop, ranks, self._state_of(shard))
 
     def full_state(self, parameter: Tensor) -> dict[str, Any]:
-        """The state of a sharded parameter, gathered from all its shards. Collective over its group."""
+        """The full state of a sharded parameter, gathered from all its shards. Collective over the ranks that share the shards."""
         shard = self._shards.get(id(parameter))
         state = self._state_of(shard) if shard is not None else {}
         # A rank without a shard knows neither the names nor the dtypes of the state, but must take part in the same collectives.
@@ -479,7 +482,7 @@ class ShardedState:
         return {name: self._gathered(parameter, state.get(name), kind) for name, kind in kinds.items()}
 
     def whole_gradient(self, parameter: Tensor) -> Tensor | None:
-        """The reduced gradient of a sharded parameter; None if no rank had one. Collective over its group."""
+        """The full reduced gradient of a sharded parameter; None if no rank had a gradient. Collective over the ranks that share the shards."""
         bucket = self._values[id(parameter)].bucket
         index = next(at for at, member in enumerate(bucket.parameters) if member is parameter)
         if index in bucket.absent:
