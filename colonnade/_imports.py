@@ -1,10 +1,10 @@
 """Imports of names on first access, and imports of modules under their old paths.
 
-`lazy_names`: a name of a package is imported on first access, by a module-level `__getattr__`, because `import colonnade`, the command
-line and the computation of layouts must not import torch.
+`lazy_names`: a name of a package is imported on first access, by a module-level `__getattr__`, because `import colonnade`, the
+command line and the computation of layouts must not import torch.
 
-`MOVED`: an import of an old path returns the module at its new path, with a DeprecationWarning. Only paths that the documentation has
-mentioned are listed. An alias is the module itself, not a copy.
+`MOVED`: an import of an old path returns the module at its new path, with a DeprecationWarning. Only paths that the documentation
+has mentioned are listed. An alias is the module itself, not a copy.
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ class MovedModules(MetaPathFinder):
 
 
 def install() -> None:
-    """Install the finder before the default finders, which would load a second copy of a moved module through the folder of its parent."""
+    """Install the finder before the default finders, which would load a second copy of a moved module through the folder of
+    its parent."""
     if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
         sys.meta_path.insert(0, MovedModules())

@@ -155,7 +155,8 @@ def consequence_of(error: BaseException) -> tuple[Consequence, tuple[int, ...]]:
 
 
 def users_line(error: BaseException) -> str:
-    """The innermost line of user code in the traceback of `error`, such as `File "train.py", line 14, in criterion`; empty for a ColonnadeError."""
+    """The innermost line of user code in the traceback of `error`, such as `File "train.py", line 14, in criterion`; empty for
+    a ColonnadeError."""
     first = error
     while first.__cause__ is not None:
         first = first.__cause__

@@ -13,7 +13,10 @@ _URL = re.compile(r"[\s'\"]*([A-Za-z][\w+.:-]+):/+")
 
 
 def local_path(given: str | Path, what: str, error: type[ColonnadeError] = ConfigError) -> Path:
-    """Convert `given` to a Path. Raises `error` if `given` is a URL such as s3://bucket/run, or no path; `what` names the value in the message."""
+    """Convert `given` to a Path.
+
+    Raises `error` if `given` is a URL such as s3://bucket/run, or no path; `what` names the value in the message.
+    """
     if not isinstance(given, (str, os.PathLike)):
         raise error(f"{what} must be a path (str or pathlib.Path), not {given!r}", code="C120")
     text = os.fspath(given)

@@ -9,7 +9,9 @@ from typing import Any
 
 
 def digest_of(content: str | bytes) -> int:
-    """A 62-bit digest that is equal in every process. The digest and its negative fit into an int64, so one MIN all-reduce can compare ranks.
+    """A 62-bit digest that is equal in every process.
+
+    The digest and its negative fit into an int64, so one MIN all-reduce can compare ranks.
 
     Use it only for comparisons within one run. Hashes that are stored (files of a checkpoint) or that determine numbers (seeds,
     probe gradients) must never change; they use SHA-256.

@@ -1,9 +1,12 @@
-"""Checkpoints that survive a kill at any moment and resume on another layout: written from placements, verified on load.
+"""Checkpoints that stay intact if the job is killed at any moment, and that can be loaded on another layout.
 
-Start reading at `manager`. `save` is a save from top to bottom, `load` a load. `manifest`
-defines the format; `tensor_files` and `values` write and read the files; `storage` has the renames, syncs and the lock of a run's
-folder; `optimizer_state` keys optimizer state by parameter name. `full_weights` has folders of full tensors, and gathers them during
-training. `export` converts from and to other formats. Decision 0008 gives the reasons for a format of our own.
+The modules, in reading order:
+
+- `manager`: the public class; `save`: all steps of a save; `load`: all steps of a load.
+- `manifest` defines the format; `tensor_files` and `values` write and read the files.
+- `storage` has the renames, syncs and the lock of a run's folder; `optimizer_state` keys optimizer state by parameter name.
+- `full_weights` writes folders of full tensors, and gathers full tensors during training.
+- `export` converts from and to other formats. Decision 0008 gives the reasons for a separate format.
 
 Names are imported on first use, so that checkpoints can be listed and verified without importing torch.
 """

@@ -1,11 +1,11 @@
 """Import and export of checkpoints in other formats, in one process without a process group.
 
-`import_checkpoint` and `export_checkpoint` convert safetensors files, folders of transformers (`full_weights.write_folder`) and folders
-of torch.distributed.checkpoint (DCP), by way of a `ForeignState`, whose tensors are read on demand.
+`import_checkpoint` and `export_checkpoint` convert safetensors files, transformers folders (`full_weights.write_folder`) and
+folders of torch.distributed.checkpoint (DCP). The intermediate form is a `ForeignState`, whose tensors are read on demand.
 
-DCP folders are read and written by torch's own code, one tensor at a time (`read_dcp`, `write_dcp`). Their metadata and all non-tensor
-values are pickles, so they are read only if the caller trusts them. Decision 0008 gives the reasons why Colonnade's checkpoints have
-another format.
+DCP folders are read and written by torch's own code, one tensor at a time (`read_dcp`, `write_dcp`). Their metadata and all
+non-tensor values are pickles, so DCP folders are read only if the caller trusts them. Decision 0008 gives the reasons why
+Colonnade's checkpoints have another format.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ FORMATS = ("safetensors", "hf", "dcp")
 
 @dataclass
 class ForeignState:
-    """Full weights by name, and the optimizer state of each by weight name and state name.
+    """A checkpoint in any format: the full weights by name, and the optimizer state by weight name and state name.
 
     `groups` has the weight names and options of each parameter group; None without an optimizer.
     """
@@ -58,9 +58,9 @@ class ForeignState:
 
 
 def write_checkpoint(state: ForeignState, folder: Path, step: int) -> Path:
-    """Write the state as the checkpoint of `step` in a run's folder, one tensor in memory at a time; returns its path.
+    """Write the state as the checkpoint of `step` in a run's folder, and return its path. One tensor is in memory at a time.
 
-    The run's other checkpoints are kept.
+    The other checkpoints of the run are kept.
     """
     plan = SavePlan(0, None if state.groups is None else [])
     for name, entry in state.weights.items():
@@ -99,7 +99,8 @@ def _add(plan: SavePlan, label: str, names: tuple[str, ...], state_name: str, en
 
 
 def find_checkpoint(folder: str | Path, step: int | None = None) -> Path:
-    """`folder` itself if it is a checkpoint; in a run's folder, the newest intact checkpoint (or that of `step`)."""
+    """Find a checkpoint: `folder` itself if it is one; if it is a run's folder, its newest intact checkpoint, or the
+    checkpoint of `step`."""
     path = local_path(folder, "the folder of checkpoints", CheckpointError)
     if step_of(path) is not None or (path / MANIFEST).exists():
         return path
@@ -116,7 +117,7 @@ def import_checkpoint(source: str | Path, folder: str | Path, kind: str, step: i
     Args:
         source: The file or folder to read. Names of weights are not changed.
         folder: The run's folder, which gets the new checkpoint.
-        kind: "safetensors" (a file), "hf" (a folder of transformers: only weights) or "dcp" (a folder of
+        kind: "safetensors" (a file), "hf" (a transformers folder, only weights) or "dcp" (a folder of
             torch.distributed.checkpoint: weights and, if present, the optimizer).
         step: The step of the new checkpoint.
         trust: Read files that can run code while they are read: DCP folders and pytorch_model.bin.
@@ -149,7 +150,7 @@ def export_checkpoint(
     """Convert a checkpoint to a file or folder of another format. The checkpoint is verified first.
 
     Args:
-        checkpoint: A checkpoint, or a run's folder (its newest intact checkpoint, or that of `step`).
+        checkpoint: A checkpoint; or a run's folder, of which the newest intact checkpoint or the checkpoint of `step` is exported.
         target: The file or folder to write; an existing one is replaced.
         kind: The format, as in `import_checkpoint`.
         step: The step to export from a run's folder.
@@ -252,7 +253,7 @@ _BESIDE = ("lr_scheduler", "dataloader", "train_state", "extra_state", "schedule
 def read_dcp(path: Path, trust: bool) -> ForeignState:
     """The weights of a DCP folder and, if its names follow torch's conventions, the state of its optimizer.
 
-    Weights are under "model", as in torch's examples, or at the top level next to the optimizer, as in torchtitan.
+    Weights are expected under "model", as in torch's examples, or at the top level next to the optimizer, as in torchtitan.
     """
     if not (path / _METADATA).is_file():
         raise CheckpointError(f"{path} has no {_METADATA}, so it is not a folder of torch.distributed.checkpoint")
@@ -271,9 +272,9 @@ def read_dcp(path: Path, trust: bool) -> ForeignState:
 
 
 def write_dcp(state: ForeignState, staged: Path, target: Path) -> None:
-    """Write weights under "model" and the optimizer under "optim", in the form of torch's `get_state_dict`.
+    """Write a DCP folder: weights under "model" and the optimizer under "optim", in the form of torch's `get_state_dict`.
 
-    The folder appears, or the files of an earlier DCP folder are replaced, when everything is written to `staged`.
+    Everything is first written to `staged`. Then the folder `target` appears, or the files of an earlier DCP folder are replaced.
     """
     if target.exists() and any(target.iterdir()) and not (target / _METADATA).is_file():
         raise CheckpointError(f"{target} exists and is not a folder of torch.distributed.checkpoint; give another name")

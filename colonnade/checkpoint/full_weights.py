@@ -1,11 +1,12 @@
-"""Full (unsharded) weights: folders in the format of transformers, and full tensors gathered at run time.
+"""Full (unsharded) weights: folders in the transformers format, and full tensors gathered at run time.
 
 A folder has `model.safetensors`, or several files and an index from tensor names to files. `tensors_in` lists the tensors without
 reading their elements; `write_folder` and `publish_folder` write a staging folder and put it in place.
 
-At run time the full tensors are gathered one at a time to one rank, to all ranks, or into files. This is a save without a checkpoint:
-the ranks make the same notes as for a save, merge them into the records of the full tensors, and then send the pieces to each other
-instead of writing them. `save_full` writes one file, `save_pretrained` a folder in the format of transformers, both during training.
+At run time the full tensors are gathered one at a time to one rank, to all ranks, or into files. The code is that of a save:
+the ranks make the same notes as for a save, and merge them into the records of the full tensors. But then they send the pieces to
+each other instead of writing them to a checkpoint. `save_full` writes one file, `save_pretrained` a folder in the format of
+transformers, both during training.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 @dataclass(frozen=True)
 class UnpickledTensor:
-    """A tensor of a trusted pickle file, memory-mapped: its bytes are read on access."""
+    """A tensor of a trusted pickle file. The file is memory-mapped, so bytes are read on access."""
 
     file: Path
     key: str
@@ -82,11 +83,11 @@ class UnpickledTensor:
         return f"{self.key} in {self.file.name}"
 
     def read(self, box: Box | None = None) -> Tensor:
-        """As `StoredTensor.read`."""
+        """Return the elements of a box (by default all) as a new tensor."""
         return self.value[(full_box(self.shape) if box is None else box).slices_in(full_box(self.shape))].clone()
 
     def read_into(self, target: Tensor, box: Box) -> None:
-        """As `StoredTensor.read_into`."""
+        """Read the elements of the box into `target`."""
         with torch.no_grad():
             target.copy_(self.value[box.slices_in(full_box(self.shape))])
 
@@ -153,7 +154,10 @@ def tensors_in(path: Path, trust: bool = False) -> dict[str, AnyTensor]:
 
 
 def files_of(sizes: Iterable[tuple[str, int]], limit: int) -> dict[str, list[str]]:
-    """The keys of each file by its name: in the given order, with a new file whenever a tensor would exceed the limit."""
+    """Distribute tensors, given as (key, size), over files of at most `limit` bytes, in the given order.
+
+    Returns the keys by file name.
+    """
     keys: list[str] = []
     files, taken = [keys], 0
     for key, size in sizes:
@@ -168,7 +172,10 @@ def files_of(sizes: Iterable[tuple[str, int]], limit: int) -> dict[str, list[str
 
 
 def publish_folder(staged: Path, target: Path, files: Mapping[str, Sequence[str]], total: int) -> None:
-    """Write the index, sync all files, and rename the folder or replace the weight files of an existing one."""
+    """Complete a staged folder: write the index and sync all files.
+
+    Then rename the folder to `target`, or replace the weight files of an existing `target`.
+    """
     if len(files) > 1:
         weight_map = {key: name for name, keys in files.items() for key in keys}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
@@ -180,7 +187,10 @@ def publish_folder(staged: Path, target: Path, files: Mapping[str, Sequence[str]
 
 
 def write_folder(entries: Sequence[FileEntry], staged: Path, target: Path, config: Path | None) -> None:
-    """Write a folder of these tensors by way of `staged`, with the config and tokenizer files of the folder `config`."""
+    """Write a transformers folder with these tensors, and the config and tokenizer files of the folder `config`.
+
+    It is first written to `staged`.
+    """
     files = files_of(((entry.key, entry.size) for entry in entries), LARGEST)
     by_key = {entry.key: entry for entry in entries}
     staged.mkdir()
@@ -202,15 +212,15 @@ _CPU = torch.device("cpu")
 class FullTensors:
     """The full parameters and persistent buffers of a model, on any layout. Collective over the world to construct.
 
-    `records` describes the full tensors; the list is equal on every rank.
+    `records` describes the full tensors. It is equal on every rank.
 
     Args:
         model: The model, whose tensors this rank stores shards of.
         context: The world.
-        read: Returns the local tensor to gather; the default is the parameter or buffer itself. A tensor that is sharded in the
-            same way, such as the gradient, can take its place.
-        keep: Selects tensors by returning True.
-        doing: Words for error messages.
+        read: Returns the local tensor to gather; by default the parameter or buffer itself. It may return another tensor that is
+            sharded in the same way, such as the gradient.
+        keep: Returns True for tensors that are gathered; by default all.
+        doing: The caller's activity, for error messages.
     """
 
     def __init__(
@@ -239,7 +249,7 @@ class FullTensors:
         self._gloo: Any = None
 
     def gather(self, record: TensorRecord) -> Tensor:
-        """A full tensor, in CPU memory on every rank. Collective over the world."""
+        """Gather a full tensor, in CPU memory on every rank. Collective over the world."""
         full = memory_for(record.shape, dtype_of(record))
         for owner, key, box in self._blocks(record):
             block = full[box.slices_in(full_box(record.shape))]
@@ -252,9 +262,9 @@ class FullTensors:
         return full
 
     def gather_all(self) -> Iterator[tuple[TensorRecord, Tensor]]:
-        """Every full tensor, in CPU memory on every rank, by one broadcast from each rank. Collective over the world.
+        """Gather all full tensors, in CPU memory on every rank, by one broadcast from each rank. Collective over the world.
 
-        Faster than `gather` for small tensors. A rank holds all full tensors and the message of one rank.
+        Faster than `gather` for small tensors. Each rank needs memory for all full tensors and the message of one rank.
         """
         tensors = [memory_for(record.shape, dtype_of(record)) for record in self.records]
         pieces: dict[int, list[tuple[str, Tensor]]] = {}
@@ -276,15 +286,15 @@ class FullTensors:
         yield from zip(self.records, tensors, strict=True)
 
     def gather_to_ranks(self, wanted: Sequence[tuple[TensorRecord, int]]) -> Tensor | None:
-        """Gather several full tensors at once, each to another rank. Collective over the world.
+        """Gather several full tensors at the same time, each to a different rank. Collective over the world.
 
-        A rank holds no more than its own full tensor, one piece to receive and one piece to send.
+        A rank needs memory for its own full tensor, one piece to receive and one piece to send.
 
         Args:
             wanted: (record, rank that gets the full tensor), equal on all ranks; no rank may occur twice.
 
         Returns:
-            The full tensor for this rank in CPU memory; None if no pair names this rank.
+            The full tensor for this rank, in CPU memory; None if no pair in `wanted` contains this rank.
         """
         # Point-to-point messages need connections of their own: mixed with collectives of the world's group they can be matched
         # wrongly. Creating the connections is collective, so ranks without anything to send take part, too.
@@ -369,10 +379,11 @@ def save_pretrained(
     """Write a folder for transformers' `from_pretrained`: safetensors files, their index and the configs.
 
     Collective over the world. The files are distributed over the ranks, and the writer of a file gathers its tensors one at a
-    time. The folder appears, or its weight files are replaced, only when all of it is on disk; other files in it stay.
+    time. The folder appears, or its weight files are replaced, only when all new files are on disk. Other files in an
+    existing folder stay.
 
     Args:
-        model: A model with a `config` of transformers.
+        model: A model with a transformers `config`.
         folder: The folder to create or update.
         context: The world.
         max_shard_size: The largest file, in bytes or as text such as "5GB"; by default each rank writes one file of 64 MiB to 5 GB.

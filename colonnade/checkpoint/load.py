@@ -1,11 +1,11 @@
-"""A load from top to bottom: `load_checkpoint`. Everything that may fail happens before anything is changed. Collective.
+"""Loading a checkpoint: `load_checkpoint`. All operations that may fail come before the first change. Collective.
 
-1. Each rank locates its tensors in the full tensors. Only names and boxes matter, not the layout that saved.
+1. Each rank locates its tensors in the full tensors. Only names and boxes matter, not the layout at the time of the save.
 2. Rank 0 lists the folder. All ranks examine the checkpoints, newest first: each rank reads the manifest and hashes its share
    of the files. Damaged checkpoints are skipped.
 3. Each rank matches its tensors to records of the manifest by any of their names (`TensorMatch`). All ranks raise together
    if a tensor is missing, unexpected, or has a different shape or type.
-4. Each rank reads the bytes of its own boxes, and no others, into new memory; and every plain value.
+4. Each rank reads only the bytes of its own boxes into new memory; and all plain values.
 5. The user's objects load their states. If an object fails on any rank, all objects get their old states back.
 6. The tensors, the optimizer and the random streams are set.
 """
@@ -45,11 +45,11 @@ class LoadedInfo:
     Attributes:
         step: Step of the loaded checkpoint.
         folder: Folder of the loaded checkpoint.
-        layout: Description of the layout that saved the checkpoint.
-        same_layout: Whether that layout equals the current one.
+        layout: Description of the layout at the time of the save.
+        same_layout: Whether this layout equals the current layout.
         random: "restored" if the random streams continue bit for bit, "re-derived" otherwise (on another layout).
         extra: The plain values that were saved as `extra`.
-        skipped: A line for every newer checkpoint that was damaged.
+        skipped: A text for every newer checkpoint, which was damaged and skipped.
     """
 
     step: int
@@ -71,10 +71,10 @@ def load_checkpoint(
     content: bool,
     rest: Any = None,
 ) -> LoadedInfo:
-    """Load the newest good checkpoint, or that of `step`. Collective over the world.
+    """Load the newest intact checkpoint, or the checkpoint of `step`. Collective over the world.
 
-    `content` verifies the hashes of the files too. `rest` is an object whose `load_state_dict` gets all plain values as one
-    dict, before any weight changes.
+    With `content`, the hashes of the files are verified, too. `rest` is an object whose `load_state_dict` gets all plain values as
+    one dict, before any weight changes.
     """
     tensors = locate_tensors(model, context, "loading")
     path, manifest, skipped = _newest_good(folder, step, content, context)
@@ -198,9 +198,9 @@ def _newest_good(
 
 
 class TensorMatch:
-    """The records of the checkpoint for every tensor of this rank's model, found by any of the tensor's names.
+    """Finds the records of the checkpoint for every tensor of this rank's model, by any of the tensor's names.
 
-    A tensor has several records if its weights are tied now but were not tied when they were saved.
+    A tensor has several records if weights are tied now, but were not tied at the time of the save.
     """
 
     def __init__(self, tensors: Sequence[LocalTensor], manifest: Manifest) -> None:
@@ -236,11 +236,11 @@ class TensorMatch:
                 )
 
     def record_of(self, tensor: LocalTensor) -> TensorRecord:
-        """The record of a tensor."""
+        """The record in the checkpoint from which `tensor` is loaded."""
         return self._records[id(tensor)]
 
     def note(self) -> dict[str, list[str]]:
-        """The findings of this rank; `check` needs those of all ranks."""
+        """The result of this rank's search as JSON. `check` takes the results of all ranks."""
         others = (record for records in self._others.values() for record in records)
         used = sorted({record.label for record in (*self._records.values(), *others)})
         return {"used": used, "missing": self._missing, "mismatched": self._mismatched}
@@ -270,7 +270,7 @@ class TensorMatch:
             )
 
     def read_tensors(self, reader: TensorReader, values: SavedValues) -> list[Tensor]:
-        """The local values of every parameter and buffer of this rank, in new memory; reads no other bytes."""
+        """Read the local elements of every parameter and buffer of this rank into new memory. Reads no other bytes."""
         found = []
         for tensor in self._tensors:
             record = self.record_of(tensor)

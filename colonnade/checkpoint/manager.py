@@ -1,6 +1,6 @@
 """CheckpointManager: saves and loads the checkpoints of a run, on every rank.
 
-A save is `save.save_checkpoint`, from top to bottom; a load is `load.load_checkpoint`.
+The steps of a save are in `save.save_checkpoint`, the steps of a load in `load.load_checkpoint`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class CheckpointManager:
     """The checkpoints of a run, in a folder on a file system that all ranks share.
 
     The constructor, `save`, `load`, `wait` and `close` are collective: every rank calls them, in the same order, and if one rank
-    raises, every rank does. A checkpoint appears under its name by one rename, when all of it is on disk.
+    raises, every rank raises. A checkpoint appears under its name by a single rename, when all its files are on disk.
 
     Args:
         folder: The run's folder, created if missing. Only one run may write to it at a time (`run.lock`).
         context: The world.
-        keep: After a save, all but this many newest steps are deleted.
+        keep: The number of newest steps whose checkpoints are kept; older checkpoints are deleted after a save.
         background: `save` copies the tensors to the host and returns, and a thread writes them. The next `save`, `load`,
             `wait` or `close` waits for the thread and raises its error. The thread never communicates: each rank writes a
             note to the folder when its file is on disk, and rank 0 commits when all notes exist.
@@ -87,12 +87,12 @@ class CheckpointManager:
     def save(self, step: int, model: nn.Module, optimizer: Any = None, extra: Mapping[str, Any] | None = None) -> None:
         """Save the model, the optimizer, the random state and `extra` as the checkpoint of `step`.
 
-        Collective over the world. A checkpoint of the same step is superseded once the new one is complete.
+        Collective over the world. An existing checkpoint of the same step is replaced when the new checkpoint is complete.
 
         Args:
             step: The step, equal on all ranks.
             model: The model, whose tensors are saved by name.
-            optimizer: Its optimizer; sharded optimizers save their shards.
+            optimizer: The optimizer of the model; sharded optimizers save their shards.
             extra: Objects with `state_dict()` and `load_state_dict()`, or plain JSON values, by name.
         """
         with self.context.waits.together("CheckpointManager.save()"):
@@ -149,16 +149,17 @@ class CheckpointManager:
         step: int | None = None,
         rest: Any = None,
     ) -> LoadedInfo:
-        """Load the newest intact checkpoint, or that of `step`, whatever layout saved it. Collective over the world.
+        """Load the newest intact checkpoint, or the checkpoint of `step`, saved on any layout. Collective over the world.
 
-        Damaged checkpoints are skipped with a warning. Everything is read before anything changes: if a read fails on some rank,
-        or an object rejects its state, nothing is loaded on any rank. (Only a failure of the optimizer's own `load_state_dict`
-        comes later; its error says that the checkpoint is partly loaded.)
+        Damaged checkpoints are skipped with a warning. All data is read before the first change: if a read fails on some rank, or
+        an object rejects its state, nothing is loaded on any rank. (The only later failure is one of the optimizer's own
+        `load_state_dict`; its error message states that the checkpoint is partly loaded.)
 
         Args:
             model: A model with the names and shapes of the saved one.
             optimizer: An optimizer of the saved class, or None to load the model only.
-            extra: Objects that get the states saved under their names. Plain values are returned in the result.
+            extra: Objects by name, which load the states that were saved under these names. Plain values are returned in the
+                result.
             step: The step to load; raises if its checkpoint is damaged.
             rest: An object with `state_dict` and `load_state_dict` that gets all plain values as one dict and may reject them.
 

@@ -1,10 +1,10 @@
 """The manifest of a checkpoint, format 2: the saved tensors, the layout that saved them, the files, and the place of each block.
 
 A `TensorRecord` describes a full tensor. Its `TensorPart`s are boxes that tile the tensor, and each part is divided into pieces,
-one per file. A thousand ranks may write a piece of every tensor, so pieces have no records of their own: a `Cut` lists the ends
-and files of all pieces of a part, and parts divided alike share a cut. `Manifest.stored_boxes` finds the pieces of a box.
+one per file. A thousand ranks may write a piece of every tensor, so there is no record per piece: a `Cut` lists the ends and files
+of all pieces of a part, and parts that are divided in the same way share a cut. `Manifest.stored_boxes` finds the pieces of a box.
 
-Plain data without torch. `Manifest.dump` writes a text that ends with a digest of itself, so `parse` detects any changed byte.
+Plain data without torch. `Manifest.dump` returns a text that ends with a digest of itself, so `parse` detects any changed byte.
 `parse` also validates every number and name, because a manifest that was changed on purpose can have a correct digest.
 """
 
@@ -46,7 +46,7 @@ _MOST_DIMS = 64
 
 
 class Damaged(CheckpointError):
-    """A checkpoint whose bytes differ from those that were written; an older checkpoint may still be intact."""
+    """Raised for a checkpoint whose bytes differ from the bytes that were written. An older checkpoint may still be intact."""
 
 
 def tensors_file(rank: int) -> str:
@@ -65,10 +65,12 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class StoredBox:
-    """A box of a tensor whose elements are contiguous in the entry `key` (of shape `shape`) of a file. Made by `stored_boxes`.
+    """A box of a tensor whose elements are stored contiguously in a file, in the entry `key` of shape `shape`.
 
-    Without `order` the box is the whole entry. With `order` the entry is flat: the box starts at element `first`, and its
-    dimensions are stored in this order, slowest first.
+    Made by `stored_boxes`.
+
+    If `order` is None, the box is the full entry. Otherwise the entry is flat: the box starts at its element `first`, and the
+    dimensions of the box are stored in the sequence `order`, slowest first.
     """
 
     file: str
@@ -81,7 +83,7 @@ class StoredBox:
 
 @dataclass(frozen=True)
 class Cut:
-    """The adjacent pieces of a part: the end of each, and its file as an index into `Manifest.files`.
+    """The division of a part into adjacent pieces: the end of each piece, and its file as an index into `Manifest.files`.
 
     Made by `merge_tensors` from the notes of all ranks.
     """
@@ -90,7 +92,7 @@ class Cut:
     files: tuple[int, ...]
 
     def pieces(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-        """(file, start, stop) of each piece that overlaps [first, last)."""
+        """Yield (file, start, stop) of each piece that overlaps [first, last)."""
         for at in range(bisect_right(self.stops, first), len(self.stops)):
             start = self.stops[at - 1] if at else 0
             if start >= last:
@@ -102,8 +104,8 @@ class Cut:
 class TensorPart:
     """A box of a tensor, divided into pieces. `cut` is an index into `Manifest.cuts`; each piece is stored as entry `key`.
 
-    Without `order` a piece is a range of rows. With `order` a piece is a range of elements, counted with the dimensions in this
-    order, slowest first. Made by a `SavePlan` for the rank's own piece; `merge_tensors` sets the cut.
+    If `order` is None, a piece is a range of rows. Otherwise a piece is a range of elements, numbered with the dimensions in the
+    sequence `order`, slowest first. A `SavePlan` makes a part with the rank's own piece; `merge_tensors` sets the cut.
     """
 
     offset: tuple[int, ...]
@@ -118,7 +120,7 @@ class TensorPart:
 
     @property
     def length(self) -> int:
-        """The number of rows or, with `order`, of elements."""
+        """The number of rows; of elements if `order` is set."""
         return prod(self.shape if self.order is not None else self.shape[:1])
 
     def rows(self, start: int, stop: int) -> Box:
@@ -131,8 +133,8 @@ class TensorPart:
 class TensorRecord:
     """A full tensor: a weight or buffer (`state_name` is ""), or the optimizer state `state_name` of a weight.
 
-    `names` are all names of the weight (a tied weight has several), `label` is the first. Made by a `SavePlan` with the one part
-    that this rank has a piece of, and by `merge_tensors` with all parts.
+    `names` are all names of the weight (a tied weight has several), `label` is the first name. A `SavePlan` makes a record with the
+    single part of which this rank writes a piece; `merge_tensors` makes a record with all parts.
     """
 
     label: str
@@ -144,7 +146,7 @@ class TensorRecord:
 
     @property
     def size(self) -> int:
-        """The bytes of all its elements."""
+        """The size of the full tensor in bytes."""
         return prod(self.shape) * WIDTHS[self.dtype]
 
     def __str__(self) -> str:
@@ -153,7 +155,7 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class GroupRecord:
-    """An optimizer's parameter group: its index, the labels of its members and its options.
+    """A parameter group of the optimizer: its index, the labels of its parameters and its options.
 
     `optimizer` is the name of the optimizer's class; None in an imported checkpoint.
     """
@@ -166,9 +168,9 @@ class GroupRecord:
 
 @dataclass(frozen=True)
 class ItemRecord:
-    """A JSON value in which `{"$tensor": n}` stands for the entry `<key>#n` of `file`.
+    """A saved plain value as JSON, in which `{"$tensor": n}` stands for the entry `<key>#n` of `file`.
 
-    `ranks` are the ranks that had this value; other records of the same name have the values of other ranks.
+    `ranks` are the ranks that had this value. Other records with the same name have the values of other ranks.
     """
 
     name: str
@@ -188,10 +190,10 @@ _PLACES = "places of ranks"
 
 @dataclass(frozen=True)
 class LayoutRecord:
-    """The axes of the layout that saved: (name, size, mode) of each, slowest first.
+    """The axes of the layout at the time of the save: (name, size, mode) of each axis, slowest first.
 
-    If a user's initializer placed ranks differently from the grid, a last axis of size 1 named `_PLACES` has a digest of their
-    places as its mode.
+    If a custom initializer ordered ranks differently from the grid, a last axis of size 1, named `_PLACES`, has a digest of the
+    places of all ranks as its mode.
     """
 
     world_size: int
@@ -211,7 +213,7 @@ class LayoutRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The description of a checkpoint: everything but the tensors' bytes. Made by `StorageWriter.commit` and `parse`."""
+    """The description of a checkpoint: everything except the bytes of tensors. Made by `StorageWriter.commit` and `parse`."""
 
     step: int
     time: float
@@ -229,7 +231,7 @@ class Manifest:
         return sum(file.size for file in self.files)
 
     def stored_boxes(self, part: TensorPart, box: Box) -> Iterator[StoredBox]:
-        """The contiguously stored boxes that overlap `box`, a box inside the part."""
+        """Yield the contiguously stored boxes of `part` that overlap `box`, a box inside the part."""
         cut = self.cuts[part.cut]
         if part.order is None:
             first = box.offset[0] - part.offset[0] if box.offset else 0
@@ -254,7 +256,7 @@ def parse(raw: bytes) -> Manifest:
     """Read a manifest.
 
     Raises:
-        Damaged: The text is not one that `dump` wrote.
+        Damaged: The text was not written by `dump`, or was changed.
         CheckpointError: The manifest has another format (code C081).
     """
 
@@ -407,7 +409,7 @@ _CONTENT: dict[str, Callable[[Any], bool]] = {
 
 
 def check_tiled(tensor: TensorRecord, cuts: Sequence[Cut]) -> None:
-    """Raise Damaged for an unknown type, or unless the pieces cover the full tensor exactly once."""
+    """Raise Damaged if the tensor's type is unknown, or if the pieces do not cover the full tensor exactly once."""
     if tensor.dtype not in WIDTHS:
         raise Damaged(f"{tensor} has the unknown type {tensor.dtype}; allowed are {', '.join(WIDTHS)}")
     if len(tensor.shape) > _MOST_DIMS:
@@ -435,7 +437,7 @@ _KEYS = {"state_name": "slot"}
 
 
 def to_json(record: Any) -> dict[str, Any]:
-    """A dataclass, and the dataclasses in it, as JSON objects. Lists of plain values are not copied, however long."""
+    """Convert a dataclass, and the dataclasses inside it, to JSON objects. Lists of plain values are not copied."""
     return {_KEYS.get(field.name, field.name): _plain(getattr(record, field.name)) for field in fields(record)}
 
 
@@ -448,7 +450,7 @@ def _plain(value: Any) -> Any:
 
 
 def from_json(kind: type[Record], content: Any, where: str) -> Record:
-    """The inverse of `to_json`; raises Damaged, with the place, for a value of another type."""
+    """Convert JSON to a dataclass (the inverse of `to_json`). Raises Damaged, with `where`, for a value of a wrong type."""
     if not isinstance(content, dict):
         raise Damaged(f"{where} is a {type(content).__name__}, not an object")
     values = {}

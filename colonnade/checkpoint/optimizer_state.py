@@ -1,7 +1,7 @@
-"""Optimizer state by parameter name, so that it means the same on every layout: read for a save, and loaded.
+"""Optimizer state keyed by parameter name, which is independent of the layout: reading for a save, and loading.
 
-`read_groups` and `read_state` return everything to save. `OptimizerLoader` builds the state that an optimizer on this layout
-loads from a checkpoint, and raises for state of another kind of optimizer.
+`read_groups` and `read_state` return all state to save. `OptimizerLoader` builds the state dict that an optimizer on this layout
+loads from a checkpoint, and raises if the state is that of another kind of optimizer.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
 @dataclass(frozen=True, eq=False)
 class ParameterState:
-    """A value of the optimizer state of a parameter, under `name`. Made by `read_state`.
+    """The value `name` in the optimizer state of a parameter. Made by `read_state`.
 
-    With `like_parameter` the value is a tensor of the parameter's shape, sharded like the parameter; with a `shard` as well,
-    it has only the elements of that ZeRO shard. Otherwise it is one value for the full parameter, such as its step count.
+    With `like_parameter`, the value is a tensor of the parameter's shape, sharded like the parameter; if `shard` is set, too, the
+    tensor has only the elements of this ZeRO shard. Without `like_parameter`, the value belongs to the full parameter, such as its
+    step count.
     """
 
     parameter: LocalTensor
@@ -47,7 +48,7 @@ class ParameterState:
 
 @dataclass(frozen=True, eq=False)
 class ParameterGroup:
-    """A parameter group: its index, its members, its options, and the class of its optimizer. Made by `read_groups`."""
+    """A parameter group: its index, its parameters, its options, and the class of its optimizer. Made by `read_groups`."""
 
     index: int
     members: tuple[LocalTensor, ...]
@@ -64,7 +65,7 @@ def read_groups(optimizer: Any, tensors: Iterable[LocalTensor]) -> list[Paramete
 
 
 def class_name(optimizer: Any) -> str:
-    """The name of the optimizer's class; for a sharded optimizer, of the class it shards."""
+    """The name of the optimizer's class; for a sharded optimizer, the class of the user's optimizer."""
     return _lineage(optimizer)[0]
 
 
@@ -76,7 +77,7 @@ def _lineage(optimizer: Any) -> list[str]:
 
 
 def read_state(optimizer: Any, tensors: Iterable[LocalTensor]) -> list[ParameterState]:
-    """The state of all parameters as `state_dict()` returns it; for a sharded optimizer, this rank's shards of it.
+    """The state of all parameters, as `state_dict()` returns it; for a sharded optimizer, this rank's shards of the state.
 
     Raises:
         CheckpointError: A state tensor has no defined place in the layout (code C083).
@@ -174,7 +175,7 @@ class OptimizerLoader:
                 self._records.setdefault(record.label, []).append(record)
 
     def state_dict_for(self, optimizer: Any) -> dict[str, Any]:
-        """The state for this optimizer in the format of `load_state_dict`.
+        """Build the state dict for this optimizer, in the format of `load_state_dict`.
 
         Raises:
             CheckpointError: The groups, options or class of the optimizer do not match the checkpoint (code C083).
@@ -311,7 +312,8 @@ def _is_alike(key: str, saved: Any, here: Any) -> bool:
 
 
 def load_optimizer(optimizer: Any, state_dict: dict[str, Any]) -> None:
-    """Load by the optimizer's own method, so that its hooks run; state tensors keep the dtype they were saved with."""
+    """Call `load_state_dict` of the optimizer, so that its hooks run, but keep state tensors in the dtype in which they were
+    saved."""
     optimizer.load_state_dict(state_dict)
     if isinstance(optimizer, ShardedOptimizer):
         return

@@ -1,12 +1,13 @@
-"""A save from top to bottom: the plan of who writes what, `save_checkpoint`, `StorageWriter` on disk, `BackgroundSave` in a thread.
+"""Saving a checkpoint: the plan of each rank's writes, `save_checkpoint`, `StorageWriter` for the disk, `BackgroundSave` for the
+thread.
 
-The plan: each distinct block is written once, by the first rank that stores it. `LocalState` is the state of this rank. From the
-summaries of all ranks, `plan_save` makes this rank's `SavePlan`: the tensors of its file and, as a `RankNote`, their description for
-rank 0. `merge_tensors` and `merge_groups` turn the notes of all ranks into the records of the manifest.
+The plan: each distinct block is written once, by the first rank that stores the block. `LocalState` is the state of this rank.
+From the summaries of all ranks, `plan_save` makes this rank's `SavePlan`: the tensors of its file and, as a `RankNote`, their
+description for rank 0. `merge_tensors` and `merge_groups` turn the notes of all ranks into the records of the manifest.
 
 A thousand ranks may each write a piece of a thousand tensors. A note therefore describes a tensor, and the part of the tensor
-that the ranks share out, by a line of text that is identical on every rank and is parsed once for all of them. A rank adds
-two numbers for each line: where its own piece starts and stops in that part.
+that the ranks divide among them, by a line of text that is identical on every rank and is parsed only once. A rank adds two
+numbers for each line: the start and the stop of its own piece in this part.
 
 The write order of a save of step 100:
 
@@ -16,11 +17,11 @@ The write order of a save of step 100:
 4. Once all notes exist, rank 0 reads and deletes them and writes `manifest.json` (size and hash of every file, and a digest of
    the manifest itself), syncs it, and reads the checkpoint back as a load would.
 5. Rank 0 syncs the folder, renames it to `step-00000100`, and syncs the run's folder.
-6. Rank 0 deletes all but the newest checkpoints. Each is renamed to `.tmp-...` first, so no checkpoint is ever incomplete.
+6. Rank 0 deletes all checkpoints except the newest. Each is first renamed to `.tmp-...`, so no checkpoint is ever incomplete.
 
-A kill before the rename in step 5 leaves a `.tmp-` folder, which loads ignore and the next save deletes. A kill after the rename
-leaves a checkpoint whose every byte is on disk. Earlier checkpoints are untouched until then. The run's lock (`run.lock`) is
-taken when the manager is opened, not here.
+If the job is killed before the rename in step 5, a `.tmp-` folder remains, which loads ignore and the next save deletes. If it is
+killed after the rename, every byte of the checkpoint is on disk. Earlier checkpoints do not change before step 6. The run's lock
+(`run.lock`) is taken when the manager is opened, not in this file.
 """
 
 from __future__ import annotations
@@ -105,7 +106,10 @@ def agreed(context: ParallelContext, doing: str) -> Iterator[None]:
 
 
 class LocalState:
-    """The state of this rank: tensors of the model, optimizer state, and plain values. Raises for values that cannot be saved."""
+    """The state that this rank saves: tensors of the model, optimizer state, and plain values.
+
+    Raises for values that cannot be saved.
+    """
 
     def __init__(
         self,
@@ -142,7 +146,8 @@ class LocalState:
 class SavePlan:
     """One rank's share of a save: the tensors of its file, values and parameter groups. Made by `plan_save`.
 
-    Each of `groups` has a digest: groups of equal index and digest are one group. None without an optimizer.
+    `groups` has the parameter groups with a digest each: groups of different ranks with equal index and digest are the same
+    group. None without an optimizer.
     """
 
     rank: int
@@ -169,7 +174,10 @@ class SavePlan:
         self.entries = [FileEntry.of(key, copy) for key, copy in copies]
 
     def add_piece(self, record: TensorRecord, start: int, stop: int, entry: FileEntry) -> None:
-        """Write `entry`, the piece [start, stop) of the one part of `record`; an empty piece only mentions the tensor."""
+        """Plan to write `entry`, the piece [start, stop) of the single part of `record`.
+
+        An empty piece only adds the record to the note.
+        """
         (part,) = record.parts
         # Records that are split alike (a parameter's moments) share a line of the note.
         alike = (record.label, record.names, record.shape, part.offset, part.shape, part.order, start, stop)
@@ -187,7 +195,7 @@ class SavePlan:
         entry: FileEntry,
         writes: bool = True,
     ) -> None:
-        """Write `entry`, a box of a tensor: a range of rows of the part that spans all rows of the tensor."""
+        """Plan to write `entry`, a box of a tensor, as a range of rows of the part that spans all rows of the tensor."""
         offset, size = (*(0 for _ in shape[:1]), *box.offset[1:]), (*shape[:1], *box.shape[1:])
         part = TensorPart(offset, size, None, entry.key, cut=0)
         start, stop = (box.offset[0], box.stop[0]) if box.shape else (0, 1)
@@ -195,23 +203,23 @@ class SavePlan:
         self.add_piece(record, start, stop if writes and box.numel else start, entry)
 
     def add_item(self, name: str, ranks: tuple[int, ...], item: Encoded) -> ItemRecord:
-        """The record of a value whose tensors this rank writes."""
+        """Plan to write the tensors of a plain value, and return the record of the value."""
         file = tensors_file(self.rank) if item.tensors else None
         record = ItemRecord(name, ranks, item.value, len(item.tensors), file, key=name)
         self.entries += [FileEntry.of(record.entry(at), tensor) for at, tensor in enumerate(item.tensors)]
         return record
 
     def note(self, file: FileRecord | None) -> RankNote:
-        """The note of this rank, whose tensors are in `file`."""
+        """Make the note of this rank; `file` is the file with its tensors."""
         lines = [json.dumps([to_json(record) for record in records]) + "\n" for records in self._pieces.values()]
         spans = [end for *_, start, stop in self._pieces for end in (start, stop)]
         return RankNote(self.rank, self.groups, "".join(lines), spans, self.items, file)
 
 
 def plan_save(state: LocalState, notes: Sequence[Mapping[str, Any]], rank: int) -> SavePlan:
-    """Choose what this rank writes from the summaries of all ranks (`LocalState.note`).
+    """Plan the writes of this rank from the summaries of all ranks (`LocalState.note`).
 
-    Pure: every rank evaluates the same rules on the same summaries, so each block has exactly one writer.
+    A pure function: every rank evaluates the same rules on the same summaries, so each block has exactly one writer.
     """
     plan = SavePlan(rank, None if state.groups is None else [])
     for tensor in state.tensors:
@@ -281,8 +289,8 @@ def plan_save(state: LocalState, notes: Sequence[Mapping[str, Any]], rank: int) 
 def plan_weight(plan: SavePlan, tensor: LocalTensor, value: Tensor) -> None:
     """Plan a weight or buffer, of which this rank stores `value`. The first replica of each block writes the block.
 
-    The note mentions the tensor even without writing it on the first rank that stores any block of it, and on every rank of a
-    tied weight (each stage may have another name for the weight).
+    A note contains the record of the tensor without a piece in two cases: on the first rank that stores any block of the tensor,
+    and on every rank of a tied weight, because each stage may have another name for the weight.
     """
     writes = tensor.holders[0] == plan.rank
     if writes or tensor.sharers[0] == plan.rank or tensor.placement.tied is not None:
@@ -327,7 +335,7 @@ def _shard_elements_in(tensor: LocalTensor, shard: FlatShard, value: Tensor, box
 
 
 def entry_key(label: str, state_name: str, section: int = 0) -> str:
-    """The key of a tensor, or of one section of a fused tensor, in the file of every rank that writes a piece."""
+    """The key of a tensor (or of a section of a fused tensor) in files; the same in the file of every rank that writes a piece."""
     name = f"{label} (section {section})" if section else label
     return f"optimizer/{state_name}/{name}" if state_name else f"model/{name}"
 
@@ -339,9 +347,9 @@ def entry_key(label: str, state_name: str, section: int = 0) -> str:
 class RankNote:
     """One rank's additions to the manifest: the pieces it wrote, values, and its file. Made by `SavePlan.note`.
 
-    Each line of `tensors` is a JSON list of `TensorRecord`s that are split alike: a weight, or all state tensors of a parameter.
-    Each record has one part, which the ranks share out between them; its `cut` is not set yet. The rank's piece of line n is
-    [spans[2n], spans[2n + 1]) of that part; an empty piece only mentions the tensor.
+    Each line of `tensors` is a JSON list of `TensorRecord`s that are divided in the same way: a weight, or all state tensors of a
+    parameter. Each record has one part, which the ranks divide among them; its `cut` is not set yet. The rank's piece of line n is
+    [spans[2n], spans[2n + 1]) of this part; an empty piece means that the rank writes nothing.
     """
 
     rank: int
@@ -352,12 +360,12 @@ class RankNote:
     file: FileRecord | None = None
 
     def dump(self) -> str:
-        """The note as text: one line with everything else, then the lines of `tensors`."""
+        """Convert the note to text: a first line with all other attributes, then the lines of `tensors`."""
         return json.dumps(to_json(replace(self, tensors=""))) + "\n" + self.tensors
 
     @classmethod
     def parse(cls, text: str, where: str) -> RankNote:
-        """The inverse of `dump`."""
+        """Read a note from the text of `dump`."""
         head, _, tensors = text.partition("\n")
         return replace(from_json(cls, json.loads(head), where), tensors=tensors)
 
@@ -367,7 +375,7 @@ Pieces = list[int]
 
 
 def merge_groups(notes: Sequence[RankNote]) -> tuple[GroupRecord, ...] | None:
-    """The parameter groups, or None if no optimizer was saved."""
+    """Merge the parameter groups of all ranks; None if no optimizer was saved."""
     if all(note.groups is None for note in notes):
         return None
     found: dict[tuple[int, str], list[GroupRecord]] = {}
@@ -381,7 +389,8 @@ def merge_groups(notes: Sequence[RankNote]) -> tuple[GroupRecord, ...] | None:
 
 
 def merge_tensors(notes: Sequence[RankNote]) -> tuple[tuple[TensorRecord, ...], tuple[Cut, ...]]:
-    """The records of the full tensors, and the table of their cuts (how parts are divided into pieces).
+    """Merge the notes of all ranks into the records of the full tensors, and the table of their cuts (the divisions of parts into
+    pieces).
 
     Raises:
         CheckpointError: ranks disagree about a tensor, or its pieces overlap or leave a gap.
@@ -506,7 +515,7 @@ def save_checkpoint(
     Collective over the world.
 
     Returns:
-        With `background`, the save in progress: the tensors are copied to the host and a thread writes them. Else None.
+        With `background`, an object for the running save: the tensors are copied to the host and a thread writes them. Else None.
     """
     rank, doing = context.get_global_rank(), f"saving step {step}"
 
@@ -561,11 +570,11 @@ def save_checkpoint(
 
 @dataclass(frozen=True)
 class StorageWriter:
-    """The disk side of a save on one rank: stage (rank 0), write, commit (rank 0). Nothing here communicates.
+    """The disk operations of a save on one rank: stage (rank 0), write, commit (rank 0). Never communicates.
 
-    All of it can therefore run in a background thread. Rank 0 learns from the note files that the other ranks are done, never
-    from a process group: process groups belong to the training thread, and collectives issued by two threads have no order.
-    `size` is the total size in bytes of all ranks' tensors.
+    All methods can therefore run in a background thread. Rank 0 waits for the note files of the other ranks and uses no process
+    group, because process groups belong to the training thread, and collectives issued by two threads have no order. `size` is the
+    total size in bytes of all ranks' tensors.
     """
 
     step: int
@@ -662,7 +671,7 @@ class StorageWriter:
         tell_launcher(self.step, path, by_trainer)
 
     def drop(self) -> None:
-        """Delete the files of a failed save, on rank 0, after all ranks have stopped writing or have exited."""
+        """Delete the files of a failed save on rank 0, when all ranks have stopped writing or have exited."""
         if self.rank == 0:
             discard(self.staged)
 
@@ -675,10 +684,10 @@ class StorageWriter:
 
 
 class Pace:
-    """Throttles a background thread in favour of training: each piece of work is followed by a rest several times as long.
+    """Slows a background thread down in favour of training: after each piece of work, the thread sleeps several times as long.
 
-    Only processor time counts as work. Without rests, a save of 100 MB slows one or two steps down to 1.29 times their length;
-    with rests it overlaps four steps, which take 1.07 times as long (`benchmarks/trainer.py`).
+    Only processor time counts as work. Without these rests, one or two steps take 1.29 times as long during a save of 100 MB; with
+    rests, the save overlaps four steps, which take 1.07 times as long (`benchmarks/trainer.py`).
     """
 
     def __init__(self) -> None:
@@ -690,7 +699,7 @@ class Pace:
         self._hurry.set()
 
     def rest(self) -> None:
-        """Rest in proportion to the processor time since the last call. Called by the background thread."""
+        """Sleep in proportion to the processor time since the last call. Called by the background thread."""
         worked = 0.0 if self._before is None else time.thread_time() - self._before
         if threading.main_thread().is_alive():
             self._hurry.wait(min(_REST * worked, _LONGEST_REST))
@@ -700,8 +709,8 @@ class Pace:
 class BackgroundSave:
     """A save in a background thread: writes this rank's file and, on rank 0, waits for all ranks' files and commits.
 
-    `finish` waits for it on all ranks. The thread is not a daemon, so a process that ends normally first completes its last
-    checkpoint.
+    `finish` waits for the save on all ranks. The thread is not a daemon thread, so a process that ends normally first completes its
+    last checkpoint.
     """
 
     def __init__(self, writer: StorageWriter, plan: SavePlan) -> None:
@@ -742,7 +751,10 @@ class BackgroundSave:
                 raise self._error
 
     def give_up_soon(self) -> None:
-        """Make rank 0 stop waiting in a few seconds: after an error on this rank, other ranks may have failed too."""
+        """Limit the wait of rank 0 for the notes of other ranks to a few seconds.
+
+        Called after an error on this rank, because other ranks may have failed, too, and will then write no note.
+        """
         timer = threading.Timer(_PATIENCE_AFTER_ERROR, self._give_up, [""])
         timer.daemon = True
         timer.start()
@@ -767,7 +779,10 @@ class BackgroundSave:
 
 
 def tell_launcher(step: int, path: Path, by_trainer: bool) -> None:
-    """Record, on rank 0, the checkpoint a run would resume from; the launcher prints the text if the run is interrupted."""
+    """Write the checkpoint from which a run would resume to a file for the launcher, which prints it if the run is interrupted.
+
+    Called on rank 0.
+    """
     how = (
         "a run with a LoadCheckpointHook" if by_trainer else "a loop that calls CheckpointManager.load() on that folder"
     )

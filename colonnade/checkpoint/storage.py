@@ -1,10 +1,12 @@
-"""The folder of a run on disk: the names in it, and every rename, lock and sync of a checkpoint. No torch.
+"""The folder of a run on disk: its file names, and all renames, locks and syncs of checkpoints. No torch.
 
-`step-00000100` is the checkpoint of step 100; `step-00000100.r1` was saved later for the same step, so that publishing never
-overwrites a checkpoint. `.tmp-<step>-<nonce>` is being written or deleted. `run.lock` identifies the run that writes.
+- `step-00000100` is the checkpoint of step 100. `step-00000100.r1` was saved later for the same step: publishing never overwrites
+  a checkpoint.
+- `.tmp-<step>-<nonce>` is a folder that is being written or deleted.
+- `run.lock` identifies the run that writes.
 
-This module needs a file system with rename, fsync and flock; another kind of storage would replace it. It also has the staging
-and replacing of exported files and folders, and `verify`, which compares a checkpoint with its manifest.
+The functions need a file system with rename, fsync and flock. This file also has the staging and replacing of exported files and
+folders, and `verify`, which compares a checkpoint with its manifest.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ hook: Callable[[str], None] | None = None
 
 
 def fault_point(name: str) -> None:
-    """Call the test hook, if there is one."""
+    """Call the hook of a test with the name of this point, if a test has set a hook."""
     if hook is not None:
         hook(name)
 
@@ -54,7 +56,7 @@ _SPARE = 1.1
 
 @dataclass(frozen=True, order=True)
 class Found:
-    """A published checkpoint, intact or not; of two revisions of a step the higher is newer."""
+    """A published checkpoint, which may be damaged. Of two revisions of a step, the higher revision is newer."""
 
     step: int
     revision: int
@@ -93,7 +95,7 @@ def make_folder(folder: Path) -> None:
 
 
 def staging_name(step: int) -> str:
-    """A new name for a folder that is being written or deleted."""
+    """Make a new name for a folder that is being written or deleted."""
     return f".tmp-{step}-{secrets.token_hex(4)}"
 
 
@@ -106,7 +108,7 @@ def clean(folder: Path) -> None:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
-    """Create an unbuffered file that must not exist yet; its content is on disk when the block ends."""
+    """Create an unbuffered file that must not exist yet; when the block ends, its content is synced to disk."""
     with open(path, "xb", buffering=0) as file:
         yield file
         os.fsync(file.fileno())
@@ -133,7 +135,10 @@ def write_manifest(staged: Path, manifest: Manifest) -> None:
 
 
 def publish(staged: Path, step: int) -> Path:
-    """Make a staging folder, whose files are synced, the newest checkpoint of its step by one rename."""
+    """Publish a staging folder, whose files are synced, as the newest checkpoint of its step, by a single rename.
+
+    Returns its path.
+    """
     folder = staged.parent
     revisions = [found.revision for found in published(folder) if found.step == step]
     suffix = f".r{max(revisions) + 1}" if revisions else ""
@@ -186,7 +191,7 @@ def check_space(folder: Path, needed: int) -> None:
 
 @contextmanager
 def no_space_errors(folder: Path, needed: int) -> Iterator[None]:
-    """Raise "no space left" and "over quota" as the error of `check_space`."""
+    """Convert the OS errors "no space left" and "over quota" of the block to the error of `check_space`."""
     try:
         yield
     except OSError as error:
@@ -228,10 +233,10 @@ _HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
 
 class RunLock:
-    """The lock of a run's folder (created if missing), held until `release` or the end of this process, however it ends.
+    """The lock of a run's folder (created if missing). It is held until `release`, or until this process ends in any way.
 
-    The kernel's lock on `run.lock` decides; the text in the file only identifies the owner. The lock file of a process that has
-    died is taken over.
+    The lock is the kernel's lock on `run.lock`; the text in the file only identifies the owner. If the owner has died, the lock
+    file is reused.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -318,13 +323,13 @@ _TOKEN = 4
 
 
 def staging_path(target: Path) -> Path:
-    """A new staging name for `target`: inside an existing folder, else next to the target."""
+    """Make a new staging path for `target`: inside `target` if it is an existing folder, else next to it."""
     real, token = Path(os.path.realpath(target)), secrets.token_hex(_TOKEN)
     return real / f".saving-{token}" if real.is_dir() else real.with_name(f".{real.name}.saving-{token}")
 
 
 def make_room(staged: Path, needed: int) -> None:
-    """Check the free space, and delete the remains of interrupted saves to the same target."""
+    """Delete the remains of interrupted saves to the same target, and check the free space."""
     staged.parent.mkdir(parents=True, exist_ok=True)
     for left in _of_all_saves(staged):
         discard(left)
@@ -341,7 +346,10 @@ def discard(staged: Path) -> None:
 
 @contextmanager
 def staging(target: Path, needed: int) -> Iterator[Path]:
-    """A staging path for `target` on a disk with `needed` bytes free; deleted at the end if it still exists."""
+    """Give the block a staging path for `target`. Raises if less than `needed` bytes are free.
+
+    Deletes the path at the end if it still exists.
+    """
     staged = staging_path(target)
     make_room(staged, needed)
     try:
@@ -363,14 +371,14 @@ def place_file(staged: Path, target: Path) -> None:
 def place_folder(staged: Path, target: Path, is_old: Callable[[str], bool], heads: Collection[str]) -> None:
     """Rename a staging folder, whose files are synced, to `target`, or replace the files of an existing `target`.
 
-    In an existing folder, files of the same names and files for which `is_old` is true are replaced. A failure restores them. A
-    kill leaves them in `.old-<number>`, which the next completed save deletes.
+    In an existing folder, files with the same names and files for which `is_old` is true are replaced. They are restored after an
+    error. If the process is killed, they stay in `.old-<number>`, which the next completed save deletes.
 
     Args:
         staged: The staging folder, from `staging_path(target)`.
         target: The folder to create or update.
-        is_old: Whether a file name is from an earlier save.
-        heads: File names that readers open first. They are removed first and placed last, so that no reader sees a mix of old
+        is_old: Returns whether a file name belongs to an earlier save.
+        heads: File names that readers open first. They are removed first and placed last, so that no reader gets a mix of old
             and new files.
     """
     folder = Path(os.path.realpath(target))
@@ -433,7 +441,7 @@ def verify(checkpoint: str | Path, content: bool = True) -> Manifest:
 
     Args:
         checkpoint: The folder of one checkpoint, such as `run/step-00000100`.
-        content: Also hash the files; otherwise only the manifest, the file list and the sizes are checked.
+        content: Whether to check the hashes of files, too; if not, only the manifest, the file list and the sizes are checked.
 
     Returns:
         The manifest.
@@ -448,7 +456,7 @@ def verify(checkpoint: str | Path, content: bool = True) -> Manifest:
 
 
 def newest_good(folder: Path, step: int | None = None, content: bool = True) -> tuple[Found | None, list[str]]:
-    """The newest checkpoint of a run's folder (or of `step`) that passes `verify`, and the errors of newer ones."""
+    """The newest checkpoint of a run's folder (or of `step`) that passes `verify`, or None; and the errors of newer checkpoints."""
     problems: list[str] = []
     for found in reversed(published(folder)):
         if step in (None, found.step):
@@ -462,7 +470,7 @@ def newest_good(folder: Path, step: int | None = None, content: bool = True) -> 
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """The manifest of a checkpoint whose folder has no other files than those in the manifest."""
+    """Read the manifest of a checkpoint. Raises if the folder has files that are not in the manifest."""
     file = checkpoint / MANIFEST
     if _plain_size(file) > _LONGEST:
         raise Damaged(f"{MANIFEST} is larger than {_LONGEST} bytes")

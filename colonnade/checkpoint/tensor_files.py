@@ -1,4 +1,4 @@
-"""Files of tensors in the safetensors format: written and hashed in one pass, read by boxes.
+"""Files of tensors in the safetensors format. They are written and hashed in one pass, and read box by box.
 
 The writer of the safetensors package is not used: it returns no hash, does not sync the file, and holds all tensors in memory.
 Each written file is opened with that package once, to make sure that other programs can read it.
@@ -56,7 +56,7 @@ _TYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A tensor to write. Its size is known in advance; its content is read only when it is written."""
+    """A tensor to write to a file. Its size is known in advance, but its content is read only when it is written."""
 
     key: str
     dtype: str
@@ -65,12 +65,12 @@ class FileEntry:
 
     @classmethod
     def of(cls, key: str, tensor: Tensor) -> FileEntry:
-        """The entry of a tensor in memory."""
+        """Make the entry of a tensor that is in memory."""
         return cls(key, type_name(tensor, key), tuple(tensor.shape), lambda: tensor)
 
     @property
     def size(self) -> int:
-        """The bytes of all its elements."""
+        """The size of the tensor in bytes."""
         return prod(self.shape) * WIDTHS[self.dtype]
 
 
@@ -90,7 +90,8 @@ def dtype_of(record: TensorRecord) -> torch.dtype:
 
 
 def memory_for(shape: Sequence[int], dtype: torch.dtype, pinned: bool = False) -> Tensor:
-    """Uninitialized host memory of exactly this dtype: inside `in_double()`, a plain `torch.empty` would be wider."""
+    """Allocate uninitialized host memory of exactly this dtype. (Inside `in_double()`, a plain `torch.empty` would have a
+    wider dtype.)"""
     with torch._C.DisableTorchFunction():
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=pinned, device="cpu")
 
@@ -109,12 +110,12 @@ def name_of(dtype: torch.dtype, what: str = "the dtype") -> str:
 
 
 def in_file_order(entries: Iterable[FileEntry]) -> list[FileEntry]:
-    """The order of entries in a file: the widest elements first, so that all are aligned."""
+    """Sort entries in the order in which a file has them: the widest elements first, so that all entries are aligned."""
     return sorted(entries, key=lambda entry: (-WIDTHS[entry.dtype], entry.key))
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor's elements in row-major order; a copy only if the tensor is elsewhere or not contiguous."""
+    """The bytes of a tensor's elements in row-major order. A copy is made only if the tensor is on a device or not contiguous."""
     plain = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
     if not plain.numel():
         return memoryview(b"")
@@ -206,7 +207,7 @@ class StoredTensor:
 
 
 def stored_tensors(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file, by name; raises if its table does not match the file."""
+    """The tensors of a safetensors file, by name. Raises if the header of the file does not match its size."""
     try:
         with open(file, "rb") as opened:
             size = os.fstat(opened.fileno()).st_size
@@ -289,7 +290,7 @@ def write_tensors(
 
 
 class TensorReader:
-    """Reads boxes of tensors from the files of a checkpoint; the table of each file is read on first use."""
+    """Reads boxes of tensors from the files of a checkpoint; the header of each file is read on first use."""
 
     def __init__(self, checkpoint: Path, manifest: Manifest) -> None:
         self.manifest = manifest
@@ -312,7 +313,7 @@ class TensorReader:
         return target
 
     def local(self, tensor: LocalTensor, record: TensorRecord) -> Tensor:
-        """This rank's elements of a saved tensor, as a new tensor in the shape of the local one."""
+        """This rank's elements of a saved tensor, as a new tensor with the shape of the local tensor."""
         values = memory_for(tensor.local.shape, dtype_of(record))
         for box, view in tensor.pieces(values):
             self.fill(view, box, record)
@@ -323,7 +324,7 @@ class TensorReader:
         return self.new(full_box(record.shape), record)
 
     def entry(self, file: str, key: str) -> Tensor:
-        """A complete entry of a file, whatever its shape."""
+        """Read a complete entry of a file, of any shape."""
         with _damaged_if_broken(file):
             return self._stored(file, key).read()
 

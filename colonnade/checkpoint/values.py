@@ -36,7 +36,7 @@ RandomSource = Literal["restored", "re-derived"]
 
 @dataclass(frozen=True)
 class Encoded:
-    """A value as JSON, in which `{"$tensor": n}` stands for `tensors[n]`."""
+    """An encoded value: JSON in which `{"$tensor": n}` stands for `tensors[n]`."""
 
     value: Any
     tensors: tuple[Tensor, ...]
@@ -51,18 +51,18 @@ class Encoded:
 
 
 def is_stateful(value: Any) -> bool:
-    """Whether a value has `state_dict()` and `load_state_dict()`, rather than being a plain value."""
+    """Whether a value is an object with `state_dict()` and `load_state_dict()`, not a plain value."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 def encode(value: Any, what: str) -> Encoded:
-    """`value` as JSON and tensors; raises for any other type, naming its place inside `what`."""
+    """Encode `value` as JSON and tensors. Raises for values of other types; the message has their place inside `what`."""
     tensors: list[Tensor] = []
     return Encoded(_encode(value, what, tensors), tuple(tensors))
 
 
 def decode(value: Any, tensor: Callable[[int], Tensor]) -> Any:
-    """The inverse of `encode`; `tensor` returns the n-th tensor."""
+    """Decode the JSON of an `Encoded` value (the inverse of `encode`); `tensor(n)` returns its n-th tensor."""
     if isinstance(value, list):
         return [decode(entry, tensor) for entry in value]
     if not isinstance(value, dict):
@@ -135,8 +135,8 @@ def _counts(content: Sequence[Any]) -> Counter[Any]:
 class SavedValues:
     """The plain values of a checkpoint for this rank.
 
-    A value that was equal on all ranks loads on any layout. Values that differed between ranks load only on the layout that saved
-    them, each on the rank that had it.
+    A value that was equal on all ranks can be loaded on any layout. Values that differed between ranks can be loaded only on the
+    layout on which they were saved, each on the rank that had it.
     """
 
     def __init__(self, reader: TensorReader, context: ParallelContext) -> None:
@@ -176,7 +176,7 @@ class SavedValues:
         return {name: self.get(f"optimizer/{name}/{label}") for name in self._state_names.get(label, ())}
 
     def extras(self, extra: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The values saved as `extra`: (states for the objects in `extra`, all other values)."""
+        """Split the values saved as `extra` into (states for the objects in `extra`, all other values)."""
         known = [name.removeprefix("extra/") for name in self._items if name.startswith("extra/")]
         for name in extra:
             if name not in known:
@@ -193,9 +193,9 @@ class SavedValues:
         return states, plain
 
     def own_buffer(self, label: str) -> Tensor | None:
-        """This rank's value of a buffer if it differed from the first replica's, else None.
+        """This rank's value of a buffer if it differed from the value on the first replica; else None.
 
-        On another layout all ranks get the first replica's value, with a warning.
+        On another layout, all ranks get the value of the first replica, with a warning.
         """
         found = self._items.get(f"{BUFFER}{label}", [])
         if found and not self.same_layout:

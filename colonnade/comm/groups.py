@@ -65,7 +65,10 @@ class ProcessGroups:
         self._known: set[RankSet] = set()
 
     def add(self, ranks: RankSet, alone: bool) -> None:
-        """Create the group of a rank set unless it exists. Collective over the world (with `alone`, over the set); all ranks must add sets in the same order."""
+        """Create the group of a rank set unless it exists.
+
+        Collective over the world (with `alone`, over the set); all ranks must add sets in the same order.
+        """
         if ranks not in self._known:
             self._known.add(ranks)
             world = len(ranks) == dist.get_world_size()
@@ -106,7 +109,10 @@ class ProcessGroups:
         return ranks in self._known
 
     def second_group(self, ranks: Iterable[int], rank_sets: Iterable[Iterable[int]], backend: str) -> Any:
-        """A second group of `ranks`, with the given backend. The first call creates the second groups of all `rank_sets`, so it is collective over the world."""
+        """A second group of `ranks`, with the given backend.
+
+        The first call creates the second groups of all `rank_sets`, so it is collective over the world.
+        """
         for rank_set in map(tuple, rank_sets):
             if (rank_set, backend) not in self._second:
                 with groups_meet(len(rank_set), backend):
@@ -174,7 +180,10 @@ class HostSockets:
                 raise ConnectionError(index) from error
 
     def receive(self, own: bytes) -> list[bytes]:
-        """Receive a message of the same length as `own` from every peer. Returns the messages by index, with `own` at this rank's index."""
+        """Receive a message of the same length as `own` from every peer.
+
+        Returns the messages by index, with `own` at this rank's index.
+        """
         messages = {index: self._receive(index, len(own)) for index in self._sockets}
         messages[self.index] = own
         return [messages[index] for index in range(len(messages))]
@@ -251,7 +260,10 @@ Gather = Callable[[Tensor, Tensor], Any]
 
 
 def start_gather(gather: Gather, size: int, payload: bytes) -> Callable[[], list[bytes]]:
-    """Start to gather payloads of equal length from `size` ranks. Returns a function that waits for the payloads and returns them."""
+    """Start to gather payloads of equal length from `size` ranks.
+
+    Returns a function that waits for the payloads and returns them.
+    """
     received = torch.empty(size * len(payload), dtype=torch.uint8, device="cpu")
     work = gather(received, torch.frombuffer(bytearray(payload), dtype=torch.uint8))
 
@@ -360,7 +372,8 @@ class RankGroup:
         return self.collect()
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Gather the payloads of all ranks (of equal length) over the process group; for payloads that may be too long for `signal`."""
+        """Gather the payloads of all ranks (of equal length) over the process group; for payloads that may be too long for
+        `signal`."""
         return start_gather(self._gather, self.size, payload)()
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -412,7 +425,10 @@ def own_gloo(group: dist.ProcessGroup | None = None) -> Any:
 
 
 def separate_gloo_gather(group: dist.ProcessGroup) -> Gather:
-    """A function that all-gathers flat CPU tensors over new gloo connections between the ranks of `group`. Collective over the group."""
+    """A function that all-gathers flat CPU tensors over new gloo connections between the ranks of `group`.
+
+    Collective over the group.
+    """
     gloo = own_gloo(group)
     return lambda received, own: gloo_all_gather(gloo, received, own)
 
@@ -477,7 +493,9 @@ def allocate_shared(group: RankGroup, numel: int, dtype: torch.dtype) -> tuple[l
 
 
 def keep_heap() -> None:
-    """Make glibc keep freed memory for the next step. By default glibc returns it to the system, and the next step pays for page faults.
+    """Make glibc keep freed memory for the next step.
+
+    By default glibc returns it to the system, and the next step pays for page faults.
 
     With gradients in buckets the heap is almost empty after backward, and glibc would shrink it at each step. Freeing one large
     block raises glibc's dynamic threshold: blocks up to this size then stay on the heap, up to twice as much in total (32 MiB is

@@ -1,4 +1,5 @@
-"""Small messages between ranks outside the training step: gathered values, comparisons, and errors that either all ranks raise or no rank.
+"""Small messages between ranks outside the training step: gathered values, comparisons, and errors that either all ranks raise or
+no rank.
 
 Most callers have a ParallelContext and communicate with all of its ranks:
 
@@ -94,7 +95,8 @@ def gather_bytes(content: bytes, device: torch.device, group: Any = None) -> lis
 
 
 def gather_in_pieces(content: bytes, gather_equal_sizes: Callable[[bytes], list[bytes]]) -> list[bytes]:
-    """Gather bytes of different lengths with a function that gathers equal lengths: first the lengths with short contents, then the rest of long ones."""
+    """Gather bytes of different lengths with a function that gathers equal lengths: first the lengths with short contents,
+    then the rest of long ones."""
     heads = gather_equal_sizes((len(content).to_bytes(8, "little") + content[:_SHORT]).ljust(8 + _SHORT))
     sizes = [int.from_bytes(head[:8], "little") for head in heads]
     longest = max(sizes) - _SHORT
@@ -168,8 +170,8 @@ class Agreement:
     """The tables to compare at the end of a block of `agreed_errors`.
 
     Attributes:
-        parts: For each table that the block will require, the number of subsets of ranks (`MustMatch.part`). Given in advance, because
-            ranks that fail before they have made their tables need these numbers, too.
+        parts: For each table that the block will require, the number of subsets of ranks (`MustMatch.part`). Given in advance,
+            because ranks that fail before they have made their tables need these numbers, too.
         tables: The tables, from `require`.
         sizes: After the block, for each table the number of items in each subset of ranks.
     """

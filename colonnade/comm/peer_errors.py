@@ -162,7 +162,10 @@ class PeerProcesses:
     # -- exited ranks ---------------------------------------------------------------------------------------
 
     def exited(self, seconds: float = _EXIT_SECONDS) -> list[int]:
-        """The ranks whose processes have ended. Waits up to `seconds` until a process ends on this host or another host reports one."""
+        """The ranks whose processes have ended.
+
+        Waits up to `seconds` until a process ends on this host or another host reports one.
+        """
         until = time.monotonic() + seconds
         while True:
             try:
@@ -198,7 +201,10 @@ class PeerProcesses:
     # -- ranks that do not run ------------------------------------------------------------------------------
 
     def not_running(self, store: Any) -> dict[int, str]:
-        """The ranks that have stopped sending heartbeats, each with the state of its process as text. Waits two seconds if a heartbeat may be late."""
+        """The ranks that have stopped sending heartbeats, each with the state of its process as text.
+
+        Waits two seconds if a heartbeat may be late.
+        """
         notes, first = self._notes_of_all(store), self._heartbeats(store, range(self._world_size))
         if not notes or not first:
             return {}

@@ -53,7 +53,10 @@ def is_traced() -> bool:
 
 
 def fake_mode() -> Any:
-    """A context manager (FakeTensorMode) in which new tensors have shapes but no memory. Operations may mix fake and real tensors, also after the block."""
+    """A context manager (FakeTensorMode) in which new tensors have shapes but no memory.
+
+    Operations may mix fake and real tensors, also after the block.
+    """
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -151,7 +154,8 @@ def meeting_store(store: Any, size: int) -> Any:
 def groups_meet(size: int, backend: str | None = None) -> Iterator[None]:
     """Let torch connect gloo through a `meeting_store` inside the block, which creates one process group of `size` ranks.
 
-    Has no effect for NCCL: its threads use the store of their group all the time, and would have to take the GIL for a Python store.
+    Has no effect for NCCL: its threads use the store of their group all the time, and would have to take the GIL for a Python
+    store.
     """
     group: Any = dist.group.WORLD
     groups: Any = distributed_c10d._world.pg_map
@@ -209,7 +213,8 @@ def start_fsdp(module: Any) -> None:
 
 
 def forget_failed_start() -> None:
-    """Reset torch's count of process groups after a failed `init_process_group`, because the next call derives the name of its group from the count."""
+    """Reset torch's count of process groups after a failed `init_process_group`, because the next call derives the name of its
+    group from the count."""
     if not dist.is_initialized():
         distributed_c10d._world.group_count = 0
 
@@ -220,7 +225,8 @@ def is_alive(group: Any) -> bool:
 
 
 def is_wanted(node: Any) -> bool:
-    """Whether the backward pass that is running will execute this autograd node. (A pass for some of the leaves skips other nodes.)"""
+    """Whether the backward pass that is running will execute this autograd node. (A pass for some of the leaves skips other
+    nodes.)"""
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # raised for a leaf among the inputs of `torch.autograd.grad`
@@ -304,7 +310,10 @@ def waiting_at_most(limit: timedelta) -> Iterator[None]:
 
 
 def gloo_all_gather(gloo: Any, received: Tensor, own: Tensor) -> Any:
-    """All-gather flat tensors with a `ProcessGroupGloo` that is not registered with torch.distributed. Returns the `Work` object."""
+    """All-gather flat tensors with a `ProcessGroupGloo` that is not registered with torch.distributed.
+
+    Returns the `Work` object.
+    """
     return gloo._allgather_base(received, own)
 
 

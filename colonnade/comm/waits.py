@@ -1,4 +1,5 @@
-"""Detection of hangs: a rank that does not make progress publishes its place in the program, so that a hang is explained within seconds.
+"""Detection of hangs: a rank that does not make progress publishes its place in the program, so that a hang is explained within
+seconds.
 
 A rank records its place as it goes along (`WaitWatch.at`, `during`), which costs an assignment. A thread reads the record about
 once a second:
@@ -9,9 +10,9 @@ once a second:
 3. Of the ranks that wait inside the engine, one becomes the reader: it reads the notes of all ranks, at growing intervals, and
    logs where the other ranks are. The others read one key. A wait of all n ranks thus costs the store n keys at a time, not n * n.
 
-The same notes are used in errors that end a wait (`note_error` adds the places of the other ranks), in calls that all ranks must make
-(`together`), and to find ranks that wait in vain (`places_of_stalled_ranks`). `PhaseClock` measures the time of a step by phase; the
-phases change at the same places.
+The same notes are used in errors that end a wait (`note_error` adds the places of the other ranks), in calls that all ranks must
+make (`together`), and to find ranks that wait in vain (`places_of_stalled_ranks`). `PhaseClock` measures the time of a step by
+phase; the phases change at the same places.
 """
 
 from __future__ import annotations
@@ -72,7 +73,10 @@ class PhaseTimes:
 
 
 class PhaseClock:
-    """Records the times at which a step enters its phases. On CUDA these are events of the current stream, so the host never waits."""
+    """Records the times at which a step enters its phases.
+
+    On CUDA these are events of the current stream, so the host never waits.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._on_device = device.type == "cuda"
@@ -172,7 +176,10 @@ class RankPosition(NamedTuple):
 
     @property
     def waits_for_others(self) -> bool:
-        """Whether this place is inside the engine, where a rank waits for other ranks. User code outside the engine may take any time."""
+        """Whether this place is inside the engine, where a rank waits for other ranks.
+
+        User code outside the engine may take any time.
+        """
         return self.what != OUTSIDE and not self.what.startswith(_AFTER_ERROR)
 
 
@@ -269,7 +276,8 @@ class WaitWatch:
         """A block around a call that all ranks must make (`what` names it); the block starts when all ranks have entered it.
 
         The ranks wait for each other in the store, so that a collective of this call is not matched with another collective of a
-        rank that is elsewhere. Raises GradientError if a rank cannot arrive, because it has exited or waits for this rank in a step.
+        rank that is elsewhere. Raises GradientError if a rank cannot arrive, because it has exited or waits for this rank in a
+        step.
         """
         with self.during(f"{OUTSIDE}, in {what}"):
             _, world_size = self._world
@@ -317,7 +325,10 @@ class WaitWatch:
     # -- errors that end a wait -----------------------------------------------------------------------------
 
     def note_error(self, error: BaseException, doing: str) -> None:
-        """Publish that an error has ended `doing`, for ranks that wait. If other ranks caused the error, raise an error that names them."""
+        """Publish that an error has ended `doing`, for ranks that wait.
+
+        If other ranks caused the error, raise an error that names them.
+        """
         # A closed connection: name the rank that has exited.
         here = RankPosition(doing, self.step, time.time())
         better = lost_peer_error(error, doing, self._processes, lambda: self.where_others_are(here)[0])
@@ -344,7 +355,10 @@ class WaitWatch:
             raise better from error
 
     def where_others_are(self, place: RankPosition | None = None) -> tuple[str, list[int]]:
-        """The ranks that are at other places than this rank: (their places as text, the ranks); both empty if unknown. Takes a few seconds at most."""
+        """The ranks that are at other places than this rank: (their places as text, the ranks); both empty if unknown.
+
+        Takes a few seconds at most.
+        """
         if self._processes is None:
             return "", []
         here = place or RankPosition(*self._place)
@@ -503,7 +517,10 @@ def _ask_store(ask: Callable[[], Any]) -> Any:
 
 
 def call_within(seconds: float, call: Callable[[], Any], complaint: str) -> Any:
-    """Run `call` in a thread, and return its result or raise its error. After `seconds`, abandon the thread and raise TimeoutError(complaint)."""
+    """Run `call` in a thread, and return its result or raise its error.
+
+    After `seconds`, abandon the thread and raise TimeoutError(complaint).
+    """
     answers: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
 
     def run() -> None:

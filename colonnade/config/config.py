@@ -183,7 +183,10 @@ class Config(dict[str, Any]):
         return _checked(cls(values), source)
 
     def freeze(self: Self) -> Self:
-        """Freeze this config at every depth, so that later changes raise; returns self. Lists become `FrozenList`, sets become frozensets."""
+        """Freeze this config at every depth, so that later changes raise; returns self.
+
+        Lists become `FrozenList`, sets become frozensets.
+        """
         for key, value in self.items():
             super().__setitem__(key, _as_frozen(value))
         object.__setattr__(self, "_frozen", True)

@@ -2,7 +2,8 @@
 
 A `Rule` defines the allowed values of a key; rules for common kinds of values are at the end of this file. A section is a frozen
 dataclass whose fields are `key(...)`: type, default, rule and purpose of a key in one line. `check_value` compares a config with
-the rules and yields problems; the classmethod `read` of a section returns the settings object that the library uses. `settings.py` defines all sections.
+the rules and yields problems; the classmethod `read` of a section returns the settings object that the library uses.
+`settings.py` defines all sections.
 
 No torch here: a config is checked before torch is imported.
 """

@@ -161,7 +161,8 @@ def near_miss(name: str, known: Collection[str]) -> str | None:
 
 @dataclass(frozen=True)
 class Foreign:
-    """The names that other frameworks use for the key at `target`, and the text to write instead (`{}` stands for the value found)."""
+    """The names that other frameworks use for the key at `target`, and the text to write instead (`{}` stands for the value
+    found)."""
 
     target: KeyPath
     write: str

@@ -1,9 +1,9 @@
 """All config keys as dataclasses: name, type, default, allowed values and purpose of a key in one place.
 
-A section is a frozen dataclass whose fields are `key(default, rule, purpose)`. The check of a config, `colonnade config --keys`, the
-reference page, the comparison between ranks and the settings objects (`ZeroSettings.read(config.get("zero"))`) all use it. A new
-key is one new field. Combinations of values are checked in `conflicts` (when the config is loaded) or `refuse` (when the section
-is read). All ranks must have the same values, which `launch` compares, except for keys with `may_differ=True`.
+A section is a frozen dataclass whose fields are `key(default, rule, purpose)`. The check of a config, `colonnade config --keys`,
+the reference page, the comparison between ranks and the settings objects (`ZeroSettings.read(config.get("zero"))`) all use it. A
+new key is one new field. Combinations of values are checked in `conflicts` (when the config is loaded) or `refuse` (when the
+section is read). All ranks must have the same values, which `launch` compares, except for keys with `may_differ=True`.
 
 `Settings`, after the sections, contains the top-level keys. `require_valid`, at the end, checks a complete config.
 No torch at the top: a config is checked before torch is imported.
@@ -137,8 +137,8 @@ class ParallelSizes(
 ):
     """The parallel sizes of a config; an unset key or None means size 1.
 
-    `data` is None if the config does not set it: then it is the number of ranks divided by the other sizes. `axes` has `sequence` and
-    the custom axes, in the order of the config.
+    `data` is None if the config does not set it: then it is the number of ranks divided by the other sizes. `axes` has `sequence`
+    and the custom axes, in the order of the config.
     """
 
     data: int | None = key(
@@ -642,7 +642,8 @@ class SyncOptions(Section):
         return self.compress or (self.reduce_dtype if self.reduce_dtype in half_dtypes() else None)
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which gradients of `dtype` are added: never narrower than `dtype`, and at least fp32 for fp16, which could overflow."""
+        """The dtype in which gradients of `dtype` are added: never narrower than `dtype`, and at least fp32 for fp16, which
+        could overflow."""
         import torch
 
         least = torch.float32 if dtype is torch.float16 else _real(dtype)
@@ -795,7 +796,8 @@ REFUSED: dict[str, str] = {
 
 
 class Key(NamedTuple):
-    """The description of one config key: its path (`zero.stage`; `NAME` stands for a custom name), allowed values, meaning and default.
+    """The description of one config key: its path (`zero.stage`; `NAME` stands for a custom name), allowed values, meaning and
+    default.
 
     `default` is empty if the key is not set by default, or if its default depends on other keys.
     """

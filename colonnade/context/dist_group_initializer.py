@@ -61,7 +61,7 @@ class ProcessGroupInitializer:
 
     @property
     def grid(self) -> Grid:
-        """The numbering of ranks by coordinates, to compute groups: `self.grid.groups("data")`, `self.grid.split("tensor", ...)`."""
+        """The numbering of ranks by coordinates, from which groups are computed, such as `self.grid.groups("data")`."""
         return grid_of(self.axes)
 
     def init_parallel_groups(self) -> Any:
@@ -136,7 +136,10 @@ class Initializer_Sequence(ProcessGroupInitializer):
 
 @DIST_GROUP_INITIALIZER.register_module
 class Initializer_1D(ProcessGroupInitializer):
-    """PARALLEL_1D (Megatron-style tensor parallelism): the same groups as TENSOR. The layers of `colonnade.nn` read `sequence_split`."""
+    """PARALLEL_1D (Megatron-style tensor parallelism): the same groups as TENSOR.
+
+    The layers of `colonnade.nn` read `sequence_split`.
+    """
 
     def __init__(self, *args: Any, sequence_split: bool = False) -> None:
         super().__init__(*args)

@@ -39,7 +39,10 @@ Digit = tuple[int, int]
 
 
 class Ranks(Sequence[int]):
-    """A sequence of evenly spaced ranks, stored as a range, that compares equal to a list or tuple of the same ranks. A million ranks take no memory."""
+    """A sequence of evenly spaced ranks, stored as a range, that compares equal to a list or tuple of the same ranks.
+
+    A million ranks take no memory.
+    """
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -220,7 +223,8 @@ class Grid:
 
     @cached_property
     def digits(self) -> dict[str, Digit]:
-        """The digit (stride, size) of each axis: the difference between neighbouring ranks on the axis, and the size of the axis."""
+        """The digit (stride, size) of each axis: the difference between neighbouring ranks on the axis, and the size of the
+        axis."""
         digits, step = {}, 1
         for name, size in reversed(self.axes):
             digits[name] = (step, size)
@@ -266,7 +270,8 @@ class Grid:
 
 
 def refine(products: Iterable[Iterable[Digit]], world_size: int) -> tuple[Digit, ...] | None:
-    """The coarsest digits, slowest first, such that every digit in `products` is a product of some of them; None if two digits overlap only partly."""
+    """The coarsest digits, slowest first, such that every digit in `products` is a product of some of them; None if two digits
+    overlap only partly."""
     # A digit starts at its stride and ends at stride * size. Sorted, each of these bounds must divide the next.
     bounds = {1, world_size}
     for stride, size in chain.from_iterable(products):
@@ -354,8 +359,8 @@ class Layout:
     Args:
         axes: The axes, slowest first, whose sizes multiply to the world size.
         groups: The rank lists of each mode.
-        places: For a custom initializer that orders ranks differently: for each rank, its place in the grid, which is the rank that has
-            the same coordinates in the default order. None for the default order.
+        places: For a custom initializer that orders ranks differently: for each rank, its place in the grid, which is the rank
+            that has the same coordinates in the default order. None for the default order.
     """
 
     def __init__(
@@ -433,7 +438,8 @@ class Layout:
 
     @cached_property
     def on_grid(self) -> Layout:
-        """The same layout with ranks renumbered by their places in the grid, so that axes are digits of a rank; `self` if `places` is None."""
+        """The same layout with ranks renumbered by their places in the grid, so that axes are digits of a rank; `self` if
+        `places` is None."""
         if self.places is None:
             return self
         axes = {axis.mode: axis.name for axis in self.axes}

@@ -1,4 +1,7 @@
-"""ParallelContext: the state of one process in the world. Process groups, ranks and sizes by mode; seeds and random streams; the device."""
+"""ParallelContext: the state of one process in the world.
+
+Process groups, ranks and sizes by mode; seeds and random streams; the device.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,8 @@ def mesh_of(
     rank: int,
     device_type: str,
 ) -> DeviceMesh:
-    """Make a DeviceMesh whose dimensions are the existing `groups` of `modes`, outermost first, named by the values of the modes."""
+    """Make a DeviceMesh whose dimensions are the existing `groups` of `modes`, outermost first, named by the values of the
+    modes."""
     if not modes:
         raise ContextError("device_mesh() needs at least one mode, such as device_mesh(ParallelMode.DATA)", code="C012")
     names = tuple(mode.value for mode in modes)

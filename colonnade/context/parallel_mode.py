@@ -175,7 +175,8 @@ class ParallelMode(metaclass=_OpenEnum):
 
 
 def mode_of(value: object) -> ParallelMode:
-    """`ParallelMode(value)` for code inside torch.compile, which would treat a call of the class as the creation of a new object."""
+    """`ParallelMode(value)` for code inside torch.compile, which would treat a call of the class as the creation of a new
+    object."""
     return value if isinstance(value, ParallelMode) else ParallelMode(value)
 
 

@@ -1,4 +1,5 @@
-"""Random streams, one per mode, which draw equal or different numbers on the mode's ranks; and the state of all generators of a rank as one value.
+"""Random streams, one per mode, which draw equal or different numbers on the mode's ranks; and the state of all generators of a
+rank as one value.
 
 Outside any stream, ranks that see the same data draw the same numbers (dropout on a replicated tensor must agree), and ranks with
 distinct data or another pipeline stage draw different ones. Inside `with streams.use(ParallelMode.TENSOR)` the ranks of a tensor

@@ -106,7 +106,8 @@ def share_start_up_errors(
     timeout: float | None,
     ordinal: int | None = None,
 ) -> Iterator[None]:
-    """A block that runs before this rank joins the world: an error inside it is raised on the other ranks too, which would otherwise wait."""
+    """A block that runs before this rank joins the world: an error inside it is raised on the other ranks too, which would
+    otherwise wait."""
     try:
         yield
     except Exception as error:
@@ -399,7 +400,10 @@ def _is_loopback(address: str) -> bool:
 
 
 def launchers_met(endpoint: str, limit: timedelta, connect: Callable[[], Any]) -> Any:
-    """Return the result of `connect()`. Raises LaunchError if another program uses the port of the endpoint, or nothing answers within `limit`."""
+    """Return the result of `connect()`.
+
+    Raises LaunchError if another program uses the port of the endpoint, or nothing answers within `limit`.
+    """
     try:
         return _within(limit, connect)
     except Exception as error:  # torch raises classes of its own

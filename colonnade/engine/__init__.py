@@ -1,4 +1,4 @@
-"""The engine: gradient handlers, schedules, and the object that runs them."""
+"""The engine: runs training steps with gradient handlers, mixed precision, clipping and pipeline schedules."""
 
 from __future__ import annotations
 

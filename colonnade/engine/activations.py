@@ -1,4 +1,4 @@
-"""Activation checkpointing (full or selective) and activation offloading, by config.
+"""Activation checkpointing (full or selective) and activation offloading, as the config sets them.
 
 `apply_activations` finds the blocks of a model and overrides their forward pass; `torch.utils.checkpoint` does the recomputation.
 Offloading to the host is in the last section.
@@ -42,8 +42,8 @@ def apply_activations(
         model: the model of this rank.
         settings: the `activation_checkpoint` section of the config.
         stages: the modules in which blocks are looked for: `model` itself, or all pipeline stages if they are known.
-        complete: whether `stages` is the full model. If not, a model without blocks is only a warning, since another
-            stage may have them.
+        complete: whether `stages` is the full model. If not, missing blocks cause only a warning, because another stage may have
+            blocks.
 
     Raises:
         ConfigError: no blocks were found, or `keep` names an unknown op.
@@ -237,7 +237,8 @@ _last: dict[torch.device, weakref.ref[_BlockCall]] = {}
 
 
 def kept_on_host(parameters: Iterable[nn.Parameter]) -> saved_tensors_hooks:
-    """Context in which tensors saved by autograd move from a GPU to pinned host memory, except these parameters and small tensors."""
+    """A context manager in which autograd saves GPU tensors in pinned host memory, except small tensors and the given
+    parameters."""
     block = _BlockCall({parameter.untyped_storage().data_ptr() for parameter in parameters})
     return saved_tensors_hooks(block.pack, _unpack)
 

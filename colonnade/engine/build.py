@@ -1,7 +1,7 @@
-"""`initialize`: from a model, an optimizer and a config to an engine.
+"""`initialize`: builds an engine from a model, an optimizer and a config.
 
-The steps that need no other rank are in `engine.prepare`, shared with `colonnade plan` and `colonnade explain`. Here ranks
-compare the settings that must agree, make their weights equal, and set up the gradient reductions.
+The steps that need no other rank are in `engine.prepare`, shared with `colonnade plan` and `colonnade explain`. The steps of this
+file need all ranks: they compare the settings that must agree, make weights equal, and set up the gradient reductions.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ def initialize(
             arguments that returns one of these.
         optimizer: a torch optimizer, or a function of the parameters that returns one.
         criterion: the loss; by default the model's own, as of Hugging Face models.
-        train_dataloader: returned as it is.
-        test_dataloader: returned as it is.
+        train_dataloader: returned unchanged.
+        test_dataloader: returned unchanged.
         lr_scheduler: a learning-rate scheduler. If steps may be skipped, it is wrapped so that skipped steps do not advance it.
-        verbose: accepted for Colossal-AI scripts, and not read.
+        verbose: ignored; accepted for Colossal-AI scripts.
         context: the launched context; by default the global one.
 
     Returns:
@@ -231,7 +231,7 @@ def _scheduler(lr_scheduler: Any, engine: Engine) -> Any:
 
 
 def numeric_settings() -> MustMatch:
-    """The settings of torch that change the rounding of numbers."""
+    """A comparison between ranks of the torch settings that change the rounding of numbers."""
     backends: Any = torch.backends
     settings = {
         "torch.get_default_dtype()": torch.get_default_dtype(),
@@ -254,7 +254,8 @@ def numeric_settings() -> MustMatch:
 
 
 def alike_optimizer(optimizer: Any, lr_scheduler: Any, model: nn.Module, stage: int) -> MustMatch:
-    """Class, groups and options of the optimizer and settings of the scheduler, equal on all ranks of a pipeline stage."""
+    """A comparison of the optimizer (class, groups, options) and the scheduler (settings), which must be equal on all ranks of
+    a pipeline stage."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     items = {"class": _class(optimizer)}
     for at, group in enumerate(optimizer.param_groups):
@@ -277,7 +278,7 @@ def alike_optimizer(optimizer: Any, lr_scheduler: Any, model: nn.Module, stage: 
 
 
 def check_tied(optimizer: Any, model: nn.Module, context: ParallelContext) -> None:
-    """Raise if stages would step differently on a tied weight. Collective along the pipeline."""
+    """Raise if the optimizers of different stages would update a tied weight differently. Collective along the pipeline."""
     if context.pipeline_parallel_size == 1:
         return
     keys = {id(held.tensor): held.placement.tied.key for held in held_tensors(model, context) if held.placement.tied}

@@ -1,10 +1,11 @@
-"""Checks for mistakes in models, optimizers and training loops that would otherwise train wrongly and silently.
+"""Checks for mistakes in models, optimizers and training loops that would otherwise cause wrong training without an error.
 
 At `initialize`:
-- `refuse_lazy`, `refuse_optimizer`, `refuse_non_elementwise`: parameters without a shape; parameters whose gradients no rank would reduce;
-  optimizers whose step on a shard is not the shard of their step on the full tensor.
-- `warn_of_batch_norm`, `warn_of_repeated_work`: statistics over a part of the batch; ranks that repeat each other's work.
-- `compare_stages`: a pipeline of copies of the full model, because `colonnade.split` was not called.
+- `refuse_lazy`: parameters without a shape.
+- `refuse_optimizer`: parameters whose gradients no rank would reduce.
+- `refuse_non_elementwise`: optimizers whose step on a shard differs from the shard of their step on the full tensor.
+- `warn_of_batch_norm`: batch norm statistics over a part of the batch. `warn_of_repeated_work`: ranks that do the same work.
+- `compare_stages`: pipeline stages that are copies of the full model, because `colonnade.split` was not called.
 
 During training, all owned by `LoopWatch` except `SameBatch`:
 - `LoopWatch`: a step on gradients that were not reduced; parameters that were replaced after `initialize`.
@@ -13,10 +14,10 @@ During training, all owned by `LoopWatch` except `SameBatch`:
 - `Evaluations`: a forward pass on some ranks only, whose collectives would pair with those of a training step on the others.
 - the first-step watch of a model family (`engine.model`), and the replica check (`engine.guard`), if the config enables it.
 
-The checks do not share a mechanism, since they compare different things: batches exactly, over the world, and named by axis;
-partial gradients with a tolerance, over a tensor group; evaluations must meet before a collective that is not their own; the
-guard needs its own process group, as calls on the usual ones may be out of step. Only the digest (`ordered_sum`) is shared.
-A step in the steady state compares nothing.
+The checks share only the digest (`ordered_sum`), because they compare in different ways. Batches are compared bit by bit over the
+world, and partial gradients with a tolerance over a tensor group. Before an evaluation, ranks wait for each other before the first
+collective of the model. The guard needs its own process group, because collectives on the usual groups may not match. After the
+first steps, most steps compare nothing.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ def refuse_lazy(models: Iterable[nn.Module]) -> None:
 
 
 def refuse_optimizer(optimizer: Any, models: Iterable[nn.Module], context: ParallelContext) -> None:
-    """Raise if `step` needs arguments, or if trainable parameters are of none of the models and ranks see distinct data."""
+    """Raise if the optimizer's `step` needs arguments, or if it has trainable parameters that are in none of the models while
+    ranks see distinct data."""
     # From the class: a scheduler replaces `step` of the instance. A wrapper's class may have none.
     _, *accepted = inspect.signature(getattr(type(optimizer), "step", Optimizer.step)).parameters.values()
     needed = [repr(arg.name) for arg in accepted if arg.default is arg.empty and arg.kind is arg.POSITIONAL_OR_KEYWORD]
@@ -101,7 +103,7 @@ def refuse_optimizer(optimizer: Any, models: Iterable[nn.Module], context: Paral
 def refuse_non_elementwise(optimizer: Any, model: nn.Module, context: ParallelContext) -> None:
     """Raise if an optimizer that is not element-wise (such as Muon or Adafactor) would step on shards of a tensor.
 
-    Found by a trial step. An optimizer that combines the shards itself has the attribute `steps_on_parts = True`.
+    The check runs a trial step. An optimizer that combines the shards itself must set the attribute `steps_on_parts = True`.
     """
     if not isinstance(optimizer, Optimizer) or getattr(optimizer, "steps_on_parts", False):
         return
@@ -164,7 +166,7 @@ def warn_of_batch_norm(model: nn.Module, context: ParallelContext) -> None:
 
 
 def warn_of_repeated_work(model: nn.Module, context: ParallelContext) -> None:
-    """Warn if ranks that see the same data shard no parameter, or if layers of colonnade.nn are not sharded at all."""
+    """Warn if ranks see the same data although no parameter is sharded over them, or if no layer of colonnade.nn is sharded."""
     warn = get_dist_logger().warning
     count = len(list(model.parameters()))
     for axis in context.layout.axes:
@@ -207,7 +209,7 @@ def compare_stages(
 
     Args:
         model: the model of this rank.
-        was_split: whether `colonnade.split` made the stages, which then are as intended.
+        was_split: whether `colonnade.split` made the stages; then equal stages are intended.
         num_stages: the number of stages of the schedule, for the message.
         context: the context of this rank. `compare_stages=False` in its config disables the check.
 
@@ -259,9 +261,9 @@ _LOOK_EVERY = 100
 
 
 class LoopWatch:
-    """Checks that steps go through the engine, and that the model keeps the parameters that the optimizer has.
+    """Checks that the optimizer steps only in `engine.step`, and that the model keeps the parameters that the optimizer has.
 
-    `unsummed`: some gradients have not been reduced over the ranks yet.
+    `unsummed`: whether some gradients have not been reduced over the ranks yet.
     """
 
     def __init__(
@@ -296,13 +298,13 @@ class LoopWatch:
         return self._sync is not None and self._sync.synchroniser.unprepared_gradients
 
     def end_sums(self, complete: bool) -> None:
-        """Called when gradients are reduced. `complete`: this rank has made all micro-steps of the step."""
+        """Run the checks after gradients are reduced. `complete`: whether this rank has run all micro-steps of the step."""
         self.unsummed = False
         if self._same_gradients.is_due:
             self._same_gradients.check(complete)
 
     def end_step(self) -> None:
-        """Called after a step: checks now and then that the model still has its parameters."""
+        """Run the checks after a step: from time to time, that the model still has its parameters."""
         if self._steps == 0:
             self._end_first_step()
         self._steps += 1
@@ -312,7 +314,7 @@ class LoopWatch:
             self._guard.end_step()
 
     def look(self) -> None:
-        """Raise if a parameter of the model is another object than at `initialize`."""
+        """Raise if a parameter of the model was replaced by another object since `initialize`."""
         model = self._model()
         for name, parameter in model.named_parameters() if model is not None else ():
             if id(parameter) not in self._names and name in self._names.values():
@@ -380,7 +382,10 @@ def _look(watch: weakref.ref[LoopWatch]) -> None:
 
 
 def guard_of(model: nn.Module, optimizer: Any, context: ParallelContext, sync: GradientSync | None) -> Guard | None:
-    """Build the replica check if the config enables it and there are ranks to compare; else None. Collective over the world."""
+    """Build the replica check (`Guard`); None if the config does not enable it or there is no second rank.
+
+    Collective over the world.
+    """
     settings = GuardSettings.read(context.config.get("guard"))
     if settings is None or context.world_size == 1 or sync is None:
         return None
@@ -395,7 +400,10 @@ _OF_A_MESSAGE = {"inputs", "values", "forms", "calls"}
 
 
 def refuse_batch(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise if a stage made by `colonnade.split` is called with a batch. Custom stages may take any arguments."""
+    """Raise if a stage made by `colonnade.split` is called with a batch instead of activations.
+
+    Custom stages may take any arguments.
+    """
     from colonnade.parallel.own_forward import ModelStage
 
     if not isinstance(model, (Chunks, ModelStage, Stage)):
@@ -454,7 +462,7 @@ class SameBatch:
 
     @property
     def due(self) -> bool:
-        """Whether the current step is compared: steps 0 and 1, and every power of two from 64 on."""
+        """Whether batches are compared in the current step: in steps 0 and 1, and in every power of two from 64 on."""
         return self._step < 2 or (self._step >= 64 and self._step.bit_count() == 1)
 
     def see(self, inputs: Any, labels: Any = None) -> None:
@@ -467,11 +475,13 @@ class SameBatch:
                 seen.append((digest, num_rows(given)))
 
     def end_step(self, counted: bool | None, complete: bool) -> None:
-        """Compare the ranks, if the step is due. Collective over the world then; all ranks raise, or none.
+        """Compare the batches of all ranks if the step is due.
+
+        Then the call is collective over the world, and either all ranks raise or none.
 
         Args:
             counted: whether the losses of the step were (sum, count); None if there was no loss.
-            complete: whether this rank has made all micro-steps. A rank that has not is left out of the comparison.
+            complete: whether this rank has run all micro-steps of the step. If not, this rank is left out of the comparison.
         """
         if not self._alone and self.due:
             form = 0 if counted is None else 1 + counted
@@ -557,7 +567,7 @@ def _digest(given: Any) -> int | None:
 
 
 class SameGradients:
-    """Compares the local gradients of replicated parameters over the tensor ranks; only in models sharded by a TP plan."""
+    """Compares the local gradients of replicated parameters between tensor ranks, only in models that a TP plan has sharded."""
 
     def __init__(self, model: nn.Module, context: ParallelContext) -> None:
         self._context = context
@@ -573,9 +583,9 @@ class SameGradients:
         self._handles = [parameter.register_hook(partial(self._add, name)) for name, parameter in plain]
 
     def check(self, complete: bool) -> None:
-        """Raise on every rank if tensor ranks differ. Collective over the world.
+        """Raise on every rank if the gradients of tensor ranks differ. Collective over the world.
 
-        `complete`: this rank has made all micro-steps. If any rank has not, the comparison waits for the next step.
+        `complete`: whether this rank has run all micro-steps. If any rank has not, the comparison is made in the next step.
         """
         for name, parameter in self._watched.items():
             if is_dtensor(parameter) and parameter.grad is not None:
@@ -638,7 +648,10 @@ def _compare(names: list[str], dtypes: list[torch.dtype], sums: Tensor) -> None:
 
 
 class Evaluations:
-    """Hooks the calls of a model, if its parameters are sharded over ranks and it is not a pipeline stage."""
+    """Makes ranks wait for each other before evaluation passes, by hooks on the model.
+
+    Only for sharded models that are not pipeline stages.
+    """
 
     def __init__(self, model: nn.Module, context: ParallelContext) -> None:
         self._meetings: list[_Meeting] = []
@@ -665,7 +678,10 @@ class Evaluations:
             self._handles.append(module.register_forward_hook(after, always_call=True))
 
     def meet(self, module: nn.Module) -> None:
-        """Wait for the other ranks before a pass without training. Collective over each group that the model is sharded over."""
+        """Wait for the other ranks before an evaluation pass of `module`.
+
+        Collective over each group over which the model is sharded.
+        """
         if self._inside is not None:
             return
         for meeting in self._meetings:
@@ -673,7 +689,7 @@ class Evaluations:
         self._inside = module
 
     def leave(self, module: nn.Module) -> None:
-        """End the pass through `module`, also after an error."""
+        """Record the end of the evaluation pass of `module`, also after an error."""
         if self._inside is module:
             self._inside = None
 

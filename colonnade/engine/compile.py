@@ -1,4 +1,4 @@
-"""torch.compile by config: block by block, so that equal blocks share one compilation, or the model in one piece."""
+"""torch.compile as the config sets it: block by block, so that equal blocks share one compilation, or the full model at once."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def compile_model(model: nn.Module, criterion: Any, options: Any, context: Paral
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The blocks of a model and their siblings; the model itself if no two blocks are of one class."""
+    """The modules to compile separately: the blocks of a model and their siblings, or the model itself if no two blocks have
+    the same class."""
     if isinstance(model, Stage):
         return [model.get_submodule(name) for name in model.layer_names]
     found = list(outer_members(model))

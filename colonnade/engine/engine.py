@@ -1,6 +1,6 @@
 """The engine: model, optimizer and loss behind the four calls of a training loop.
 
-`Engine.backward` and `Engine.step` are the protocol of a training step; `step` and the two halves below it read from top to bottom.
+`Engine.backward` and `Engine.step` run a training step. `step` consists of two halves, the methods below it: reduction and update.
 `LossBook` computes the gradient factor for losses over uneven data, `Observer` is the base class of step callbacks. `LastStep` and
 `WholeWeights` are the read-only parts of `Engine`: queries about the last step, and export of the unsharded weights.
 """
@@ -53,7 +53,8 @@ class LastStep:
         return self._stepper.last.norm if self._stepper.last is not None else None
 
     def grad_norms(self) -> dict[str, Tensor]:
-        """The norms of the last step by group, layer or parameter, from the same collective as `grad_norm`."""
+        """The norms of the last step by clip group, layer or parameter, as device tensors; computed by the same collective as
+        `grad_norm`."""
         return self._stepper.norms()
 
     @property
@@ -64,23 +65,24 @@ class LastStep:
 
     @property
     def last_step_skipped(self) -> bool:
-        """Whether the last step was skipped. Waits for its norm."""
+        """Whether the last step was skipped. Waits until its norm is computed."""
         self._stepper.report_skips(wait=True)
         return self._stepper.skips.last
 
     @property
     def clip_divisor(self) -> Tensor | None:
-        """The largest divisor of the last step's clipping: 1 if nothing was clipped; None if clipping is off."""
+        """The largest number by which clipping divided gradients in the last step: 1 if nothing was clipped; None if clipping
+        is off."""
         return self._stepper.last.divisor.amax() if self._stepper.last is not None else None
 
     @property
     def last_skip_flag(self) -> HostCopy | None:
-        """Whether the last step was skipped, as a number that is being copied to the host; None before the first step."""
+        """The skip flag of the last step (1 if it was skipped), which is being copied to the host; None before the first step."""
         return HostCopy(torch.ones((), device="cpu")) if self._failed else self._stepper.skips.flag
 
     @property
     def may_skip(self) -> bool:
-        """Whether a step can be skipped because of its gradient."""
+        """Whether steps can be skipped at all, because of a non-finite gradient or a spike."""
         return self._stepper.policy is not None
 
 
@@ -101,14 +103,14 @@ class WholeWeights:
         raise NotImplementedError
 
     def full_state_dict(self, to: str | Path = "all", *, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Return the unsharded weights and persistent buffers, on the CPU, for any layout; a tied weight under each name.
+        """Return the unsharded weights and persistent buffers, on the CPU, under any layout; a tied weight under each of its names.
 
         The result fits `load_state_dict` of a plain model, unless its modules have extra state. Collective over the world.
 
         Args:
             to: "all" returns the tensors on every rank, "first" only on rank 0 (elsewhere the dict is empty). Any other
                 text is the safetensors file to write, one tensor at a time; the dict is then empty everywhere.
-            dtype: the dtype of floating point tensors; by default their own.
+            dtype: the dtype to which floating point tensors are cast; by default they keep their dtype.
 
         Raises:
             CheckpointError: `to` is neither "all" nor "first" nor the name of a .safetensors file.
@@ -136,7 +138,8 @@ class WholeWeights:
     def save_pretrained(
         self, folder: str | Path, *, max_shard_size: int | str | None = None, dtype: torch.dtype | None = None
     ) -> Path:
-        """Write weights, index and configs to a folder that `from_pretrained` of transformers (or `colonnade.from_pretrained`) loads bit for bit.
+        """Write weights, index and configs to a folder that `from_pretrained` of transformers (or `colonnade.from_pretrained`)
+        loads bit for bit.
 
         Every rank writes some of the files and holds at most one unsharded tensor at a time. A new folder appears once it is
         complete on disk. In an existing folder, earlier weight files are replaced and other files are kept. For a model with
@@ -145,7 +148,7 @@ class WholeWeights:
         Args:
             folder: the folder to write.
             max_shard_size: the largest size of a file, such as "5GB"; by default one file per rank, of 64 MiB to 5 GB.
-            dtype: the dtype of floating point tensors; by default their own.
+            dtype: the dtype to which floating point tensors are cast; by default they keep their dtype.
         """
         from colonnade.checkpoint.full_weights import save_pretrained
 
@@ -172,7 +175,7 @@ _LEAST = 1e-300
 
 
 class LossBook:
-    """The loss counts of one step, and the factor on the reduced gradients that follows from them.
+    """Collects the loss counts of one step, and computes the factor on the reduced gradients from them.
 
     Plain means need neither a factor nor a collective: their gradients are divided by `distinct_data` in the all-reduce and by
     `accumulation` in backward. A loss given as (sum, count) is divided once, by the count of all ranks and micro-steps: the
@@ -204,7 +207,8 @@ class LossBook:
                 self._fraction /= axis.size
 
     def read(self, loss: Any) -> tuple[Tensor, Count | None, Count | None]:
-        """Return (tensor to call backward on, its count or None for a mean, the number of labels of a mean if known)."""
+        """Split a loss into (the tensor on which to call backward, its count or None for a mean, the number of labels of a
+        mean or None)."""
         self._joins = self._joins or isinstance(loss, (tuple, list))  # even if the count is invalid and raises below
         self._divided.look(loss)
         value, count = split_loss(loss)
@@ -217,7 +221,8 @@ class LossBook:
     def add(self, count: Count | None, *, here: bool = True) -> None:
         """Add the loss of one micro-step. All losses of a step are plain means, or all are (sum, count).
 
-        `here`: this rank reports the count. In a pipeline only one rank does, and the others note only the form.
+        `here`: whether this rank reports the count. In a pipeline only one rank reports it; the others record only the form of
+        the loss.
         """
         # Before anything can raise: the other ranks wait for this rank's count even if its form is refused below.
         self._joins = self._joins or count is not None
@@ -233,19 +238,19 @@ class LossBook:
 
     @property
     def counted(self) -> bool | None:
-        """Whether the losses of this step are (sum, count); None before the first."""
+        """Whether the losses of this step are (sum, count); None before the first loss."""
         return self._form.counted
 
     def carry(self, synchroniser: Synchroniser, scaler: LossScaler | None = None) -> None:
         """Send the counts with the gradients, if a bucket can carry them. Called before the last backward pass of a step.
 
-        `scaler`: the fp16 scaler, by whose `count` sums were divided; it is given the count of the step.
+        `scaler`: the fp16 scaler. Loss sums were divided by its `count`; it receives the count of this step.
         """
         if self.takes_part:
             self._carried = synchroniser.carry(self._numbers(), lambda totals: self.factor(totals, scaler))
 
     def scale(self, sync: GradientSync, scaler: LossScaler | None = None) -> Tensor | None:
-        """The factor on the reduced gradients, after the last pass; None for 1, or if `carry` has sent the counts.
+        """The factor on the reduced gradients, after the last pass; None if the factor is 1, or if `carry` has sent the counts.
 
         Collective over the world if `takes_part`.
         """
@@ -293,7 +298,7 @@ class LossBook:
         return self._context.layout.distinct_data / divisor
 
     def refuse_two_forms(self) -> None:
-        """Raise if some ranks gave counts and others means. On a GPU only ranks with means wait for the totals."""
+        """Raise if some ranks had losses (sum, count) and others had means. On a GPU only ranks with means wait for the totals."""
         totals, self._totals = self._totals, None
         if totals is None or (totals.device.type != "cpu" and self._form.counted is not False):
             return
@@ -338,7 +343,10 @@ class Observer:
         """Called with each loss (a mean, or (sum, count)): before its backward pass, or after it in a pipeline."""
 
     def on_reduced(self, scale: float | Tensor | None) -> None:
-        """Called when all handlers have run: gradients are final and not clipped. `scale`: the last factor on the sums."""
+        """Called when all handlers have run: gradients are final, but not clipped.
+
+        `scale`: the factor that was applied to the reduced gradients.
+        """
 
     def on_stepped(self) -> None:
         """Called after the optimizer has stepped."""
@@ -524,14 +532,16 @@ class Engine(LastStep, WholeWeights):
             self._book.add(count, here=here)
 
     def step(self) -> bool:
-        """Reduce the gradients, clip and step, if this was the last micro-step; returns whether it was.
+        """Reduce the gradients, clip and step, if this was the last micro-step of a step.
+
+        Returns whether this was the last micro-step.
 
         Collective over the world. A step is `_sum_gradients` (compare the batches, all-reduce, check) and then `_finish_step`
         (norm, clipping, optimizer). Between the two, gradients are final and not clipped: `Observer.on_reduced` sees them there.
 
         Raises:
-            GradientError: no backward pass was made, or the last one failed. Also, on all ranks, the error with which a
-                rank has abandoned the step, and disagreement between ranks on batches or on the form of the loss.
+            GradientError: no backward pass was run, or the last backward pass failed. Raised on all ranks if a rank has abandoned
+                the step after an error, or if ranks have different batches or forms of the loss.
         """
         # A wrong order of calls is an error of this rank only. It raises on all ranks: the others would wait for its gradients.
         if self._passes == 0:
@@ -706,16 +716,16 @@ class Engine(LastStep, WholeWeights):
     def batches(self, loader: Iterable[Any], after_step: Callable[[], Any] | None = None) -> Iterator[Any]:
         """Iterate over the batches of `loader`, which may be of different length on each rank. Collective over the world.
 
-        A rank without batches left takes part in the remaining steps of the others inside this loop, with weight 0 in the
-        mean. The loop body must call `backward` and `step` once per batch.
+        When a rank has no batches left, it takes part in the remaining steps of the other ranks inside this iterator, with weight
+        0 in the mean. The loop body must call `backward` and `step` once per batch.
 
         Args:
             loader: the batches of this rank.
             after_step: called after each step that this rank makes without a batch, such as `lr_scheduler.step`.
 
         Raises:
-            GradientError: at ZeRO stage 3, where every forward pass needs all ranks; or the loop body does not call
-                `backward` and `step` exactly once.
+            GradientError: ZeRO stage 3 is used, where every forward pass needs all ranks; or the loop body does not call `backward`
+                and `step` exactly once.
 
         Example::
 
@@ -773,7 +783,7 @@ class Engine(LastStep, WholeWeights):
 
     @property
     def gathers_weights(self) -> bool:
-        """Whether every forward pass all-gathers weights (ZeRO stage 3), so that no rank may leave one out."""
+        """Whether every forward pass all-gathers weights (ZeRO stage 3), so that no rank may omit a forward pass."""
         return any(hasattr(module, "unshard") for module in self._model.modules())
 
     def ledger(self) -> Ledger:
@@ -830,7 +840,7 @@ class Engine(LastStep, WholeWeights):
 
     @property
     def engine_optimizer(self) -> EngineOptimizer:
-        """The optimizer as the engine drives it, with its sharded gradients and state and its pending all-gathers."""
+        """The `EngineOptimizer` that the engine calls, with sharded gradients and state and pending all-gathers."""
         return self._stepper.optimizer
 
     @property

@@ -1,4 +1,4 @@
-"""Gradient handlers: the built-in ones, and the base classes of custom ones."""
+"""The public import path of gradient handlers: the built-in handlers, and the base classes of custom handlers."""
 
 from __future__ import annotations
 

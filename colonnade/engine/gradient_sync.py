@@ -28,8 +28,8 @@ class GradientSync:
     """Runs every handler once per step: the automatic ones first, then the named ones in the config's order.
 
     Automatic reductions start during backward and are complete before a custom handler runs. Since all reductions are linear,
-    their order does not change the result. `loose`: the parameters of each handler whose gradients are in no bucket, and last
-    those that no handler reduces (FSDP2, for example, reduces them during backward).
+    their order does not change the result. `loose`: for each handler, its parameters whose gradients are in no bucket; the
+    last list has the parameters that no handler reduces (for example, those that FSDP2 reduces during backward).
     """
 
     def __init__(
@@ -51,7 +51,10 @@ class GradientSync:
         self._outcome: StepOutcome | None = None
 
     def prepare(self, last: bool) -> None:
-        """Prepare buckets and handlers. Called before each backward pass; `last`: it is the last one of the step."""
+        """Prepare buckets and handlers.
+
+        Called before each backward pass; `last`: whether this is the last backward pass of the step.
+        """
         self.before_pass()
         self._outcome = None
         self.synchroniser.prepare(last)
@@ -89,7 +92,10 @@ class GradientSync:
 
     @property
     def world(self) -> RankGroup | None:
-        """The group of all ranks, if it has idle sockets; with sharded reductions, messages may still be in flight on them."""
+        """The `RankGroup` of all ranks, if it has idle sockets; else None.
+
+        With sharded reductions, messages may still be in flight on the sockets.
+        """
         if any(bucket.is_sharded for bucket in self.synchroniser.buckets):
             return None
         world = self.synchroniser.groups.get(tuple(range(dist.get_world_size())))

@@ -1,11 +1,13 @@
-"""The guard (config key `guard`): every so many steps, and before each save, ranks compare their replicas and collective calls.
+"""The guard (config key `guard`): every n steps, and before each save, ranks compare their replicas and their collective calls.
 
-It finds two silent mistakes. Replicas diverge: weights and optimizer state are compared by checksum between the ranks that
-store the same shard. Handlers call collectives in a different order on some ranks, so that gradients of different parameters
-are added up: `CallLog` records the calls of each handler, and the records are compared.
+The guard finds two silent mistakes:
 
-Ranks exchange digests, and names only if digests differ. They use a process group of their own, since calls on the usual groups
-may be out of step; and they meet by the store first, so that a rank that is stuck in a call of another step is reported.
+- replicas that diverge: weights and optimizer state are compared by checksum between the ranks that store the same shard;
+- handlers that call collectives in a different order on some ranks, so that gradients of different parameters are added up:
+  `CallLog` records the calls of each handler, and the records are compared.
+
+Ranks exchange digests, and names only if digests differ. They use a separate process group, because collectives on the usual groups
+may not match. Before a comparison they wait for each other in the store, so that a rank that is stuck in a collective is reported.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ class _Replicas:
 
 
 class Guard:
-    """Compares ranks after every `every` steps of an engine, and before its model is saved."""
+    """Compares all ranks after every `every` steps of an engine, and before its model is saved."""
 
     def __init__(
         self, model: nn.Module, optimizer: Any, context: ParallelContext, sync: GradientSync, every: int
@@ -87,7 +89,7 @@ class Guard:
         save_checks[model] = weakref.WeakMethod(self.check)
 
     def end_step(self) -> None:
-        """Called after each step. Collective over the world at every `every`-th."""
+        """Count a step, and compare the ranks at every `every`-th step. Then the call is collective over the world."""
         self._log.end_step()
         self._steps += 1
         if self._steps % self._every == 0:
@@ -373,7 +375,7 @@ class CallLog:
         self._at("summing the gradients")
 
     def end_step(self) -> None:
-        """End a step, in which all handlers have run, or none."""
+        """End a step, in which either all handlers or no handlers have run."""
         called, self._entries = tuple(self._entries), []
         if called not in self._known:
             by_ranks: dict[tuple[int, ...] | None, list[Entry]] = {None: []}
@@ -394,7 +396,7 @@ class CallLog:
 
     @property
     def so_far(self) -> Steps:
-        """The recorded steps, with the current one."""
+        """The recorded steps and the current, incomplete step."""
         return [*self.steps, tuple(self._entries)]
 
     def _note(self, handler: str, name: str, group: Any, given: Any) -> None:
@@ -430,9 +432,11 @@ def _noted(handler: str, name: str, group: Any, of: str | int) -> tuple[Entry, s
 def first_difference(
     one: Steps, other: Steps, ranks: Sequence[int] | None, *, under_way: bool
 ) -> tuple[int, str, str] | None:
-    """The first difference between two ranks in calls over `ranks`: (step, call of the one, call of the other).
+    """The first difference between the calls of two ranks over the group `ranks`: (step, call of one rank, call of the other);
+    None if equal.
 
-    With `ranks=None` the order of handlers is compared. `under_way`: the other rank may make further calls in its last step.
+    With `ranks=None` the order of handlers is compared. `under_way`: whether the other rank may make further calls in its last
+    step.
     """
     wanted = tuple(ranks or ())
     for step, both in enumerate(zip(one, other, strict=False)):
@@ -447,7 +451,7 @@ def first_difference(
 
 
 def read_steps(steps: Any) -> Steps:
-    """Steps from their JSON form."""
+    """Convert recorded steps from their JSON form."""
     return [tuple((handler, call, tuple(ranks)) for handler, call, ranks in called) for called in steps]
 
 

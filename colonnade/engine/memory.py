@@ -1,4 +1,5 @@
-"""Memory of this rank by use: measured on the existing tensors, and computed from the parallel layout."""
+"""The memory of this rank by use (parameters, gradients, state, ...): measured on the existing tensors, and computed from the
+parallel layout."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ _MB = 1 << 20
 
 @dataclass(frozen=True)
 class KindBytes:
-    """Bytes of one kind of tensors: on the device, in host memory (offloaded), and as computed from the layout."""
+    """Bytes of one kind of tensors, such as gradients: on the device, in host memory (offloaded), and expected from the layout."""
 
     device: int
     host: int
@@ -30,10 +31,10 @@ class KindBytes:
 class MemoryTable:
     """Bytes of this rank by use.
 
-    `state` is the optimizer state with master weights. `other` is allocated now, but none of these: buffers, memory of
-    collectives and libraries, your own tensors. `activations` is the peak minus everything that is allocated permanently:
-    activations plus temporary buffers. `peak` is measured since the last reset of torch.cuda's peak statistics. On the CPU
-    torch does not count allocations: there `other`, `activations` and `peak` are None.
+    `state` is the optimizer state with master weights. `other` is all other memory that is allocated now: buffers,
+    memory of collectives and libraries, tensors of the user. `activations` is the peak minus everything that is allocated
+    permanently: activations plus temporary buffers. `peak` is measured since the last reset of torch.cuda's peak statistics. On
+    the CPU torch does not count allocations: there `other`, `activations` and `peak` are None.
     """
 
     device: str
@@ -46,7 +47,7 @@ class MemoryTable:
 
     @property
     def held(self) -> KindBytes:
-        """Parameters, gradients and state together."""
+        """The sum of parameters, gradients and state."""
         kinds = (self.parameters, self.gradients, self.state)
         device, host = sum(kind.device for kind in kinds), sum(kind.host for kind in kinds)
         return KindBytes(device, host, sum(kind.formula for kind in kinds))

@@ -1,4 +1,4 @@
-"""Model families: what a kind of model adds to the engine - its own loss, checks, a first-step watch, a weight format.
+"""Model families: the interface by which a kind of model adds its own loss, checks, a check of the first step, and a weight format.
 
 The engine imports no family. A family is a `ModelFamily` in a module above the engine, registered by module name together with
 the attributes by which its models are recognised (`register_family`). The module is imported when such a model is passed to
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class TrainingLoss(Protocol):
     """The model's own loss, for `initialize` without a criterion.
 
-    `run` is the model's forward pass, with a loss that knows its label count. Called as a criterion with (output, labels), at
-    the end of a pipeline, the object returns the same loss as (sum, count).
+    `run` is the model's forward pass; its loss carries the number of labels. In a pipeline, the object is the criterion of the last
+    stage: called with (output, labels), it returns the same loss as (sum, count).
     """
 
     def run(self, *args: Any, **kwargs: Any) -> Any: ...
@@ -42,16 +42,16 @@ class TrainingLoss(Protocol):
         ...
 
     def predictions(self, output: Any) -> Any:
-        """The predictions in an output, without its other tensors."""
+        """The predictions (logits) in a model output, without its other tensors."""
         ...
 
     def compared(self, output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """(logits, label) of each prediction with a label, one per row."""
+        """(logits, labels), with one row for each prediction that has a label."""
         ...
 
 
 class FirstStepWatch(Protocol):
-    """A check of a model's forward passes that ends with the first step."""
+    """A check of a model's forward passes during the first step; `close` ends it."""
 
     def close(self) -> None: ...
 
@@ -75,7 +75,10 @@ class ModelFamily:
         return False
 
     def export(self, model: nn.Module, folder: str | Path, context: ParallelContext, dtype: torch.dtype | None) -> Path:
-        """Write the folder of `engine.save_pretrained`. Collective over the world; this rank may have nothing to write."""
+        """Write the folder of `engine.save_pretrained` in the family's format.
+
+        Collective over the world, also for ranks without files to write.
+        """
         raise NotImplementedError
 
 
@@ -84,7 +87,8 @@ _loaded: dict[str, ModelFamily] = {}
 
 
 def register_family(home: str, signs: Sequence[str]) -> None:
-    """Register `FAMILY` of the module `home` for models in which some module has one of the attributes `signs`."""
+    """Register a family, the attribute `FAMILY` of the module `home`, for models in which a module has one of the attributes
+    `signs`."""
     _homes[home] = tuple(signs)
 
 
@@ -123,12 +127,13 @@ def refuse_unfit(model: nn.Module) -> None:
 
 
 def own_format_of(model: nn.Module) -> str | None:
-    """The home of the family with its own format for the model's weights; None for the usual format."""
+    """The home module of the family that has its own format for the model's weights; None for the usual format."""
     return next((home for home, member in families_of(model) if member.has_own_format(model)), None)
 
 
 def layer_kind(module: nn.Module) -> str | None:
-    """The class attribute `layer_kind` of layers in colonnade.nn ("linear", "classifier", ...); None for other modules."""
+    """The kind of a layer of colonnade.nn, from its class attribute `layer_kind` ("linear", "classifier", ...); None for other
+    modules."""
     return getattr(type(module), "layer_kind", None)
 
 

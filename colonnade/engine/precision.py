@@ -41,7 +41,7 @@ _SHOWN = 6
 
 
 def convert_to_float8(model: nn.Module, settings: Float8Settings, device: torch.device) -> None:
-    """Make suitable linear layers of a model multiply in float8, in place; parameters stay the same objects.
+    """Convert suitable linear layers of a model to float8 matrix products, in place; parameters stay the same objects.
 
     Raises:
         ConfigError: torchao is not installed, or the device has no float8.
@@ -147,17 +147,17 @@ class LossScaler:
         self._dynamic = settings.dynamic_grad_scale
 
     def unscaled(self, norms: Norms) -> Norms:
-        """The norms of the unscaled gradients."""
+        """The norms of the gradients without the loss scale, computed from the norms of the scaled gradients."""
         p = norms.p
         factor = self.scale.double() if p == float("inf") else self.scale.double() ** p
         return Norms(p, norms.sums / factor, norms.nonfinite)
 
     def expect(self, count: Tensor) -> None:
-        """Set `count` for the next step, from the count of this one."""
+        """Set `count` for the next step, from the loss count of this step."""
         self.count.copy_(torch.where(count.isfinite() & (count > 1), count, 1.0).log2().floor().exp2())
 
     def update(self, found_inf: Tensor) -> None:
-        """Grow or shrink the scale after a step. `found_inf`: whether its gradient was not finite."""
+        """Increase or decrease the scale after a step. `found_inf`: whether the gradient of the step was not finite."""
         if not self._dynamic:
             return
         torch._amp_update_scale_(self.scale, self._good_steps, found_inf.float().reshape(()), *self._factors)
@@ -176,7 +176,8 @@ class LossScaler:
 
 @dataclass(frozen=True)
 class Precision:
-    """Mixed precision as configured: the autocast dtype (None: off), and the settings of the loss scaler (None: off)."""
+    """The mixed precision of a config: the autocast dtype (None: no autocast), and the settings of the loss scaler (None: no
+    scaler)."""
 
     dtype: torch.dtype | None = None
     scaler: Fp16Settings | None = None
@@ -209,14 +210,14 @@ class Precision:
     def apply(self, model: nn.Module, device: torch.device, stage: int) -> None:
         """Make the model's forward passes run in the configured dtype, in place.
 
-        With master weights (the default) the optimizer steps on fp32: parameters are fp32, and autocast casts them for the
-        operations that profit. Without, parameters are cast, and the optimizer steps on the cast ones.
+        With master weights (the default), parameters are fp32, and autocast casts them for suitable operations. Without master
+        weights, the parameters themselves are cast to the half-precision dtype, and the optimizer steps on them.
 
         Args:
             model: the model of this rank.
             device: the device of its forward passes.
-            stage: the ZeRO stage. Stages 1 to 3 keep fp32 master weights themselves; at stage 0 parameters in half
-                precision are made fp32 here.
+            stage: the ZeRO stage. Stages 1 to 3 keep fp32 master weights themselves; at stage 0, this method converts parameters in
+                half precision to fp32.
 
         Raises:
             ConfigError: all parameters are float64, which autocast does not change.
@@ -239,14 +240,14 @@ class Precision:
             _autocast_module(module, device.type, self.dtype)
 
     def undo(self, *modules: Any) -> None:
-        """Restore the forward passes of modules; other objects and None are ignored."""
+        """Restore the forward passes that `apply` changed; arguments that are no modules, or None, are ignored."""
         for module in modules:
             for part in module if isinstance(module, nn.ModuleList) else [module]:
                 if isinstance(part, nn.Module):
                     restore_forward(part, "autocast")
 
     def around(self, criterion: Any, device: torch.device) -> Any:
-        """The criterion under autocast, which computes most losses in fp32 whatever the dtype of the model's output."""
+        """Wrap the criterion in autocast, which computes most losses in fp32 for model outputs of any dtype."""
         if self.dtype is None or criterion is None:
             return criterion
         if isinstance(criterion, nn.Module):
@@ -261,7 +262,7 @@ class Precision:
         return autocast_criterion
 
     def build_scaler(self, device: torch.device) -> LossScaler | None:
-        """The fp16 loss scaler; None for bf16, which has the range of fp32."""
+        """Build the fp16 loss scaler; None for bf16, which has the range of fp32."""
         return LossScaler(device, self.scaler) if self.scaler is not None else None
 
 
@@ -286,7 +287,8 @@ GRADIENTS, REDUCED, STATE = "gradients", "reduced in", "optimizer state"
 
 @dataclass(frozen=True)
 class PrecisionRow:
-    """One kind of tensors: the dtypes, and the bytes per parameter on this rank (None: the kind has no memory of its own)."""
+    """A row of the table for one kind of tensors: their dtypes, and their bytes per parameter on this rank (None: no separate
+    memory)."""
 
     what: str
     dtypes: tuple[str, ...]
@@ -295,14 +297,16 @@ class PrecisionRow:
 
 @dataclass(frozen=True)
 class PrecisionTable:
-    """The rows, and the number of parameters of this rank's model (of its stage, before ZeRO 3 shards them)."""
+    """The dtypes and bytes of each kind of tensors, and the number of parameters of this rank's model (or stage), before ZeRO
+    3 shards them."""
 
     parameters: int
     rows: tuple[PrecisionRow, ...]
 
     @property
     def bytes_per_parameter(self) -> float:
-        """Bytes per parameter kept between steps, including the gradients at the end of a backward pass."""
+        """The sum of the bytes per parameter of all kinds that are kept between steps, including gradients at the end of a
+        backward pass."""
         return sum(row.bytes or 0.0 for row in self.rows)
 
     def __getitem__(self, what: str) -> PrecisionRow:
@@ -321,8 +325,8 @@ def precision_table(
 ) -> PrecisionTable:
     """Build the table from the existing tensors.
 
-    Optimizer state exists from the first step on. Before it, the state of torch's own optimizers is found by a trial step on
-    a small matrix; other optimizers may communicate in a step, and are not tried.
+    Optimizer state exists only after the first step. Before the first step, the state of torch's own optimizers is determined by a
+    trial step on a small matrix. There is no trial step for other optimizers, which may communicate in a step.
     """
     parameters = list(model.parameters())
     count = sum(parameter.numel() for parameter in parameters) or 1

@@ -1,8 +1,8 @@
-"""The part of `initialize` that needs no other rank: from a model, an optimizer and a config to the objects that one rank trains.
+"""The part of `initialize` that needs no other rank: it prepares the model, the optimizer and the gradient reductions of one rank.
 
 `initialize` calls these functions and then communicates. `colonnade plan` and `colonnade explain` call the same functions
-for one rank of each kind, on a model without memory, and stop there. So all three change a model in the same order, read the
-same settings, find the same handlers, and raise the same errors.
+for one rank of each kind, on a model without memory, and do not communicate. So all three change a model in the same order, read
+the same settings, find the same handlers, and raise the same errors.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from colonnade.parallel.split import Split, take_stages
 
 
 def read_numerics(config: Config) -> tuple[Precision, ZeroSettings]:
-    """The mixed precision of the config, and its ZeRO settings, completed with the dtypes that other sections set."""
+    """Read the mixed precision and the ZeRO settings of a config. The ZeRO settings include the dtypes that other sections set."""
     precision = Precision.read(config)
     sync = SyncSettings.read(config.get("sync"))
     zero = replace(
@@ -62,7 +62,8 @@ def read_numerics(config: Config) -> tuple[Precision, ZeroSettings]:
 
 @dataclass(frozen=True)
 class Stages:
-    """A model as given by the user: all its pipeline stages, or the single module that this rank has built."""
+    """A model as the user passed it: all pipeline stages (from `colonnade.split`), or the single module that this rank has
+    built."""
 
     given: nn.Module | Split
     modules: list[nn.Module]
@@ -73,7 +74,7 @@ class Stages:
         return isinstance(self.given, Split)
 
     def own(self, context: ParallelContext, schedule: BaseSchedule | None) -> nn.Module:
-        """The stage of the rank of `context`, or its chunks under an interleaved schedule."""
+        """The stage of this rank; under an interleaved schedule, all stages (chunks) of this rank."""
         if not isinstance(self.given, Split):
             return self.given
         if not isinstance(schedule, PipelineSchedule):
@@ -86,7 +87,7 @@ class Stages:
 
 
 def read_stages(model: nn.Module | Split | Callable[[], nn.Module | Split]) -> Stages:
-    """Build the model if it is a function, and check its parameters: none without a shape, tied weights declared.
+    """Build the model if it is a function, and check its parameters: all must have a shape, and tied weights must be declared.
 
     Raises:
         ConfigError: the result is neither a module nor a `Split`, or a parameter has no shape yet.
@@ -142,9 +143,9 @@ def prepare_model(
 
 
 def read_losses(model: nn.Module, criterion: Any, schedule: BaseSchedule) -> tuple[Any, TrainingLoss | None]:
-    """Return (criterion, the model's own loss or None).
+    """Determine the loss. Returns (criterion, the model's own loss or None).
 
-    The model's own loss is used if no criterion is given. In a pipeline it also is the criterion, called on the last stage.
+    The model's own loss is used if no criterion is given. In a pipeline, it also becomes the criterion of the last stage.
     """
     own = training_loss_of(model) if criterion is None else None
     if own is None or not isinstance(schedule, PipelineSchedule):
@@ -159,7 +160,7 @@ def read_losses(model: nn.Module, criterion: Any, schedule: BaseSchedule) -> tup
 def prepare_optimizer(
     optimizer: Any, model: nn.Module, context: ParallelContext, others: Sequence[nn.Module] = ()
 ) -> Any:
-    """Build the optimizer if it is a function, and check it. Its parameters may also be of `others`: the other stages."""
+    """Build the optimizer if it is a function, and check it. Its parameters may also belong to `others`, the other stages."""
     built = optimizer if hasattr(optimizer, "param_groups") else optimizer(model.parameters())
     if not hasattr(built, "step") or not hasattr(built, "param_groups"):
         raise ConfigError(

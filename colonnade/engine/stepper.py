@@ -1,8 +1,9 @@
-"""Gradient clipping fused with the optimizer step: one pass for the norm, one collective, no separate scaling pass.
+"""Gradient clipping and the optimizer step: one pass over the gradients for the norm, one collective, and a step that includes
+the scaling.
 
-`Stepper.step` is the second half of a training step, in one piece. `Slots` number the norms that are measured (by group, layer or
-parameter), `OwnNorms` are the norms of replicas that differ on purpose (local SGD, DiLoCo), and `SkipReport` counts skipped steps
-without a wait of the host.
+`Stepper.step` is the second half of a training step, after the gradient reductions, in one function. `Slots` number the norms
+that are measured (by group, layer or parameter), `OwnNorms` are the norms of replicas that differ on purpose (local SGD, DiLoCo),
+and `SkipReport` counts skipped steps without a wait of the host.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def number_slots(names: Sequence[str], settings: ClipSettings, context: Parallel
 
 
 def label_of(name: str, per: Per) -> str:
-    """The label of a parameter's slot: empty for groups, the layer, or the full parameter name."""
+    """The label of a parameter's slot: the layer or the full parameter name; empty if norms are measured per clip group."""
     if per == "parameter":
         return name
     if per == "layer":
@@ -115,7 +116,8 @@ def label_of(name: str, per: Per) -> str:
 
 
 class OwnNorms:
-    """Norms per replica, for waived parameters: their gradients are not reduced over the replicas, which differ on purpose.
+    """A norm per replica of the model, for waived parameters, whose gradients are not reduced because replicas differ on purpose
+    (local SGD).
 
     The sums of powers of waived parameters go into further slots, one set per replica, in the same collective as all others;
     each rank then selects the set of its own replica. Slot s of a replica is at slots * (1 + replica) + s. If other parameters
@@ -143,7 +145,10 @@ class OwnNorms:
 
     @classmethod
     def of(cls, ledger: Ledger, held: Sequence[Held], slots: int, context: ParallelContext) -> OwnNorms | None:
-        """Build them if any rank has waived parameters; None otherwise. Collective over the world if `sync.waive` is set."""
+        """Build the object if any rank has waived parameters; else return None.
+
+        Collective over the world if `sync.waive` is set.
+        """
         if not SyncSettings.read(context.config.get("sync")).waive:
             return None
         waived = {row.parameter for row in ledger.rows if row.waived}
@@ -174,29 +179,33 @@ class OwnNorms:
 
     @property
     def count(self) -> int:
-        """The number of slots that are measured."""
+        """The number of slots that are measured: those of all replicas, and those of parameters that are not waived."""
         return self._slots * (1 + self._replicas)
 
     def in_replica(self, entry: Held) -> Held:
-        """The entry, if waived with only the replica ranks inside this replica."""
+        """A copy of a waived entry whose replica ranks are limited to this replica of the model; any other entry unchanged."""
         if entry.name not in self._waived:
             return entry
         ranks = tuple(rank for rank in entry.holding.ranks if rank in self._ranks)
         return replace(entry, holding=Holding(ranks, self._rank))
 
     def slot(self, entry: Held, slot: int) -> int:
-        """The slot of the entry's sum of powers and of its divisor."""
+        """The slot, among all measured ones, of the entry's sum of powers and of its divisor; `slot` is its slot in a single
+        replica."""
         return self._slots * (1 + self._replica) + slot if entry.name in self._waived else slot
 
     def select(self, norms: Norms) -> Norms:
-        """The norms of this replica. Non-finite counts are those of all replicas: all skip a step, or none."""
+        """Select the norms of this replica.
+
+        Non-finite counts include all replicas, so that either all replicas skip a step or none.
+        """
         sums, nonfinite = (values.view(1 + self._replicas, self._slots) for values in (norms.sums, norms.nonfinite))
         both = torch.stack([sums[0], sums[1:].amax(0) if self.mixed else sums[1 + self._replica]])
         joined = both.amax(0) if math.isinf(norms.p) else both.sum(0)
         return replace(norms, sums=joined, nonfinite=nonfinite.sum(0))
 
     def expand(self, divisor: Tensor) -> Tensor:
-        """The divisors of all measured slots, from those of this replica."""
+        """Expand the divisors of this replica's slots to all measured slots."""
         return divisor.repeat(1 + self._replicas)
 
 
@@ -204,7 +213,7 @@ class OwnNorms:
 
 
 class SkipReport:
-    """Counts skipped steps. The flag of each step is a device tensor that is read on the host later; only `read` waits."""
+    """Counts skipped steps. The skip flag of each step is a device tensor that the host reads later; only `read` waits."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -220,11 +229,14 @@ class SkipReport:
         self._pending.append(self.flag)
 
     def poll(self) -> int:
-        """Count the flags that are on the host; returns how many of these steps were skipped."""
+        """Count the flags that have arrived on the host; returns the number of skipped steps among them."""
         return self._count(wait=False)
 
     def read(self) -> int:
-        """Count all flags; waits for the last step. Returns how many of the steps not counted before were skipped."""
+        """Count all flags, and wait for the flag of the last step.
+
+        Returns the number of skipped steps among those not counted before.
+        """
         return self._count(wait=True)
 
     def _count(self, wait: bool) -> int:
@@ -239,8 +251,8 @@ class SkipReport:
 class SkipAwareScheduler:
     """A learning-rate scheduler that does not advance when the engine has skipped its last step.
 
-    On a GPU the host does not wait for the flag: the scheduler advances, and omits a later call instead (two steps later,
-    the same on every rank).
+    On a GPU the host does not wait for the skip flag. The scheduler advances after a skipped step, and omits a later call instead
+    (two steps later, the same call on every rank).
     """
 
     def __init__(self, scheduler: Any, engine: Any) -> None:
@@ -250,7 +262,7 @@ class SkipAwareScheduler:
         self._ahead = 0
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Advance, unless a step was skipped."""
+        """Advance the scheduler, unless a step was skipped."""
         flag = self._engine.last_skip_flag
         if flag is not None:
             self._flags.append(flag)
@@ -332,7 +344,7 @@ class Stepper:
         self.skips = SkipReport()
 
     def step(self, outcome: StepOutcome) -> None:
-        """Measure the norm, decide on clipping, and step, after reductions with this outcome.
+        """Measure the norm, decide on clipping, and step. `outcome` is the result of the gradient reductions.
 
         The host waits only if the step may be skipped and the optimizer cannot skip it on the device.
         """
@@ -396,7 +408,10 @@ class Stepper:
             self.scaler.update(self.last.nonfinite)
 
     def report_skips(self, wait: bool) -> None:
-        """Log the steps skipped since the last call, with the first non-finite parameter of this rank if it is still known."""
+        """Log the number of steps skipped since the last call, with the first non-finite parameter of this rank if known.
+
+        `wait`: also for the last step.
+        """
         if self.skips.read() if wait else self.skips.poll():
             bad = self._step.first_nonfinite()
             where = f" first in {bad} on rank {self._context.get_global_rank()};" if bad else ""

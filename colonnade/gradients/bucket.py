@@ -37,7 +37,10 @@ class Buffer:
         self.transport: Transport
 
     def look(self, bucket: Bucket) -> None:
-        """Create the view of each parameter. Called again if other code has replaced the memory of a view, as `Module.to` does for gradients."""
+        """Create the view of each parameter.
+
+        Called again if other code has replaced the memory of a view, as `Module.to` does for gradients.
+        """
         # `.data` gives each view a version counter of its own.
         self.views = [view.data for view in bucket.layout.views(self.flat[: bucket.layout.numel])]
         pairs = zip(self.views, bucket.parameters, strict=True)
@@ -53,7 +56,10 @@ class Buffer:
 
 @dataclass(frozen=True)
 class OwnedSpan:
-    """The elements [start, stop), in memory order, of the parameter at `index` of a bucket. In the owned slice they start at `at`."""
+    """The elements [start, stop), in memory order, of the parameter at `index` of a bucket.
+
+    In the owned slice they start at `at`.
+    """
 
     index: int
     start: int
@@ -73,7 +79,8 @@ class GradientShard:
         self.landed = False
 
     def land(self, total: Tensor, factor: float | Tensor, start: int = 0) -> None:
-        """Store `factor` x `total` at position `start` of the shard; after an earlier backward pass of the step, add it to the shard instead."""
+        """Store `factor` x `total` at position `start` of the shard; after an earlier backward pass of the step, add it to the
+        shard instead."""
         into = self.flat[start : start + total.numel()]
         # Multiply before the copy in two cases. A sum may overflow a narrower dtype, the mean does not. And a factor computed
         # on a device is multiplied there, since the shard may be on the host (offload).
@@ -113,12 +120,13 @@ FAILED = 16
 
 
 class Bucket:
-    """Parameters that are reduced together: the flat memory of their gradients, the slice that this rank owns, and the state of the step.
+    """Parameters that are reduced together: the flat memory of their gradients, the slice that this rank owns, and the state of
+    the step.
 
     - `positions`: the indices of the bucket's parameters in the sum.
     - `numel`: elements of `layout`, and the padding that makes them divisible by the number of ranks. Padding stays zero.
-    - `own`: the slice of the flat memory that this rank owns: all elements, unless the sum is sharded. If it is sharded, `spans` lists
-      the elements of parameters in the slice, and `shard` has their reduced gradient.
+    - `own`: the slice of the flat memory that this rank owns: all elements, unless the sum is sharded. If it is sharded, `spans`
+      lists the elements of parameters in the slice, and `shard` has their reduced gradient.
     - `absent`: the parameters without a gradient on any rank in the last step.
 
     Gradients are copied into the buffer all at once when the bucket is full. On the CPU, autograd accumulates a small gradient
@@ -184,7 +192,10 @@ class Bucket:
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether the bucket has its own memory. If not, it uses a staging buffer from the time when it is full until it is reduced."""
+        """Whether the bucket has its own memory.
+
+        If not, it uses a staging buffer from the time when it is full until it is reduced.
+        """
         return self.sum.sharding is None or self.sum.sharding.keep_full
 
     @property
@@ -345,7 +356,10 @@ class Bucket:
         return notes
 
     def finish(self, factor: float | Tensor) -> None:
-        """Finish the reduction. Afterwards the owned elements are the sum over the ranks, divided by the divisor and multiplied by `factor`."""
+        """Finish the reduction.
+
+        Afterwards the owned elements are the sum over the ranks, divided by the divisor and multiplied by `factor`.
+        """
         self.transport.finish(factor / self.sum.divisor)
         if self.shard is not None:
             self.shard.landed = True
@@ -391,7 +405,8 @@ STAGING_BUFFERS = 2
 
 
 class BucketStorage:
-    """The memory for all buckets of one sum, dtype and device: either one allocation for all buckets, or two staging buffers that buckets share."""
+    """The memory for all buckets of one sum, dtype and device: either one allocation for all buckets, or two staging buffers
+    that buckets share."""
 
     def __init__(self, sum_: Sum, group: RankGroup, dtype: torch.dtype, device: torch.device) -> None:
         self._sum, self._group = sum_, group
@@ -452,7 +467,8 @@ class BucketStorage:
             memory.own.zero_()
 
     def acquire_staging(self, bucket: Bucket) -> None:
-        """Assign the next staging buffer to a bucket without its own memory, after the reduction of the previous bucket in that buffer."""
+        """Assign the next staging buffer to a bucket without its own memory, after the reduction of the previous bucket in
+        that buffer."""
         # In shared memory the signal "this buffer is full" also tells the other ranks that the previous one has been read.
         most = 1 if self._is_shared else len(self._memory)
         # The bucket itself may still be under way, from an earlier backward pass and in the other buffer.
@@ -502,8 +518,9 @@ def fill(sum_: Sum, order: Iterable[int], cap: float, first: float, index: int) 
 def in_starting_order(sums: Iterable[Sequence[Bucket]]) -> list[Bucket]:
     """The buckets of several sums in the order in which they start.
 
-    The sort key of a bucket is the fraction of its sum at which the bucket ends (0 to 1), then the ranks. The key does not depend on
-    other sums, so two ranks that share two sums start the buckets of these sums in the same order, even if each rank has further sums.
+    The sort key of a bucket is the fraction of its sum at which the bucket ends (0 to 1), then the ranks. The key does not depend
+    on other sums, so two ranks that share two sums start the buckets of these sums in the same order, even if each rank has
+    further sums.
     """
     ranked: list[tuple[tuple[float, tuple[int, ...]], Bucket]] = []
     for buckets in sums:
@@ -515,7 +532,9 @@ def in_starting_order(sums: Iterable[Sequence[Bucket]]) -> list[Bucket]:
 
 
 def last_over_ranks(buckets: Iterable[Bucket]) -> list[Bucket]:
-    """For each set of ranks, the bucket that starts last, given buckets in starting order. These buckets never start during backward.
+    """For each set of ranks, the bucket that starts last, given buckets in starting order.
+
+    These buckets never start during backward.
 
     An early start of the last bucket would gain nothing. While a bucket is not sent, changes of its gradients by the training loop
     can be detected (`Synchroniser.check_untouched`).
@@ -527,10 +546,12 @@ def last_over_ranks(buckets: Iterable[Bucket]) -> list[Bucket]:
 
 
 class BucketValues:
-    """The parameters of `bucket` in flat memory, at the same offsets as their gradients. `owned` is the slice that the optimizer steps on.
+    """The parameters of `bucket` in flat memory, at the same offsets as their gradients.
 
-    `owned` is a slice of the parameters themselves, or a master copy of this slice if the gradient shard has another dtype or device.
-    Collective over `group`: the memory is shared where possible.
+    `owned` is the slice that the optimizer steps on.
+
+    `owned` is a slice of the parameters themselves, or a master copy of this slice if the gradient shard has another dtype or
+    device. Collective over `group`: the memory is shared where possible.
     """
 
     @torch.no_grad()

@@ -28,7 +28,10 @@ class Gather:
         self._shares_memory = any(each.memory.every is not None for each in self.values)
 
     def meet(self) -> None:
-        """Wait until every rank of the group has called this method, if ranks write into each other's memory. Collective over the group."""
+        """Wait until every rank of the group has called this method, if ranks write into each other's memory.
+
+        Collective over the group.
+        """
         if self._shares_memory:
             self.group.exchange(b"m")
 
@@ -64,8 +67,8 @@ class Gather:
 def send_slice(group: RankGroup, memory: GroupMemory, own: slice) -> Any:
     """Send this rank's slice of `memory` to all ranks of the group. Returns the `Work` object to wait for, or None.
 
-    Without a `Work` object (shared memory), this rank's slice is written when the function returns. The memory is complete when every
-    rank has signalled that its slice is written.
+    Without a `Work` object (shared memory), this rank's slice is written when the function returns. The memory is complete when
+    every rank has signalled that its slice is written.
     """
     owned = memory.own[own]
     if group.alone:
@@ -98,7 +101,8 @@ def give_back(group: RankGroup, buckets: Sequence[Bucket]) -> None:
 
 
 class GatherAhead:
-    """Overlaps all-gathers of parameters with the next forward pass: hooks let each module, when it is called, wait for its own parameters.
+    """Overlaps all-gathers of parameters with the next forward pass: hooks let each module, when it is called, wait for its own
+    parameters.
 
     For a parameter whose module was never called, `hold_back` waits before the step ends: another module may use the parameter
     directly, as in `F.linear(x, self.child.weight)`, and would read the parameter before the all-gather is complete.

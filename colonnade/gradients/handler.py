@@ -253,9 +253,9 @@ class DataParallelGradientHandler(DemandGradientHandler):
 class MoeGradientHandler(DemandGradientHandler):
     """Declares the reductions of a model with experts: dense parameters over DATA, experts over EXPERT_DATA (or MOE_DATA).
 
-    The divisor of both is the number of data ranks; `parallel.demand.owed` computes it, and the synchroniser divides. For an expert,
-    this is not the size of the (smaller) group that communicates, because the gradient of an expert already contains the tokens of
-    every rank of its expert group.
+    The divisor of both is the number of data ranks; `parallel.demand.owed` computes it, and the synchroniser divides. For an
+    expert, this is not the size of the (smaller) group that communicates, because the gradient of an expert already contains the
+    tokens of every rank of its expert group.
     """
 
     modes = frozenset({ParallelMode.DATA, ParallelMode.EXPERT_DATA, ParallelMode.MOE_DATA})
@@ -265,7 +265,8 @@ class MoeGradientHandler(DemandGradientHandler):
 
 @GRADIENT_HANDLER.register_module
 class SequenceParallelGradientHandler(DemandGradientHandler):
-    """Declares the reductions over data and sequence (context parallelism), whose divisor is the number of ranks with distinct tokens."""
+    """Declares the reductions over data and sequence (context parallelism), whose divisor is the number of ranks with distinct
+    tokens."""
 
     modes = frozenset({ParallelMode.DATA, ParallelMode.SEQUENCE, ParallelMode.SEQUENCE_DP})
     when = frozenset({ParallelMode.SEQUENCE, ParallelMode.SEQUENCE_DP})
@@ -274,7 +275,8 @@ class SequenceParallelGradientHandler(DemandGradientHandler):
 
 @GRADIENT_HANDLER.register_module
 class PipelineSharedModuleGradientHandler(DemandGradientHandler):
-    """Declares the all-reduce of the gradient of a tied parameter over its pipeline stages, each of which has a partial gradient."""
+    """Declares the all-reduce of the gradient of a tied parameter over its pipeline stages, each of which has a partial
+    gradient."""
 
     modes = frozenset({ParallelMode.PIPELINE})
     when = frozenset({ParallelMode.PIPELINE})
@@ -344,7 +346,10 @@ Before these, `build_handlers` adds a ZeROGradientHandler for an optimizer with 
 
 
 def attach_automatic(ledger: Ledger, model: nn.Module, optimizer: Any) -> tuple[list[DemandGradientHandler], Ledger]:
-    """Build automatic handlers for the ledger rows without a handler, each limited to its rows. Returns them, and the ledger with their names."""
+    """Build automatic handlers for the ledger rows without a handler, each limited to its rows.
+
+    Returns them, and the ledger with their names.
+    """
     unhandled = [(row.parameter, ParallelMode[row.mode]) for row in ledger.open_rows()]
     attached: list[DemandGradientHandler] = []
     done_by: dict[tuple[str, str], str] = {}
@@ -384,7 +389,8 @@ def build_handlers(
     context: ParallelContext,
     failed: Callable[[str, ColonnadeError], None] | None = None,
 ) -> list[BuiltHandler]:
-    """Build the handlers that the config names, and a ZeROGradientHandler for an optimizer with `sync_grad()`; attach them to the context.
+    """Build the handlers that the config names, and a ZeROGradientHandler for an optimizer with `sync_grad()`; attach them to the
+    context.
 
     Args:
         named: Entries of the config's `gradient_handler`.

@@ -23,7 +23,10 @@ from colonnade.texts import pattern_of
 
 
 class LedgerRow(NamedTuple):
-    """A required reduction of one parameter, and the handler `done_by` that performs it. With `waived`, the reduction was not checked."""
+    """A required reduction of one parameter, and the handler `done_by` that performs it.
+
+    With `waived`, the reduction was not checked.
+    """
 
     parameter: str
     mode: str

@@ -1,9 +1,9 @@
 """The probe: finds the reductions of a handler that calls collectives itself, by running the handler on known gradients.
 
 Each rank fills each gradient with small integers that every other rank can compute, too. After the handler has run, the values show
-over which ranks it summed, and which divisor it used (`probe`). The handler may communicate in bf16, fp16 or scaled int8: small integers
-survive all of them. If the handler is wrong, ranks may call different collectives and block each other; so collectives are
-compared between ranks before they run (`SameCalls`). Afterwards the handler, the RNG streams and the gradients are restored
+over which ranks it summed, and which divisor it used (`probe`). The handler may communicate in bf16, fp16 or scaled int8: small
+integers survive all of them. If the handler is wrong, ranks may call different collectives and block each other; so collectives
+are compared between ranks before they run (`SameCalls`). Afterwards the handler, the RNG streams and the gradients are restored
 (`state_put_back`).
 """
 

@@ -63,8 +63,8 @@ class Demand:
 class Sharding:
     """Options of sharded gradients (ZeRO 1 and 2): each rank gets the reduced gradient of its slice of every bucket.
 
-    `ZeroOptimizer.plan_shards` creates it, and `Sum.sharding` carries it to the buckets. The readers are named below; in addition, the
-    planner (`proof/planner/planned_sums.py`) reads `keep_full`, `every_pass` and `device`.
+    `ZeroOptimizer.plan_shards` creates it, and `Sum.sharding` carries it to the buckets. The readers are named below; in
+    addition, the planner (`proof/planner/planned_sums.py`) reads `keep_full`, `every_pass` and `device`.
 
     Args:
         keep_full: Each rank has memory for its full gradients and reduces them once per step. False: buckets share two
@@ -112,7 +112,10 @@ class Sum:
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """The sort key of this sum. All ranks start their sums in ascending order of this key, although each rank has another subset of sums."""
+        """The sort key of this sum.
+
+        All ranks start their sums in ascending order of this key, although each rank has another subset of sums.
+        """
         return self.ranks, self.divisor, self.sharding is not None, repr(self.options)
 
 
@@ -174,7 +177,8 @@ def sums_of(
     unsummed: Iterable[tuple[str, nn.Parameter]] = (),
     shards: Shards | None = None,
 ) -> list[Sum]:
-    """Convert the reductions of planned handlers to the sums of this rank, in the order in which all ranks start them; without process groups.
+    """Convert the reductions of planned handlers to the sums of this rank, in the order in which all ranks start them; without
+    process groups.
 
     All reductions of a parameter are performed as one sum over their joint ranks, divided by the product of their divisors.
 

@@ -1,8 +1,8 @@
 """The synchroniser: all gradient reductions of a rank, overlapped with backward where that pays.
 
 `Synchroniser` owns flat buckets, moves gradients into them as backward produces them, and starts the reduction of a bucket as soon
-as it is full in the last micro-batch. `wait` is the end of a step, in one piece: it starts the remaining buckets, compares the notes
-of the ranks, finishes all reductions, and returns a `StepOutcome`.
+as it is full in the last micro-batch. `wait` is the end of a step, in one piece: it starts the remaining buckets, compares the
+notes of the ranks, finishes all reductions, and returns a `StepOutcome`.
 
 The order of gradients affects speed only, never the result. If a bucket was started too early, a late gradient stays outside it;
 `wait` finds it and adds it on all ranks (`uneven.finish_uneven`). Over NCCL the host must not wait for other ranks, so in steady
@@ -152,8 +152,8 @@ class Synchroniser:
     """Performs all sums of a model. A model has a single synchroniser, so that the collectives of a group have one order.
 
     Call `prepare(last)` before each backward pass, `end_backward()` after it, and `wait()` before gradients are used: on every
-    rank, the same number of times. After `wait`, `.grad` is reduced and, unless sparse or None, a view of a bucket. With a sharded sum
-    the buckets' shards are reduced, and `.grad` is None.
+    rank, the same number of times. After `wait`, `.grad` is reduced and, unless sparse or None, a view of a bucket. With a
+    sharded sum the buckets' shards are reduced, and `.grad` is None.
 
     `generation` counts changes of the bucket layout. The layout changes if parameters are frozen or unfrozen, or turn out to have
     sparse gradients.
@@ -210,7 +210,8 @@ class Synchroniser:
         return any(bucket.transport.host_waits for bucket in self.buckets)
 
     def agree_by(self, flags: PiggybackedFlags) -> None:
-        """Replace the exchange of notes, for which the host waits, by `flags` that are summed with the reductions; the caller skips steps on the device."""
+        """Replace the exchange of notes, for which the host waits, by `flags` that are summed with the reductions; the caller
+        skips steps on the device."""
         self._flags = flags
 
     # -- before and during backward -------------------------------------------------------------------------
@@ -229,7 +230,8 @@ class Synchroniser:
 
     @torch.no_grad()
     def carry(self, numbers: Tensor, scale_of: Callable[[Tensor], Tensor]) -> bool:
-        """Sum two numbers over the world in the collective of the first bucket; `wait` multiplies the gradients by `scale_of(sums)`.
+        """Sum two numbers over the world in the collective of the first bucket; `wait` multiplies the gradients by
+        `scale_of(sums)`.
 
         Call between `prepare` and the end of the last backward pass of a step.
 
@@ -257,7 +259,8 @@ class Synchroniser:
         self._ended = [(bucket, bucket.written()) for bucket in self.buckets if not bucket.started]
 
     def check_untouched(self) -> None:
-        """Raise GradientError if gradients were changed since backward, because the buckets that were already sent do not have the change.
+        """Raise GradientError if gradients were changed since backward, because the buckets that were already sent do not have
+        the change.
 
         Called before the first handler runs; from then on a handler may change the gradients that it is responsible for.
         """
@@ -274,7 +277,10 @@ class Synchroniser:
                     )
 
     def fail(self, why: str = "") -> None:
-        """Record that backward failed on this rank, and why. In the next `wait`, all ranks get the reason and drop their gradients."""
+        """Record that backward failed on this rank, and why.
+
+        In the next `wait`, all ranks get the reason and drop their gradients.
+        """
         self._failure = why
         self._last = self._pass_open = True
 

@@ -2,8 +2,8 @@
 
 `Transport` is the interface. Of the list `TRANSPORTS`, at the end, the first that `serves` a group and a device is used: a group of
 one rank, shared memory, NCCL, any other process group. A new transport is a class here and an entry in the list before
-`CollectiveTransport`, which serves every group. Two places choose a transport without the list: `uneven.finish_uneven`, for gradients
-outside the buckets, and the planner (`proof/planner/planned_sums.py`), which has no processes to ask.
+`CollectiveTransport`, which serves every group. Two places choose a transport without the list: `uneven.finish_uneven`, for
+gradients outside the buckets, and the planner (`proof/planner/planned_sums.py`), which has no processes to ask.
 """
 
 from __future__ import annotations
@@ -203,7 +203,8 @@ class CollectiveTransport(Transport):
 
 
 class DeviceCollectiveTransport(CollectiveTransport):
-    """Reduction by collectives that are queued on a device (NCCL): `start` queues the full scheme on a side stream, and the host does not wait."""
+    """Reduction by collectives that are queued on a device (NCCL): `start` queues the full scheme on a side stream, and the
+    host does not wait."""
 
     bucket_mb = 25.0
     most_mb = 100.0
@@ -212,7 +213,8 @@ class DeviceCollectiveTransport(CollectiveTransport):
 
     @classmethod
     def sizes(cls, total: float, ranks: int) -> tuple[float, float]:
-        """The sizes for a device: few buckets, because each costs a launch on every rank; larger buckets for more ranks, whose slices are smaller."""
+        """The sizes for a device: few buckets, because each costs a launch on every rank; larger buckets for more ranks, whose
+        slices are smaller."""
         size = min(max(cls.bucket_mb, total / 3, ranks / 2), cls.most_mb)
         return size, size / 2
 

@@ -1,8 +1,8 @@
 """Uneven gradients: gradients that are missing on some ranks, late, sparse, or of parameters without a bucket.
 
 Each rank has one note per parameter and step (`SumState`). Nearly always the notes of all ranks are equal, and a digest shows it;
-only if they differ, the notes themselves are exchanged (`GroupNotes`). Over NCCL, where the host must not wait, a few numbers that are
-piggybacked on a bucket take the place of digests (`PiggybackedFlags`).
+only if they differ, the notes themselves are exchanged (`GroupNotes`). Over NCCL, where the host must not wait, a few numbers
+that are piggybacked on a bucket take the place of digests (`PiggybackedFlags`).
 
 In every case the result equals a single process on the global batch (`finish_uneven`): a parameter with a gradient on any rank gets
 the sum; a parameter without one on all ranks keeps `.grad` None, so that the optimizer skips it.
@@ -122,7 +122,10 @@ class SumState:
     # -- the order in which gradients arrive --------------------------------------------------------------
 
     def begin_pass(self) -> None:
-        """Prepare for a backward pass; call it before each. Raises GradientError if the dtype or device of a parameter has changed."""
+        """Prepare for a backward pass; call it before each.
+
+        Raises GradientError if the dtype or device of a parameter has changed.
+        """
         kinds = [(parameter.dtype, parameter.device) for parameter in self.sum.parameters]
         if kinds != self._kinds:
             at = next(at for at, (old, new) in enumerate(zip(self._kinds, kinds, strict=True)) if old != new)
@@ -142,7 +145,10 @@ class SumState:
         self._fired[position] = self._fired.pop(position, 0) + 1
 
     def learn_order(self) -> None:
-        """Set the order of buckets, and the gradients that each bucket waits for, from the recorded step. Collective over the ranks of the sum."""
+        """Set the order of buckets, and the gradients that each bucket waits for, from the recorded step.
+
+        Collective over the ranks of the sum.
+        """
         arrival = {position: at for at, position in enumerate(self._fired)}
         complete = []
         for bucket in self.buckets:
@@ -213,7 +219,8 @@ def _active_on_any_rank(reports: Sequence[bytes]) -> list[bool]:
 
 
 def by_kind(kinds: Sequence[Kind], bucketed: Sequence[bool]) -> dict[Kind, list[int]]:
-    """Group the positions of the `bucketed` parameters by dtype and device, in reverse model order (about the order of backward)."""
+    """Group the positions of the `bucketed` parameters by dtype and device, in reverse model order (about the order of
+    backward)."""
     members: dict[Kind, list[int]] = {}
     for position in reversed(range(len(kinds))):
         if bucketed[position]:
@@ -448,7 +455,8 @@ FLAG_COUNT = STEP + _STEP_SLOTS
 
 
 class PiggybackedFlags:
-    """Flags of a step that are summed over the world as part of another collective, so that all ranks decide alike without a further collective.
+    """Flags of a step that are summed over the world as part of another collective, so that all ranks decide alike without a
+    further collective.
 
     With NCCL the host runs ahead of the device, and a comparison of notes through the host would stall it in every step. So a rank
     whose gradients arrive as in earlier steps sends only a few numbers, summed with a bucket or with the norm, and the host reads
@@ -505,7 +513,8 @@ class PiggybackedFlags:
     def all_deviate(self, summed: Tensor) -> bool:
         """Whether all ranks deviate; called after `take`, on a rank that deviates. The host waits for the device.
 
-        If all ranks deviate, every rank calls this method, so they can compare notes: the step counts as unsteady and is not skipped.
+        If all ranks deviate, every rank calls this method, so they can compare notes: the step counts as unsteady and is not
+        skipped.
         """
         # The slot of the step has counted the ranks.
         numbers = summed[:FLAG_COUNT].tolist()

@@ -7,7 +7,8 @@
 - `ShardedBucket`: ZeRO 1 and 2. This rank steps on its slice of the bucket, which has shards of the parameters.
 - `ScatteredBucket`: on a GPU, parameters whose gradients need no reduction. Gradients stay in the memory that autograd allocated.
 
-Gradients that are in no bucket (sparse gradients, DTensors of FSDP2) are measured one by one, and the optimizer's own step uses them.
+Gradients that are in no bucket (sparse gradients, DTensors of FSDP2) are measured one by one, and the optimizer's own step uses
+them.
 
 `wants_flat` decides whether a step can be flat; `ScaledStep` is the step of all other optimizers.
 """
@@ -42,7 +43,9 @@ from colonnade.parallel.placement import is_dtensor, local_part
 
 
 class BucketStep:
-    """Measures the norm of, and steps on, the gradients in buckets and those in no bucket. `flat` is the `FlatStep`; None before it exists.
+    """Measures the norm of, and steps on, the gradients in buckets and those in no bucket.
+
+    `flat` is the `FlatStep`; None before it exists.
 
     Args:
         optimizer: The optimizer of the bucket members.
@@ -91,7 +94,10 @@ class BucketStep:
         self.captured = True
 
     def meter(self, norm_type: float, slots: int, device: torch.device) -> Meter:
-        """The meter of this rank's gradients in this step. If all gradients are in buckets, whose memory stays the same, the meter is reused."""
+        """The meter of this rank's gradients in this step.
+
+        If all gradients are in buckets, whose memory stays the same, the meter is reused.
+        """
         absent = self._take_gradients()
         if self._outside or any(bucket.scattered for bucket in self._buckets):
             blocks = self._blocks(absent)
@@ -248,7 +254,8 @@ def _sizes(optimizer: Any) -> list[int]:
 
 
 class OwnedBucket(ABC):
-    """The interface of a bucket for norm and step: the tensors that are stepped on (`members`), their flat gradients, and their replicas.
+    """The interface of a bucket for norm and step: the tensors that are stepped on (`members`), their flat gradients, and their
+    replicas.
 
     `entries` (parameter and replica ranks) and `slots` are in the order of `members`.
     """
@@ -332,7 +339,10 @@ def _fits(gradient: Tensor, place: Tensor) -> bool:
 
 
 class ShardedBucket(OwnedBucket):
-    """A bucket of ZeRO 1 and 2. This rank steps on its slice of the bucket; the members are the shards of parameters in this slice."""
+    """A bucket of ZeRO 1 and 2.
+
+    This rank steps on its slice of the bucket; the members are the shards of parameters in this slice.
+    """
 
     def __init__(self, values: BucketValues, entries: Sequence[Held], slots: Sequence[int]) -> None:
         spans = values.bucket.spans

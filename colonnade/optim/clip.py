@@ -7,8 +7,8 @@ device tensors with the same bits on every rank, so ranks need no further agreem
 A clip method computes the limit. Its inputs have the same bits on every rank, and it changes its history, in device tensors, in
 place. So all ranks decide alike, and a CUDA graph can contain the step. The gradient is divided by
 divisor = max(1, (norm + 1e-6) / limit), the inverse of torch's clip coefficient. The base class comes first, then the fixed limit
-(`norm`), then the methods that learn their limit from past norms: `zclip`, `percentile`, `skip_on_spike` and `adagc`. A new method is a
-class registered in `CLIP_METHOD`.
+(`norm`), then the methods that learn their limit from past norms: `zclip`, `percentile`, `skip_on_spike` and `adagc`. A new
+method is a class registered in `CLIP_METHOD`.
 
 The settings are `config.settings.ClipSettings`; only `ClipPolicy.from_settings` interprets them for a run. The last
 part needs neither engine nor config: `clip_grad_norm_`, `grad_norm`, `clip_values_`, `clip_units_`.
@@ -86,7 +86,8 @@ class Measured:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a clip method: a divisor (0-dim, or one per slot) and, from methods that skip steps, a 0-dim bool that skips the step."""
+    """The result of a clip method: a divisor (0-dim, or one per slot) and, from methods that skip steps, a 0-dim bool that
+    skips the step."""
 
     divisor: Tensor
     skip: Tensor | None = None
@@ -95,7 +96,8 @@ class Verdict:
 class ClipMethod(ABC):
     """Base class of all clip methods. A method that uses norms of past steps returns its initial state tensors from `history`.
 
-    `decide` may read `self.state`, but must change it only through `self.remember`, which ignores a step with non-finite gradients. `by_slot = True` declares that the method can limit every slot by its own norm (`measured.clipped_by` or
+    `decide` may read `self.state`, but must change it only through `self.remember`, which ignores a step with non-finite
+    gradients. `by_slot = True` declares that the method can limit every slot by its own norm (`measured.clipped_by` or
     `measured.slots`); `per="layer"` and `per="parameter"` raise ConfigError for methods without it.
     """
 
@@ -408,7 +410,10 @@ class ClipPolicy:
         return len(self.group_of)
 
     def decide(self, norms: Norms) -> Decision:
-        """Decide on the divisor and on skipping for one step. With nonfinite="raise", first raises for an earlier non-finite step."""
+        """Decide on the divisor and on skipping for one step.
+
+        With nonfinite="raise", first raises for an earlier non-finite step.
+        """
         if self.nonfinite == "raise":
             self.raise_pending()
 
@@ -693,10 +698,12 @@ def clip_values_(grads: Iterable[Tensor], limit: float) -> None:
 
 @dataclass(frozen=True)
 class UnitBlock:
-    """A local parameter and its gradient, for clipping by units. The units of a tensor are its rows (dimension 0); a vector is one unit.
+    """A local parameter and its gradient, for clipping by units.
 
-    `group` has the ranks that store the other shards of the same units: the ranks over which a vector, or a dimension other than the
-    first, is sharded. None if no unit is sharded.
+    The units of a tensor are its rows (dimension 0); a vector is one unit.
+
+    `group` has the ranks that store the other shards of the same units: the ranks over which a vector, or a dimension other than
+    the first, is sharded. None if no unit is sharded.
     """
 
     param: Tensor
@@ -708,8 +715,8 @@ class UnitBlock:
 def clip_units_(blocks: Sequence[UnitBlock], factor: float = 0.01, eps: float = 1e-3) -> None:
     """Adaptive gradient clipping (arXiv 2102.06171): clip every unit's gradient norm to `factor` x its weight norm.
 
-    A weight norm below `eps` counts as `eps`. Collective over every group in `blocks`, with one all-reduce per group: all ranks of a
-    group must pass its blocks in the same order, including blocks of which they store no element.
+    A weight norm below `eps` counts as `eps`. Collective over every group in `blocks`, with one all-reduce per group: all ranks
+    of a group must pass its blocks in the same order, including blocks of which they store no element.
     """
     positive("the factor of a unit clip", factor)
     positive("eps of a unit clip", eps)

@@ -117,7 +117,8 @@ class EngineOptimizer(ABC):
 
     @abstractmethod
     def gradient_slices(self) -> Iterator[GradientSlice]:
-        """Yield this rank's slices of the reduced gradients of sharded parameters. (The gradients of other parameters are in `.grad`.)"""
+        """Yield this rank's slices of the reduced gradients of sharded parameters. (The gradients of other parameters are in
+        `.grad`.)"""
 
     @abstractmethod
     def close(self) -> None:
@@ -213,7 +214,10 @@ class PlainOptimizer(EngineOptimizer):
 
 
 def groups_by_options(optimizer: Optimizer) -> list[list[int]]:
-    """The indices of non-empty parameter groups, in lists of groups with equal options. Options that are numbers are equal if both are zero or both are not."""
+    """The indices of non-empty parameter groups, in lists of groups with equal options.
+
+    Options that are numbers are equal if both are zero or both are not.
+    """
     found: dict[str, list[int]] = {}
     for at, group in enumerate(optimizer.param_groups):
         options = {
@@ -258,7 +262,8 @@ def run_trial_steps(
 
 
 def state_dtypes(optimizer: Optimizer, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    """The dtypes of the state tensors that the optimizer keeps per element of a parameter of `dtype`; empty if the trial step fails."""
+    """The dtypes of the state tensors that the optimizer keeps per element of a parameter of `dtype`; empty if the trial step
+    fails."""
     parameter = torch.zeros(2, 2, dtype=dtype, device="cpu")
     parameter.grad = torch.ones_like(parameter)
     try:

@@ -402,7 +402,8 @@ class BucketState:
         return self.moments[name]
 
     def reclaim(self) -> None:
-        """Move parameters back into the flat buffer, with their new values, if their memory was replaced (`p.data = ...`, swapped weights)."""
+        """Move parameters back into the flat buffer, with their new values, if their memory was replaced (`p.data = ...`,
+        swapped weights)."""
         if not self._homes or [param.data_ptr() for param in self.bucket.members] == self._pointers:
             return
         for param, home in zip(self.bucket.members, self._homes, strict=True):
@@ -722,7 +723,10 @@ class Capture:
         self._result: Any = None
 
     def run(self, holds: Sequence[object], values: object, work: Callable[[], Result]) -> Result:
-        """Run or replay the work. A new recording starts if an object in `holds` was replaced by another object, or if `values` has changed."""
+        """Run or replay the work.
+
+        A new recording starts if an object in `holds` was replaced by another object, or if `values` has changed.
+        """
         same = len(holds) == len(self._holds) and all(a is b for a, b in zip(holds, self._holds, strict=True))
         if not same or values != self._values:
             self._graph, self._result, self._runs = None, None, 0

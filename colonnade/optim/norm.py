@@ -1,14 +1,14 @@
 """The norm of the global gradient: local sums of powers, one all-reduce, one root.
 
 A rank describes its gradients by `GradientBlock`s: a tensor, the number of ranks that hold the same elements, and a slot. A
-slot is the number of a clip group, a layer or a parameter whose norm is measured separately. `Meter` reads this rank's blocks once and leaves
-a small fp64 vector on the device: a sum of powers per slot, and a count of non-finite blocks per slot. `reduce_norms`
-all-reduces the vectors, so every rank has the same bits, and returns them as `Norms`, which takes roots. The docstring of
-`reduce_norms` explains why a single collective suffices.
+slot is the number of a clip group, a layer or a parameter whose norm is measured separately. `Meter` reads this rank's blocks
+once and leaves a small fp64 vector on the device: a sum of powers per slot, and a count of non-finite blocks per slot.
+`reduce_norms` all-reduces the vectors, so every rank has the same bits, and returns them as `Norms`, which takes roots. The
+docstring of `reduce_norms` explains why a single collective suffices.
 
 No function of this file waits for the device or reads a value on the host. Sums over blocks and ranks are in fp64 for gradients of
-any dtype, and each element is counted by exactly one rank (or by several ranks with weights that add up to 1). So the norm depends on
-the parallel layout only in the last digits of fp64.
+any dtype, and each element is counted by exactly one rank (or by several ranks with weights that add up to 1). So the norm
+depends on the parallel layout only in the last digits of fp64.
 """
 
 from __future__ import annotations
@@ -240,12 +240,12 @@ def reduce_norms(
     Why one all-reduce suffices: shards and replicas of different parameters are on different sets of ranks, which seems to need one
     collective per set. But the vectors are weighted so that every element of the global gradient counts once in their sum over all
     ranks (a replica reads only its slice, or has the weight 1 / number of replicas). So a single sum over the world adds all
-    parameters at once. The vector has the sums of all slots and the counts of non-finite blocks, so that clipping by group, layer or
-    parameter and the decision to skip a step need no further collective. All ranks get the same bits, and decide alike.
+    parameters at once. The vector has the sums of all slots and the counts of non-finite blocks, so that clipping by group, layer
+    or parameter and the decision to skip a step need no further collective. All ranks get the same bits, and decide alike.
 
     `Stepper.step` makes one other all-reduce, for the flags of a step (`PiggybackedFlags`, NCCL only). Usually these flags are sent
-    with a gradient bucket, or as `piggybacked` entries of this vector. If neither is possible, because clipping is off or every rank
-    measures the full gradient, the flags get an all-reduce of their own.
+    with a gradient bucket, or as `piggybacked` entries of this vector. If neither is possible, because clipping is off or every
+    rank measures the full gradient, the flags get an all-reduce of their own.
 
     Collective over `group`, including ranks without blocks.
 
@@ -323,7 +323,10 @@ PIECE = 1 << 20
 
 
 class TorchReader:
-    """Reads tensors with torch's norm functions: norms of short rows on a CPU, of full tensors elsewhere. Sums their powers per tensor."""
+    """Reads tensors with torch's norm functions: norms of short rows on a CPU, of full tensors elsewhere.
+
+    Sums their powers per tensor.
+    """
 
     def __init__(self, rows: Sequence[Tensor], p: float) -> None:
         self._p = p

@@ -1,8 +1,9 @@
 """Triton kernels of the clipped optimizer step on CUDA: the 2-norm, and the steps of Adam and SGD, over flat buffers.
 
-The norm takes sums of squares of chunks of a flat buffer, then the sums of ranges of chunks. A step reads the buffers once, divides the
-gradient in registers and writes once. Parameters, moments and gradients may each be fp32 or half precision; the arithmetic is fp32. The
-divisor and the skip flag are read from device memory; a skipped step neither reads nor writes the buffers. Import this module only where Triton is installed.
+The norm takes sums of squares of chunks of a flat buffer, then the sums of ranges of chunks. A step reads the buffers once,
+divides the gradient in registers and writes once. Parameters, moments and gradients may each be fp32 or half precision; the
+arithmetic is fp32. The divisor and the skip flag are read from device memory; a skipped step neither reads nor writes the
+buffers. Import this module only where Triton is installed.
 """
 
 from __future__ import annotations
@@ -64,7 +65,10 @@ def square_sums(data: Tensor, table: Tensor, out: Tensor) -> None:
 
 
 def add_ranges(values: Tensor, ranges: Tensor) -> Tensor:
-    """Sum the ranges [first, last) of `values`. Returns an fp64 tensor of shape (2, ranges): the sums, and 1 for each sum that is not finite."""
+    """Sum the ranges [first, last) of `values`.
+
+    Returns an fp64 tensor of shape (2, ranges): the sums, and 1 for each sum that is not finite.
+    """
     out = torch.empty(2, len(ranges), dtype=torch.float64, device=values.device)
     _add_ranges[(len(ranges),)](values, ranges, out, len(ranges), FINISH_TILE, num_warps=8)
     return out

@@ -1,1 +1,2 @@
-"""Placements of parameters on modes, the reductions that they require, flat buffers, collectives, and splitting a model into stages."""
+"""Placements of parameters on modes, the reductions that they require, flat buffers, collectives, and splitting a model into
+stages."""

@@ -87,7 +87,10 @@ def tiles(boxes: Iterable[Box], shape: tuple[int, ...]) -> bool:
 
 
 def boxes_in_order(start: int, stop: int, outer: Box, order: Sequence[int]) -> list[Box]:
-    """Split the range [start, stop) of elements of `outer` into boxes. Elements are numbered with the dimensions in `order`, slowest first."""
+    """Split the range [start, stop) of elements of `outer` into boxes.
+
+    Elements are numbered with the dimensions in `order`, slowest first.
+    """
     back = places_of(order)
     return [
         Box(

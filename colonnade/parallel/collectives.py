@@ -159,8 +159,8 @@ def all_gather(
 ) -> Tensor:
     """All-gather along `dim` in forward; reduce-scatter of the gradients in backward.
 
-    Use it if the ranks use the concatenated tensor in different ways; otherwise `gather` needs no communication in backward. Collective over the ranks of `mode`, in forward and
-    backward.
+    Use it if the ranks use the concatenated tensor in different ways; otherwise `gather` needs no communication in backward.
+    Collective over the ranks of `mode`, in forward and backward.
 
     Args:
         x: This rank's shard.
@@ -377,7 +377,8 @@ def _counted(sizes: Sequence[int], members: Members) -> tuple[int, ...]:
 
 
 class Way(NamedTuple):
-    """The collectives at the start (`enter`) and end (`leave`) of a tensor-parallel block: their ranks, and the dimension along which activations are sharded between blocks."""
+    """The collectives at the start (`enter`) and end (`leave`) of a tensor-parallel block: their ranks, and the dimension
+    along which activations are sharded between blocks."""
 
     members: Members
     dim: int | None
@@ -393,7 +394,10 @@ class Way(NamedTuple):
         return wire.all_gather(x, self.members, self.dim, (x.shape[self.dim],) * self.members.size)
 
     def begin_sum(self, x: Tensor) -> Callable[[], Tensor]:
-        """Start the reduction of `leave` without autograd, in place on `x`. Returns a function that waits for the sum and returns it."""
+        """Start the reduction of `leave` without autograd, in place on `x`.
+
+        Returns a function that waits for the sum and returns it.
+        """
         if self.dim is None:
             return wire.begin_all_reduce(x, self.members)
         length = x.shape[self.dim] // self.members.size

@@ -60,7 +60,8 @@ class Holding:
 
 
 def holding(layout: Layout, placement: Placement, rank: int) -> Holding:
-    """The ranks that store the same elements as `rank`: the same (or a tied) stage, and the same position on every mode that shards.
+    """The ranks that store the same elements as `rank`: the same (or a tied) stage, and the same position on every mode that
+    shards.
 
     Args:
         layout: The parallel layout.

@@ -1,7 +1,8 @@
 """Flat buffers: many tensors of one dtype and device, one after another in a single allocation.
 
-Gradient buckets, flat optimizer steps and sharded optimizers all use `FlatLayout`, so that a bucket of gradients, its parameters and
-their moments have the same offsets. `FlatShard` and `ShardedOptimizer` are the interface of sharded optimizers to checkpoints.
+Gradient buckets, flat optimizer steps and sharded optimizers all use `FlatLayout`, so that a bucket of gradients, its parameters
+and their moments have the same offsets. `FlatShard` and `ShardedOptimizer` are the interface of sharded optimizers to
+checkpoints.
 """
 
 from __future__ import annotations
@@ -163,7 +164,8 @@ class ShardedOptimizer(Protocol):
 
 
 def section_runs(sections: Sequence[int], at: int, count: int) -> list[tuple[int, int]]:
-    """The position of shard `at` of `count` in a dimension of concatenated sections: (start, length) of the shard's piece of each section."""
+    """The position of shard `at` of `count` in a dimension of concatenated sections: (start, length) of the shard's piece of
+    each section."""
     runs, start = [], 0
     for length in sections:
         share = length // count

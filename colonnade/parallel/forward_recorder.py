@@ -1,4 +1,5 @@
-"""Records a forward pass with fake weights (no memory, no arithmetic): the calls of the model's units, and the tensors between the calls.
+"""Records a forward pass with fake weights (no memory, no arithmetic): the calls of the model's units, and the tensors between
+the calls.
 
 `units_of` finds the units of a model: its blocks, and the layers next to the lists of blocks. `record` runs the forward pass of a
 copy with fake parameters; anything computed from inputs alone (masks, positions) is computed with real values.
@@ -331,7 +332,8 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _guessed(self, func: Any, args: Any) -> Any:
-        """A result of the right shape for an operation that depends on values, with no token for any expert; else NotImplemented."""
+        """A result of the right shape for an operation that depends on values, with no token for any expert; else
+        NotImplemented."""
         name = func._overloadpacket.__name__
         if name == "nonzero":
             return torch.zeros(0, args[0].dim(), dtype=torch.int64, device="cpu")

@@ -45,7 +45,8 @@ class Held:
 
     @property
     def label(self) -> str:
-        """A name that is equal on all replicas: the key of a tied weight, whose parameter names differ between stages; else the parameter name."""
+        """A name that is equal on all replicas: the key of a tied weight, whose parameter names differ between stages; else
+        the parameter name."""
         return self.placement.tie_key or self.name
 
 
@@ -110,7 +111,9 @@ def refuse_colossalai_attributes(model: nn.Module, context: ParallelContext) -> 
 
 
 def check_placements(model: nn.Module, context: ParallelContext) -> None:
-    """Compare the parameters of the ranks of each stage, and check that their shards add up to full tensors. Collective over the world.
+    """Compare the parameters of the ranks of each stage, and check that their shards add up to full tensors.
+
+    Collective over the world.
 
     Raises:
         PlacementError: On every rank, if ranks of a stage have different parameters, or placements do not add up.
@@ -123,7 +126,10 @@ def check_placements(model: nn.Module, context: ParallelContext) -> None:
 
 
 class Placements:
-    """The placements of this rank's parameters, for comparison between ranks. Raises PlacementError if the layout does not allow a placement."""
+    """The placements of this rank's parameters, for comparison between ranks.
+
+    Raises PlacementError if the layout does not allow a placement.
+    """
 
     def __init__(self, model: nn.Module, context: ParallelContext) -> None:
         self._context, self._stage = context, context.get_local_rank(ParallelMode.PIPELINE)
@@ -318,7 +324,8 @@ def words_of(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def checksum(tensor: Tensor) -> Tensor:
-    """Two checksums of a tensor's bits: the sum of its 64-bit words, which differs after a change of any one word, and the sum of their squares."""
+    """Two checksums of a tensor's bits: the sum of its 64-bit words, which differs after a change of any one word, and the sum
+    of their squares."""
     words = words_of(tensor)
     if words.device.type == "cpu":
         return torch.stack([words.sum(), torch.dot(words, words)])

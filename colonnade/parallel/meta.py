@@ -6,8 +6,8 @@
 1. `meta_init` builds the model on the meta device and records every operation that gives values to a tensor there
    (`InitRecording`). Each parameter keeps the tensor of the recording that has its initial value (`InitialValue`).
 2. Before parameters are sharded, `MetaStart.locate` computes the position of this rank's tensor in each unsharded parameter.
-3. When the model is split into stages and sharded, `initialize` calls `MetaStart.materialise`, which allocates this rank's shards. A
-   parameter gets its values (`parameter_inits`) in one of these ways:
+3. When the model is split into stages and sharded, `initialize` calls `MetaStart.materialise`, which allocates this rank's
+   shards. A parameter gets its values (`parameter_inits`) in one of these ways:
    - element by element (`ElementwiseInit`), if each element depends only on its position in the full parameter, as with
      `torch.nn.init.normal_`. Then a rank computes its shard without the rest. Random numbers are a function of a key and the
      position (`uniform`, `normal`), so they are equal under every layout;
@@ -118,7 +118,10 @@ def meta_init() -> Iterator[None]:
 
 @contextmanager
 def shapes_only() -> Iterator[None]:
-    """Build a model on the meta device without recording operations, for job estimates. Many times faster than `meta_init`, but no values can be read."""
+    """Build a model on the meta device without recording operations, for job estimates.
+
+    Many times faster than `meta_init`, but no values can be read.
+    """
     with torch.device("meta"), _GivenValuesOnCPU():
         yield
 
@@ -184,7 +187,8 @@ class ParameterSource(Protocol):
 
 
 class InitialValue(NamedTuple):
-    """The initial value of a parameter: the recording, the recorded tensor, and the parameter's version counter, by which later changes are detected."""
+    """The initial value of a parameter: the recording, the recorded tensor, and the parameter's version counter, by which
+    later changes are detected."""
 
     recording: InitRecording
     tensor: Tensor
@@ -317,7 +321,10 @@ class InitRecording(TorchDispatchMode):
         return sorted(found)
 
     def replay(self, tensor: Tensor, run: Run | None = None) -> Tensor:
-        """A copy of `tensor` with values, on the CPU. Performs the operations that determine the values; `run`, if given, performs each of them."""
+        """A copy of `tensor` with values, on the CPU.
+
+        Performs the operations that determine the values; `run`, if given, performs each of them.
+        """
         real: dict[int, Tensor] = {}
 
         def as_real(value: Any) -> Any:
@@ -523,7 +530,8 @@ class Strided(NamedTuple):
 
 @dataclass(frozen=True)
 class ElementStep:
-    """One step in the initialization of elements: "uniform" (low, high), "normal" (mean, std), "fill" (value), or "call", an element-wise function.
+    """One step in the initialization of elements: "uniform" (low, high), "normal" (mean, std), "fill" (value), or "call", an
+    element-wise function.
 
     `region`: the part of the storage that the step changes; None for the full storage. `source`: for a random step, the id of the
     storage into which the recorded operation drew numbers.
@@ -569,13 +577,15 @@ class ElementwiseInit:
         return any(step.region is not None for step in self.steps)
 
     def then(self, step: ElementStep, tensor: Tensor) -> ElementwiseInit | None:
-        """This initialization followed by `step` on `tensor`, which may cover only a part of the storage; None if the result is not element-wise."""
+        """This initialization followed by `step` on `tensor`, which may cover only a part of the storage; None if the result
+        is not element-wise."""
         if covers_memory(tensor):
             return ElementwiseInit((step,)) if step.kind != "call" else replace(self, steps=(*self.steps, step))
         return None if self.cut else replace(self, steps=(*self.steps, replace(step, region=Strided.of(tensor))))
 
     def copied(self, source: Tensor) -> ElementwiseInit | None:
-        """The initialization of a copy of `source`, a tensor in the storage that this object describes; None if it is not element-wise."""
+        """The initialization of a copy of `source`, a tensor in the storage that this object describes; None if it is not
+        element-wise."""
         if is_expanded(source):
             return None
         if source.is_contiguous() and covers_memory(source):
@@ -585,8 +595,8 @@ class ElementwiseInit:
         return ElementwiseInit(self.steps, Strided.of(source) if self.has_regions else None, moved=True)
 
     def values(self, positions: Tensor, places: Tensor, key: Callable[[int | None], int]) -> Tensor:
-        """The initial values, in float64, of the elements at `positions` in the full parameter; `places` are their positions in the storage
-        to which the regions refer, and `key` returns the random key of a storage."""
+        """The initial values, in float64, of the elements at `positions` in the full parameter; `places` are their positions
+        in the storage to which the regions refer, and `key` returns the random key of a storage."""
         values = torch.zeros_like(positions, dtype=torch.float64)
         for step in self.steps:
             changed = step.apply(values, positions, key(step.source))
@@ -884,7 +894,10 @@ Recipes = dict[int, ParameterInit | ParameterLoad]
 
 
 def read_inits(model: nn.Module | Split, context: ParallelContext) -> Recipes:
-    """The initialization of each parameter on the meta device, by id. If stages were built separately, names get a prefix for each stage."""
+    """The initialization of each parameter on the meta device, by id.
+
+    If stages were built separately, names get a prefix for each stage.
+    """
     if isinstance(model, Split):
         return parameter_inits(model)
     stage = context.get_local_rank(ParallelMode.PIPELINE)
@@ -916,7 +929,8 @@ class MetaStart:
         self._count = 0
 
     def alike(self) -> MustMatch:
-        """A comparison of the initializations, which must be equal on all ranks of a pipeline stage, because no broadcast makes the values equal."""
+        """A comparison of the initializations, which must be equal on all ranks of a pipeline stage, because no broadcast
+        makes the values equal."""
         return MustMatch(
             "the start of",
             {name: str(init) for name, init in self._inits.items()},
@@ -937,7 +951,10 @@ class MetaStart:
         self._located = {name: tensor for tensor in located for name in tensor.names}
 
     def materialise(self, device: torch.device) -> None:
-        """Allocate this rank's shards on `device` and fill them with initial values. Collective over the world if it has meta parameters."""
+        """Allocate this rank's shards on `device` and fill them with initial values.
+
+        Collective over the world if it has meta parameters.
+        """
         if not self._count:
             return
         with agreed_errors(self._context.device):

@@ -96,7 +96,8 @@ class ForwardSplitter:
 
     @property
     def layers(self) -> list[tuple[str, float]]:
-        """The layers with which a stage can begin: (name, number of parameters from this layer up to the next layer of the list)."""
+        """The layers with which a stage can begin: (name, number of parameters from this layer up to the next layer of the
+        list)."""
         calls, layers = self._recording.calls, []
         for first, stop in zip(self._cuts, [*self._cuts[1:], len(calls)], strict=True):
             units = [self._units[call.name] for call in calls[first:stop]]
@@ -111,7 +112,8 @@ class ForwardSplitter:
         return layers
 
     def why_not(self, name: str) -> str:
-        """The reason why no stage can begin with the layer `name`; empty if a stage can begin with it, or if there is no such layer."""
+        """The reason why no stage can begin with the layer `name`; empty if a stage can begin with it, or if there is no such
+        layer."""
         calls = [at for at, call in enumerate(self._recording.calls) if call.name == name]
         return next((why_no_cut(self._recording, at) for at in calls if at not in self._cuts), "")
 
@@ -324,7 +326,8 @@ class Absent:
         )
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the fake unit, because forward() reads attributes of its layers (`layer.attention_type`, the dtype of a weight)."""
+        """Return an attribute of the fake unit, because forward() reads attributes of its layers (`layer.attention_type`, the
+        dtype of a weight)."""
         return getattr(vars(self)["_fake"], name)
 
     def __deepcopy__(self, memo: Any) -> Absent:
@@ -459,7 +462,10 @@ class ModelStage(nn.Module):
 
 
 def stage_class(kind: type) -> Any:
-    """The class of the stages of a model of class `kind`. Its forward() accepts any arguments; `inspect.unwrap` returns the model's forward()."""
+    """The class of the stages of a model of class `kind`.
+
+    Its forward() accepts any arguments; `inspect.unwrap` returns the model's forward().
+    """
     made = subclass_with(ModelStage, kind)
     if "forward" not in vars(made):
 
@@ -474,7 +480,8 @@ def stage_class(kind: type) -> Any:
 
 
 def result_of(output: Any) -> Any:
-    """Reduce the output of the last stage to its logits, or to dict(loss, logits), if it has them; return any other output unchanged."""
+    """Reduce the output of the last stage to its logits, or to dict(loss, logits), if it has them; return any other output
+    unchanged."""
     logits, loss = getattr(output, "logits", None), getattr(output, "loss", None)
     if not isinstance(logits, Tensor):
         return output
@@ -525,7 +532,8 @@ class _PartlyAbsentDict(_PartlyAbsent):
 
 
 def hide_children(owner: nn.Module, absent: dict[str, Absent]) -> None:
-    """Replace children of a module by `Absent` objects. forward() can still access them, but `modules()` and `parameters()` do not contain them."""
+    """Replace children of a module by `Absent` objects. forward() can still access them, but `modules()` and `parameters()` do
+    not contain them."""
     if isinstance(owner, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
         vars(owner)["_colonnade_members"] = {name: absent.get(name) for name in owner._modules}
         owner.__class__ = subclass_with(

@@ -1,8 +1,8 @@
 """Placement: how a parameter is sharded or replicated over the modes (the dimensions of the device mesh).
 
 Gradient reductions, the ledger, clipping, checkpoints and verification are all derived from placements. A parameter without a
-placement is replicated on every mode. The placement of a DTensor is read from the DTensor (`effective_placement`), so everything derived from
-placements supports DTensors too.
+placement is replicated on every mode. The placement of a DTensor is read from the DTensor (`effective_placement`), so everything
+derived from placements supports DTensors too.
 """
 
 from __future__ import annotations
@@ -124,7 +124,10 @@ class Placement:
 
     @property
     def tie_key(self) -> str:
-        """The key of a tied parameter; empty for other parameters. A stable sort by this key therefore keeps the others in model order."""
+        """The key of a tied parameter; empty for other parameters.
+
+        A stable sort by this key therefore keeps the others in model order.
+        """
         return self.tied.key if self.tied is not None else ""
 
     def __str__(self) -> str:
@@ -364,7 +367,8 @@ def effective_placement(parameter: Tensor, layout: Layout, rank: int) -> Placeme
 
 
 def local_part(tensor: Tensor, like: Any = None) -> Tensor:
-    """The elements that this rank stores: the local tensor of a DTensor (first redistributed to the placements of `like`), or the plain tensor itself."""
+    """The elements that this rank stores: the local tensor of a DTensor (first redistributed to the placements of `like`), or
+    the plain tensor itself."""
     placed: Any = tensor
     if not is_dtensor(placed):
         return tensor
@@ -406,14 +410,18 @@ _SOURCE_ATTRIBUTE = "_colonnade_source"
 
 
 def note_source(part: Tensor, whole: Tensor) -> None:
-    """Record that `part` was copied out of `whole`. The record keeps neither tensor alive, and copies of the tensors do not have it."""
+    """Record that `part` was copied out of `whole`.
+
+    The record keeps neither tensor alive, and copies of the tensors do not have it.
+    """
     source = getattr(whole, _SOURCE_ATTRIBUTE, None) or object()
     setattr(whole, _SOURCE_ATTRIBUTE, source)
     setattr(part, _SOURCE_ATTRIBUTE, source)
 
 
 def check_ties(modules: Iterable[nn.Module]) -> None:
-    """Raise PlacementError if two trained parameters were copied out of the same parameter: tied weights that would be trained separately.
+    """Raise PlacementError if two trained parameters were copied out of the same parameter: tied weights that would be trained
+    separately.
 
     Also raises for two parameters of a module that share memory, because each would get its own memory.
     """

@@ -72,7 +72,8 @@ class Stage(nn.Module):
 
 
 def call_layer(layer: Callable[..., Any], value: Any, one_value: bool = False) -> Any:
-    """Call `layer` with `value`: a dict is passed by keyword, a tuple or list by position, and any other value as the single argument.
+    """Call `layer` with `value`: a dict is passed by keyword, a tuple or list by position, and any other value as the single
+    argument.
 
     With `one_value`, every value is passed as the single argument, as in nn.Sequential.
     """
@@ -471,7 +472,8 @@ def _balanced_cuts(names: Sequence[str], num_stages: int | None, weights: Sequen
 
 
 def balanced(weights: Sequence[float], parts: int) -> list[int]:
-    """Split consecutive items into `parts` runs and return the start of each: the heaviest run is as light as possible, and, second, all runs are as even as possible."""
+    """Split consecutive items into `parts` runs and return the start of each: the heaviest run is as light as possible, and,
+    second, all runs are as even as possible."""
     sums = list(accumulate(weights, initial=0.0))
 
     def options(start: int, parts: int) -> list[tuple[float, int]]:
@@ -560,7 +562,10 @@ def _now() -> float:
 
 
 class Chunks(nn.ModuleList):
-    """The stages of one rank (virtual pipeline stages). Unlike nn.ModuleList, it keeps the names of the unsplit model, without an index."""
+    """The stages of one rank (virtual pipeline stages).
+
+    Unlike nn.ModuleList, it keeps the names of the unsplit model, without an index.
+    """
 
     generate = no_generate
 
@@ -634,7 +639,8 @@ def take_stages(split: Split, stage_ranks: Sequence[int], rank: int) -> nn.Modul
 
 
 def build_schedule(context: ParallelContext) -> Any:
-    """Build the schedule from the config of `context`: the class or order of the key `schedule`, or the default for the pipeline size."""
+    """Build the schedule from the config of `context`: the class or order of the key `schedule`, or the default for the
+    pipeline size."""
     config = context.config
     wanted = config.get("schedule")
     if not wanted and context.pipeline_parallel_size == 1:

@@ -1,4 +1,5 @@
-"""The position of each local tensor in its full tensor: names, boxes, and the ranks that store the other elements of the full tensor.
+"""The position of each local tensor in its full tensor: names, boxes, and the ranks that store the other elements of the full
+tensor.
 
 A parameter is sharded by a placement (`place`), by FSDP2 (a DTensor), or by both; a pipeline stage has only some of the tensors.
 `locate_tensors` reads these facts and returns one `LocalTensor` per tensor. Checkpoints, meta-device initialization and `proof`
@@ -41,7 +42,8 @@ ShardSizes = Mapping[str, Mapping[str, Sequence[int]]]
 class LocalTensor:
     """A tensor of this rank's model, and the position of its elements in the full tensor. Made by `locate_tensors`.
 
-    - `label`: a name that is equal on all ranks that store elements of the full tensor; `names`: all names of the tensor on this rank.
+    - `label`: a name that is equal on all ranks that store elements of the full tensor; `names`: all names of the tensor on this
+      rank.
     - `holders`: the ranks that store the same elements; `sharers`: the ranks that store any elements of the full tensor.
     - `parts`: for each sharded dimension, (index of this shard, number of shards); `by_hand`: the same, but only for the sharding
       by `place`, without the sharding by FSDP inside it.
@@ -66,7 +68,8 @@ class LocalTensor:
         return local_part(self.tensor).detach()
 
     def pieces(self, values: Tensor) -> Iterator[tuple[Box, Tensor]]:
-        """Yield (box in the full tensor, view of `values` with its elements) for each box; `values` is a tensor of the local shape."""
+        """Yield (box in the full tensor, view of `values` with its elements) for each box; `values` is a tensor of the local
+        shape."""
         everything = full_box(values.shape)
         for box, here in self.places:
             yield box, values[here.slices_in(everything)]
@@ -169,7 +172,8 @@ def locate_tensors(
 
 
 def prefix_of(model: nn.Module) -> str:
-    """The prefix that the names of this rank's model lack, compared to the full model; not empty for a stage taken out of a peft wrapper."""
+    """The prefix that the names of this rank's model lack, compared to the full model; not empty for a stage taken out of a
+    peft wrapper."""
     stage = next(iter(model), model) if isinstance(model, nn.ModuleList) else model
     return str(getattr(stage, PREFIX, ""))
 

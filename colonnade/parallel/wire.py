@@ -48,7 +48,8 @@ _recorders: list[list[Call]] = []
 
 @contextmanager
 def recorded() -> Iterator[list[Call]]:
-    """Inside the block, record the collectives of this process, including those of backward passes, in the list that the block gets.
+    """Inside the block, record the collectives of this process, including those of backward passes, in the list that the block
+    gets.
 
     `Call.received` has the bytes that a bandwidth-optimal algorithm receives: for an all-reduce of n bytes over p ranks
     2n(p-1)/p; for an all-gather, reduce-scatter or all-to-all the shards of the other p-1 ranks; for a broadcast, or a reduce to
@@ -150,7 +151,8 @@ def all_to_all(x: Tensor, members: Members, send: Sequence[int], receive: Sequen
 
 
 def ring(x: Tensor, members: Members, shift: int, shape: Sequence[int]) -> Tensor:
-    """Send x `shift` ranks ahead in the group; return the tensor received from `shift` ranks behind, which has the shape `shape`."""
+    """Send x `shift` ranks ahead in the group; return the tensor received from `shift` ranks behind, which has the shape
+    `shape`."""
     arrived = x.new_empty(tuple(shape))
     _note("ring", members, _bytes(arrived))
     onward = members.ranks[(members.at + shift) % members.size]
@@ -195,7 +197,10 @@ def broadcast(x: Tensor, members: Members, source: int, shape: Sequence[int]) ->
 
 
 def reduce_to(x: Tensor, members: Members, target: int) -> Tensor:
-    """Sum x to the member at index `target`, and return the sum there; undefined on the other ranks. Overwrites x if x is contiguous."""
+    """Sum x to the member at index `target`, and return the sum there; undefined on the other ranks.
+
+    Overwrites x if x is contiguous.
+    """
     _note("reduce", members, _bytes(x) * (members.size - 1) // members.size)
     total = x.contiguous()
     dist.reduce(total, members.ranks[target], group=members.group)

@@ -38,9 +38,9 @@ def get_dataloader(
     context: ParallelContext | None = None,
     **options: Any,
 ) -> DataLoader[Any]:
-    """A DataLoader with the samples of this rank. Ranks that need the same data (tensor, pipeline) get the same samples.
+    """Make a DataLoader with the samples of this rank. Ranks that need the same data (tensor, pipeline) get the same samples.
 
-    The order of samples does not depend on the number of ranks, so that a run can be resumed with another number.
+    The order of samples does not depend on the number of ranks, so that a run can be resumed with another number of ranks.
 
     Args:
         dataset: the dataset.
@@ -50,7 +50,7 @@ def get_dataloader(
         drop_last: drop incomplete batches, and samples that do not fill all ranks.
         pin_memory: pin host memory, if there is a GPU.
         num_workers: worker processes of the loader.
-        context: default: the global context.
+        context: the parallel context; by default the global context.
         options: further arguments of `DataLoader`, such as `batch_size`.
 
     Example::
@@ -89,7 +89,7 @@ def get_dataloader(
 
 
 def checkpoint(function: Callable[..., Any], activation_offload: bool, *args: Any, use_reentrant: bool = False) -> Any:
-    """Run `function` with activation checkpointing; `activation_offload` keeps its GPU inputs on the host."""
+    """Run `function` with activation checkpointing; with `activation_offload`, its saved GPU inputs are kept in host memory."""
     with kept_on_host(()) if activation_offload else nullcontext():
         return _checkpoint(function, *args, use_reentrant=use_reentrant)
 

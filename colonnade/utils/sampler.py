@@ -1,4 +1,4 @@
-"""A distributed sampler that follows the parallel layout, with a position that can be saved."""
+"""A distributed sampler that follows the parallel layout, and whose position can be saved and loaded."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from colonnade.errors import ConfigError
 class DistinctDataSampler(Sampler[int]):
     """Yields the samples of a rank. Ranks that need the same data (tensor, pipeline) get the same samples.
 
-    With `shuffle` every epoch has a new order. Without `drop_last` samples from the start of the epoch are repeated at its end,
-    so that all ranks have the same number. `state_dict` contains a global position, so that a run can be resumed with another
-    number of ranks.
+    With `shuffle`, every epoch has a new order. Without `drop_last`, samples from the start of the epoch are repeated at its end,
+    so that all ranks have the same number of samples. `state_dict` contains a global position, so that a run can be resumed with
+    another number of ranks.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class DistinctDataSampler(Sampler[int]):
         return (len(self) - 1) * self._ranks + self._rank >= self._length
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch; it also advances automatically after each iteration."""
+        """Set the epoch, which also advances automatically after each iteration."""
         self.epoch = epoch
 
     def state_dict(self) -> dict[str, int]:
-        """The epoch, and the number of its samples that all ranks together have used."""
+        """The epoch, and the number of samples of the epoch that all ranks together have used."""
         return {"epoch": self.epoch, "position": self._position, "seed": self._seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -82,7 +82,10 @@ class DistinctDataSampler(Sampler[int]):
 
 
 def distinct_place(layout: Layout, rank: int) -> tuple[int, int]:
-    """(index of this rank, number of indices) among the ranks with distinct data."""
+    """The place of a rank among the ranks with distinct data: (its index, the number of indices).
+
+    Ranks with the same data have equal indices.
+    """
     here, place = layout.coordinates(rank), 0
     for axis in layout.axes:
         if axis.data == "distinct":

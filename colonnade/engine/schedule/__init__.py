@@ -1,4 +1,4 @@
-"""Schedules: how the forward and backward passes of one step run.
+"""Schedules: the order and execution of the forward and backward passes of one step.
 
 A schedule is the class that a config names (`schedules`): it splits a batch into micro-batches and runs the passes. An
 order is a function in `orders` that makes the table of a pipeline: each rank's list of actions, such as "forward of micro-batch 2

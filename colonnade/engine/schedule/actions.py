@@ -1,7 +1,7 @@
 """Actions and tables: a pipeline schedule as plain data, without torch or a process group.
 
-An action is one piece of work of one rank: a stage, a kind, a micro-batch. Actions print and parse as `2F0` (stage 2, forward,
-micro-batch 0). A table lists the actions of every pipeline rank. Compare `_Action` and `pipeline_order` of
+An action is one piece of work of one rank, given by a stage, a kind of work and a micro-batch. Actions print and parse as `2F0`
+(stage 2, forward, micro-batch 0). A table lists the actions of every pipeline rank. Compare `_Action` and `pipeline_order` of
 torch.distributed.pipelining.
 """
 
@@ -19,7 +19,7 @@ from colonnade.paths import local_path
 
 
 class Kind(StrEnum):
-    """The kind of work. Tables contain the first four; the library adds sends and receives."""
+    """The kind of work of an action. Tables contain only the first four kinds; `replay.add_transfers` adds sends and receives."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -56,7 +56,7 @@ _SHARDING = re.compile(r"\d+(UNSHARD|RESHARD)")
 
 
 class Action(NamedTuple):
-    """One piece of work of one rank; prints as `2F0` and parses back."""
+    """One piece of work of one rank. `str(action)` is text such as `2F0`, which `parse` reads."""
 
     stage: int
     kind: Kind
@@ -70,7 +70,7 @@ class Action(NamedTuple):
         """Parse text such as `2F0`.
 
         Raises:
-            ScheduleError: If the text is no action.
+            ScheduleError: If the text is not an action.
         """
         found = _ACTION.fullmatch(text.strip())
         if found is None:
@@ -91,12 +91,12 @@ Row: TypeAlias = "str | Sequence[Cell]"
 def parse_table(rows: Mapping[int, Row] | Sequence[Row]) -> Table:
     """Make a table from rows, one per pipeline rank: a string `"0F0 0F1"`, or a list of actions, strings and None.
 
-    Empty cells (None, "") are waits, which the executor finds automatically; they are dropped. The `pipeline_order` of
+    Empty cells (None, "") are waits. They are dropped, because the executor waits automatically. The `pipeline_order` of
     torch.distributed.pipelining is accepted unchanged: `(0F1;3B0)OVERLAP_F_B` becomes F then B, and REDUCE_GRAD is dropped,
     because the engine reduces gradients as soon as they are complete.
 
     Raises:
-        ScheduleError: If a cell is no action, for UNSHARD and RESHARD, or if ranks are missing.
+        ScheduleError: If a cell is not an action, a cell is UNSHARD or RESHARD, or ranks are missing.
     """
     items = rows.items() if isinstance(rows, Mapping) else enumerate(rows)
     table: Table = {}
@@ -111,7 +111,7 @@ def parse_table(rows: Mapping[int, Row] | Sequence[Row]) -> Table:
 
 
 def read_csv(path: str | Path) -> Table:
-    """Read a table from a CSV file: line r has the actions of pipeline rank r, empty cells are waits."""
+    """Read a table from a CSV file. Line r has the actions of pipeline rank r; empty cells are waits."""
     file_path = local_path(path, "the table of actions", ScheduleError)
     try:
         with file_path.open(encoding="utf-8", newline="") as file:
@@ -123,12 +123,12 @@ def read_csv(path: str | Path) -> Table:
 
 
 def format_rows(table: Table) -> list[str]:
-    """One string per rank, such as `"0F0 0F1 0B0"`; the inverse of `parse_table`."""
+    """Format a table as one string per rank, such as `"0F0 0F1 0B0"`; the inverse of `parse_table`."""
     return [" ".join(map(str, table[rank])) for rank in sorted(table)]
 
 
 def only_forward(table: Table) -> Table:
-    """The forward passes of a table, in their order, for evaluation."""
+    """A table with only the forward passes of `table`, in the same order, for evaluation."""
     return {rank: [action for action in actions if action.kind is Kind.FORWARD] for rank, actions in table.items()}
 
 

@@ -1,10 +1,10 @@
 """The executor of pipeline tables: runs one rank's actions of any order, built-in or custom.
 
-The executor knows no order. At construction all ranks agree on one table, and each rank derives its own program: its
+The executor is independent of the order. At construction all ranks agree on one table, and each rank derives its own program: its
 compute actions with the sends and receives between them (`replay.add_transfers`). `Executor.run` executes that program, one
 action after another: `_forward` and `_backward` compute, a `Link` per peer (`transfer.py`) sends and receives. A
-`StepState` holds the values between the actions of one step. Losses are scaled, gradients never are, so that several
-calls accumulate into `.grad`.
+`StepState` holds the values between the actions of one step. Losses are scaled, not gradients, so that several
+calls can accumulate into `.grad`.
 
 The second half of the class is the failure protocol, which ends a step on all ranks at once, with the reason of the
 rank that failed first and with no message in flight.
@@ -100,7 +100,7 @@ class StageGraph:
 
 @dataclass
 class StepState:
-    """The flags of one step and the values held between its actions."""
+    """The state of one step: its flags, and the values that are kept between its actions."""
 
     micro_batches: Sequence[MicroBatch]
     train: bool
@@ -128,7 +128,10 @@ class StepState:
     """The number of rows that the first stage was given, by micro-batch."""
 
     def batch_loss(self) -> tuple[Tensor | None, Tensor | None]:
-        """(loss of the batch, count of the batch), each None if there is none."""
+        """(loss of the batch, count of the batch).
+
+        The loss is None if this rank has no losses, and the count is None for a mean.
+        """
         if not self.losses:
             return None, None
         if self.counts:
@@ -144,13 +147,13 @@ def _sum(values: Mapping[int, Tensor]) -> Tensor:
 
 @dataclass(eq=False, repr=False)
 class Executor:
-    """Runs a table on this rank's stages.
+    """Runs the actions of a table on this rank's stages.
 
-    Building one is collective over `group`: all ranks must pass the same table, and a fault on one is an error on all.
+    The constructor is collective over `group`: all ranks must pass the same table, and if one rank fails, all ranks raise.
 
-    `backward` is called with `last=True` for the last pass of a step that accumulates gradients on this rank, provided
-    the rank has one chunk. With several chunks, gradients of one chunk are complete while passes of another are still
-    to come; a reduction started at `last` would miss them, so it starts after the schedule instead.
+    If this rank has one chunk, `backward` is called with `last=True` for the last pass of a step that accumulates gradients.
+    With several chunks, `last` is never True: gradients of one chunk are complete while passes of another chunk are still to
+    come, so the reduction of gradients starts after the schedule.
 
     Args:
         chunks: This rank's stage modules, in the order of their stages.
@@ -161,13 +164,13 @@ class Executor:
         transfer_group: Another group of the same ranks, used for sends and receives only, with a backend for CPU
             memory and one for the device's; default: `group`. Ranks send different numbers of messages, which
             TORCH_DISTRIBUTED_DEBUG=DETAIL reports as a mismatch in a group that also runs collectives.
-        down_group: One more group, for device tensors sent to a lower rank. A backend with a queue (NCCL) then
-            moves both directions at once.
-        forward: Calls a stage.
+        down_group: One more group, for device tensors sent to a lower rank. With it, a backend with a queue (NCCL) transfers
+            both directions at the same time.
+        forward: Runs the forward pass of a stage on a micro-batch.
         loss_fn: (output, label) -> loss. Required on the rank of the last stage, for training.
-        loss_form: Makes the object that keeps the losses of a run in one form, once for training and for evaluation.
-        backward: Accumulates gradients.
-        tensor_shape: If given, the shape that every stage but the last must return.
+        loss_form: Creates the `LossForm` that requires one form of all losses; called once for training and once for evaluation.
+        backward: Runs a backward pass that accumulates gradients.
+        tensor_shape: If given, the shape that every stage except the last must return.
         waits: Records the time of each phase.
 
     Raises:
@@ -260,7 +263,7 @@ class Executor:
 
     @property
     def has_last_stage(self) -> bool:
-        """Whether this rank has the last stage and so the losses and outputs."""
+        """Whether this rank has the last stage, and therefore the losses and outputs."""
         return self.facts.stage_ranks[-1] == self.rank
 
     def run(
@@ -276,15 +279,15 @@ class Executor:
     ) -> ExecutedStep:
         """Run one step; gradients are added to `.grad`.
 
-        Collective over the pipeline: all its ranks, with the same flags.
+        Collective over the pipeline: all its ranks must call it with the same flags.
 
         Args:
             micro_batches: Data on the rank of the first stage, labels on the rank of the last one.
             forward_only: Evaluate; no backward passes.
             with_loss: Whether an evaluation computes losses; training always does.
             keep_outputs: Whether to return the outputs of the last stage.
-            confirm: Whether an evaluation ends on all ranks together, so that each learns if another one failed;
-                training always does.
+            confirm: Whether an evaluation ends on all ranks together, so that every rank raises if a rank failed. A training step
+                always ends together.
             backward_scale: Factor of a mean loss, for the backward pass only.
             sum_scale: Factor of the sum of a (sum, count), for the backward pass only.
 
@@ -478,7 +481,7 @@ class Executor:
     # --- Around a step ---
 
     def share_loss(self, loss: Tensor | None, count: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Loss and count (None for a mean) of the last stage, on all ranks, in float64.
+        """Broadcast loss and count (None for a mean) from the last stage to all ranks of the pipeline, in float64.
 
         Collective over the pipeline: a broadcast.
         """
@@ -495,11 +498,11 @@ class Executor:
         return mean, counted if self.form.counted else None
 
     def link_over(self, transfer: Action) -> Link:
-        """The link that a transfer of this rank uses."""
+        """The link that the action `transfer`, a send or receive of this rank, uses."""
         return self.link_to(self.facts.stage_ranks[peer_stage(transfer)])
 
     def link_to(self, rank: int) -> Link:
-        """The link to another rank of the pipeline, made at its first use."""
+        """The link to another rank of the pipeline, created at its first use."""
         if rank not in self._links:
             group = self.transfer_group or self.group
             self._links[rank] = Link(group, self.ranks[rank], self.device, self.down_group)
@@ -512,10 +515,11 @@ class Executor:
     # notes (`_agree_on_batch`), and if none of them had a batch, the pipeline stays usable.
 
     def refuse(self, error: Exception, *, forward_only: bool, confirm: bool) -> Exception:
-        """The error to raise on a rank that has no batch for a step.
+        """End a step for which this rank has no batch, because of `error`. Returns the error to raise.
 
-        Collective over the pipeline, in place of `run` with the same flags. If no rank of the pipeline has a batch, each
-        raises its own error and the pipeline stays usable; otherwise all ranks raise, and it does not.
+        Collective over the pipeline: called in place of `run`, with the same flags. If no rank of the pipeline has a batch, each
+        rank raises its own error and the pipeline stays usable. If some rank has a batch, all ranks raise, and the pipeline cannot
+        be used any more.
         """
         if not self._peers or self._failure:
             return error

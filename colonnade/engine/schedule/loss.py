@@ -1,10 +1,10 @@
-"""Losses: the two forms, a mean or (sum, count), which is divided once by the count of all ranks; and the call of the criterion.
+"""The two forms of a loss, a mean or (sum, count), and the call of the criterion. A sum is divided once, by the count of all ranks.
 
-The form is decided here and nowhere else: `split_loss` reads it, `LossForm` keeps a run to one form. A mean that ignores entries
-(cross-entropy with `ignore_index`) counts as (sum, count), too: if ranks, passes or micro-batches ignore different numbers of
-entries, the mean of their means is not the mean over the batch.
+Only this file decides on the form: `split_loss` reads it, and `LossForm` requires the same form of all losses of a run. A mean
+that ignores entries (cross-entropy with `ignore_index`) counts as (sum, count), too: if ranks, passes or micro-batches ignore
+different numbers of entries, the mean of their means is not the mean over the batch.
 
-`call_criterion` decides which outputs and labels are the arguments of a criterion, and explains why it cannot take them.
+`call_criterion` chooses the outputs and labels that are passed to a criterion, and explains the error if they do not fit.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _NODES_SEEN = 32
 
 
 def split_loss(loss: Any, implicit: bool = True) -> tuple[Tensor, Count | None]:
-    """(tensor for the backward pass, count), with the count None for a plain mean.
+    """Split a loss into (tensor for the backward pass, count). The count is None for a plain mean.
 
-    With `implicit`, a mean whose count is known is read as (sum, count): one with the attribute `sum_and_count`, as the losses
-    of `colonnade.nn` have, and one of torch's cross-entropy or NLL loss, whose autograd node has it.
+    With `implicit`, a mean whose count is known is read as (sum, count): a mean with the attribute `sum_and_count`, such as the
+    losses of `colonnade.nn`, or a mean of torch's cross-entropy or NLL loss, whose autograd node has the count.
 
     Raises:
         GradientError: If `loss` has neither form.
@@ -104,13 +104,13 @@ def _leaves_out(node: Any) -> bool:
 
 
 class MeanWatch:
-    """Warns once if a loss is a mean of means: computed from a mean cross-entropy with ignored labels."""
+    """Warns once if a loss is a mean of means, computed from mean cross-entropies with ignored labels."""
 
     def __init__(self) -> None:
         self._looks = _LOOKS
 
     def look(self, mean: Tensor) -> None:
-        """Examine the graph just below a loss that is read as a plain mean."""
+        """Examine the last autograd nodes of a loss that is read as a plain mean."""
         if self._looks == 0:
             return
         self._looks -= 1
@@ -134,11 +134,11 @@ _MEAN_OF_MEANS = (
 
 
 class DivisionWatch:
-    """Warns once if a loss was divided by a number by which the engine divides it again.
+    """Warns once if the user divided a loss by a number by which the engine divides it, too.
 
     Args:
         numbers: The divisors of the engine, by config key.
-        ranks: The ranks that log the warning; default: all that have such a loss.
+        ranks: The ranks that log the warning; default: all ranks that have such a loss.
     """
 
     def __init__(self, numbers: Mapping[str, int], ranks: list[int] | None = None) -> None:
@@ -146,9 +146,9 @@ class DivisionWatch:
         self._looks, self._ranks = _LOOKS if self._keys else 0, ranks
 
     def look(self, loss: Any, rows: Collection[int] = ()) -> None:
-        """Examine the last operation of a loss, or of the sum of a (sum, count).
+        """Examine the last autograd operation of a loss, or of the sum in (sum, count).
 
-        `rows`: batch sizes, by which a mean over rows is rightly divided.
+        `rows`: batch sizes. A division by one of them is a correct mean over rows, and causes no warning.
         """
         if self._looks == 0:
             return
@@ -178,7 +178,7 @@ def _divisor(node: Any) -> float | None:
 def own_loss(output: Any) -> Any:
     """The loss in the output of a model that computes its own, in either form; None if there is none.
 
-    `output["loss"]`, `output.loss`, the output itself if it is one number, or the first item of a tuple.
+    The loss is `output["loss"]`, `output.loss`, the output itself if it is one number, or the first item of a tuple.
     """
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if found is not None:
@@ -189,7 +189,7 @@ def own_loss(output: Any) -> Any:
 
 
 class LossForm:
-    """Keeps the losses of a run in one form: the first loss decides, and a later one of the other form is an error.
+    """Requires the same form of all losses of a run: the first loss determines the form, and a later loss of the other form raises.
 
     Args:
         allow_counts: Whether losses may be given as (sum, count).
@@ -203,7 +203,7 @@ class LossForm:
         """Whether losses are (sum, count); None before the first one."""
 
     def read(self, loss: Any) -> tuple[Tensor, Count | None]:
-        """`split_loss` of a loss, which must have the form of the run."""
+        """Split a loss (see `split_loss`). Raises GradientError if it has another form than the earlier losses of the run."""
         value, count = split_loss(loss, self._implicit)
         self.keep(count is not None)
         if count is None:
@@ -211,7 +211,7 @@ class LossForm:
         return value, count
 
     def keep(self, counted: bool) -> None:
-        """Set the form of the run, or raise GradientError if it was the other one."""
+        """Set the form of the run, or raise GradientError if earlier losses had the other form."""
         if counted and not self._allow_counts:
             raise GradientError(
                 "a loss given as (sum, count) is shared with all ranks: leave out loss_everywhere=False", code="C045"
@@ -240,7 +240,7 @@ def _checked_count(count: Any) -> Count:
 
 
 def count_on(value: Count, device: torch.device) -> Tensor:
-    """One number in fp64 on the device, without blocking the host, as a plain copy would until all device work is done."""
+    """Copy a number to the device in fp64 without blocking the host. (A plain copy would block until all device work is done.)"""
     if isinstance(value, Tensor):
         number = value.detach().double().reshape(())
         return to_device(number, device) if number.device.type == "cpu" else number
@@ -259,10 +259,10 @@ def _scalar(loss: Any) -> Tensor:
 
 
 def call_criterion(criterion: Any, output: Any, label: Any) -> Any:
-    """The loss of an output and its label, or of the output alone if there is no label.
+    """Compute the loss of an output and its label, or of only the output if there is no label.
 
-    A list or tuple is passed as several arguments, a dict label by keyword. Without a criterion the loss is the one that
-    the model has put into its output.
+    A list or tuple is passed as several arguments, a dict label by keyword. If there is no criterion, the loss in the model's
+    output is returned.
 
     Raises:
         ScheduleError: If there is neither a criterion nor a loss in the output, or the arguments do not fit.
@@ -350,7 +350,7 @@ def _names(outputs: int, labels: int) -> list[str]:
 
 
 def required_arguments(function: Any) -> list[str]:
-    """The positional arguments without default of a function or module; none if its signature is not known."""
+    """The positional arguments without default of a function or module; an empty list if its signature is not known."""
     try:
         signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
     except (TypeError, ValueError):

@@ -1,7 +1,7 @@
-"""Micro-batches of a pipeline: a batch split along dimension 0, a stage called on one micro-batch, and results joined again.
+"""Micro-batches of a pipeline: splits a batch along dimension 0, calls a stage on a micro-batch, and joins the results.
 
-`split_into_micro_batches` and `join` are inverses. `call_module` calls a stage on the output of the previous one; if the stage cannot take it, the
-error shows both sides.
+`split_into_micro_batches` and `join` are inverses. `call_module` calls a stage on the output of the previous one; if the stage
+does not accept the output, the error shows the signature and the value.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SAME_BATCHES_ADVICE = (
 
 @dataclass
 class MicroBatch:
-    """One micro-batch. The forward hook of an executor may set `label`."""
+    """One micro-batch. The function `forward` of an executor may set `label`."""
 
     index: int
     data: Any = None
@@ -51,7 +51,8 @@ def split_into_micro_batches(data: Any, label: Any, count: int, fill: bool = Fal
         data: The data of the batch.
         label: Its label, or None.
         count: The number of micro-batches.
-        fill: For a forward pass only: fill up a batch of fewer than `count` rows with copies of its last row that do not count.
+        fill: Only for evaluation: if a batch has fewer than `count` rows, add copies of its last row, whose loss and output do
+            not count.
 
     Raises:
         ScheduleError: If the batch has too few rows, or tensors with different numbers of rows.
@@ -80,9 +81,10 @@ def split_into_micro_batches(data: Any, label: Any, count: int, fill: bool = Fal
 
 
 def join(pieces: Sequence[Any]) -> Any:
-    """The pieces as one value: tensors concatenated along dimension 0, 0-d tensors stacked, equal values once.
+    """Join the pieces into one value: tensors are concatenated along dimension 0, 0-d tensors are stacked, equal other values are
+    kept once.
 
-    Tensors of different shapes beyond dimension 0, and values that differ, become a list.
+    Tensors whose shapes differ in other dimensions than 0, and other values that differ, become a list.
     """
     leaves, (spec, *others) = zip(*map(tree_flatten, pieces), strict=True)
     if any(other != spec for other in others):
@@ -135,9 +137,10 @@ _ABOUT_FORM = re.compile(r"shape|size|dtype|must match|expected|dimension", re.I
 
 
 def call_module(stage: int, module: nn.Module, inputs: Any, micro_batch: MicroBatch) -> Any:
-    """The default forward hook: a dict is passed by keyword, a tuple or list by position, anything else alone.
+    """Call a stage on its inputs: a dict is passed by keyword, a tuple or list by position, any other value as the single argument.
 
-    A stage of an nn.Sequential takes the output of the previous layer as one argument, as it does there.
+    This is the default `forward` of an executor. A stage of an nn.Sequential gets its inputs as a single argument, as in
+    nn.Sequential.
     """
     one_value = stage > 0 and isinstance(module, Stage) and module.takes_one_value
     try:
@@ -166,7 +169,7 @@ def stage_mismatch(module: nn.Module, inputs: Any, one_value: bool, error: Excep
 
 
 def format_value(value: Any) -> str:
-    """A nested value on one line, with tensors as dtype and shape."""
+    """Format a nested value on one line; tensors are shown by dtype and shape."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, dict):
@@ -178,7 +181,7 @@ def format_value(value: Any) -> str:
 
 
 def format_signature(module: nn.Module) -> str:
-    """The signature of the first layer of a stage, and the shapes of its own weights."""
+    """Format the signature of the first layer of a stage, and the shapes of that layer's own weights."""
     first = _first_layer(module)
     weights = ", ".join(f"{name} {list(parameter.shape)}" for name, parameter in first.named_parameters(recurse=False))
     return f"{type(first).__name__}.forward{inspect.signature(first.forward)}" + (f" with {weights}" if weights else "")

@@ -1,9 +1,9 @@
 """Orders: pipeline schedules as pure functions (num_ranks, num_microbatches[, num_chunks]) -> table.
 
 `@ORDERS.register_module` registers a function as an order, which a config can then name: `schedule=dict(type="its_name",
-num_microbatches=8)`. Loop orders place stages round and round on the ranks; V orders go down the ranks and come back, so that
-the first and the last stage share a rank. Each order is written after the paper named in its docstring. Zero-bubble orders
-assume equal costs of F, I and W.
+num_microbatches=8)`. Loop orders assign stages to ranks cyclically (0 1 2 3 0 1 2 3); V orders go forth and back (0 1 2 3 3 2 1
+0), so that the first and the last stage share a rank. Each order is written after the paper named in its docstring. Zero-bubble
+orders assume equal costs of F, I and W.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from colonnade.registry import ORDERS
 
 
 def make_table(name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None = None) -> Table:
-    """The table of a registered order; for `num_chunks` see `check_chunks`."""
+    """Make the table of a registered order; for `num_chunks` see `check_chunks`."""
     num_chunks = check_chunks(name, num_chunks)
     for name_of, size in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
         if size < 1:
@@ -31,10 +31,10 @@ def make_table(name: str, num_ranks: int, num_microbatches: int, num_chunks: int
 
 
 def check_chunks(name: str, num_chunks: int | None = None) -> int:
-    """The chunks per rank of an order: `num_chunks`; without it, the order's own number, or 2.
+    """The number of chunks per rank of an order: `num_chunks` if given; else the fixed number of the order, or 2.
 
     Raises:
-        ScheduleError: If there is no such order, or it has another number of chunks.
+        ScheduleError: If the order does not exist, or its fixed number of chunks is not `num_chunks`.
     """
     if name not in ORDERS:
         raise ScheduleError(
@@ -60,7 +60,7 @@ def chunks_of(name: str) -> int | None:
 
 
 def chunks_per_rank(count: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Declare that an order gives every rank `count` stages; the default is one, or the argument `num_chunks`."""
+    """A decorator: declares that an order has `count` stages per rank. Without it, there is one, or the argument `num_chunks`."""
 
     def mark(make: Callable[..., Any]) -> Callable[..., Any]:
         make.chunks_per_rank = count  # type: ignore[attr-defined]
@@ -79,7 +79,7 @@ def loop_stages(num_ranks: int, num_chunks: int) -> list[int]:
 
 @ORDERS.register_module
 def gpipe(num_ranks: int, num_microbatches: int) -> Table:
-    """All forward passes, then all backward passes (Huang et al., GPipe). Holds all micro-batches."""
+    """All forward passes, then all backward passes (Huang et al., GPipe). A rank holds the activations of all micro-batches."""
     return breadth_first(num_ranks, num_microbatches, 1)
 
 
@@ -87,7 +87,8 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Table:
 def breadth_first(num_ranks: int, num_microbatches: int, num_chunks: int) -> Table:
     """GPipe with several chunks per rank (Lamy-Poirier, Breadth-First Pipeline Parallelism).
 
-    All micro-batches pass a chunk before the next chunk starts: all of them are held, and the bubble is divided by v.
+    All micro-batches pass a chunk before the next chunk starts. A rank holds all micro-batches. With v chunks, the bubble is 1/v of
+    GPipe's.
     """
     micro_batches = range(num_microbatches)
     chunks = range(num_chunks)
@@ -100,15 +101,18 @@ def breadth_first(num_ranks: int, num_microbatches: int, num_chunks: int) -> Tab
 
 @ORDERS.register_module("1f1b")
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Table:
-    """One forward, one backward in turn (Narayanan et al., PipeDream-flush). Holds at most p micro-batches."""
+    """Alternate one forward and one backward pass (1F1B; Narayanan et al., PipeDream-flush).
+
+    A rank holds at most p micro-batches on p ranks.
+    """
     return interleaved_1f1b(num_ranks, num_microbatches, 1)
 
 
 @ORDERS.register_module
 def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int) -> Table:
-    """1F1B with several chunks per rank (Narayanan et al., Megatron-LM): the bubble is divided by v.
+    """1F1B with v chunks per rank (Narayanan et al., Megatron-LM). The bubble is 1/v of that of 1F1B.
 
-    Holds about p + (p - 1) / v micro-batches. Any number of micro-batches is allowed: they run in groups of at least p,
+    A rank holds about p + (p - 1) / v micro-batches. Any number of micro-batches is allowed: they run in groups of at least p,
     of nearly equal size.
     """
     # With one chunk a rank needs a lead of one micro-batch over the next rank; with several, of two, or the backward pass
@@ -119,7 +123,7 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int) -> 
 
 @ORDERS.register_module
 def interleaved_zero_bubble(num_ranks: int, num_microbatches: int, num_chunks: int) -> Table:
-    """Interleaved 1F1B with split backward: W fills the waits, with the memory of 1F1B.
+    """Interleaved 1F1B with a split backward pass: W actions fill the waits. Needs the memory of 1F1B.
 
     ZB1P of Qi et al., Zero Bubble Pipeline Parallelism.
     """
@@ -166,9 +170,10 @@ def _group_sizes(p: int, m: int) -> list[int]:
 
 
 def fill_weights(table: Table, limit: int) -> Table:
-    """Add a W for every I of a table of F and I: where its rank would wait, or would hold more than `limit` chunks.
+    """Add a W for every I to a table of F and I, where the rank would wait or would hold the activations of more than `limit`
+    chunks.
 
-    One tick per action. The order of F and I on each rank stays.
+    Every action counts one tick. The order of F and I on each rank does not change.
     """
     last_stage = num_stages(table) - 1
     todo = {rank: deque(actions) for rank, actions in table.items()}
@@ -240,10 +245,10 @@ class _VRow:
 @ORDERS.register_module
 @chunks_per_rank(2)
 def zb_v(num_ranks: int, num_microbatches: int) -> Table:
-    """Zero bubble on a V, with the memory of 1F1B (Qi et al., Pipeline Parallelism with Controllable Memory).
+    """Zero-bubble V order, with the memory of 1F1B (Qi et al., Pipeline Parallelism with Controllable Memory).
 
-    For m >= p a step takes p - 1 ticks more than its work, the minimum for an order that starts at one end; for
-    m >= 2p - 1 no rank waits between its first and its last action.
+    With p ranks and m >= p micro-batches, a step takes p - 1 ticks more than its work, the minimum for an order that starts at one
+    end. For m >= 2p - 1 no rank waits between its first and its last action.
     """
     table: Table = {}
     for rank in range(num_ranks):
@@ -264,10 +269,11 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Table:
 @ORDERS.register_module
 @chunks_per_rank(2)
 def dualpipe_v(num_ranks: int, num_microbatches: int) -> Table:
-    """DualPipe (DeepSeek-AI) on a V: in the middle each F is paired with the backward pass of the other chunk.
+    """DualPipe (DeepSeek-AI) as a V order: in the middle of a step, each F is paired with the backward pass of the rank's other
+    chunk.
 
-    DualPipe pairs them to hide communication inside the layers; here the two run one after the other. Needs two
-    micro-batches per rank to fill the middle.
+    DualPipe pairs the two to hide communication inside the layers; this implementation runs them one after the other. At least two
+    micro-batches per rank are needed to fill the middle.
     """
     if num_microbatches < 2 * num_ranks:
         raise ScheduleError(

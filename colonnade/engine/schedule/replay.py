@@ -1,15 +1,17 @@
-"""The walk through a table of actions, and all that follows from it: the check, the simulation, and the transfers.
+"""The replay of a table of actions, and its three uses: the check, the simulation, and the transfers.
 
-`replay` visits the actions in an order in which everything that an action needs has happened before it. The checker (does it end?),
-the simulator (when?) and the transfers (in which order?) all use this walk, so they cannot disagree. Plain data, no process groups.
+`replay` visits the actions in an order in which everything that an action needs has happened before the action. The checker (does
+the table end?), the simulator (when does an action run?) and the transfers (in which order?) all use `replay`, so they cannot
+disagree. Plain data, no process groups.
 
-- `check`: is the table complete, consistent and free of deadlocks? Each stage is on one rank; F comes before B or I, I before W; each
-  micro-batch passes each stage once. Built-in orders are checked like custom ones. An error shows the grid with the faulty cell marked.
+- `check`: is the table complete, consistent and free of deadlocks? Each stage is on one rank; F comes before B or I, I before W;
+  each micro-batch passes each stage once. Built-in orders are checked like custom ones. An error shows the grid with the faulty
+  cell marked.
 - `simulate`: when the actions run, the bubble, the micro-batches held, and a picture. Costs are given or all equal.
 - `add_transfers`: the compute actions with the sends and receives that they need. All ranks derive the same total order of compute
-  actions and transfers from one replay, and each runs its own part in that order. A transfer has one place in the total order, on both
-  sides. So the earliest action that is not done can always run, even if a send blocks until its receive is posted and both directions
-  share one queue (NCCL): a valid table cannot deadlock.
+  actions and transfers from one replay, and each runs its own part in that order. A transfer has one place in the total order, on
+  both sides. So the earliest action that is not done can always run, even if a send blocks until its receive is posted and both
+  directions share one queue (NCCL): a valid table cannot deadlock.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ class Milestone(NamedTuple):
 
 @dataclass(frozen=True)
 class Replay:
-    """The result of a walk: the timed actions of each rank, and the missing milestone of each rank that got stuck."""
+    """The result of `replay`: the timed actions of each rank, and for each rank that is stuck, the milestone that it waits for."""
 
     rows: dict[int, list[TimedAction]]
     stuck: dict[int, Milestone]
@@ -116,7 +118,7 @@ def num_stages(table: Table) -> int:
 
 
 def live_counts(actions: Sequence[Action]) -> list[float]:
-    """For each action of a rank: the micro-batches whose activations the rank holds while it runs.
+    """For each action of a rank, the number of micro-batches whose activations the rank holds while the action runs.
 
     A micro-batch is held from its forward pass to the end of its last backward action. With v chunks on a rank, each
     counts 1/v.
@@ -141,7 +143,7 @@ _EXCLUDED_BY = {Kind.BACKWARD: (Kind.INPUT, Kind.WEIGHT), Kind.INPUT: (Kind.BACK
 
 @dataclass(frozen=True)
 class Facts:
-    """The sizes of a checked table."""
+    """The properties of a checked table: its numbers of stages and micro-batches, and the rank of each stage."""
 
     num_ranks: int
     num_stages: int
@@ -159,10 +161,10 @@ def check(table: Table, *, num_microbatches: int | None = None) -> Facts:
 
     Args:
         table: The table.
-        num_microbatches: The expected number; default: as many as the table has.
+        num_microbatches: The expected number of micro-batches; default: the number in the table.
 
     Raises:
-        ScheduleError: If it cannot run; the message shows where.
+        ScheduleError: If the table cannot run; the message shows the place.
     """
     if not any(table.values()):
         raise ScheduleError(
@@ -221,7 +223,7 @@ def check(table: Table, *, num_microbatches: int | None = None) -> Facts:
 
 
 def grid(table: Table, marks: dict[int, int]) -> str:
-    """The table as text, around the marked cells. `marks`: the column of each marked rank."""
+    """Format the part of a table around the marked cells as text. `marks`: {rank: column of its marked cell}."""
     first = max(0, min(marks.values()) - _COLUMNS_SHOWN)
     last = max(marks.values()) + _COLUMNS_SHOWN
     rows = [rank for rank in sorted(table) if rank in marks or abs(rank - min(marks)) <= _ROWS_SHOWN // 2]
@@ -256,7 +258,7 @@ def _missing(row: set[Action], stage: int, micro_batch: int) -> str:
 
 @dataclass(frozen=True)
 class Costs:
-    """Durations of actions, in any unit. A full backward pass takes input + weight."""
+    """The durations of actions, in any unit. A full backward pass (B) takes `input` + `weight`."""
 
     forward: float = 1.0
     input: float = 1.0
@@ -282,7 +284,7 @@ EQUAL_COSTS = Costs()
 
 @dataclass(frozen=True)
 class Timeline:
-    """The timed actions of a table."""
+    """The result of `simulate`: the timed actions of a table, the bubble and the held micro-batches."""
 
     rows: dict[int, list[TimedAction]]
     makespan: float
@@ -294,13 +296,13 @@ class Timeline:
 
     @property
     def max_live(self) -> float:
-        """The highest peak of all ranks."""
+        """The largest number of micro-batches that any rank holds at a time."""
         return max(self.peak_live.values())
 
     def picture(self) -> str:
         """The timeline as text: a row per rank; `F3` is the forward pass of micro-batch 3, `.` a wait.
 
-        With several chunks on a rank the stage comes first: `5F3`.
+        With several chunks per rank, the stage is added in front: `5F3`.
         """
         tick = min(timed.end - timed.start for row in self.rows.values() for timed in row)
         several = any(len({timed.action.stage for timed in row}) > 1 for row in self.rows.values())
@@ -329,7 +331,7 @@ def bubble_of(rows: Mapping[int, Sequence[TimedAction]]) -> float:
 
 
 def simulate(table: Table, costs: Costs = EQUAL_COSTS) -> Timeline:
-    """The timeline of a table. Raises ScheduleError if the table is invalid (see `check`)."""
+    """Simulate a table. Raises ScheduleError if the table is invalid (see `check`)."""
     check(table)
     rows = replay(table, costs, costs.transfer).rows
     return Timeline(
@@ -347,7 +349,7 @@ _BACKWARD = (Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD, Kind.SENT_BACKWARD)
 
 
 def add_transfers(table: Table) -> Table:
-    """The table with every send, receive and end of a send in its place; the same on every rank.
+    """Insert every send, receive and end of a send into a table. The result is the same on every rank.
 
     The table must have been checked. Neighbouring stages on one rank need no transfer.
     """
@@ -379,9 +381,9 @@ def add_transfers(table: Table) -> Table:
 
 
 def confirmation(table: Table) -> Table:
-    """Empty messages from the last stage to the first, which may follow an evaluation.
+    """A table of empty messages from the last stage to the first, for the end of an evaluation.
 
-    Without them a rank that only sends would not learn in the same step that a later one has failed.
+    Without these messages, a rank that only sends would not be informed in the same step that a later stage has failed.
     """
     home = {action.stage: rank for rank, actions in table.items() for action in actions}
     program: Table = {rank: [] for rank in table}
@@ -393,10 +395,10 @@ def confirmation(table: Table) -> Table:
 
 
 def receive_early(actions: Sequence[Action]) -> list[Action]:
-    """The program of one rank with every receive moved one compute action earlier.
+    """Move every receive of a rank's program one compute action earlier.
 
-    Its memory is then ready before it is sent, and it arrives while this rank computes. Only for backends in which a
-    pending receive delays nothing else (gloo); over a queue (NCCL) both sides must keep the one order.
+    The memory of the message is then ready before it is sent, and the message arrives while this rank computes. Only for backends
+    in which a pending receive does not delay other operations (gloo). Over a queue (NCCL) both sides must keep the same order.
     """
     ahead: list[Action] = []
     after: list[Action] = []  # the last compute action and what follows it

@@ -1,8 +1,8 @@
-"""Schedules: how the forward and backward passes of one step run. The base class, and the ones that a config can name.
+"""The schedule classes: the base class, and the schedules that a config can name.
 
 A custom schedule is a subclass of `BaseSchedule`, registered in `SCHEDULE` and named in the config. The engine calls
 `pre_processing` once and `forward_back_step` for each batch. A schedule that runs its backward passes itself sets
-`runs_backward`, calls `engine.backward_micro_batch` for each of them and `engine.note_loss` once; any other calls
+`runs_backward`, calls `engine.backward_micro_batch` for each of them and `engine.note_loss` once; any other schedule calls
 `engine.backward(loss)` once. `load_batch` splits a batch of the loader into data and label and moves it to the device.
 
 `NonPipelineSchedule` runs the unsplit model. `PipelineSchedule` decides order and micro-batches and leaves the rest to the
@@ -85,7 +85,10 @@ class BaseSchedule(ABC):
         self._same_batch = getattr(engine, "same_batch", None)  # not the engine: the cycle would keep it alive
 
     def choose_label_keys(self, model: Any, criterion: Any, own_loss: Any) -> None:
-        """Decide which entries of a dict are its label. `own_loss`: the `OwnLoss` of a model that computes its loss, or None."""
+        """Choose the entries of a batch dict that are its label.
+
+        `own_loss`: the `OwnLoss` of a model that computes its loss, or None.
+        """
         takes_label, needed = len(required_arguments(criterion)) > 1, required_arguments(model)
         self._take_dict_apart = own_loss.unpack_batch if own_loss is not None and criterion is not None else None
         self._label_keys = tuple(key for key in ("labels", "label") if takes_label and key not in needed)
@@ -104,11 +107,11 @@ class BaseSchedule(ABC):
         Gradients are left in `.grad`; the optimizer does not step.
 
         Returns:
-            (output, label, loss), each None if not asked for or not known on this rank.
+            (output, label, loss). Each is None if it was not requested or is not known on this rank.
         """
 
     def load_batch(self, data_iter: Iterator[Any], to_gpu: bool = True) -> tuple[Any, Any]:
-        """The next batch as (data, label), on the engine's device if `to_gpu`."""
+        """Load the next batch and return (data, label), on the engine's device if `to_gpu`."""
         if data_iter is None:
             raise ScheduleError(
                 "this schedule needs a data iterator on this rank, but got None; pass iter(dataloader)", code="C051"
@@ -123,7 +126,7 @@ class BaseSchedule(ABC):
         return data, label
 
     def unpack_batch(self, batch: Any) -> tuple[Any, Any]:
-        """(data, label) of a batch of the loader."""
+        """Split a batch of the loader into (data, label)."""
         if self.data_process_func is not None:
             return self.data_process_func(batch)
         if isinstance(batch, (list, tuple)) and len(batch) == 2:
@@ -145,7 +148,7 @@ class BaseSchedule(ABC):
 
 
 def checked_result(schedule: BaseSchedule, result: Any) -> StepResult:
-    """The result of `forward_back_step`, checked to be (output, label, loss)."""
+    """Return the result of `forward_back_step`; raises if it is not (output, label, loss)."""
     if not isinstance(result, (tuple, list)) or len(result) != 3:
         raise ScheduleError(
             f"{type(schedule).__name__}.forward_back_step() returned {format_value(result)}; it must return (output, label, "
@@ -157,7 +160,7 @@ def checked_result(schedule: BaseSchedule, result: Any) -> StepResult:
 
 
 def move(value: Any, device: torch.device) -> Any:
-    """A nested value with every tensor moved to `device`."""
+    """Move every tensor of a nested value to `device`."""
     return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, value)
 
 
@@ -168,7 +171,7 @@ def num_rows(data: Any) -> int:
 
 @SCHEDULE.register_module
 class NonPipelineSchedule(BaseSchedule):
-    """Runs the model on each batch, with a dict of data by keyword and a list or tuple by position."""
+    """Runs the unsplit model on each batch. A dict of data is passed by keyword, a list or tuple by position."""
 
     def forward_back_step(
         self,
@@ -200,7 +203,7 @@ TableSource = str | Path | Mapping[int, Row] | Sequence[Row]
 
 @SCHEDULE.register_module
 class PipelineSchedule(BaseSchedule):
-    """Runs pipeline steps in any order.
+    """Runs pipeline steps in the order of a table.
 
     The engine must have `context`, `model` (this rank's stage, or an nn.ModuleList of its stages in order), `criterion`,
     `loss_scale` and `sum_scale` (factors of a mean, and of the sum of a (sum, count), for the backward pass),
@@ -208,18 +211,18 @@ class PipelineSchedule(BaseSchedule):
     mean; whether this rank has the last stage; whether gradients were computed from it.
 
     Args:
-        num_microbatches: The micro-batches of a batch; None: as many as `table` has.
+        num_microbatches: The number of micro-batches per batch; None: the number in `table`.
         order: A name in `ORDERS`: gpipe, 1f1b, interleaved_1f1b, breadth_first, interleaved_zero_bubble, zb_v, dualpipe_v, or
-            your own.
+            a custom order.
         num_chunks: Stages per rank, for orders that allow several.
         data_process_func: batch -> (data, label); or, with two arguments, (output of the previous stage or None, (data, label)
             of the micro-batch) -> (inputs of the stage, label), called on every stage.
-        tensor_shape: If given, the shape that every stage but the last must return. Not required.
+        tensor_shape: If given, the shape that every stage except the last must return. Optional.
         table: A custom order instead of `order`: a CSV file, or rows such as "0F0 0F1 0B0 0B1".
         loss_reduction: How the criterion reduces over rows. Means of unequal micro-batches are weighted by their rows. A
             criterion may also return (sum, count), which is divided once, by the count of all ranks; a mean
             cross-entropy, which may ignore labels, is read as that.
-        loss_everywhere: Whether all ranks return the loss, not only that of the last stage.
+        loss_everywhere: Whether all ranks return the loss, not only the rank of the last stage.
 
     Raises:
         ScheduleError: If an argument is wrong or the table cannot run.
@@ -279,7 +282,7 @@ class PipelineSchedule(BaseSchedule):
         return check(self.table(num_ranks)).stage_ranks
 
     def open_groups(self, context: ParallelContext) -> None:
-        """Create the process groups of `pre_processing`, before any step that may fail on a single rank.
+        """Create the process groups that `pre_processing` needs, before any action that may fail on a single rank.
 
         Collective over the world.
         """
@@ -333,12 +336,12 @@ class PipelineSchedule(BaseSchedule):
         return_loss: bool = True,
         return_output_label: bool = True,
     ) -> StepResult:
-        """Run one step (see `BaseSchedule`); output and label are returned on the rank of the last stage.
+        """Run one step (see `BaseSchedule`). Only the rank of the last stage returns output and label.
 
-        Every rank reads its loader, so that the iterators stay in step; `data_iter` may be None on a rank with neither
+        Every rank reads its loader, so that all iterators are at the same batch. `data_iter` may be None on a rank with neither
         the first nor the last stage.
 
-        Collective over the pipeline, with the same flags on all its ranks.
+        Collective over the pipeline: all its ranks must pass the same flags.
         """
         if self._executor is None:
             self.pre_processing(engine)
@@ -448,7 +451,7 @@ def _num_microbatches(given: int | None, table: Table | None) -> int:
 
 @SCHEDULE.register_module
 class TableSchedule(PipelineSchedule):
-    """A pipeline in your own order: a CSV file or rows, one per pipeline rank, checked before it runs.
+    """A pipeline with a custom order: a table as a CSV file or as rows, one per pipeline rank. The table is checked before it runs.
 
     Example::
 
@@ -461,7 +464,7 @@ class TableSchedule(PipelineSchedule):
 
 
 def schedule_of(order: str, name: str) -> type[PipelineSchedule]:
-    """A registered schedule class for one order: `name(num_microbatches, num_chunks, ...)`."""
+    """Create and register a schedule class for one order: `name(num_microbatches, num_chunks, ...)`."""
 
     def __init__(self: PipelineSchedule, num_microbatches: int, num_chunks: int | None = None, **options: Any) -> None:
         PipelineSchedule.__init__(self, num_microbatches, order, num_chunks, **options)

@@ -1,8 +1,9 @@
-"""The backward pass of a stage, in one piece or in two: gradients of its inputs first (I), of its parameters later (W).
+"""The backward pass of a stage, full or split in two: first the gradients of its inputs (I), later the gradients of its
+parameters (W).
 
 I runs only the nodes of the autograd graph between the outputs and the stage's inputs, and keeps the gradient that arrives at each
-node from which a path leads to parameters. W starts from these gradients. Parameters accumulate as in a plain backward pass, so
-their hooks fire, post-accumulate hooks too.
+node from which a path leads to parameters. W starts from these gradients. Gradients of parameters are accumulated as in a plain
+backward pass, so all hooks of parameters are called, including post-accumulate hooks.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ Root: TypeAlias = "Tensor | GradientEdge"
 
 
 class RunBackward(Protocol):
-    """Accumulates gradients, as `torch.autograd.backward` does.
+    """The type of functions that run a backward pass and accumulate gradients, as `torch.autograd.backward` does.
 
-    `last`: after this call the gradients of all parameters of this rank are complete, with those of earlier calls. True at most
-    once in a step, and never on a rank with several chunks (see `Executor`).
+    `last`: whether the gradients of all parameters of this rank are complete after this call. True at most once in a step, and
+    never on a rank with several chunks (see `Executor`).
     """
 
     def __call__(
@@ -35,7 +36,10 @@ class RunBackward(Protocol):
 def run_backward(
     tensors: Sequence[Root], grads: Sequence[Tensor], *, inputs: Sequence[Tensor] | None, last: bool
 ) -> None:
-    """Accumulate gradients into all leaves and free the graph, or into the leaves `inputs` only and keep it."""
+    """Run a backward pass.
+
+    Without `inputs`, accumulate gradients into all leaves and free the graph; else only into `inputs`, and keep the graph.
+    """
     torch.autograd.backward(
         list(tensors),  # type: ignore[arg-type]  # it accepts a mixture, unlike its annotation
         list(grads),
@@ -63,7 +67,10 @@ class _Enter(torch.autograd.Function):
 
 
 class StageInput:
-    """Makes a tensor from another stage the start of this stage's graph; the tensor is changed in place."""
+    """Makes a tensor from another stage the start of this stage's autograd graph.
+
+    Changes the tensor in place; it does not become a leaf.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         self._caught: list[Tensor] = []
@@ -73,7 +80,7 @@ class StageInput:
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient that a full backward pass left here; None if the stage did not use the tensor."""
+        """The gradient of the tensor after a full backward pass; None if the stage did not use the tensor."""
         return next(iter(self._caught), None)
 
 
@@ -89,14 +96,17 @@ class _Group:
 
 
 class WeightWork:
-    """The weight part of a split backward, ready to run."""
+    """The second part (W) of a split backward pass: computes the gradients of parameters."""
 
     def __init__(self, groups: list[_Group], arrived: dict[Node, tuple[Tensor | None, ...]]) -> None:
         self._groups = groups
         self._arrived = arrived
 
     def run(self, backward: RunBackward, last: bool) -> None:
-        """Accumulate the gradients of the parameters; to be called once. Only the last group's call gets `last`."""
+        """Accumulate the gradients of the parameters; call it only once.
+
+        Of several calls of `backward`, only the final one gets `last`.
+        """
         started = [(group, starts) for group in self._groups if (starts := self._starts(group))]
         for index, (group, starts) in enumerate(started, 1):
             edges, grads = zip(*starts, strict=True)
@@ -124,10 +134,12 @@ class WeightWork:
 def backward_input(
     outputs: Sequence[Tensor], grads: Sequence[Tensor], inputs: Sequence[StageInput]
 ) -> tuple[list[Tensor | None], WeightWork]:
-    """The input part of a backward pass: gradients of the inputs, and the weight part for later. No parameter accumulates.
+    """Run the first part (I) of a backward pass. Returns the gradients of the inputs, and the second part to run later.
+
+    No gradient of a parameter is accumulated.
 
     Raises:
-        RuntimeError: If the graph contains a node that cannot run in part; nothing has changed then.
+        RuntimeError: If the graph contains a node that cannot run in part. No state has changed then.
     """
     roots = [get_gradient_edge(output) for output in outputs]
     ends = {entry.edge.node for entry in inputs}

@@ -2,12 +2,12 @@
 
 Three layers, each with a section here:
 
-1. `describe` turns a value into a description (JSON: structure, dtypes, shapes) and its list of tensors.
+1. `describe` converts a value to a description (JSON: structure, dtypes, shapes) and the list of its tensors.
 2. A `Wire` sends and receives the memory of one kind of device to one peer, in one process group.
 3. A `Link` is the channel to one peer: `send` on one side, `expect` and `take` on the other, both in the order of one program
    (`replay.add_transfers`). From `fail` to `end_failure` it ends a step on both sides with no message in flight.
 
-A message is a header of two integers, then whatever the header announces. The integers are:
+A message is a header of two integers, followed by the data that the header announces. The integers are:
 
     number >= 0, APART     a known description; its tensors follow, one send each
     number >= 0, INSIDE    a known description; its tensors are in the same frame as the header
@@ -21,10 +21,10 @@ advance: enough for the largest message of the previous step. A larger message f
 
 Over a backend with a queue (NCCL) headers travel on the CPU, because reading one from the GPU would make the host wait. The
 tensors of a message travel on the device in one piece, in one group per direction, so that both directions move at once. If a
-message had tensors of the same dtypes and shapes in the last two steps, the receiver predicts a third and posts the receive
-before the header is there. The sender makes the same prediction. If its tensors turn out to be different ones, it sends
-arbitrary data into the posted receive, and the actual tensors over the CPU. So both sides start the same NCCL operations in the
-same order, whatever is sent.
+message had tensors of the same dtypes and shapes in the last two steps, the receiver predicts the same for this step, and posts the
+receive before the header has arrived. The sender makes the same prediction. If its tensors differ from the prediction, the sender
+sends arbitrary data into the posted receive, and the actual tensors over the CPU. So in every case both sides start the same NCCL
+operations in the same order.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 
 @dataclass(frozen=True)
 class Meta:
-    """The description of one tensor: enough to allocate it before its bytes arrive."""
+    """The description of one tensor (dtype, shape, requires_grad), by which memory is allocated before its bytes arrive."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -68,12 +68,12 @@ class Meta:
 
 
 def layout_of(tensors: Iterable[Tensor | Meta]) -> tuple[Meta, ...]:
-    """Dtypes and shapes alone; whether a gradient is needed makes no difference to the bytes."""
+    """The dtypes and shapes of tensors, without `requires_grad`, which does not change the number of bytes."""
     return tuple(Meta(item.dtype, tuple(item.shape), False) for item in tensors)
 
 
 def describe(value: Any, name: str) -> tuple[str, list[Tensor]]:
-    """The description of a nested value, and its tensors in the order of the description.
+    """Convert a nested value to (its description as text, its tensors in the order of the description). `build` is the inverse.
 
     Args:
         value: Tensors, None, bool, int, float, str, and tuples, lists and dicts of them.
@@ -87,27 +87,28 @@ def describe(value: Any, name: str) -> tuple[str, list[Tensor]]:
 
 
 def build(description: str, make: Callable[[Meta], Any]) -> Any:
-    """The value of a description; `make` is called for each tensor, in order."""
+    """Build a nested value from its description; each tensor is the result of `make(meta)`, called in the order of the
+    description."""
     return _decode(_parsed(description), make)
 
 
 @lru_cache
 def metas(description: str) -> tuple[Meta, ...]:
-    """The tensors of a description, in order."""
+    """The `Meta` of every tensor in a description, in order."""
     found: list[Meta] = []
     build(description, found.append)
     return tuple(found)
 
 
 def rebuild(description: str, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
-    """The value of a description with these tensors, and the list of those that need a gradient."""
+    """Build a nested value from its description and its tensors. Returns the value, and the tensors that need a gradient."""
     source = iter(tensors)
     value = build(description, lambda _: next(source))
     return value, [tensor for tensor, meta in zip(tensors, metas(description), strict=True) if meta.requires_grad]
 
 
 def differentiable(tensors: list[Tensor]) -> list[Tensor]:
-    """The tensors that need a gradient, in order: the next stage sends back one gradient for each of them."""
+    """The tensors that need a gradient, in order. The next stage sends back one gradient for each of these tensors."""
     return [tensor for tensor in tensors if tensor.requires_grad]
 
 
@@ -168,17 +169,17 @@ HEADER_BYTES = 64
 
 
 def payload_bytes(tensors: Iterable[Tensor | Meta]) -> int:
-    """The bytes of these tensors in a frame; the same on both sides."""
+    """The number of bytes that these tensors take in a frame; sender and receiver compute the same number."""
     return sum(_padded(math.prod(item.shape) * item.dtype.itemsize) for item in tensors)
 
 
 def empty_frame(payload: int, device: torch.device = _CPU) -> Tensor:
-    """Memory for a frame with up to `payload` bytes of tensors."""
+    """Allocate memory for a frame with up to `payload` bytes of tensors."""
     return torch.empty(HEADER_BYTES + payload, dtype=torch.uint8, device=device)
 
 
 def pack(header: tuple[int, int] | None, tensors: Sequence[Tensor] = (), device: torch.device = _CPU) -> Tensor:
-    """A frame with a copy of the tensors, from any device. `header`: None if it is sent separately."""
+    """Make a frame: the header and a copy of the tensors, from any device. `header` is None if the header is sent separately."""
     frame = empty_frame(payload_bytes(tensors), device)
     if header is not None:
         frame[:16].view(torch.int64).copy_(torch.tensor(header, device="cpu"))
@@ -194,7 +195,7 @@ def header_of(frame: Tensor) -> tuple[int, int]:
 
 
 def unpack(frame: Tensor, metas: Sequence[Meta]) -> list[Tensor]:
-    """The tensors of a frame; they share its memory."""
+    """The tensors in a frame, as views of its memory."""
     # .data: each gets its own version counter. Sharing one, an in-place change of one tensor would make autograd reject the others.
     return [place.data for place in _places(frame, metas)]
 
@@ -238,7 +239,7 @@ class Wire:
         self._peer = peer
 
     def send(self, tensor: Tensor, tag: int) -> Pending:
-        """Start to send; keep the result until its work has ended."""
+        """Start to send `tensor`. The caller must keep the result until its `Work` has ended, because it keeps the memory alive."""
         if tensor.numel() == 0:
             return []
         plain = tensor.detach().resolve_conj().resolve_neg().to(self.device).contiguous()
@@ -251,17 +252,17 @@ class Wire:
         return torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
 
     def receive(self, meta: Meta, tag: int) -> tuple[Tensor, Pending]:
-        """Start to receive; the tensor is valid once the work has ended."""
+        """Start to receive a tensor. Returns the tensor, which is valid when the `Work` of the second result has ended."""
         tensor = self.empty(meta)
         return tensor, self.fill(tensor.view(-1).view(torch.uint8), tag) if tensor.numel() else []
 
     def fill(self, memory: Tensor, tag: int) -> Pending:
-        """Start to receive into `memory`; over gloo the message may be shorter than it."""
+        """Start to receive into `memory`. Over gloo the message may be shorter than the memory."""
         return [(_started(dist.irecv(memory, src=self._peer, group=self._group, tag=tag)), memory)]
 
 
 def with_cpu(group: dist.ProcessGroup | None) -> str:
-    """The backends of the group, with gloo added if it has none for CPU memory: the backend string of a transfer group.
+    """The backend string of a transfer group: the backends of `group`, and gloo if these do not include a backend for CPU memory.
 
     A backend used for all devices is returned by its plain name: from "cpu:gloo,cuda:gloo" torch makes a group without a
     default backend if a plugin is registered (its own fake one is), and that group warns when it is destroyed.
@@ -273,7 +274,10 @@ def with_cpu(group: dist.ProcessGroup | None) -> str:
 
 
 def wait(pending: Pending, at_most: timedelta | None = None) -> None:
-    """Wait for all of it; over NCCL only the device waits, the host goes on. `at_most` applies to CPU memory."""
+    """Wait for the sends or receives in `pending`.
+
+    Over NCCL only the device waits, not the host; `at_most` applies to CPU memory.
+    """
     for work, _ in pending:
         work.wait(*filter(None, [at_most]))
 
@@ -304,7 +308,7 @@ _ANY = Action.parse("0SENT_F0")
 
 
 class PeerFailed(ScheduleError):
-    """Another rank of the pipeline failed in this step; `no_batch` if it only had no batch for it."""
+    """Raised if another rank of the pipeline failed in this step. `no_batch`: that rank only had no batch for the step."""
 
     no_batch = False
 
@@ -316,7 +320,7 @@ class PeerFailed(ScheduleError):
 
 @dataclass
 class Incoming:
-    """A value from another stage, in its own memory, and the list of its tensors that need a gradient."""
+    """A value received from another stage, in separate memory, and its tensors that need a gradient."""
 
     value: Any
     need_grad: list[Tensor]
@@ -379,13 +383,13 @@ class _FrameSize:
 
 
 class Link:
-    """The channel to one peer. Both sides must call `send` and `expect` in the order of one program.
+    """The channel to one peer. Both sides must call `send` and `expect` in the order of the same program.
 
     Args:
         group: The process group of headers, and of tensors unless `down` is given.
         peer: The global rank of the peer.
-        device: Where received tensors are put.
-        down: A group for tensors that go to the lower of the two ranks.
+        device: The device of received tensors.
+        down: A group for tensors that are sent to the lower of the two ranks.
     """
 
     def __init__(
@@ -415,7 +419,7 @@ class Link:
 
     @property
     def one_queue(self) -> bool:
-        """Whether tensors wait in a queue per direction (NCCL), so that both sides must start them in one order."""
+        """Whether the backend has a queue per direction (NCCL), so that both sides must start transfers in the same order."""
         return self._wire.one_queue
 
     # --- Sending ---
@@ -456,7 +460,10 @@ class Link:
         return header + self._cpu_wire.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), _TEXT)
 
     def sent(self, key: Action) -> None:
-        """By the program, the peer has used the value sent as `key`: release its memory, now or a few sends later."""
+        """Release the memory of the value sent as `key`, now or a few sends later.
+
+        Called where, by the program, the peer has used the value.
+        """
         self._sends_to_end.append(key)
         while len(self._sends_to_end) > SENDS_KEPT:
             self._wait_sent(self._sends_to_end.popleft())
@@ -466,7 +473,7 @@ class Link:
             wait(self._sends.pop(key, []))
 
     def finish(self) -> None:
-        """End a step: wait until the peer has received everything."""
+        """End a step: wait until the peer has received all values."""
         for key in list(self._sends):
             self._wait_sent(key)
         self._sends_to_end.clear()
@@ -476,7 +483,7 @@ class Link:
     # --- Receiving ---
 
     def expect(self, key: Action) -> None:
-        """Announce that `key` is the next message of the peer, after those already expected."""
+        """Declare that `key` is the next message from the peer, after the messages that are already expected."""
         with self._named_in_errors(key):
             self._expect(key)
 
@@ -571,7 +578,7 @@ class Link:
     # `wait_for_peer` does.
 
     def fail(self, text: str, no_batch: bool, rank: int | None = None) -> None:
-        """Start to send the reason of a failure. `rank`: the rank that failed first; None for this one."""
+        """Start to send the reason of a failure. `rank`: the rank that failed first; None for this rank."""
         # Without a batch there is no limit: the peers may still be busy before this step, but all of them will come to it.
         self._patience = None if no_batch else _FAILURE_TIMEOUT
         with contextlib.suppress(RuntimeError):
@@ -591,10 +598,10 @@ class Link:
         self._drop_expected()
 
     def wait_for_peer(self) -> bool:
-        """Receive everything that the peer still sends; returns whether both sides know of the failure.
+        """Receive all messages that the peer still sends. Returns whether the peer is informed of the failure in this step.
 
-        Then nothing is in flight. The peer learns of it in this step if this rank had a message left to replace by its
-        reason, or if the peer has failed as well; in both cases the peer sends a reason, too.
+        Afterwards no message from the peer is in flight. The peer is informed in this step if this rank still had a message that
+        it could replace by its reason, or if the peer has failed, too; in both cases the peer also sends a reason.
         """
         self._drop_expected()
         if self._skipped or self._peer_failed:

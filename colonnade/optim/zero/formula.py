@@ -58,8 +58,8 @@ def bytes_held(
 def shard_dim(shape: Sequence[int], ranks: int) -> int:
     """The dimension along which stage 3 shards a parameter: the first, unless it is short and another divides evenly.
 
-    FSDP2 allocates on every rank the memory that the first rank needs. For the shape [3, hidden, hidden], sharding dimension 0 would
-    therefore take a third of the tensor per rank, on any number of ranks.
+    FSDP2 allocates on every rank the memory that the first rank needs. For the shape [3, hidden, hidden], sharding dimension 0
+    would therefore take a third of the tensor per rank, on any number of ranks.
     """
     if shape[0] % ranks == 0 or shape[0] // ranks >= 16:
         return 0

@@ -3,7 +3,8 @@
 `shard_model` decides three things and leaves the rest to `fully_shard`:
 
 - the ranks over which each parameter is sharded (`shard_modes_of`): the data group for most, the expert-data group for experts,
-  whose gradients are divided by all ranks that sent tokens. Parameters that FSDP2 cannot shard stay unsharded (`unsharded_parameters`);
+  whose gradients are divided by all ranks that sent tokens. Parameters that FSDP2 cannot shard stay unsharded
+  (`unsharded_parameters`);
 - the FSDP units, modules whose parameters are gathered and freed together (`chosen_modules`): the blocks of a model, and experts
   separately;
 - the dtypes of all-gather and gradient reduction.
@@ -349,7 +350,8 @@ _DATA_MODES = (ParallelMode.DATA, ParallelMode.EXPERT_DATA, ParallelMode.MOE_DAT
 
 @dataclass(frozen=True)
 class ShardModes:
-    """The modes over which FSDP2 shards a parameter (the last mode) and replicates its shards (a mode before it), and the gradient's divisor."""
+    """The modes over which FSDP2 shards a parameter (the last mode) and replicates its shards (a mode before it), and the
+    gradient's divisor."""
 
     modes: tuple[ParallelMode, ...]
     divisor: int
@@ -512,7 +514,8 @@ def _is_list(child: nn.Module, parent: nn.Module) -> bool:
 
 
 def linked(rank: int, rank_sets: Iterable[Iterable[int]]) -> tuple[int, ...]:
-    """The ranks that may wait for each other: the union of all sets that contain `rank` or overlap with such a set, directly or indirectly."""
+    """The ranks that may wait for each other: the union of all sets that contain `rank` or overlap with such a set, directly
+    or indirectly."""
     found, sets = {rank}, [set(ranks) for ranks in rank_sets]
     while more := set().union(*(ranks for ranks in sets if ranks & found)) - found:
         found |= more

@@ -32,7 +32,10 @@ _ADVICE = "Run every module on every rank (multiply unwanted results by zero), o
 
 @dataclass(frozen=True)
 class Event:
-    """A collective of a module, or the optimizer's step. In `parts`, a bit is set for each parameter of `names` that has a gradient."""
+    """A collective of a module, or the optimizer's step.
+
+    In `parts`, a bit is set for each parameter of `names` that has a gradient.
+    """
 
     text: str
     parts: int = 0
@@ -54,7 +57,10 @@ _Planned = tuple[Event, Callable[[], None]]
 
 
 class RunOrder:
-    """Compares the order of collectives between the ranks of `group`. Creates its own gloo group, so all these ranks must create it."""
+    """Compares the order of collectives between the ranks of `group`.
+
+    Creates its own gloo group, so all these ranks must create it.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.ranks = dist.get_process_group_ranks(group)
@@ -368,7 +374,8 @@ class ForwardGuard:
 
 
 def check_optimizer(optimizer: Any, mesh: Any) -> None:
-    """Raise GradientError if the optimizer cannot step on shards, or updates them differently from the full tensor, in a trial on a small matrix."""
+    """Raise GradientError if the optimizer cannot step on shards, or updates them differently from the full tensor, in a trial
+    on a small matrix."""
     if not isinstance(optimizer, Optimizer):
         return
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor

@@ -114,7 +114,10 @@ class ZeroOptimizer(EngineOptimizer, Optimizer):
         return False  # sharded parameters are in buckets anyway, and others are not stepped on here
 
     def attach(self, synchroniser: Synchroniser, waits: WaitWatch) -> None:
-        """Move the parameters of sharded buckets to flat memory, and build the twin that steps on this rank's slices. Collective."""
+        """Move the parameters of sharded buckets to flat memory, and build the twin that steps on this rank's slices.
+
+        Collective.
+        """
         self._waits = waits
         self._values = [
             BucketValues(bucket, synchroniser.groups[bucket.sum.ranks])
@@ -482,7 +485,10 @@ class ShardedState:
         return {name: self._gathered(parameter, state.get(name), kind) for name, kind in kinds.items()}
 
     def whole_gradient(self, parameter: Tensor) -> Tensor | None:
-        """The full reduced gradient of a sharded parameter; None if no rank had a gradient. Collective over the ranks that share the shards."""
+        """The full reduced gradient of a sharded parameter; None if no rank had a gradient.
+
+        Collective over the ranks that share the shards.
+        """
         bucket = self._values[id(parameter)].bucket
         index = next(at for at, member in enumerate(bucket.parameters) if member is parameter)
         if index in bucket.absent:

@@ -1,7 +1,8 @@
 """Charts: `plot` is a part of a page that uPlot draws in the browser, `line_chart` and `bar_chart` are SVG.
 
 A run may have a million steps. `thinned` reduces a column to at most `MOST_POINTS` points, each with the mean, the smallest and the
-largest value of its steps, so that a spike of one step stays visible. The page has these points as JSON, and `charts.js` draws them.
+largest value of its steps, so that a spike of one step stays visible. The page has these points as JSON, and `charts.js` draws
+them.
 """
 
 from __future__ import annotations
