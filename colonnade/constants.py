@@ -1,4 +1,4 @@
-"""The mapping of mode names, which users may extend, and constants that several packages share."""
+"""The mapping from mode names in the config to initializers, which users may extend; and constants that several packages share."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def codes_in(text: str) -> list[str]:
 
 
 def document() -> str:
-    """The text of docs/reference/errors.md."""
+    """Generate the text of docs/reference/errors.md."""
     head = (
         "# Error codes\n\n"
         "Error messages end in a code, such as `[C040]`. `colonnade explain C040` prints the entry of this page. "

@@ -29,7 +29,7 @@ class ColonnadeError(Exception):
 
 
 class ConfigError(ColonnadeError, ValueError):
-    """An invalid config or argument, or one that differs between ranks."""
+    """A config or argument that is invalid, or that differs between ranks."""
 
 
 class RegistryError(ColonnadeError, LookupError):
@@ -82,7 +82,7 @@ class CheckpointError(ColonnadeError, RuntimeError):
 
 @contextmanager
 def as_checkpoint_errors(doing: str) -> Iterator[None]:
-    """Turn every exception of the block into a CheckpointError that starts with `doing`."""
+    """Convert every exception of the block to a CheckpointError whose message starts with `doing`."""
     try:
         yield
     except CheckpointError:

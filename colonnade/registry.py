@@ -17,7 +17,7 @@ Entry = TypeVar("Entry", bound=Callable[..., Any])
 
 
 class Registry:
-    """Classes and functions by name.
+    """A mapping from names in a config to classes and functions.
 
     Args:
         what: the noun for messages, such as "gradient handler".

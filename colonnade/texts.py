@@ -40,7 +40,7 @@ def flat_config(config: Mapping[str, Any], under: str = "") -> dict[str, Any]:
 
 
 def format_count(count: float) -> str:
-    """A number with three digits and a unit prefix: 12,900 is "12.9 k"."""
+    """Format a number with three digits and a unit prefix: 12,900 becomes "12.9 k"."""
     for unit in ("", "k", "M", "G", "T", "P"):
         if abs(count) < 999.5 or unit == "P":
             break
@@ -49,12 +49,12 @@ def format_count(count: float) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """A number of bytes with three digits: "12.9 kB". Units are powers of 1,000."""
+    """Format a number of bytes with three digits: "12.9 kB". Units are powers of 1,000."""
     return f"{format_count(count)}B" if abs(count) >= 999.5 else f"{count:.0f} B"
 
 
 def format_seconds(time: float) -> str:
-    """A time with three digits, "1.5 ms", or for a minute and more as hours, minutes and seconds, "0:01:30"."""
+    """Format a time with three digits ("1.5 ms"); from a minute on as hours, minutes and seconds ("0:01:30")."""
     if time >= 60:
         return f"{int(time // 3600)}:{int(time // 60 % 60):02d}:{int(time % 60):02d}"
     return f"{time:.3g} s" if time >= 1 else f"{time * 1e3:.3g} ms" if time >= 1e-3 else f"{time * 1e6:.3g} µs"

@@ -96,7 +96,7 @@ AnyTensor = StoredTensor | UnpickledTensor
 
 
 def tensors_in(path: Path, trust: bool = False) -> dict[str, AnyTensor]:
-    """All tensors of a safetensors file or a folder in the format of transformers, by name, without reading their elements.
+    """List all tensors of a safetensors file or a transformers folder, by name, without reading their elements.
 
     Pickle files (pytorch_model.bin) are read only with `trust`, by torch's restricted unpickler.
     """
@@ -358,7 +358,10 @@ Content = Sequence[tuple[str, TensorRecord]]
 
 
 def save_full(whole: FullTensors, file: str | Path, context: ParallelContext, dtype: torch.dtype | None = None) -> Path:
-    """Write all tensors, under all of their names, into one safetensors file that replaces `file`. Collective over the world."""
+    """Write all tensors of `whole`, under all their names, to a safetensors file, which replaces `file`.
+
+    Collective over the world.
+    """
     target = local_path(file, "the file of engine.full_state_dict()", CheckpointError)
     content = [(name, record) for record in whole.records for name in record.names]
     with _staging(target, content, dtype, context) as staged:

@@ -246,7 +246,8 @@ class TensorMatch:
         return {"used": used, "missing": self._missing, "mismatched": self._mismatched}
 
     def check(self, notes: Sequence[dict[str, list[str]]], where: str) -> None:
-        """Raise the same error on every rank unless the tensors of the checkpoint and of all ranks match one to one."""
+        """Raise on every rank, with the same error, if the tensors of the checkpoint and those of all ranks do not match one
+        to one."""
         used = {label for note in notes for label in note["used"]}
         problems = {
             "missing in the checkpoint": _union(note["missing"] for note in notes),

@@ -181,7 +181,7 @@ class ItemRecord:
     key: str
 
     def entry(self, at: int) -> str:
-        """The key of tensor number `at` in the file."""
+        """The key in `file` of tensor number `at` of this value."""
         return f"{self.key}#{at}"
 
 

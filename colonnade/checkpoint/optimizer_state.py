@@ -57,7 +57,7 @@ class ParameterGroup:
 
 
 def read_groups(optimizer: Any, tensors: Iterable[LocalTensor]) -> list[ParameterGroup]:
-    """The optimizer's parameter groups, with their parameters as tensors of the model."""
+    """Read the parameter groups of the optimizer. Their parameters are returned as `LocalTensor`s of the model."""
     return [
         ParameterGroup(at, members, encode(_options(group), f"param_groups[{at}]"), class_name(optimizer))
         for at, (group, members) in enumerate(zip(optimizer.param_groups, _members(optimizer, tensors), strict=True))
@@ -153,7 +153,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class OptimizerLoader:
-    """Reads options and state for the parameters that an optimizer has on this rank."""
+    """Reads options and state from a checkpoint, for the parameters that an optimizer has on this rank."""
 
     def __init__(
         self,

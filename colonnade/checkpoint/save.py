@@ -94,7 +94,9 @@ save_checks: weakref.WeakKeyDictionary[nn.Module, Callable[[], Callable[[], None
 
 @contextmanager
 def agreed(context: ParallelContext, doing: str) -> Iterator[None]:
-    """Run the block on every rank; an error on one rank is raised as a CheckpointError on all. Collective at its end.
+    """Run the block on every rank; an error on one rank is raised as a CheckpointError on all ranks.
+
+    Collective at the end of the block.
 
     The block must not communicate: a rank that fails inside it proceeds directly to the agreement.
     """
@@ -631,7 +633,7 @@ class StorageWriter:
                 )
 
     def commit(self) -> None:
-        """Publish the checkpoint and delete old ones. Called on rank 0 once every rank's note exists."""
+        """Publish the checkpoint and delete old checkpoints. Called on rank 0 when the notes of all ranks exist."""
         # The manifest is merged from the notes. Pieces that overlap or leave a gap raise here.
         notes = []
         for rank in range(self.layout.world_size):
@@ -695,7 +697,7 @@ class Pace:
         self._before: float | None = None
 
     def hurry(self) -> None:
-        """Stop resting, because the training thread waits for the save."""
+        """Stop the rests of the background thread. Called when the training thread waits for the save."""
         self._hurry.set()
 
     def rest(self) -> None:

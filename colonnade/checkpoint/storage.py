@@ -75,7 +75,7 @@ def published(folder: Path) -> list[Found]:
 
 
 def step_of(path: Path) -> int | None:
-    """The step in the name of a checkpoint's folder; None for any other folder."""
+    """The step number in the name of a checkpoint folder; None if the folder is no checkpoint."""
     match = _PUBLISHED.fullmatch(path.name)
     return int(match[1]) if match else None
 
@@ -100,7 +100,7 @@ def staging_name(step: int) -> str:
 
 
 def clean(folder: Path) -> None:
-    """Delete the remains of interrupted saves and deletions; failures are ignored until the next save."""
+    """Delete the remains of interrupted saves and deletions in a run's folder. Failures are ignored; the next save tries again."""
     for entry in _entries(folder):
         if _STAGED.fullmatch(entry.name):
             shutil.rmtree(folder / entry.name, ignore_errors=True)  # leaves links and plain files alone
@@ -115,7 +115,7 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_all(file: BinaryIO, content: memoryview) -> None:
-    """Write all of `content` to an unbuffered file, whose `write` may be partial."""
+    """Write all of `content` to an unbuffered file, of which a single `write` may write only a part."""
     while len(content):
         content = content[file.write(content) :]
 
@@ -155,7 +155,7 @@ def publish(staged: Path, step: int) -> Path:
 
 
 def retire(folder: Path, newest: Path, keep: int) -> None:
-    """Delete all but the `keep` newest steps; `newest` is always kept. Failures are logged."""
+    """Delete the checkpoints of all steps except the `keep` newest; `newest` is always kept. Failures are logged."""
     # `newest` may have a lower step than the others: a restarted run must not delete its own first checkpoint.
     there = published(folder)
     kept = {found.step for found in there if found.path == newest}

@@ -158,7 +158,7 @@ class SavedValues:
         return name in self._items
 
     def get(self, name: str) -> Any:
-        """This rank's value; raises if the value differed between the ranks of another layout."""
+        """The value `name` for this rank. Raises if the value differed between ranks and the layout has changed since."""
         found = self._own_item(name)
         if found is None:
             raise CheckpointError(
@@ -172,7 +172,7 @@ class SavedValues:
         return decode(item.value, lambda at: self._reader.entry(item.file or "", item.entry(at)))
 
     def optimizer_state_of(self, label: str) -> dict[str, Any]:
-        """The non-tensor values of the optimizer state of a parameter."""
+        """The values, without tensors, in the optimizer state of a parameter."""
         return {name: self.get(f"optimizer/{name}/{label}") for name in self._state_names.get(label, ())}
 
     def extras(self, extra: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

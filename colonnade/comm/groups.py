@@ -90,7 +90,8 @@ class ProcessGroups:
         return group
 
     def adopt(self, ranks: RankSet, group: Any, others: Iterable[RankSet]) -> None:
-        """Use a group that other code created and will destroy; `others` are the sets of the groups created together with it."""
+        """Use a process group that other code created and will destroy; `others` are the rank sets of the groups created in
+        the same call."""
         self._groups[ranks] = group
         self._known.update([ranks, *others])
 
@@ -126,7 +127,7 @@ class ProcessGroups:
         return len(self._groups)
 
     def destroy(self) -> None:
-        """Destroy the groups created here; the world and adopted groups belong to others."""
+        """Destroy the groups that this object created, but not the group of the world and adopted groups."""
         for group in self._made:
             if is_alive(group):
                 dist.destroy_process_group(group)
@@ -146,7 +147,8 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 def host_identity() -> str | None:
-    """A text that is equal for ranks that can share memory (same boot, network namespace and user); None if unsupported."""
+    """A text that is equal on ranks that can share memory (same host, network namespace and user); None if the system has no
+    support."""
     if not hasattr(os, "memfd_create") or not hasattr(socket, "send_fds"):
         return None
     try:
@@ -157,7 +159,7 @@ def host_identity() -> str | None:
 
 
 class HostSockets:
-    """A connected socket to every other rank of a group, by index in the group.
+    """Connected sockets to all other ranks (peers) of a group on this host, by index in the group.
 
     Methods raise ConnectionError(index) if a peer has exited, and TimeoutError(index, seconds) if a peer is silent.
     """
@@ -189,7 +191,10 @@ class HostSockets:
         return [messages[index] for index in range(len(messages))]
 
     def swap_descriptors(self, descriptor: int) -> dict[int, int]:
-        """Send `descriptor` to every peer and receive theirs, by index; the caller must close the received ones."""
+        """Send a file descriptor to every peer, and return the descriptors of all peers by index.
+
+        The caller must close the received descriptors.
+        """
         for connection in self._sockets.values():
             socket.send_fds(connection, [b"m"], [descriptor])
         received = {}
@@ -219,7 +224,10 @@ class HostSockets:
 def connect(
     index: int, size: int, timeout: float, gather: Callable[[Any], list[Any]]
 ) -> tuple[HostSockets, None] | tuple[None, str]:
-    """Connect `size` ranks of this host with each other: (sockets, None) or (None, problem). Collective over these ranks."""
+    """Connect `size` ranks of this host by sockets. Returns (sockets, None), or (None, the problem as text).
+
+    Collective over these ranks.
+    """
     # Each rank connects to the ranks before it and accepts connections from those after it.
     name = f"colonnade-{os.urandom(16).hex()}"
     sockets: dict[int, socket.socket] = {}
@@ -276,7 +284,7 @@ def start_gather(gather: Gather, size: int, payload: bytes) -> Callable[[], list
 
 
 def gather_json_by(gather: Gather, size: int, value: Any) -> list[Any]:
-    """Every rank's JSON value, in group order."""
+    """Gather the JSON value of every rank, in group order, with the function `gather`."""
     found = gather_in_pieces(json.dumps(value).encode(), lambda piece: start_gather(gather, size, piece)())
     return [json.loads(content) for content in found]
 
@@ -324,9 +332,11 @@ class RankGroup:
         return self.size == 1
 
     def share_memory(self, must: bool) -> None:
-        """Connect the ranks by direct sockets if all are on one host, so that they can share memory. Collective over the group.
+        """Connect the ranks by direct sockets if all ranks are on one host, so that they can share memory.
 
-        Otherwise the reason is logged or, with `must`, raised.
+        Collective over the group.
+
+        If the ranks cannot be connected, the reason is logged; with `must`, an error is raised.
         """
         self._must_share = must
         hosts = self.gather_objects(host_identity())
@@ -361,7 +371,7 @@ class RankGroup:
             self._answers = partial(self._over_sockets, lambda sockets: sockets.receive(payload))
 
     def collect(self) -> list[bytes]:
-        """The payloads of all ranks, in group order, after `signal`. Waits for the slowest rank."""
+        """Receive the payloads that all ranks sent with `signal`, in group order. Waits for the slowest rank."""
         answers, self._answers = self._answers, None
         assert answers is not None, "collect() comes after signal()"
         return answers()
@@ -452,13 +462,13 @@ class GroupMemory:
     every: list[Tensor] | None = None
 
     def part(self, start: int, stop: int) -> GroupMemory:
-        """The elements [start, stop)."""
+        """The same memory, limited to the elements [start, stop)."""
         every = [memory[start:stop] for memory in self.every] if self.every is not None else None
         return GroupMemory(self.own[start:stop], every)
 
 
 def allocate(group: RankGroup, numel: int, dtype: torch.dtype, device: torch.device, shared: bool) -> GroupMemory:
-    """Zeroed memory of `numel` elements on every rank. Collective over the group.
+    """Allocate zeroed memory of `numel` elements on every rank. Collective over the group.
 
     With `shared` the memory is visible to all ranks if they are on one host. If the system has no room for shared memory, the
     group logs or raises (`cannot_share`).
@@ -472,7 +482,10 @@ def allocate(group: RankGroup, numel: int, dtype: torch.dtype, device: torch.dev
 
 
 def allocate_shared(group: RankGroup, numel: int, dtype: torch.dtype) -> tuple[list[Tensor], None] | tuple[None, str]:
-    """(All ranks' tensors of `numel` elements in group order, None), or (None, problem). Collective over the group."""
+    """Allocate a shared tensor of `numel` elements for every rank. Collective over the group.
+
+    Returns (the tensors of all ranks in group order, None), or (None, the problem as text).
+    """
     assert group.sockets is not None
     nbytes = max(1, numel) * dtype.itemsize
     descriptor, problem = _reserve(nbytes)

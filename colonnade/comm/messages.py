@@ -111,7 +111,10 @@ def gather_numbers(numbers: Sequence[int], device: torch.device, group: Any = No
 
 
 def share_texts(key: str, text: str, senders: Iterable[int]) -> dict[int, str]:
-    """The texts of the ranks `senders` (equal on all ranks), broadcast through the store of the world."""
+    """Broadcast the texts of the ranks `senders` through the store of the world.
+
+    Returns the texts by sender; `senders` must be equal on all ranks.
+    """
     store = default_store()
     senders = list(senders)
     if dist.get_rank() in senders:
@@ -181,7 +184,7 @@ class Agreement:
     sizes: list[list[int]] = field(default_factory=list)
 
     def require(self, *tables: MustMatch) -> None:
-        """Compare these tables at the end of the block, and raise on every rank if they differ."""
+        """Register tables for comparison at the end of the block, where every rank raises if a table differs between ranks."""
         self.tables += tables
 
 

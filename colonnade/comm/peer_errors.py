@@ -69,7 +69,7 @@ def lost_peer_error(
 
 
 class ProcessNote(NamedTuple):
-    """The process of a rank.
+    """The identity of a rank's process, as the rank writes it to the store.
 
     Attributes:
         machine: Identifies the host and the PID namespace (containers number processes separately).
@@ -143,7 +143,7 @@ class PeerProcesses:
     # -- heartbeats, by the thread of `WaitWatch` -----------------------------------------------------------
 
     def heartbeat(self, store: Any) -> None:
-        """Write a heartbeat if one is due. To be called at least once a second."""
+        """Write a heartbeat if the last heartbeat is old enough. To be called at least once a second."""
         if time.time() - self._last_heartbeat >= self._pause:
             self._last_heartbeat = time.time()
             store.set(_HEARTBEAT.format(self._rank), f"{self._last_heartbeat:.3f}")

@@ -1,4 +1,4 @@
-"""All uses of private names of torch, and all differences between its versions."""
+"""The only file that uses private names of torch, and that handles differences between torch versions."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def apart_from_world() -> Iterator[None]:
 
 
 def start_fsdp(module: Any) -> None:
-    """Run FSDP2's lazy initialization now instead of before the first forward pass."""
+    """Run the lazy initialization of an FSDP2 module immediately, instead of before its first forward pass."""
     if hasattr(module, "_get_fsdp_state"):
         module._get_fsdp_state()._lazy_init()
 

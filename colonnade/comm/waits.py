@@ -61,7 +61,7 @@ class PhaseTimes:
         self._stamps, self._end = stamps, end
 
     def read(self) -> dict[str, float]:
-        """Seconds by phase, without phases that did not occur."""
+        """The duration of each phase in seconds; phases that did not occur are left out."""
         seconds: dict[str, float] = {}
         ends = [stamp for _, stamp in self._stamps[1:]] + [self._end]
         if not isinstance(self._end, float):
@@ -88,7 +88,7 @@ class PhaseClock:
         self._stamps = [(self._phase, self._now())]
 
     def enter(self, phase: str) -> str:
-        """Count the time from now on as `phase`; returns the previous phase."""
+        """Enter a phase: the time from now on counts as `phase`. Returns the previous phase."""
         before = self._phase
         if phase != before:
             self._phase = phase
@@ -205,7 +205,10 @@ class _During:
 
 
 class WaitWatch:
-    """Records the place of this rank, and logs where other ranks are when it has waited for seconds. One for each launch."""
+    """Records the place of this rank, and logs the places of other ranks if this rank has waited for seconds.
+
+    One object per launch.
+    """
 
     def __init__(self) -> None:
         self._place: tuple[str, int | None, float]
@@ -248,7 +251,7 @@ class WaitWatch:
     # -- the place of this rank ---------------------------------------------------------------------------------
 
     def at(self, what: str) -> None:
-        """Record the place of this rank."""
+        """Record the place of this rank: `what` is its present activity."""
         self._place = what, self.step, time.time()
 
     def begin(self, what: str) -> None:
@@ -262,7 +265,7 @@ class WaitWatch:
         self.at(OUTSIDE)
 
     def during(self, what: str, phase: str | None = None) -> _During:
-        """A context manager: record this place inside the block, and count the time as `phase`."""
+        """A context manager: inside the block, the place of this rank is `what`, and its time counts as `phase`."""
         return _During(self, what, phase)
 
     def enter(self, phase: str | None) -> str | None:
@@ -599,7 +602,7 @@ _installed = False
 
 
 def explain_end(error: BaseException) -> None:
-    """Add the places of other ranks to an error that only says that a wait or a connection has ended."""
+    """Add the places of other ranks to an error that only reports that a wait or a connection has ended."""
     if not _watching or getattr(error, "__notes__", None) or isinstance(error, ColonnadeError):
         return
     kind, ranks = consequence_of(error)

@@ -114,7 +114,7 @@ def _config_names(folder: Path) -> list[str]:
 
 
 def reject_script_as_config() -> None:
-    """Raise if a config file is being executed. Called by `launch`, so that a script passed as a config does not train."""
+    """Raise if a config file is being executed. Called by `launch`: it detects a training script that was passed as the config."""
     if (file := _reading.get()) is not None:
         raise ConfigError(
             f"{file.name} calls launch(): it is a script, not a config. `colonnade run {file.name}` runs it; give its config here"
@@ -374,7 +374,7 @@ def compared_texts(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def text_of(value: Any) -> str:
-    """The repr of a value without memory addresses, so that equal values have equal texts on every rank."""
+    """The repr of a value with memory addresses removed, so that equal values have equal texts on every rank."""
     if isinstance(value, dict):
         return f"{{{', '.join(f'{text_of(key)}: {text_of(inner)}' for key, inner in value.items())}}}"
     if isinstance(value, (list, tuple)):

@@ -59,7 +59,7 @@ def key(
     may_differ: bool = False,
     compare: bool = True,
 ) -> Any:
-    """A field of a section.
+    """Define a config key, as a dataclass field of a section.
 
     Args:
         default: the default value; a class is called to create it.

@@ -72,7 +72,7 @@ def file_error(name: str, file: str, text: str, *, line: int | None = None, show
 
 
 def dotted(path: KeyPath) -> str:
-    """A path as text: `gradient_handler[0].type`."""
+    """Format the path of a key as text: `gradient_handler[0].type`."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part or repr(part)}"
@@ -94,7 +94,7 @@ def _described(problem: Problem) -> str:
 
 
 def shortened(value: object) -> str:
-    """`value` as one line of limited length, for a message."""
+    """Format `value` as one line of limited length, for a message."""
     try:
         text = " ".join(repr(value).split())
     except Exception:  # a custom class, or an int of thousands of digits
@@ -118,7 +118,7 @@ _LONG = 12  # from this length on, two edits still identify the key
 
 
 def squeezed(name: str) -> str:
-    """`name` in lower case without underscores and hyphens."""
+    """Convert `name` to lower case, without underscores and hyphens."""
     return name.lower().replace("_", "").replace("-", "")
 
 

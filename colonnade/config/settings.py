@@ -231,7 +231,7 @@ class ClipGroups(Section, others=only_dict(ClipGroup, _GROUP_FORM)):
 
 
 def positive(name: str, value: float) -> float:
-    """`value` as a float; raises ConfigError unless it is above 0 (inf is allowed)."""
+    """Convert `value` to a float. Raises ConfigError unless it is above 0 (inf is allowed); `name` is the key in the message."""
     if (
         isinstance(value, bool)
         or not isinstance(value, (int, float))
@@ -418,7 +418,7 @@ _NOT_IN_FLOAT8 = ("lm_head", "head", "classifier", "output", "router", "gate")
 
 @dataclass(frozen=True)
 class Float8Settings(SwitchedSection):
-    """Linear layers in float8.
+    """Options for linear layers with float8 matrix products.
 
     `skip`: names or patterns of layers that keep their dtype, in place of the default list. `emulate`: emulate float8 with wider
     dtypes, on any device.
@@ -458,7 +458,7 @@ class ZeroSettings(
     ),
     refused={"model_config": _OLD_ZERO, "optimizer_config": _OLD_ZERO},
 ):
-    """ZeRO: the sharded state (`stage`), and options.
+    """The `zero` section: the ZeRO stage, which sets the kinds of state that are sharded, and options.
 
     All stages use `offload` and `master_weights`; `refuse` lists the stages of the other keys. `gather_dtype` (all-gather of fp32
     weights) and `reduce_dtype` (reduction of gradients) of stage 3 come from other sections.
@@ -512,7 +512,7 @@ class ActivationSettings(
         mode="type policy granularity", blocks="modules layers wrap", every="every_n interval", offload="cpu_offload"
     ),
 ):
-    """Activation checkpointing (`mode`, `keep`) and offloading, and the blocks they apply to."""
+    """Activation checkpointing (`mode`, `keep`), activation offloading, and the blocks to which both apply."""
 
     mode: str = key("none", _MODES, "recomputation in backward: nothing, everything, or all but the ops of `keep`")
     every: int = key(1, COUNT, "apply to every n-th block")
@@ -549,7 +549,7 @@ _HALVES = ("bfloat16", "float16")
 
 
 def half_dtypes() -> tuple[torch.dtype, torch.dtype]:
-    """bfloat16 and float16."""
+    """The half-precision dtypes: bfloat16 and float16."""
     import torch
 
     return torch.bfloat16, torch.float16

@@ -106,7 +106,7 @@ class Initializer_Pipeline(ProcessGroupInitializer):
 
 @DIST_GROUP_INITIALIZER.register_module
 class Initializer_Tensor(ProcessGroupInitializer):
-    """TENSOR: consecutive ranks that shard the layers of one pipeline stage."""
+    """TENSOR: groups of consecutive ranks, over which tensor parallelism shards the layers of a pipeline stage."""
 
     def init_parallel_groups(self) -> ModeGroups:
         return {ParallelMode.TENSOR: self.grid.groups("tensor")}

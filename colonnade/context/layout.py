@@ -254,7 +254,7 @@ class Grid:
         return {name: rank // stride % size for name, (stride, size) in reversed(self.digits.items())}
 
     def rank_at(self, **coordinates: int) -> int:
-        """The rank with these coordinates; axes not named are at 0."""
+        """The rank with these coordinates; axes that are not named have coordinate 0."""
         self._check(tuple(coordinates))
         for name, at in coordinates.items():
             if not 0 <= at < self.sizes[name]:
@@ -426,7 +426,7 @@ class Layout:
         return self.grid.coordinates(self.places[rank] if inside and self.places is not None else rank)
 
     def rank_at(self, **coordinates: int) -> int:
-        """The rank with these axis coordinates; axes not named are at 0."""
+        """The rank with these coordinates on the axes; axes that are not named have coordinate 0."""
         place = self.grid.rank_at(**coordinates)
         return place if self.places is None else self.at_places[place]
 

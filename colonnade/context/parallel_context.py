@@ -240,7 +240,7 @@ class ParallelContext:
 
     @property
     def layout(self) -> Layout:
-        """The rank lists of the whole world."""
+        """The layout: the groups of every mode, for all ranks of the world."""
         return self._layout
 
     @property
@@ -269,7 +269,7 @@ class ParallelContext:
         return self._layout.local_rank(mode_of(mode), self._rank)
 
     def get_world_size(self, mode: ParallelMode) -> int:
-        """How many ranks this process's group of `mode` has."""
+        """The number of ranks in this process's group of `mode`."""
         return len(self.get_ranks_in_group(mode))
 
     def get_ranks_in_group(self, mode: ParallelMode) -> list[int]:

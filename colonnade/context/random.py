@@ -88,7 +88,7 @@ class RandomStreams:
 
 
 def derive_seed(seed: int, *parts: object) -> int:
-    """A seed that differs if any part differs; equal on all machines and Python versions."""
+    """Derive a seed from `seed` and `parts`. It differs if any part differs, and is equal on all machines and Python versions."""
     text = ":".join(str(part) for part in (seed, *parts))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
@@ -132,7 +132,7 @@ def set_random_state(state: Mapping[str, Any], context: ParallelContext) -> None
 
 
 def why_not_restorable(state: Mapping[str, Any], context: ParallelContext) -> str | None:
-    """The reason why this state cannot be restored on this device; None if it can."""
+    """The reason why the random state `state` cannot be restored on this device; None if restoring is possible."""
     on_cuda = "cuda" in state["streams"]["default"]
     if on_cuda and not torch.cuda.is_available():
         return "they were saved on cuda"

@@ -198,7 +198,7 @@ _SHOWN = 3
 
 
 def forms_of(model: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every parameter that is not tied to another stage."""
+    """The name and shape of every parameter of a stage that is not tied to another stage."""
     return [(name, tuple(p.shape)) for name, p in model.named_parameters() if placement_of(p).tied is None]
 
 
@@ -248,7 +248,7 @@ def compare_stages(
 
 
 def same_stages(forms: Sequence[tuple[str, tuple[int, ...]]], stages: int) -> str:
-    """The first words of a message about stages with equal parameter names and shapes."""
+    """The beginning of the message about stages that have equal parameter names and shapes."""
     names = [name for name, _ in forms]
     shown = f"{listed(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}"
     return f"all {stages} pipeline stages have parameters of the same {len(names)} names and shapes ({shown})"
@@ -466,7 +466,7 @@ class SameBatch:
         return self._step < 2 or (self._step >= 64 and self._step.bit_count() == 1)
 
     def see(self, inputs: Any, labels: Any = None) -> None:
-        """Add the digest of a batch; does nothing in a step that is not compared."""
+        """Add a batch to the digest of this step; does nothing in a step that is not compared."""
         if not (self._looks and self.training and self.due and torch.is_grad_enabled()):
             return
         for seen, given in zip(self._seen, (inputs, labels), strict=True):
@@ -542,7 +542,7 @@ class SameBatch:
 
 
 def ordered_sum(numbers: Tensor) -> Tensor:
-    """A 64-bit digest that depends on the order of the numbers, and always changes if a single one changes."""
+    """A 64-bit digest of integers. It depends on their order, and always changes if a single integer changes."""
     factors = torch.arange(len(numbers), device=numbers.device) * 0x9E3779B97F4A7C1
     return ((factors ^ factors >> 29 | 1) * numbers).sum()
 

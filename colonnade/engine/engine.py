@@ -42,7 +42,7 @@ from colonnade.paths import local_path
 
 
 class LastStep:
-    """Queries of `Engine` about the last step: norms, clipping, whether it was skipped."""
+    """The methods of `Engine` that return facts of the last step: norms, clipping, and whether the step was skipped."""
 
     _stepper: Stepper
     _failed: bool
@@ -90,7 +90,10 @@ class LastStep:
 
 
 class WholeWeights:
-    """Export of unsharded weights: as a state dict, a safetensors file, or a folder that transformers loads. Collective."""
+    """The methods of `Engine` that export unsharded weights: as a state dict, a safetensors file, or a transformers folder.
+
+    Collective.
+    """
 
     context: ParallelContext
 
@@ -162,7 +165,8 @@ class WholeWeights:
             return save_pretrained(self.model, folder, self.context, max_shard_size, dtype)
 
     def wait_for_weights(self) -> None:
-        """Wait until every parameter has its new values: ZeRO's `gather_ahead` may still run all-gathers of the last step."""
+        """Wait until every parameter has the values of the last step. (With ZeRO's `gather_ahead`, all-gathers may still be
+        running.)"""
         self.engine_optimizer.wait()
 
 
@@ -515,7 +519,10 @@ class Engine(LastStep, WholeWeights):
     def backward_micro_batch(
         self, tensors: Sequence[Any], grads: Sequence[Tensor], *, inputs: Sequence[Tensor] | None, last: bool
     ) -> None:
-        """Run backward for one micro-batch of a schedule that runs them itself; the schedule as a whole is one micro-step."""
+        """Run backward for one micro-batch of a schedule that runs its backward passes itself.
+
+        All its micro-batches together are one micro-step.
+        """
         self._sync.prepare(last and self._passes + 1 == self.accumulation)
         torch.autograd.backward(tensors, grads, retain_graph=inputs is not None, inputs=inputs)
 

@@ -1,4 +1,4 @@
-"""Gradient synchronisation of an engine: the handlers in their order, the all-reduces they share, and the ledger."""
+"""Gradient synchronisation of an engine: runs the gradient handlers and the all-reduces that they share, and builds the ledger."""
 
 from __future__ import annotations
 

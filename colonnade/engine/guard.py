@@ -345,7 +345,10 @@ _PLANNED = "does its planned sums"
 
 
 class CallLog:
-    """Runs handlers and records the collectives that they call. `at` is called with the position before each collective."""
+    """Runs gradient handlers and records the collectives that they call.
+
+    `at` is called before each collective, with its position as text.
+    """
 
     def __init__(self, named: Callable[[], Iterable[tuple[str, nn.Parameter]]], at: Callable[[str], None]) -> None:
         self._named, self._at = named, at

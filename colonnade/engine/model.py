@@ -121,7 +121,7 @@ def training_loss_of(model: nn.Module) -> TrainingLoss | None:
 
 
 def refuse_unfit(model: nn.Module) -> None:
-    """Raise if a family of the model refuses to train it."""
+    """Raise if a family of the model finds that the model cannot be trained correctly (`ModelFamily.refuse`)."""
     for _, member in families_of(model):
         member.refuse(model)
 

@@ -134,7 +134,10 @@ def _multiplier(config: Any) -> Callable[[Tensor, Tensor, Tensor | None], Tensor
 
 
 class LossScaler:
-    """The fp16 loss scale as a device tensor: grows after `growth_interval` good steps, shrinks after an overflow."""
+    """The fp16 loss scale, a device tensor.
+
+    It increases after `growth_interval` steps without overflow, and decreases after an overflow.
+    """
 
     def __init__(self, device: torch.device, settings: Fp16Settings) -> None:
         self.scale = torch.tensor(float(settings.init_scale), device=device)

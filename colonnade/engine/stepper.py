@@ -223,7 +223,7 @@ class SkipReport:
         self._pending: deque[HostCopy] = deque()
 
     def note(self, found_inf: Tensor) -> None:
-        """Add the flag of the current step: 1.0 if it is skipped."""
+        """Add the skip flag of the current step: 1.0 if the step is skipped."""
         self.poll()
         self.flag = HostCopy(found_inf)
         self._pending.append(self.flag)
@@ -423,7 +423,7 @@ class Stepper:
                 )
 
     def note_failed(self, ranks: Sequence[int]) -> None:
-        """Count and log the step as skipped, if backward failed on any ranks."""
+        """Count and log the step as skipped if backward failed on any rank; `ranks` are these ranks."""
         if ranks:
             self.skips.total += 1
             self.skips.last, self.skips.flag = True, HostCopy(torch.ones((), device="cpu"))

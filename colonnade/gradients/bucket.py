@@ -298,7 +298,7 @@ class Bucket:
     # -- its sum ------------------------------------------------------------------------------------------
 
     def send(self) -> None:
-        """Start the reduction of the collected gradients."""
+        """Start the reduction of the gradients that `collect` has put into the buffer."""
         self.transport.start()
 
     @property
@@ -586,7 +586,7 @@ class BucketValues:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take over changes of the parameters since the last step, such as loaded weights.
+        """Copy changes of the parameters since the last step, such as loaded weights, to the flat memory and the master copy.
 
         A parameter whose memory was replaced is moved back into the bucket, with its values. Elements of the master copy
         keep their full precision wherever the parameter still equals the rounded copy.

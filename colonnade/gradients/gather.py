@@ -1,6 +1,6 @@
 """All-gathers of owned slices: of parameters after an optimizer step (ZeRO 1 and 2), and of reduced gradients.
 
-`Gather` all-gathers the parameters of one group of ranks; `GatherAhead` overlaps that with the next forward pass.
+`Gather` all-gathers the parameters of one group of ranks; `GatherAhead` overlaps these all-gathers with the next forward pass.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from colonnade.parallel.forward import ModelHook
 
 
 class Gather:
-    """All-gathers the parameters of one group: call `begin` after each step, and `wait` before parameters are read."""
+    """All-gathers the parameters of one group of ranks. Call `begin` after each step, and `wait` before parameters are read."""
 
     def __init__(self, group: RankGroup, values: Sequence[BucketValues]) -> None:
         self.group = group
@@ -47,7 +47,7 @@ class Gather:
             self._signalled = True
 
     def wait(self, values: Iterable[BucketValues] | None = None) -> None:
-        """Wait until the parameters of these buckets (None: of all) are complete."""
+        """Wait until the parameters of the given buckets (None: of all buckets) are complete."""
         # One signal per rank stands for all its slices in shared memory.
         if self._signalled:
             self._signalled = False

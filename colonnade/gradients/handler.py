@@ -110,7 +110,7 @@ class BaseGradientHandler(ABC):
         return self._context
 
     def attach(self, context: ParallelContext) -> None:
-        """Called by the engine before any other method."""
+        """Set the parallel context. Called by the engine before any other method."""
         self._context = context
 
     def demands(self) -> list[Demand]:
@@ -227,7 +227,7 @@ class DemandGradientHandler(PlannedGradientHandler):
         return self.reductions_among(self.demands())
 
     def reductions_among(self, demands: Iterable[Demand]) -> list[Reduction]:
-        """The reductions of this handler among those that `demands` require."""
+        """Of the reductions that `demands` require, those that this handler is responsible for."""
         return group_reductions(
             (demand, factor)
             for demand in demands

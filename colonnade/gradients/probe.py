@@ -356,7 +356,7 @@ class SameCalls(TorchDispatchMode):
 
 
 def find_difference(rank: int, ranks: Sequence[int], states: Mapping[int, Any], unchanged: bool) -> str | None:
-    """The reason why `rank` waits in vain for the others of `ranks`; None if they may still arrive.
+    """The reason why `rank` waits in vain for the other ranks of its collective; None if they may still arrive.
 
     Args:
         rank: The waiting rank.

@@ -51,7 +51,7 @@ class Reduction:
 
 @dataclass(frozen=True, eq=False)
 class Demand:
-    """One parameter and its required reductions on this rank."""
+    """A parameter with its required reductions on this rank."""
 
     name: str
     parameter: nn.Parameter
@@ -126,7 +126,7 @@ def read_demands(model: nn.Module, layout: Layout, rank: int) -> list[Demand]:
 
 
 def choose(demands: Iterable[Demand], which: Choice) -> list[Demand]:
-    """The demands of the chosen parameters. Raises LedgerError for a pattern that matches no parameter."""
+    """Select the demands of the parameters that `which` chooses. Raises LedgerError for a pattern that matches no parameter."""
     demands = list(demands)
     if which is None:
         return demands

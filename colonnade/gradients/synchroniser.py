@@ -1,4 +1,4 @@
-"""The synchroniser: all gradient reductions of a rank, overlapped with backward where that pays.
+"""The synchroniser: performs all gradient reductions of a rank, overlapped with backward where this saves time.
 
 `Synchroniser` owns flat buckets, moves gradients into them as backward produces them, and starts the reduction of a bucket as soon
 as it is full in the last micro-batch. `wait` is the end of a step, in one piece: it starts the remaining buckets, compares the
@@ -38,7 +38,7 @@ Log = Callable[[str], None]
 
 
 def open_groups(sums: Sequence[Sum], log: Log) -> dict[tuple[int, ...], RankGroup]:
-    """One group per set of ranks, with shared memory where the options ask for it. Collective over the ranks of each sum.
+    """Make one `RankGroup` per set of ranks, with shared memory if the options request it. Collective over the ranks of each sum.
 
     Args:
         sums: The sums of this rank.

@@ -105,7 +105,8 @@ class SumState:
         bucket.send()
 
     def collect(self, bucket: Bucket, *, early: bool) -> None:
-        """Complete a bucket, without sending it."""
+        """Complete the buffer of a bucket without starting its reduction, and write notes for gradients that are not in the
+        bucket."""
         if not bucket.keeps_gradients:
             self._storages[bucket.layout.dtype, bucket.layout.device].acquire_staging(bucket)
         notes = bucket.collect(early=early)
@@ -423,7 +424,7 @@ def finish_uneven(state: SumState, reports: Sequence[bytes], factor: float | Ten
 
 
 def explain(sum_: Sum, position: int, ranks: Sequence[int], step: int) -> str:
-    """The message for the log about a parameter without gradient on some ranks."""
+    """The log message for a parameter that had no gradient on some ranks."""
     return (
         f"step {step}: no gradient for {sum_.names[position]!r} on ranks {listed(ranks)}, "
         f"but on others of {listed(sum_.ranks)}: counted as zero (logged once)"
@@ -480,7 +481,7 @@ class PiggybackedFlags:
         """Whether the gradients of all ranks arrive as in earlier steps, so that this step needs no comparison of notes."""
 
     def begin(self) -> str | None:
-        """Decide whether this step is steady, before its reductions finish.
+        """Decide whether the ranks exchange only flags in this step (a steady step). Called before the reductions finish.
 
         Returns:
             A message for the log, or None.
@@ -507,7 +508,7 @@ class PiggybackedFlags:
         return message
 
     def numbers(self, deviates: bool, unsteady: bool) -> Tensor:
-        """The numbers of this rank for this step, to be reduced over the world by sum or maximum."""
+        """The flags of this rank for this step as a tensor, which is reduced over the world by sum or maximum."""
         return self._all[int(deviates), int(unsteady), self._step % _STEP_SLOTS]
 
     def all_deviate(self, summed: Tensor) -> bool:

@@ -118,7 +118,7 @@ class BucketStep:
 
     @property
     def skips_on_device(self) -> bool:
-        """Whether a step can be skipped without a decision on the host."""
+        """Whether a step can be skipped by a flag on the device, without reading the flag on the host."""
         return self._is_flat or (
             isinstance(self._optimizer, Optimizer) and not ScaledStep(self._optimizer).waits_for_device
         )
@@ -284,7 +284,7 @@ class OwnedBucket(ABC):
 
 
 class ReplicatedBucket(OwnedBucket):
-    """A bucket that every rank steps on in full; its members are the parameters.
+    """A bucket of plain data parallelism. Every rank steps on all its parameters, which are the members.
 
     `measures_full_gradient`: this rank measures the full bucket, not only its slice among the replicas.
     """
@@ -514,7 +514,7 @@ class ScaledStep:
 
     @property
     def waits_for_device(self) -> bool:
-        """Whether skipping a step needs a decision on the host."""
+        """Whether the host must read `found_inf` to skip a step, and so wait for the device."""
         return not _skips_on_device(self.optimizer)
 
     @torch.no_grad()

@@ -326,7 +326,7 @@ class AdaGC(ClipMethod):
 
 @dataclass(frozen=True)
 class Decision:
-    """The treatment of one step's gradient, as device tensors with the same bits on every rank.
+    """The result of `ClipPolicy.decide` for one step, as device tensors with the same bits on every rank.
 
     `norm` is the total norm before clipping (NaN or inf if the gradient was not finite), `divisor` has one number per slot,
     and `found_inf` is exactly 1.0 (skip the step) or 0.0. `nonfinite` is true for a non-finite gradient, which is one of the

@@ -49,12 +49,12 @@ class EngineOptimizer(ABC):
     @property
     @abstractmethod
     def stepped(self) -> Any:
-        """The optimizer that holds the state of this rank; the optimizer itself if it is not sharded."""
+        """The torch optimizer that has the state of this rank: the twin of a sharded optimizer; else the user's optimizer."""
 
     @property
     @abstractmethod
     def masters(self) -> Sequence[Tensor]:
-        """Master copies of weights, in another dtype or on another device."""
+        """The master copies of weights, in another dtype or on another device; empty if there are none."""
 
     @property
     @abstractmethod

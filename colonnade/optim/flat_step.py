@@ -314,7 +314,7 @@ class ScatteredGradient:
         return self._numel
 
     def point_to(self, addresses: list[int]) -> None:
-        """Set the addresses for the next step."""
+        """Set the addresses of the gradients for the next step."""
         if addresses != self._known:
             self.addresses.copy_(pinned(torch.tensor(addresses, device="cpu")), non_blocking=True)
             self._known = addresses

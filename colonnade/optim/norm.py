@@ -117,7 +117,10 @@ def bucket_blocks(
 
 
 def check_order(p: float) -> float:
-    """Validate a norm order. Orders above 32 are refused: such powers of small gradients underflow in fp64."""
+    """Validate the order p of a norm.
+
+    Raises GradientError for orders above 32 (except inf), because powers of small gradients would underflow.
+    """
     try:
         order = float(p)
     except (TypeError, ValueError, OverflowError):
@@ -290,7 +293,7 @@ class Norms:
         return self._root(sums.amax(-1) if math.isinf(self.p) else sums.sum(-1))
 
     def over(self, members: Tensor) -> Tensor:
-        """The norms of several sets of slots at once: `members` is a mask of shape (sets, slots)."""
+        """The norms of several sets of slots. `members` is a mask of shape (sets, slots)."""
         sums = torch.where(members, self.sums, 0.0)
         return self._root(sums.amax(-1) if math.isinf(self.p) else sums.sum(-1))
 

@@ -22,16 +22,16 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
+        """The number of elements in the box."""
         return prod(self.shape)
 
     @property
     def stop(self) -> tuple[int, ...]:
-        """The end (exclusive) along each dimension."""
+        """The end of the box (exclusive) along each dimension."""
         return tuple(start + size for start, size in zip(self.offset, self.shape, strict=True))
 
     def shared_with(self, other: Box) -> Box | None:
-        """The intersection, or None if it is empty."""
+        """The intersection of this box with `other`; None if it is empty."""
         start = tuple(map(max, self.offset, other.offset))
         shape = tuple(min(stops) - first for first, *stops in zip(start, self.stop, other.stop, strict=True))
         return Box(start, shape) if all(size > 0 for size in shape) else None
@@ -111,7 +111,7 @@ def range_in_order(box: Box, outer: Box, order: Sequence[int]) -> tuple[int, int
 
 
 def places_of(order: Sequence[int]) -> list[int]:
-    """The index of each dimension in `order`."""
+    """The inverse of the permutation `order`: for each dimension, its index in `order`."""
     return [order.index(dim) for dim in range(len(order))]
 
 

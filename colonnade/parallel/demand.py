@@ -34,7 +34,7 @@ from colonnade.parallel.placement import Placement, Replicate, Shard, Tied
 
 @dataclass(frozen=True)
 class Owed:
-    """A required reduction of a parameter: an all-reduce over `ranks` (of `mode`), divided by `divisor`."""
+    """A required reduction of the gradient of a parameter: an all-reduce over `ranks`, a group of `mode`, divided by `divisor`."""
 
     mode: ParallelMode
     ranks: tuple[int, ...]

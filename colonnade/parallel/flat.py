@@ -65,7 +65,7 @@ class FlatLayout:
         ]
 
     def gaps(self, buffer: Tensor) -> list[Tensor]:
-        """The padding between the spans of `buffer`, and after the last."""
+        """Views of the padding in `buffer`: between the spans, and after the last span."""
         stops = [span.stop for span in self.spans]
         starts = [*(span.start for span in self.spans[1:]), buffer.numel()]
         return [buffer[stop:start] for stop, start in zip(stops, starts, strict=True) if start > stop]
@@ -75,7 +75,7 @@ class FlatLayout:
 
 
 def padded(stop: int, dtype: torch.dtype) -> int:
-    """The end of the padding after a span that ends at `stop`."""
+    """Round `stop`, the end of a span, up to the end of its padding."""
     step = ALIGN_BYTES // dtype.itemsize
     return -(-stop // step) * step
 
@@ -190,7 +190,10 @@ def packed_runs(layout: Layout, placement: Placement, rank: int) -> dict[int, li
 
 
 def part_indices(layout: Layout, placement: Placement, rank: int) -> dict[int, tuple[int, int]]:
-    """For each sharded dimension: (index of the rank's shard, number of shards). The first mode is the outermost."""
+    """The index of a rank's shard in each sharded dimension: {dimension: (index of the shard, number of shards)}.
+
+    If several modes shard a dimension, the first mode is the outermost.
+    """
     found: dict[int, tuple[int, int]] = {}
     for mode, shard in placement.shards.items():
         index, count = found.get(shard.dim, (0, 1))

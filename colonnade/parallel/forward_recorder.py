@@ -98,7 +98,7 @@ def has_parameters(module: nn.Module) -> bool:
 
 
 def outside(module: nn.Module, units: Container[int], name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The modules outside of units, with their names. `units`: ids of the units."""
+    """Yield all modules outside of units, with their names; `units` has the ids of the units."""
     yield name, module
     for key, child in module.named_children():
         if id(child) not in units:
@@ -187,7 +187,7 @@ class Value:
 
 @dataclass
 class RecordedCall:
-    """One call of a unit."""
+    """A call of a unit in the recorded forward pass."""
 
     name: str
     time: int

@@ -140,7 +140,8 @@ class Placements:
         self._shapes = [logical_shape(entry.tensor, entry.placement, sizes) for entry in self._held]
 
     def alike(self) -> MustMatch:
-        """The properties that must be equal on all ranks of a pipeline stage: each parameter's full shape, dtype and kind."""
+        """A comparison of the properties that must be equal on all ranks of a pipeline stage: full shape, dtype and kind of
+        each parameter."""
         return MustMatch(
             "parameter",
             {
@@ -155,7 +156,8 @@ class Placements:
         )
 
     def check(self, counts: Sequence[int]) -> None:
-        """Check for every parameter that local elements / replicas, summed over the world, is the size of the full tensor.
+        """Check for every parameter that (local elements / number of replicas), summed over the world, is the size of the full
+        tensor.
 
         One small collective over the world.
 
@@ -315,7 +317,7 @@ _AT_ONCE = 1 << 24
 
 @torch.no_grad()
 def words_of(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor as 64-bit integers, the last one filled up with zeros."""
+    """View the bytes of a tensor as 64-bit integers; the last integer is padded with zeros."""
     raw = tensor.detach().reshape(-1).view(torch.uint8)
     if raw.storage_offset() % 8 or raw.numel() % 8:
         raw = torch.cat([raw, raw.new_zeros(-raw.numel() % 8)])

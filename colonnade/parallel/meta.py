@@ -221,7 +221,7 @@ def value_source_of(parameter: Tensor) -> ParameterSource | None:
 
 
 def forget_initial_value(parameter: Tensor) -> None:
-    """Remove the initial value and the source, when the parameter has been materialized."""
+    """Remove the initial value and the source of a parameter. Called when it has been materialized."""
     vars(parameter).pop(_ATTRIBUTE, None)
     vars(parameter).pop(_SOURCE, None)
 
@@ -377,7 +377,7 @@ class InitRecording(TorchDispatchMode):
 
 
 def memory_of(tensor: Tensor) -> int:
-    """The identity of a tensor's storage."""
+    """The id of a tensor's storage, by which tensors that share memory are recognized."""
     return tensor.untyped_storage()._cdata
 
 
@@ -616,7 +616,7 @@ def elementwise_init_of(recording: InitRecording, tensor: Tensor) -> Elementwise
 
 
 def random_step_of(op: RecordedOp) -> ElementStep | None:
-    """The step of an operation that draws uniform or normal numbers; None for any other operation."""
+    """Convert an operation that draws uniform or normal numbers to an `ElementStep`; None for any other operation."""
     if op.name not in _DRAWS:
         return None
     (made,) = op.outputs
@@ -680,7 +680,7 @@ _ON_CPU, _ELSEWHERE = 1 << 16, 1 << 20
 
 @dataclass(frozen=True, eq=False)
 class ParameterInit:
-    """The initialization of a parameter: element by element, or else by a replay of its recorded operations."""
+    """The initialization of a parameter: element by element if possible, else by a replay of its recorded operations."""
 
     name: str
     recording: InitRecording
@@ -780,7 +780,7 @@ class ParameterLoad:
 
 
 def parameter_inits(stages: Iterable[nn.Module], prefix: str = "") -> dict[int, ParameterInit | ParameterLoad]:
-    """The initialization of each parameter (by id) that is on the meta device.
+    """Find the initialization of each parameter on the meta device, by id of the parameter.
 
     Args:
         stages: The stages of a split model, or a single model.

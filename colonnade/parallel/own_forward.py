@@ -428,7 +428,7 @@ class StageRun:
 
 
 class ModelStage(nn.Module):
-    """Base class of stages that run the model's own forward pass in part.
+    """Base class of stages that run a part of the model's own forward pass.
 
     Built by `subclass_with`, not by `override_forward`: a stage that is not the first takes a message, so its forward() must not
     have the signature of the model's, and engines recognize stages by this class.
@@ -438,7 +438,10 @@ class ModelStage(nn.Module):
     _colonnade_settings: dict[str, Any]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The first stage takes the model's inputs, the last returns its result; the others take and return messages."""
+        """Run this stage.
+
+        The first stage takes the model's inputs, and the last stage returns its result; between stages, messages are passed.
+        """
         spec, message = self._colonnade_stage, {}
         if spec.first:
             message = kwargs

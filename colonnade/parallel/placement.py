@@ -326,7 +326,7 @@ def _spec_text(spec: Spec) -> str:
 
 
 def effective_placement(parameter: Tensor, layout: Layout, rank: int) -> Placement:
-    """The placement of any parameter: read from the mesh of a DTensor, or set by `place`.
+    """The placement of any parameter: for a DTensor read from its mesh, for a plain parameter as set by `place`.
 
     A mesh dimension becomes the mode whose group on this rank has the same ranks. DTensor and FSDP reduce gradients over their
     own mesh, so no further reduction is required there.

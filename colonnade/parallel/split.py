@@ -84,7 +84,7 @@ def call_layer(layer: Callable[..., Any], value: Any, one_value: bool = False) -
 
 @dataclass(frozen=True)
 class Split:
-    """The stages of a model, a sequence of modules."""
+    """The result of `split`: a sequence of the stages of a model, which are modules."""
 
     stages: list[nn.Module]
     ties: list[Tie] = field(default_factory=list)
@@ -210,7 +210,7 @@ def _split_by_forward(
 
 
 def find_ties(stages: Sequence[nn.Module]) -> list[Tie]:
-    """Parameters that several stages share, as one object or as two in the same memory."""
+    """Find the parameters that several stages share: the same object, or different objects with the same memory."""
     places: dict[Any, dict[int, str]] = {}
     for stage, module in enumerate(stages):
         for name, parameter in module.named_parameters():

@@ -208,7 +208,7 @@ def reduce_to(x: Tensor, members: Members, target: int) -> Tensor:
 
 
 def numbers_of_all(numbers: Sequence[int], members: Members, device: torch.device) -> list[list[int]]:
-    """The integers of every member, all-gathered; the host waits for them."""
+    """All-gather the integers of every member. The host waits for the result."""
     rows = gather_rows(torch.tensor(list(numbers), dtype=torch.int64, device=device), members.group)
     # In a job estimate tensors have no values: all ranks are assumed to have the same numbers.
     if dist.get_backend(members.group) == "fake":

@@ -100,7 +100,7 @@ def get_current_device() -> torch.device:
 
 
 def free_port() -> int:
-    """A currently free TCP port of this host."""
+    """Find a TCP port of this host that is currently free."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

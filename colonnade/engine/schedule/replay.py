@@ -54,7 +54,7 @@ class Replay:
 
 
 def milestone(action: Action) -> Milestone | None:
-    """The milestone that `action` reaches; None for a weight gradient."""
+    """The milestone that is reached when `action` ends; None for W, on which no action depends."""
     if action.kind is Kind.FORWARD:
         return Milestone(action.stage, action.micro_batch, "output")
     if action.kind in GIVES_INPUT_GRADIENT:

@@ -290,7 +290,7 @@ class PipelineSchedule(BaseSchedule):
             _transfer_groups(context)
 
     def pre_processing(self, engine: Any) -> None:
-        """Check the order against the world and the model, and build the executor.
+        """Check that the table fits the world and the model, and build the executor.
 
         Collective over the world.
         """

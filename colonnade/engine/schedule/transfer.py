@@ -221,7 +221,7 @@ Pending: TypeAlias = "list[tuple[dist.Work, Tensor]]"
 
 
 class Wire:
-    """Sends and receives memory of one device type to and from one peer. Messages of one tag arrive in order."""
+    """Sends tensors of one device type to a peer, and receives them. Messages with the same tag arrive in order."""
 
     def __init__(self, group: dist.ProcessGroup | None, peer: int, device: torch.device) -> None:
         backends = backends_of(group)

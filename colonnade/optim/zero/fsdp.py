@@ -432,7 +432,7 @@ def unsharded_parameters(model: nn.Module, roots: Sequence[nn.Module]) -> set[in
 
 
 def replica_mode(layout: Layout, name: str | None) -> ParallelMode | None:
-    """The mode of the mesh dimension `name`, over which shards are replicated."""
+    """The mode of the axis `name` (`zero.replicate`), over which shards are replicated; None if `name` is None."""
     if name is None:
         return None
     names = {axis.name: axis.mode for axis in layout.axes if axis.data == "distinct" and axis.name != "data"}

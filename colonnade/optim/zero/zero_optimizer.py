@@ -80,7 +80,7 @@ class ZeroOptimizer(EngineOptimizer, Optimizer):
         self._frozen: list[Tensor] = []
 
     def plan_shards(self, pipeline: bool) -> Shards:
-        """Plan to shard all parameters that can get a gradient."""
+        """Plan the sharding of all parameters that require a gradient: the options (`Sharding`) and the labels."""
         labels: dict[int, str] = {}
         for at, group in enumerate(self.param_groups):
             for parameter in group["params"]:
@@ -160,7 +160,7 @@ class ZeroOptimizer(EngineOptimizer, Optimizer):
 
     @property
     def stepped(self) -> Optimizer:
-        """The twin that steps on this rank's slices and holds their state."""
+        """The twin of the user's optimizer, which steps on this rank's slices and has their state."""
         return self._inner
 
     @cached_property
@@ -277,7 +277,8 @@ class ZeroOptimizer(EngineOptimizer, Optimizer):
     # -- the state ----------------------------------------------------------------------------------------
 
     def flat_shard(self, parameter: Tensor) -> FlatShard | None:
-        """The elements of a parameter that this rank steps on, and their state; None if there are none."""
+        """The elements of a parameter on which this rank steps, and their state; None if this rank has no elements of the
+        parameter."""
         return self._state.shard_of(parameter)
 
     def gradient_slices(self) -> Iterator[GradientSlice]:
@@ -500,7 +501,7 @@ class ShardedState:
 
     @torch.no_grad()
     def load(self, states: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-        """Convert loaded state to a state dictionary for `inner`; master copies are written at once.
+        """Convert loaded state to a state dict for the twin, and copy loaded values to the master copies.
 
         `states` has, by id of parameter, the full state or only the shard of this rank.
         """
