@@ -138,7 +138,10 @@ def gather_evidence(
     criterion: Any = None,
     dropout: bool = True,
 ) -> Evidence | None:
-    """The data that `verify` judges, on rank 0; None on the others. Collective over the world."""
+    """Train both runs and return the data that `verify` judges, on rank 0; None on other ranks.
+
+    Collective over the world.
+    """
     chosen = [list(step) for step in batches][: steps if steps is not None else len(batches)]
     lengths = gather_from_all([len(step) for step in chosen], engine.context)
     for rank, own in enumerate(lengths):

@@ -64,7 +64,10 @@ _TESTED_ELEMENTS = 20_000_000
 
 
 def diagnose(evidence: Evidence) -> Report:
-    """Compare everything and name the mistakes. Differences that follow from an earlier one are only in the table."""
+    """Compare all values and name the mistakes.
+
+    Differences that follow from an earlier difference are in the table, but are no findings.
+    """
     rows = compare(evidence)
     wrong = [row for row in rows if not row.ok and row.status != UNCERTAIN]
     findings = _Diagnosis(evidence, rows).findings() if wrong else []

@@ -25,7 +25,7 @@ _SOME, _ODD = 40, 60
 
 
 def solved(columns: Sequence[Tensor], value: Tensor, allowed: float) -> list[float] | None:
-    """The weights with which columns add up to a value, if there is exactly one set of them; else None."""
+    """Solve for the weights with which the columns add up to a value; None unless exactly one set of weights does."""
     if not columns or len(value) < 3 * len(columns):
         return None
     stride = -(-len(value) // _SAMPLED)
@@ -42,7 +42,7 @@ def solved(columns: Sequence[Tensor], value: Tensor, allowed: float) -> list[flo
 
 
 def mixture(wholes: Sequence[Tensor], weights: Sequence[float]) -> Candidate:
-    """The elements that a rank would have of the weighted sum of full tensors."""
+    """Return the candidate "weighted sum of these full tensors", read at the elements of each rank."""
 
     def candidate(part: LocalValue) -> Tensor:
         some = [w * at_positions(x, part.positions) for w, x in zip(weights, wholes, strict=True)]
@@ -52,7 +52,8 @@ def mixture(wholes: Sequence[Tensor], weights: Sequence[float]) -> Candidate:
 
 
 def similar(case: GradientCase) -> Iterator[GradientCase]:
-    """The case, and those of the largest other differing gradients: a small parameter may not determine the weights."""
+    """Yield the case and those of the largest other wrong gradients: a small parameter may not determine the weights.
+    """
     yield case
     size = length(case.compared.truth) or 1.0
     others = [name for name in case.step.gradients if name != case.name and name not in case.healthy]
@@ -214,7 +215,7 @@ def ranks(case: GradientCase) -> Iterator[Claim]:
 
 @hypothesis("gradient")
 def passes_of_ranks(case: GradientCase) -> Iterator[Claim]:
-    """Mistake: one pass of one rank is lost or counts twice; or some passes of other ranks never arrive.
+    """Mistake: one pass of one rank is lost or counts twice; or some passes of other ranks are never added.
 
     Signature: the weights of each pass of each rank, solved for, are 0 or 2 for these passes.
     """

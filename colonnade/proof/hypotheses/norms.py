@@ -25,7 +25,8 @@ _WEIGHTS = "the elements of each rank that count in the norm, and their weights"
 
 @hypothesis("norm")
 def summed_over_some_ranks(case: NormCase) -> Iterator[Claim]:
-    """Mistake: the norm is summed over too few modes (shards are missing) or too many (replicas count several times).
+    """Mistake: the norm is all-reduced over too few modes (shards are missing) or too many (replicas count several
+    times).
 
     Signature: the norm of the tensors of each rank, summed over some set of modes.
     """
@@ -140,9 +141,10 @@ def some_parameters(case: NormCase) -> Iterator[Claim]:
 
 @hypothesis("norm")
 def shares_of_the_norm(case: NormCase) -> Iterator[Claim]:
-    """Mistake: each rank has its contribution to the norm, and nothing adds them up.
+    """Mistake: each rank has its contribution to the norm, and the contributions are never added.
 
-    Signature: the ranks' norms differ, and their powers add up to that of the true norm, perhaps with replicas of one kind.
+    Signature: the ranks' norms differ, and their powers add up to that of the true norm, perhaps with replicas of one
+    kind.
     """
     if case.p == inf or len(set(case.found.values())) < 2:
         return
@@ -216,7 +218,7 @@ def off_by_a_factor(case: NormCase) -> Iterator[Claim]:
 
 @hypothesis("norm")
 def norms_of_norms(case: NormCase) -> Iterator[Claim]:
-    """Mistake: norms are added or averaged instead of their powers.
+    """Mistake: norms are added or averaged, instead of the powers |x|^p.
 
     Signature: the sum or mean of the norms of parameters, of ranks or of groups.
     """
@@ -259,7 +261,7 @@ def _local_norm(case: NormCase, modes: Sequence[str], rank: int) -> float:
 
 @hypothesis("norm")
 def another_type(case: NormCase) -> Iterator[Claim]:
-    """Mistake: a wrong p-norm, or different p for the powers and the root.
+    """Mistake: a wrong p in the p-norm, or different p for the powers and the root.
 
     Signature: the norm with that p.
     """
@@ -280,9 +282,10 @@ def another_type(case: NormCase) -> Iterator[Claim]:
 
 @hypothesis("norm")
 def of_something_else(case: NormCase) -> Iterator[Claim]:
-    """Mistake: the norm of other tensors: the local gradients, the last micro-batch, an earlier step, clipped gradients, none.
+    """Mistake: the norm of wrong tensors: local gradients, last micro-batch, an earlier step, clipped gradients, or no
+    tensors.
 
-    Signature: the norm of these.
+    Signature: the norm of these tensors.
     """
     if not any(case.found.values()) and case.truth:
         what = "is zero: it is computed while there are no gradients"
