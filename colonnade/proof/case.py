@@ -220,10 +220,9 @@ class Case:
         return wanted if wanted.numel() == part.value.numel() else None
 
     def residual(self, candidate: Candidate, factor: float = 1.0) -> float:
-        """Return the largest distance of a wrong rank from factor * candidate, in tolerances; inf if the candidate is
-        unknown.
+        """Return the largest distance of a wrong rank from factor * candidate, in tolerances.
 
-        The tolerance grows with the size of the candidate.
+        The tolerance grows with the size of the candidate. Returns inf if the candidate is unknown on a rank.
         """
         worst = 0.0
         for part in self.wrong:
@@ -286,8 +285,9 @@ class GradientCase(Case):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The sizes of the modes, and the number of passes: of accumulation or, without accumulation, of pipeline
-        micro-batches.
+        """The sizes of the modes, and the number of passes.
+
+        Passes are those of accumulation or, without accumulation, the micro-batches of a pipeline.
         """
         # Without accumulation, the passes of a step are the micro-batches of its pipeline.
         passes = self.evidence.accumulation if self.evidence.accumulation > 1 else len(self.gradient.raw)
@@ -382,8 +382,7 @@ class GradientCase(Case):
         return None if places is None else flat(other.value)[places]
 
     def required_raws(self, part: LocalValue) -> Tensor | None:
-        """Stack the local gradients of all ranks of the required reductions, for the elements of `part`, one rank per
-        row.
+        """Stack the local gradients of the ranks of the required reductions for the elements of `part`, one rank per row.
 
         Returns None if the gradient of one of these ranks is unknown.
         """
@@ -421,9 +420,7 @@ class GradientCase(Case):
 
     @cached_property
     def backward_is_right(self) -> bool | None:
-        """Whether the local gradients give the reference gradient if they are reduced correctly; None if they are
-        unknown.
-        """
+        """Whether the local gradients, correctly reduced, equal the reference gradient; None if they are unknown."""
         if not self.raws:
             return None
         error = 0.0
@@ -462,10 +459,9 @@ class GradientCase(Case):
 
     @cached_property
     def reduction_is_right(self) -> bool | None:
-        """Whether the gradient of each rank equals its local gradients after the required reductions; None if these are
-        unknown.
+        """Whether the gradient of each rank equals its local gradients after the required reductions.
 
-        The local gradients themselves may be wrong.
+        None if the local gradients are unknown. They may be wrong themselves.
         """
         return self.residual(self.due) <= 1 if self.raws else None
 
@@ -684,8 +680,9 @@ class ClipCase:
         return NormCase(self.evidence, self.groups, self.step, self.at, row)
 
     def residual(self, coefficient: Coefficient) -> float:
-        """Return the largest distance of a wrong clipped gradient from coefficient(parameter, rank) * gradient, in
-        tolerances.
+        """Return the largest distance of a wrong clipped gradient from coefficient * gradient, in tolerances.
+
+        `coefficient` is a function of (parameter, rank).
         """
         worst = 0.0
         for row in self.rows:

@@ -327,8 +327,7 @@ def drawn_by(records: Sequence[Record], off: Collection[str] | None) -> DrawsOfR
 
 
 def sketched_blocks(records: Sequence[Record], names: Names) -> dict[str, list[Block | None]]:
-    """Return the distinct blocks that the ranks have sketched of each tensor, in rank order, by name in the reference.
-    """
+    """Return the distinct blocks that the ranks have sketched of each tensor, in rank order, by name in the reference."""
     found: dict[str, list[Block | None]] = {}
     for record in records:
         for name, block in record.run.sketched.items():
@@ -985,9 +984,7 @@ def notes_of_rows(rows: Sequence[Row]) -> list[str]:
 
 
 def compare_tensor(compared: Compared, allowed: float, quantity: str, name: str, step: int | None) -> Row:
-    """Return the row of one tensor: the largest distance of a rank from the reference, and the elements that no rank
-    stores.
-    """
+    """Return the row of a tensor: the largest distance of a rank from the reference, and elements that no rank stores."""
     worst: dict[int, float] = {}
     for part in compared.found:
         error = in_units(distance(part, compared.truth), allowed)
@@ -1029,8 +1026,7 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def at_positions(whole: Tensor, positions: Tensor | None) -> Tensor:
-    """Return the elements of a full tensor at these flat positions, in one dimension and in double; None: all elements.
-    """
+    """Return the elements of a full tensor at these flat positions (None: all), in one dimension and in double."""
     return flat(whole) if positions is None else flat(whole)[positions.flatten()]
 
 

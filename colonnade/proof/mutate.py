@@ -30,8 +30,7 @@ YES, NO, NOT_PLANTED = "noticed", "NOT noticed", "does not apply"
 
 @dataclass(frozen=True)
 class Tried:
-    """The result of one injected bug: the verdict of `verify`, and whether the tests failed (None: there are no tests).
-    """
+    """The result of one injected bug: the verdict of `verify`, and whether the tests failed (None: there are no tests)."""
 
     mistake: str
     what: str

@@ -1,5 +1,4 @@
-"""Known mistakes (bugs) that can be injected into a healthy engine, to check that `verify` and a project's tests notice
-them.
+"""Known mistakes (bugs) that are injected into a healthy engine, to check that `verify` and a test suite notice them.
 
 Each mistake is a function that changes a finished engine from the outside, on every rank. It returns whether the
 mistake has an effect on this rank. To inject a mistake into every engine of a process, such as a test command, set the
@@ -63,8 +62,7 @@ def divisor_of(demand: Demand) -> int:
 
 
 def spans(engine: Engine, chosen: Tensor | None = None) -> Iterator[tuple[Tensor, int, int, Tensor]]:
-    """Yield (parameter, start, stop, final gradient of this range) for the gradients on this rank, to be changed in
-    place.
+    """Yield (parameter, start, stop, final gradient of this range) for all gradients on this rank, to change them in place.
     """
     sharded = set()
     for parameter, start, stop, gradient in engine.engine_optimizer.gradient_slices():
@@ -120,8 +118,7 @@ class OwnGradients:
         self._sums[key] = self._sums[key] + grad if key in self._sums else grad.clone()
 
     def take(self, demand: Demand, outcome: StepOutcome) -> Tensor:
-        """Remove and return the local gradient of a parameter, scaled like the final gradient; zeros if there was none.
-        """
+        """Remove and return the local gradient of a parameter, scaled like the final gradient; zeros if there was none."""
         own = self._sums.pop(id(demand.parameter), None)
         own = torch.zeros_like(demand.parameter) if own is None else own.detach()
         return own if outcome.scale is None else own * outcome.scale

@@ -26,8 +26,9 @@ def summed(case: GradientCase, change: Callable[[Tensor], Tensor]) -> Candidate:
 
 
 def together(case: GradientCase, join: Callable[[Tensor], Tensor | None]) -> Candidate:
-    """Return the candidate "`join` reduces the local gradients of all required ranks", which are stacked with one rank
-    per row.
+    """Return the candidate "`join` reduces the local gradients of all required ranks".
+
+    `join` gets these gradients stacked, one rank per row.
     """
 
     def candidate(part: LocalValue) -> Tensor | None:
@@ -217,10 +218,9 @@ def whole_numbers(case: GradientCase) -> Iterator[Claim]:
 
 @hypothesis("gradient")
 def of_some_something_else(case: GradientCase) -> Iterator[Claim]:
-    """Mistake: some ranks send a wrong gradient (of the previous step, or of another parameter) instead of or in
-    addition to theirs.
+    """Mistake: some ranks send the gradient of the previous step or of another parameter, instead of theirs or added.
 
-    Signature: the sum with these gradients. In small worlds, every subset of ranks is tried.
+    Signature: the sum with these gradients. In small groups, every subset of ranks is tried.
     """
     ranks = case.groups.joint(tuple(case.required), case.wrong[0].rank) if _is_summed_wrongly(case) else ()
     if not 1 < len(ranks) <= _FEW:
@@ -380,8 +380,7 @@ def own_factor(case: GradientCase) -> Iterator[Claim]:
 
 @hypothesis("gradient")
 def scaled_with_more_in_it(case: GradientCase) -> Iterator[Claim]:
-    """Mistake: a backward pass or a hook scales the local gradient, and the script adds something to the gradient
-    afterwards.
+    """Mistake: a backward pass or a hook scales the local gradient, and the script later adds a term to the gradient.
 
     Signature: the local gradients are a multiple of those of the reference, and the final gradient contains the
     difference.

@@ -52,7 +52,9 @@ def mixture(wholes: Sequence[Tensor], weights: Sequence[float]) -> Candidate:
 
 
 def similar(case: GradientCase) -> Iterator[GradientCase]:
-    """Yield the case and those of the largest other wrong gradients: a small parameter may not determine the weights.
+    """Yield the case and those of the largest other wrong gradients.
+
+    The gradient of a small parameter may not determine the weights.
     """
     yield case
     size = length(case.compared.truth) or 1.0

@@ -25,8 +25,7 @@ _WEIGHTS = "the elements of each rank that count in the norm, and their weights"
 
 @hypothesis("norm")
 def summed_over_some_ranks(case: NormCase) -> Iterator[Claim]:
-    """Mistake: the norm is all-reduced over too few modes (shards are missing) or too many (replicas count several
-    times).
+    """Mistake: the norm is summed over too few modes (shards are missing) or too many (replicas count several times).
 
     Signature: the norm of the tensors of each rank, summed over some set of modes.
     """
@@ -282,8 +281,7 @@ def another_type(case: NormCase) -> Iterator[Claim]:
 
 @hypothesis("norm")
 def of_something_else(case: NormCase) -> Iterator[Claim]:
-    """Mistake: the norm of wrong tensors: local gradients, last micro-batch, an earlier step, clipped gradients, or no
-    tensors.
+    """Mistake: the norm of wrong tensors (local gradients, last micro-batch, earlier step, clipped gradients) or of none.
 
     Signature: the norm of these tensors.
     """

@@ -114,8 +114,7 @@ def _one_of_each(case: Case) -> list[LocalValue]:
 @hypothesis("gradient")
 @hypothesis("tensor")
 def replicas_differ(case: Case) -> Iterator[Claim]:
-    """Mistake: replicas diverge because of different data, different random numbers, or a reduction that some ranks
-    skip.
+    """Mistake: replicas get different data or random numbers, or some of them skip a reduction.
 
     Signature: ranks that store the same elements differ; some are right, or no two agree.
     """

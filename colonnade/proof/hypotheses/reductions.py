@@ -315,8 +315,7 @@ def _name_sum(case: GradientCase, modes: Sequence[str], missing: Sequence[str], 
 
 @hypothesis("gradient")
 def with_another_parameter(case: GradientCase) -> Iterator[Claim]:
-    """Mistake: gradients are matched by their index and summed over ranks that store different parameters (pipeline
-    stages).
+    """Mistake: gradients are summed by their index over ranks that store different parameters, such as pipeline stages.
 
     Signature: the sum with the n-th gradient of the other ranks.
     """
