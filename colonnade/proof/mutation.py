@@ -62,8 +62,7 @@ def divisor_of(demand: Demand) -> int:
 
 
 def spans(engine: Engine, chosen: Tensor | None = None) -> Iterator[tuple[Tensor, int, int, Tensor]]:
-    """Yield (parameter, start, stop, final gradient of this range) for all gradients on this rank, to change them in place.
-    """
+    """Yield (parameter, start, stop, final gradient of this range) for all gradients on this rank, to change them in place."""
     sharded = set()
     for parameter, start, stop, gradient in engine.engine_optimizer.gradient_slices():
         sharded.add(id(parameter))

@@ -204,6 +204,7 @@ class ScriptRecorder:
 
     def load_config(self, own: Callable[..., None]) -> Callable[..., None]:
         """Wrap `ParallelContext.load_config`: compare the config with that of the ranks, and change it for this role."""
+
         def load_config(context: ParallelContext, config: Any) -> None:
             own(context, config)
             self._config = {key: shown(value) for key, value in context.config.items()}
@@ -229,6 +230,7 @@ class ScriptRecorder:
 
     def initialize(self, own: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `initialize`: change the model for this role, and record the engine."""
+
         @wraps(own)
         def initialize(model: Any, *args: Any, **kwargs: Any) -> Any:
             built = own(self._prepared(model), *args, **kwargs)

@@ -280,8 +280,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One layout that `search` examined: its sizes, its estimated cost, and the reason for its rejection ("": it fits).
-    """
+    """One layout that `search` examined: its sizes, its estimated cost, and the reason for its rejection ("": it fits)."""
 
     layout: dict[str, Any]
     reason: str

@@ -1,5 +1,4 @@
-"""Time and memory of one step: the cost of each pass in schedule order, overlapping collectives, and the peak memory.
-"""
+"""Time and memory of one step: the cost of each pass in schedule order, overlapping collectives, and the peak memory."""
 
 from __future__ import annotations
 
