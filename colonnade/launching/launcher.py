@@ -66,9 +66,7 @@ _SECONDS = 60
 
 
 class AgentRendezvous(RendezvousHandler):
-    """The rendezvous of torch, in which the machines also agree on a store for this start and on the number of earlier
-    starts.
-    """
+    """The rendezvous of torch, extended: the machines also agree on a store for this start and on the number of restarts."""
 
     def __init__(self, inner: Any, one_host: bool) -> None:
         self._inner, self._one_host = inner, one_host

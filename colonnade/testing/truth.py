@@ -1,8 +1,8 @@
 """Comparison with a single process: full tensors are rebuilt from shards and compared with those of the plain model.
 
-    gradients = gather_gradients(engine.model, context)           # on every rank: name -> full tensor
-    truth = plain_gradients(plain_model, loss_of_the_global_batch)
-    compare(truth, gradients, rtol=1e-12)                         # one row per parameter; raises if they differ
+gradients = gather_gradients(engine.model, context)           # on every rank: name -> full tensor
+truth = plain_gradients(plain_model, loss_of_the_global_batch)
+compare(truth, gradients, rtol=1e-12)                         # one row per parameter; raises if they differ
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ def gather_gradients(model: nn.Module, context: ParallelContext) -> Tensors:
 
 
 def plain_gradients(model: nn.Module, loss: Tensor) -> Tensors:
-    """Run backward and return the gradients of a plain model in this process; zeros for parameters that do not affect the
-    loss.
+    """Run backward and return the gradients of a plain model in this process.
+
+    The gradients are zeros for parameters that do not affect the loss.
     """
     model.zero_grad(set_to_none=True)
     loss.backward()

@@ -112,8 +112,7 @@ def moves_together(lengths: Lengths, context: ParallelContext) -> bool:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """The batch sizes of an epoch: `whole` batches of `size` samples, and one batch of `last` samples unless `last` is 0.
-    """
+    """The batch sizes of an epoch: `whole` batches of `size` samples, and one batch of `last` samples unless `last` is 0."""
 
     samples: int
     size: int

@@ -94,9 +94,7 @@ _TOKENS = (torch.int16, torch.int32, torch.int64)
 
 
 def count_tokens(batch: Any) -> int:
-    """Return the number of elements of the first two-dimensional integer tensor, (rows, length), in a nested value; 0
-    without one.
-    """
+    """Return the number of elements of the first integer tensor of shape (rows, length) in a nested value; 0 without one."""
     tensors = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
     return next((each.numel() for each in tensors if each.dim() == 2 and each.dtype in _TOKENS), 0)
 
@@ -216,8 +214,7 @@ class RecordBook:
         self._clock.restart()
 
     def add_pass(self, total: Tensor | None, weight: Tensor | float, samples: int, tokens: int = 0) -> None:
-        """Add a batch: its summed loss (None if this rank has no loss), its weight, and its numbers of samples and tokens.
-        """
+        """Add a batch: its summed loss (None if this rank has no loss), its weight, and its numbers of samples and tokens."""
         self._samples += samples
         self._tokens += tokens
         if total is not None:

@@ -47,8 +47,9 @@ class BaseHook:
         """Called when `fit` starts."""
 
     def after_train(self, trainer: Trainer) -> None:
-        """Called when `fit` ends, also after an error on all ranks (`trainer.failed`); not after an error on this rank
-        only.
+        """Called when `fit` ends, also after an error on all ranks (`trainer.failed`).
+
+        Not called after an error on this rank only.
         """
 
     def before_train_epoch(self, trainer: Trainer) -> None:
@@ -148,8 +149,9 @@ class HookList:
         }
 
     def call(self, point: str, *args: Any) -> None:
-        """Call the method `point` of every hook that overrides it; errors stay pending until all ranks can raise them
-        together.
+        """Call the method `point` of every hook that overrides it.
+
+        Errors stay pending until all ranks can raise them together.
         """
         for hook, method in tuple(self._calls[point]):
             try:

@@ -70,8 +70,7 @@ class _Measures(BaseHook, ABC):
 
 @HOOKS.register_module
 class LossHook(_Measures):
-    """Computes the mean loss of an epoch, weighted by the rows of each batch, or by the count of a (sum, count) criterion.
-    """
+    """Computes the mean loss of an epoch, weighted by the rows of each batch, or by the count of a (sum, count) criterion."""
 
     needs_loss = True
 

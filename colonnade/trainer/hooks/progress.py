@@ -1,5 +1,4 @@
-"""Hooks for rank 0: a progress bar on a terminal, or about ten plain lines per epoch elsewhere; and hooks that stop a run.
-"""
+"""Hooks for rank 0: a progress bar on a terminal, or about ten plain lines per epoch elsewhere; and hooks that stop a run."""
 
 from __future__ import annotations
 
