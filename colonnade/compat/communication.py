@@ -228,7 +228,7 @@ def reduce_scatter(
 
 
 def ring_forward(tensor_send_next: Tensor, parallel_mode: ParallelMode) -> Tensor:
-    """Send to the next rank of the mode and return the tensor of the previous one."""
+    """Send a tensor to the next rank of the mode, and return the tensor of the previous rank."""
     return collectives.ring(tensor_send_next, parallel_mode)
 
 

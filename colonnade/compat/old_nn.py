@@ -77,7 +77,7 @@ def _refuse(skip_bias_add: bool, initializers: dict[str, Any]) -> None:
 
 
 class CheckpointModule(nn.Module):
-    """A module with activation checkpointing of its `_forward`, which subclasses define."""
+    """A module with activation checkpointing. Subclasses define `_forward`, which backward recomputes."""
 
     def __init__(self, checkpoint: bool = True, offload: bool = False) -> None:
         super().__init__()

@@ -90,7 +90,7 @@ def check_entries(entries: Mapping[str, PlanEntry], model: nn.Module, context: P
 
 
 def with_ties(entries: dict[str, PlanEntry], model: nn.Module) -> dict[str, PlanEntry]:
-    """Add an entry for each layer that shares its weight with a sharded layer and that no pattern matches.
+    """Add an entry for each layer that no pattern matches and that shares its weight with a sharded layer.
 
     An embedding tied to an output layer is sharded like it: by vocabulary (`embedding_rowwise`) if the output layer is
     `colwise`, by features if it is `rowwise`. The weight stays one parameter; a tie that cannot be kept raises.

@@ -100,7 +100,7 @@ def shard_parameter(
 
 
 def replicate(target: Target, name: str, partial_gradient: bool) -> None:
-    """Place a parameter as replicated over the tensor group; a partial gradient needs an all-reduce."""
+    """Place a parameter as replicated over the tensor group. With `partial_gradient`, its gradient needs an all-reduce."""
     spec: Spec = Replicate(owes="sum") if partial_gradient else Replicate()
     parameter: Any = getattr(target.module, name)
     before = placement_of(parameter)
@@ -191,7 +191,10 @@ def colwise_gather_output(target: Target) -> None:
 
 @style("packed_colwise", options=_PACKED)
 def packed_colwise(target: Target) -> None:
-    """`colwise` for weights packed along the output features, each sharded: 2 equal ones, or those of `sections`."""
+    """`colwise` for several weights packed along the output features: two of equal size, or with the lengths `sections`.
+
+    Each of the weights is sharded.
+    """
     if target.parameter is not None:
         _shard_features(target, -2, packed=2)
     else:
@@ -220,7 +223,10 @@ def rowwise_split_input(target: Target) -> None:
 
 @style("packed_rowwise", options=_PACKED)
 def packed_rowwise(target: Target) -> None:
-    """`rowwise` for weights packed along the input features, each sharded: 2 equal ones, or those of `sections`."""
+    """`rowwise` for several weights packed along the input features: two of equal size, or with the lengths `sections`.
+
+    Each of the weights is sharded.
+    """
     if target.parameter is not None:
         _shard_features(target, -1, packed=2)
     else:
@@ -289,7 +295,7 @@ def _shard_features(target: Target, dim: int, packed: int = 1) -> None:
 
 @style("embedding_rowwise", options=("sequence",))
 def embedding_rowwise(target: Target) -> None:
-    """Shard the vocabulary; words of other ranks give zero vectors, and the vectors are all-reduced."""
+    """Shard the vocabulary of an embedding. Tokens of other ranks give zero vectors, and the vectors are all-reduced."""
     module, here = _embedding(target), target.arrangement
     rows = module.weight.shape[0]
     sizes = collectives.split_sizes(rows, _TENSOR, context=target.context)
@@ -313,7 +319,7 @@ def embedding_rowwise(target: Target) -> None:
 
 @style("embedding_colwise", options=("sequence",))
 def embedding_colwise(target: Target) -> None:
-    """Shard the features of every vector; the output is all-gathered."""
+    """Shard the features of every vector of an embedding; the output is all-gathered."""
     _shard_vectors(target, gather_output=True)
 
 
@@ -376,7 +382,7 @@ def sequence_parallel(target: Target) -> None:
 
 @style("gather_sequence", options=("inputs",))
 def gather_sequence(target: Target) -> None:
-    """All-gather the `inputs` of a module (positions and names of arguments) along the sequence.
+    """All-gather arguments of a module along the sequence; `inputs` has their positions and names.
 
     The module must compute the same on every rank, which holds if the layers inside are `colwise`.
     """

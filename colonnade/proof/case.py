@@ -1,9 +1,9 @@
-"""Cases: a value that differs, with everything known about it. A hypothesis is a function of a case.
+"""Cases: a value that differs from the reference, with all known facts about it. A hypothesis is a function of a case.
 
-- `Factor` and `near`: a number read as a product of group sizes ("4 is the size of DATA squared").
+- `Factor` and `near`: a number as a product of group sizes ("4 is the size of DATA squared").
 - `Groups`: the process groups of the modes, each set of groups under one name.
-- `Case`: a tensor. `GradientCase`: a gradient, with the local gradients ("raw": of one rank and pass, before any
-  reduction) and the required reductions ("owed").
+- `Case`: a tensor. `GradientCase`: a gradient, with the local gradients (`raw`: of one rank and pass, before any
+  reduction) and the required reductions.
 - `NormCase` and `ClipCase`: the gradient norm, and the clipped gradients.
 """
 

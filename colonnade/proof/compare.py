@@ -350,7 +350,9 @@ class _SideBySide:
         self._blocks = sketched_blocks(records, names)
 
     def positions(self, record: Record, name: str, key: str, own: Tensor | None) -> Tensor | None:
-        """The positions of the elements of a rank in the reference, of which there may be a sketch for each shard."""
+        """Return the positions of a rank's elements in the reference; of a sketched tensor, the reference is a sketch of
+        each shard.
+        """
         if key not in record.run.sketched:
             return own
         blocks = self._blocks[name]
@@ -361,7 +363,7 @@ class _SideBySide:
         return [name for name in known if any(name in local for local in self.local)]
 
     def local_values(self, name: str, read: Any) -> list[LocalValue]:
-        """The elements of a weight or buffer on each rank."""
+        """Return the elements of a weight or buffer on each rank."""
         found = []
         for record, local in zip(self.records, self.local, strict=True):
             key = local.get(name)
@@ -673,7 +675,9 @@ class _SideBySide:
         return None
 
     def sliced_differently(self, truth: Mapping[str, Tensor]) -> list[str]:
-        """The axes along which ranks sliced different batches: activations are shorter by the size of the axis twice."""
+        """Return the axes along which ranks sliced different batches: activations are shorter by the size of the axis
+        twice.
+        """
         found = []
         for axis in self.axes:
             lengths = [

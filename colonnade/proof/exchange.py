@@ -1,7 +1,8 @@
 """Communication of a comparison: records are sent to rank 0, and its result or its error to all ranks.
 
-Values are sent as JSON and the bytes of tensors, never as pickles, so that reading them runs no code: an object is a dataclass
-or a named tuple whose class the receiver has loaded already, and its fields are set without calling its constructor.
+Values are sent as JSON and the bytes of tensors, never as pickles, so that reading them runs no code. An object is a
+dataclass or a named tuple whose class the receiver has loaded already, and its fields are set without calling its
+constructor.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""The processes of `colonnade verify`: forked from one warm process where that is safe, else started one by one.
+"""The processes of `colonnade verify`: forked from a warm process if that is safe, otherwise started one by one.
 
-torch and this package take about two CPU seconds to import, a small script takes less than that to run. `Processes` therefore
-starts one process that imports them, and what the script imports of the packages in `_SAFE`; it forks a process for each
-request (`serve`). A forked process runs the script like a started one: through `colonnade.launching.bootstrap`, as `__main__`,
-in a session of its own, with its own arguments, environment and log.
+torch and this package take about two CPU seconds to import, and a small script runs for less than that. `Processes`
+therefore starts a warm process that imports them, and those imports of the script that are packages in `_SAFE`. The
+warm process forks a process for each request (`serve`). A forked process runs the script like a started one: through
+`colonnade.launching.bootstrap`, as `__main__`, in a separate session, with its own arguments, environment and log.
 
-Forks are safe before CUDA is initialised and before threads exist: the warm process checks both and says so. Without it, on
-systems other than Linux, and for scripts that compile a model (`restart_without_forks`), every process is a new Python.
+Forks are safe before CUDA is initialised and before threads exist: the warm process checks both and reports the result.
+Every process is a new Python if forks are not safe, on systems other than Linux, and for scripts that compile a model
+(`restart_without_forks`).
 
 This file imports no torch, so that the warm process starts before its parent imports torch.
 """

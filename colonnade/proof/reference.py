@@ -584,7 +584,9 @@ def same_optimizer(like: Any, groups: Groups, model: nn.Module) -> Any:
 
 @contextmanager
 def world_of_one(context: ParallelContext) -> Iterator[None]:
-    """Turn the context (and the global one) into a world of one rank with the same config, so that layers are unsharded."""
+    """Turn the context (and the global one) into a world of one rank with the same config in the block, so that layers are
+    unsharded.
+    """
     contexts = {id(some): some for some in (context, global_context)}.values()
     saved = [(some, dict(vars(some))) for some in contexts]
     try:

@@ -1,4 +1,4 @@
-"""The data of a run: the number of batches of each rank, and the batches of an epoch from any position."""
+"""The data of a run: the number of batches on each rank, and an iterator over an epoch that can start at any position."""
 
 from __future__ import annotations
 
@@ -32,10 +32,12 @@ class Lengths:
 
     @property
     def known(self) -> bool:
+        """Whether all loaders have a length."""
         return None not in self.of_rank
 
     @property
     def equal(self) -> bool:
+        """Whether all ranks have the same number of batches."""
         return len(set(self.of_rank)) == 1
 
     @property

@@ -267,9 +267,10 @@ def gather_output(
 
 
 def unsplit_sequence(x: Tensor, *, arrangement: Arrangement | None = None) -> Tensor:
-    """All-gather an activation of the outer spread along the sequence; returns it unchanged without `sequence_split`.
+    """All-gather an activation of the outer spread along the sequence; without `sequence_split`, return it unchanged.
 
-    The following layers (pooling, a head) must compute the same on all ranks: build them with `arrange(sequence_split=False)`.
+    The following layers (pooling, a head) must compute the same on all ranks: build them with
+    `arrange(sequence_split=False)`.
     """
     here = arrangement or arrange()
     check_input("unsplit_sequence", here, x, "outer")

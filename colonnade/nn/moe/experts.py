@@ -28,11 +28,11 @@ _ONES = 8
 
 
 def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Multiply the rows of each group by the group's own matrix. ends[i] (int32) is the index after the last row of group
-    i.
+    """Multiply the rows of each group by the group's own matrix.
 
-    The result is undefined after the last group. Uses torch's grouped_mm or, if that does not support the dtype or the
-    sizes, a loop over the groups, which synchronizes with the device for the ends.
+    ends[i] (int32) is the index after the last row of group i. The result is undefined after the last group. Uses
+    torch's grouped_mm or, if that does not support the dtype or the sizes, a loop over the groups, which synchronizes
+    with the device for the ends.
     """
     if why_not(x, weight, compiled=torch.compiler.is_compiling()) is None:
         return F.grouped_mm(x, weight, offs=ends)

@@ -168,8 +168,7 @@ def auxiliary_loss(of: nn.Module, *, context: ParallelContext | None = None) -> 
 
 
 def auxiliary_loss(of: nn.Module | Tensor, *, context: ParallelContext | None = None) -> Tensor | float:
-    """Return the sum of the auxiliary losses of all MoE layers in their last forward passes, and remove these from the
-    layers.
+    """Return the sum of the auxiliary losses of all MoE layers in their last forward passes, and clear these losses.
 
     `of` is a model, or the loss that its layers passed on from no_losses(). Losses over the global batch need one
     all-reduce for all layers, and one in backward.

@@ -197,7 +197,7 @@ class TopKRouter(nn.Module):
 
 
 class SwitchRouter(TopKRouter):
-    """Sends each token to one expert and multiplies its output by the probability; options as for TopKRouter."""
+    """Sends each token to one expert, whose output is multiplied by the router's probability. Options as for TopKRouter."""
 
     def __init__(self, hidden: int, experts: int, **options: Any) -> None:
         super().__init__(hidden, experts, 1, normalize=False, **options)

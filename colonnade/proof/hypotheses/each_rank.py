@@ -45,7 +45,7 @@ def _is_summed_wrongly(case: GradientCase) -> bool:
 
 @hypothesis("gradient")
 def another_operation(case: GradientCase) -> Iterator[Claim]:
-    """Mistake: a reduction with another operation than a sum, or of signs.
+    """Mistake: gradients are reduced by another operation than a sum, or only their signs are summed.
 
     Signature: the element-wise maximum, minimum or product of the local gradients, or the sum of their signs.
     """
@@ -125,7 +125,8 @@ _ORDER = "the order of clipping and gradient handlers"
 def clipped_first(case: GradientCase) -> Iterator[Claim]:
     """Mistake: each rank clips its local gradient by its own norm before the reduction.
 
-    Signature: the sum with the clip coefficients of the local norms: of all passes, of each pass, or of the sum so far.
+    Signature: the sum with the clip coefficients of local norms. The norm is that of all passes, of each pass, or of
+    the sum so far.
     """
     if case.evidence.max_norm is None or not _is_summed_wrongly(case):
         return

@@ -63,9 +63,9 @@ def summed_over_some_ranks(case: NormCase) -> Iterator[Claim]:
 
 @hypothesis("norm")
 def replicas_of_a_mode(case: NormCase) -> Iterator[Claim]:
-    """Mistake: elements that are replicated over a mode count once for each of its ranks.
+    """Mistake: elements that are replicated over a mode count once for each rank of the mode.
 
-    Signature: the true norm with these parameters' powers times the size of the mode.
+    Signature: the true norm, with the powers |x|^p of these parameters multiplied by the size of the mode.
     """
     if case.p == inf:
         return
@@ -84,7 +84,7 @@ def replicas_of_a_mode(case: NormCase) -> Iterator[Claim]:
 def some_parameters(case: NormCase) -> Iterator[Claim]:
     """Mistake: one kind of parameter (by placement, by name) is left out, or counts several times or in part.
 
-    Signature: the true norm with the powers of that kind removed or multiplied.
+    Signature: the true norm, with the powers |x|^p of that kind removed or multiplied.
     """
     if case.p == inf:
         return

@@ -393,7 +393,8 @@ def parts_that_add_up(case: GradientCase) -> Iterator[Claim]:
 def lost_on_the_way_down(case: GradientCase) -> Iterator[Claim]:
     """Mistake: a backward pass between the loss and this parameter is wrong.
 
-    Signature: by elimination. Forward pass and loss are right, all required reductions are made, and the gradient is wrong.
+    Signature: none; found by elimination. Forward pass and loss are right, all required reductions are made, and the
+    gradient is wrong.
     """
     if case.backward_is_right is not False or not case.reduction_is_right or not case.forward_is_right:
         return

@@ -100,7 +100,7 @@ class LogMetricByEpochHook(LogByEpochHook, Sink):
 
 @HOOKS.register_module
 class LogMetricByStepHook(Sink):
-    """Stores the numbers of the last step in `trainer.states["step_metrics"]`, and logs every `interval`-th step."""
+    """Stores the numbers of the last step in `trainer.states["step_metrics"]`, and logs those of every `interval`-th step."""
 
     def __init__(self, interval: int | None = None, logger: Any = None, priority: int = 10) -> None:
         super().__init__(priority)
