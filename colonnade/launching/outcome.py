@@ -315,6 +315,10 @@ def description(error: BaseException, starters: Collection[str], fold_library: b
         starters: files that started the rank; their leading frames are left out of the traceback.
         fold_library: leave out the trailing frames of this package if the error is a ColonnadeError.
     """
+    # Before the traceback is made: it copies the notes of the error.
+    waits = sys.modules.get("colonnade.comm.waits")  # only in a process that has joined a world
+    if waits is not None:
+        waits.explain_end(error)
     kind = type(error)
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in starters:
@@ -327,9 +331,6 @@ def description(error: BaseException, starters: Collection[str], fold_library: b
         while frames and frames[-1].filename.startswith(_PACKAGE):
             frames.pop()
         shown.stack = traceback.StackSummary.from_list(frames or shown.stack)
-    waits = sys.modules.get("colonnade.comm.waits")  # only in a process that has joined a world
-    if waits is not None:
-        waits.explain_end(error)
     consequence, ranks = consequence_of(error)
     return {
         "kind": "exception",

@@ -18,6 +18,6 @@ def test_verify_prints_what_the_readme_quotes() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 1, done.stderr
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    quoted = re.search(r"^NOT equal.*?(?=^```)", readme, re.DOTALL | re.MULTILINE)
+    quoted = re.search(r"^does NOT match a single-process run.*?(?=^```)", readme, re.DOTALL | re.MULTILINE)
     assert quoted is not None
     assert " ".join(quoted[0].split()) in " ".join(done.stdout.split())

@@ -91,10 +91,9 @@ def test_it_names_its_picture_and_every_clipped_step_is_marked_there(finished):
     clipped = int(re.search(r"(\d+) of 120 steps were clipped to 1.0", output)[1])
     picture = ElementTree.parse(path).getroot()
     svg = "{http://www.w3.org/2000/svg}"
-    series = [part for part in picture.iter(f"{svg}g") if "serie-" in part.get("class", "")]
-    marks = [part for part in series if "serie-2 " in part.get("class")]
-    assert sum(1 for part in marks for _ in part.iter(f"{svg}circle")) == clipped >= 7
-    (line,) = (path for path in series[0].iter(f"{svg}path"))
+    norms, _, marks, _ = (part for part in picture.iter(f"{svg}g") if part.get("class") == "series")
+    assert sum(1 for _ in marks.iter(f"{svg}circle")) == clipped >= 7
+    (line,) = norms.iter(f"{svg}path")
     points = [tuple(map(float, point)) for point in re.findall(r"([\d.]+) ([\d.]+)", line.get("d"))]
     assert len(points) == 120
     width, height = float(picture.get("width")), float(picture.get("height"))

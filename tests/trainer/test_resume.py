@@ -123,7 +123,7 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
 
 def untimed(line: dict[str, Any]) -> dict[str, Any]:
     """What two runs have in common, to the bit."""
-    return {name: value for name, value in line.items() if not name.startswith(("seconds", "time/", "memory"))}
+    return {name: value for name, value in line.items() if not name.startswith(("seconds", "time/", "busy/", "memory"))}
 
 
 CASES: dict[str, tuple[int, dict[str, Any], str, int, int]] = {

@@ -188,6 +188,7 @@ def line_chart(series: Sequence[Series], *, x: str = "step", y: str, logarithmic
         marks = one.kind in ("dots", "curve") or len(points) == 1
         if one.kind == "level" and points:
             points = [(first, points[0][1]), (last, points[0][1])]
+        parts.append('<g class="series">')
         if one.kind != "dots" and points:
             line = "L".join(f"{across(step):.1f} {up(value):.1f}" for step, value in points)
             dashes = ' stroke-dasharray="6 4"' if one.kind == "level" else ""
@@ -197,6 +198,7 @@ def line_chart(series: Sequence[Series], *, x: str = "step", y: str, logarithmic
             parts.append(
                 f'<circle cx="{across(step):.1f}" cy="{up(value):.1f}" r="2.6" fill="{color}"><title>{told}</title></circle>'
             )
+        parts.append("</g>")
         parts.append(f'<rect x="{at:.0f}" y="{_HEIGHT - 18}" width="10" height="10" fill="{color}"/>')
         parts.append(_text(at + 14, _HEIGHT - 9, one.name))
         at += 34 + 6.6 * len(one.name)

@@ -43,7 +43,7 @@ def test_the_command_ends_with_2_and_names_the_module() -> None:
         command, capture_output=True, text=True, env={**os.environ, "TORCH_DISTRIBUTED_DEBUG": "OFF"}, check=False
     )
     assert done.returncode == 2, done.stderr
-    assert done.stdout.startswith("cannot tell whether the run is equal to one process")
+    assert done.stdout.startswith("cannot tell whether the run matches a single-process run")
     assert "module 2: ranks with distinct data draw different numbers" in done.stdout
 
 
