@@ -42,7 +42,7 @@ class SplitSequence:
     groups: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
     """(rows of the batch, cumulative lengths of their documents); empty if every row is one document."""
     padded: bool = False
-    """Whether the groups only separate tokens from padding behind them, which a causal mask hides anyway."""
+    """Whether the groups only separate tokens from padding after them, which a causal mask hides anyway."""
 
     def take_local(self, x: Tensor) -> Tensor:
         """Select this rank's tokens from a tensor with all tokens, (batch, length, ...)."""
@@ -74,7 +74,7 @@ class _Splitting:
     balanced: bool
     context: ParallelContext
     argument_names: tuple[str, ...]
-    """Those of the model's original forward pass."""
+    """The argument names of the model's original forward pass."""
     labels: Literal["next", "each"] | None
 
     def __deepcopy__(self, memo: Any) -> _Splitting:

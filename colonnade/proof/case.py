@@ -162,7 +162,7 @@ class Groups:
         self._placed = [mode for mode in listed if re.search(rf"\b{mode}\b", placements, re.IGNORECASE)]
 
     def spelled(self, factor: Factor) -> str:
-        """Format a product of sizes, with the names of all modes in placements that have the same groups."""
+        """Format a product of sizes; a mode is followed by the other modes of placements that have the same groups."""
         text = str(factor)
         for mode, _ in factor.powers:
             others = [other for other in self._placed if other != mode and self._name.get(other) == mode]
@@ -281,7 +281,7 @@ class GradientCase(Case):
     healthy: frozenset[str] = frozenset()
     """The parameters whose gradients in this step are right."""
     raw_scale: float = 1.0
-    """A factor that local gradients still lack, read off the healthy parameters."""
+    """The factor from reduced local gradients to the final gradients, inferred from the healthy parameters."""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -521,7 +521,7 @@ def places_in(part: LocalValue, holder: LocalValue) -> Tensor | None:
 
 
 _SAME_DIRECTION = 0.03
-"""More than the rounding of bf16."""
+"""The largest relative distance of two gradients in the same direction: more than the rounding of bf16."""
 
 
 def raw_scale(evidence: Evidence, groups: Groups, step: StepEvidence, wrong: Collection[str]) -> float:
@@ -647,7 +647,7 @@ class NormCase:
 
 
 Coefficient = Callable[[str, int], float]
-"""By parameter and rank."""
+"""The clip coefficient that a hypothesis expects: a function of (parameter, rank)."""
 
 
 @dataclass(frozen=True)

@@ -47,9 +47,9 @@ class Claim:
     residual: float = 0.0
     """The distance between the numbers and those that this mistake gives, in units of the tolerance."""
     rank: int = 0
-    """The lower one wins among claims that explain as many parameters: the simpler, more usual mistake. 0: table order."""
+    """Of claims that explain as many parameters, the lowest rank wins: the simpler, more usual mistake. 0: table order."""
     doubt: int = 0
-    """Evidence against it, such as healthy parameters that would share the mistake. Counts after `rank`."""
+    """Evidence against the claim, such as healthy parameters that would share the mistake. Compared after `rank`."""
 
     is_local: bool = False
     """The mistake is no part of a reduction, so the sentence quotes no ledger row."""
@@ -63,7 +63,10 @@ class Claim:
 # --- The table ---
 
 HYPOTHESES: dict[str, list[Callable[[Any], Iterable[Claim]]]] = {}
-"""By kind, in the order of registration. Of two that explain the same numbers equally well, the earlier one wins."""
+"""The hypotheses by kind, in the order of registration.
+
+If two explain the same numbers equally well, the earlier one wins.
+"""
 
 _OnGradient = TypeVar("_OnGradient", bound=Callable[[GradientCase], Iterable[Claim]])
 _OnTensor = TypeVar("_OnTensor", bound=Callable[[Case], Iterable[Claim]])

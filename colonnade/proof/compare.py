@@ -62,16 +62,16 @@ class GradientEvidence:
     """The gradient of one parameter in one step, in the reference and on the ranks, before and after the handlers."""
 
     total: Compared
-    """After the handlers, before clipping."""
+    """The gradient after the handlers and before clipping."""
     raw: Sequence[Sequence[LocalValue]] = ()
     """For each pass (micro-batch) of the step: the local gradients of the ranks, before any reduction."""
     truth_of_passes: Sequence[Tensor] = ()
-    """For each pass: the reference gradient of that pass, weighted as in the total, so that these add up to it."""
+    """For each pass: the reference gradient, weighted such that the gradients of all passes add up to the total."""
     truth_of_data_ranks: Sequence[Tensor] = ()
     """For each data rank: the reference gradient of the mean over that rank's batch."""
     clipped: Compared | None = None
     held: bool = False
-    """A wrapper accumulates it without reducing it."""
+    """Whether a wrapper accumulates the gradient without reducing it."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Unplaced:
     """Values that cannot be compared, because it is unknown which elements of the reference tensor they are."""
 
     shape: tuple[int, ...]
-    """Of the first rank."""
+    """The shape on the first rank."""
     of_truth: tuple[int, ...]
 
     def __str__(self) -> str:
@@ -93,13 +93,13 @@ class ForwardEvidence:
     events: Sequence[Event] = ()
     """("in" or "out", module), in the order of the reference's forward pass."""
     inputs: Mapping[str, Sequence[Compared | Unplaced]] = field(default_factory=dict)
-    """By module: each of its inputs."""
+    """For each module: its inputs."""
     unplaced: Mapping[str, Unplaced] = field(default_factory=dict)
-    """By module: outputs that cannot be compared."""
+    """For each module: the outputs that cannot be compared."""
     tokens: Mapping[str, tuple[int, Mapping[int, tuple[int, ...]]]] = field(default_factory=dict)
-    """By module with an output that is sharded along one dimension: its size there, and by rank the indices along it."""
+    """For each module whose output is sharded along one dimension: the size of this dimension, and each rank's indices."""
     rows: tuple[str, int, tuple[int, ...]] | None = None
-    """The first module, its rows in the reference, and its rows on each data rank, of all calls; None: unknown."""
+    """(the first module, its rows in the reference, its rows on each data rank), over all of its calls; None: unknown."""
 
 
 @dataclass(frozen=True)
@@ -115,29 +115,29 @@ class StepEvidence:
     weights: Mapping[str, Compared]
     buffers: Mapping[str, Compared] = field(default_factory=dict)
     activations: Mapping[str, Compared] = field(default_factory=dict)
-    """By module, in the order of the reference's forward pass."""
+    """The outputs of modules, in the order of the reference's forward pass."""
     recomputed: Mapping[str, Compared] = field(default_factory=dict)
     """The outputs of modules that were recomputed in the backward pass; they must equal the first outputs."""
     norm: float | None = None
     found_norm: Sequence[float | None] = ()
     norms: Mapping[str, float] = field(default_factory=dict)
-    """By group, layer or parameter, as `engine.grad_norms()` names them."""
+    """The norms of norm groups, with the names of `engine.grad_norms()`."""
     found_norms: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
     loss_spread: float = 0.0
     forward: ForwardEvidence = ForwardEvidence()
     changed: Mapping[str, Compared] = field(default_factory=dict)
-    """At the start of the step: weights and buffers that changed since the previous step, on a rank or in the reference."""
+    """Weights and buffers at the start of the step, if they changed since the previous step on a rank or in the reference."""
     changed_on: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """By weight, buffer or tensor of the optimizer's state: the ranks that changed it between the steps."""
+    """For each weight, buffer or tensor of the optimizer's state: the ranks that changed it between the steps."""
     changed_in_reference: frozenset[str] = frozenset()
     in_eval: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """By module that trains on some ranks only: the ranks on which it is in evaluation mode."""
+    """For each module that is in training mode on some ranks only: the ranks on which it is in evaluation mode."""
     options: Mapping[str, Mapping[float, tuple[int, ...]]] = field(default_factory=dict)
-    """By option of the optimizer (with its parameter group) that differs between ranks: the ranks, by value."""
+    """For each option of the optimizer (with its parameter group) that differs between ranks: the ranks, by value."""
     evaluations: Sequence[int] = ()
-    """By rank: the number of passes of the model without gradients since the previous step."""
+    """For each rank: the number of forward passes without gradients since the previous step."""
     root_losses: bool = False
-    """The losses are the values that backward passes start at. Nobody reports them."""
+    """Whether the losses are the values on which `backward` was called, because the script reports none."""
 
 
 @dataclass(frozen=True)
@@ -174,15 +174,15 @@ class Evidence:
     notes: Sequence[str] = ()
     """Changes that were made for the comparison, such as dropout set to 0."""
     sliced_differently: Sequence[str] = ()
-    """The modes whose ranks sliced different batches, where all should slice the same one."""
+    """The modes whose ranks sliced different batches, although all should slice the same batch."""
     differing_draws: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """By module with random operators: the ranks whose numbers differ although they have the same activation."""
+    """For each module with random operators: the ranks whose numbers differ although they have the same activation."""
     redrawn: Mapping[str, str] = field(default_factory=dict)
-    """By module whose random numbers the single process could not repeat: the reason."""
+    """For each module whose random numbers the single process could not repeat: the reason."""
     host: Mapping[str, str] = field(default_factory=dict)
-    """By module that draws other numbers from Python's or NumPy's generator than the ranks: the reason."""
+    """For each module that draws different numbers from Python's or NumPy's generator than the ranks: the reason."""
     same_host: bool = True
-    """Whether all ranks drew the same numbers from these generators."""
+    """Whether all ranks drew the same numbers from Python's and NumPy's generators."""
 
 
 # --- Assembling it ---
@@ -350,8 +350,9 @@ class _SideBySide:
         self._blocks = sketched_blocks(records, names)
 
     def positions(self, record: Record, name: str, key: str, own: Tensor | None) -> Tensor | None:
-        """Return the positions of a rank's elements in the reference; of a sketched tensor, the reference is a sketch of
-        each shard.
+        """Return the positions of a rank's elements in the reference.
+
+        Of a sketched tensor, the reference may be a sketch of each shard.
         """
         if key not in record.run.sketched:
             return own
@@ -675,8 +676,9 @@ class _SideBySide:
         return None
 
     def sliced_differently(self, truth: Mapping[str, Tensor]) -> list[str]:
-        """Return the axes along which ranks sliced different batches: activations are shorter by the size of the axis
-        twice.
+        """Return the axes along which ranks sliced different batches.
+
+        Activations are then shorter by the size of the axis twice.
         """
         found = []
         for axis in self.axes:
@@ -1199,7 +1201,7 @@ class Row:
     error: float
     tolerance: float
     ranks: tuple[int, ...] = ()
-    """The ranks on which it differs from the reference."""
+    """The ranks on which the value differs from the reference."""
     detail: str = ""
 
     @property

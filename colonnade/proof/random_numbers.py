@@ -182,7 +182,7 @@ def _numbers(ranks: Sequence[int], groups: Groups) -> dict[str, dict[int, int]]:
 # --- Seeing, recording and repeating random operators ---
 
 DRAWN_BYTES = 256 << 20
-"""The numbers of a rank are kept up to this total size."""
+"""The largest total size of the random numbers that are kept on a rank."""
 LOOP = "the loop, outside of the model"
 """The name under which draws outside of all modules are recorded."""
 _BACKWARD = " (backward)"
@@ -200,10 +200,13 @@ class Draw:
     numbers: Tensor | None
     unknown: str = ""
     bound: int | None = None
-    """The numbers are indices below this one, such as those of a permutation."""
+    """If the numbers are indices (of a permutation, for example): the exclusive upper bound."""
     is_dropout: bool = False
     input: Tensor | None = None
-    """The tensor that the numbers are for, of the first call of the operator in a module, from which the places of the ranks are found."""
+    """The tensor that the numbers are for, only of an operator's first call in a module.
+
+    Places of the ranks are inferred from it.
+    """
 
 
 Draws = dict[str, list[Draw]]
@@ -524,11 +527,11 @@ class Replays:
     """The outcome of repeating the ranks' draws in the single process."""
 
     differing: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """By module, in the order of execution: the ranks whose numbers differ from those of their replicas."""
+    """For each module, in the order of execution: the ranks whose numbers differ from those of their replicas."""
     not_joined: dict[str, str] = field(default_factory=dict)
-    """By module: the reason why its dropout masks cannot be joined."""
+    """For each module: the reason why its dropout masks cannot be joined."""
     redrawn: dict[str, str] = field(default_factory=dict)
-    """By module: the reason why its other random numbers cannot be joined, so that the single process draws its own."""
+    """For each module: the reason why its other random numbers cannot be joined, so that the single process draws its own."""
 
 
 class ReplayedDraws(RandomNumbers):

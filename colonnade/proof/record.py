@@ -35,7 +35,7 @@ from colonnade.proof.sketch import LARGE, Block, Blocks, Stored, are_whole, sket
 Batch = tuple[Any, Any]
 """(data, label)"""
 Loss = tuple[float, float | None]
-"""(mean, what it is a mean over; None for a plain mean)"""
+"""(mean, the count that the mean divides by; None for a plain mean)"""
 
 Options = list[dict[str, float]]
 """The numbers of each parameter group: learning rate, decay."""
@@ -45,7 +45,7 @@ StateName = tuple[str, str]
 Event = tuple[str, str]
 """("in" or "out", name of a module)"""
 RAW_BYTES = 1 << 30
-"""Gradients of single passes are kept up to this size in all, the first steps' first."""
+"""The largest total size of the gradients of single passes that are kept; those of the first steps are kept first."""
 ACTIVATION_BYTES = 64 << 20
 INPUTS = 4
 """The number of tensors that are recorded of the inputs of a module."""
@@ -89,7 +89,7 @@ class TensorNote:
     ledger: tuple[str, ...] = ()
     required: tuple[tuple[str, tuple[int, ...], float], ...] = ()
     slot: str | None = None
-    """The norm group that its gradient counts in, if gradients are clipped."""
+    """The norm group of the gradient, if gradients are clipped."""
     is_parameter: bool = True
     trained: bool = True
 
@@ -102,7 +102,7 @@ class RecordedStep:
     lengths: dict[str, float] = field(default_factory=dict)
     """The norms of the total gradients that were sketched."""
     raw: dict[str, dict[int, Tensor]] = field(default_factory=dict)
-    """By parameter and number of the pass: the local gradient of that backward pass."""
+    """By parameter and number of the pass: the local gradient of the backward pass."""
     total: dict[str, list[Piece]] = field(default_factory=dict)
     divisors: dict[str, float] = field(default_factory=dict)
     """The divisors of clipping; other gradients are not divided."""
@@ -120,7 +120,7 @@ class RecordedStep:
     recomputed: dict[str, Tensor] = field(default_factory=dict)
     """Outputs of modules that were recomputed in the backward pass."""
     inputs: dict[str, list[Tensor]] = field(default_factory=dict)
-    """By module: the tensors that it was called with."""
+    """For each module: the tensors in the arguments of its first call."""
     events: list[Event] = field(default_factory=list)
     """The recorded inputs and outputs, in the order of the forward pass."""
     rows: dict[str, int] = field(default_factory=dict)
@@ -130,7 +130,7 @@ class RecordedStep:
     changed_state: list[StateName] = field(default_factory=list)
     """Tensors of the optimizer's state that changed between the steps."""
     in_eval: dict[str, bool] = field(default_factory=dict)
-    """By module that ran: whether it was in evaluation mode."""
+    """For each module that ran: whether it was in evaluation mode."""
     evaluations: int = 0
     """The number of passes of the model without gradients since the previous step."""
     draws: Draws = field(default_factory=dict)
@@ -161,9 +161,9 @@ class OwnStart:
     agreeing: list[str] = field(default_factory=list)
     """The names of weights that are equal, without constant ones."""
     differing: dict[str, Tensor] = field(default_factory=dict)
-    """The own values of weights that differ."""
+    """The script's own values of weights that differ."""
     order: list[str] = field(default_factory=list)
-    """The names of both, in the order of the model."""
+    """The names of agreeing and differing weights, in the order of the model."""
 
 
 @dataclass
@@ -176,15 +176,15 @@ class RunInfo:
     """
 
     axes: Sequence[BatchAxis] | None = None
-    """None: plain torch, whose layout is not known yet."""
+    """The axes of the layout. None: plain torch, whose layout is not known yet."""
     coordinates: dict[str, int] = field(default_factory=dict)
     """The position of this rank on each axis."""
     groups: dict[str, list[list[int]]] = field(default_factory=dict)
-    """By mode, for modes with a group of several ranks."""
+    """The process groups by mode, for modes with a group of several ranks."""
     distinct_data: list[str] = field(default_factory=list)
     """The modes whose ranks see distinct data."""
     data_parallel: bool = False
-    """A data-parallel wrapper of plain torch shows that its ranks should see distinct data."""
+    """Whether a data-parallel wrapper of plain torch shows that the ranks should see distinct data."""
 
     dtype: str = ""
     """The coarsest dtype in which the forward pass computes. Empty: unknown."""
@@ -195,7 +195,7 @@ class RunInfo:
     max_norm: float | None = None
     norm_type: float = 2.0
     kept_in_eval: dict[str, bool] = field(default_factory=dict)
-    """By module: whether it is in evaluation mode although the model trains."""
+    """For each module: whether it is in evaluation mode although the model trains."""
     has_engine: bool = False
     zeroed: set[str] = field(default_factory=set)
     """The modules whose dropout was turned off."""
@@ -203,21 +203,21 @@ class RunInfo:
     sketched: dict[str, Block | None] = field(default_factory=dict)
     """The tensors of which this rank recorded sketches, with the elements that it stores (None: all)."""
     stored: dict[str, Stored] = field(default_factory=dict)
-    """A script on its ranks: the initial values of these tensors."""
+    """Only for a script on its ranks: the initial values of the sketched tensors."""
     given: dict[str, list[Any]] = field(default_factory=dict)
-    """A script on its ranks: every batch that came in, by place (loader, call, schedule, criterion)."""
+    """Only for a script on its ranks: every batch that came in, by place (loader, call, schedule, criterion)."""
     given_in: dict[str, list[int]] = field(default_factory=dict)
-    """The number of the step in which each of them came in."""
+    """By place: the number of the step in which each batch of `given` came in."""
     config: dict[str, str] = field(default_factory=dict)
-    """A script: its config as text, for the comparison with its config in a single process."""
+    """Only for a script: its config as text, for the comparison with its config in a single process."""
     names: dict[str, str] = field(default_factory=dict)
-    """A script in a single process: the first name of each tensor, by all its names."""
+    """Only for a script in a single process: maps all names of each tensor to its first name."""
     replays: Replays = field(default_factory=Replays)
-    """A script in a single process: the outcome of repeating the ranks' random numbers."""
+    """Only for a script in a single process: the outcome of repeating the ranks' random numbers."""
     own_start: OwnStart = field(default_factory=OwnStart)
-    """A script in a single process: the weights that it would have started from."""
+    """Only for a script in a single process: the weights from which it would have started."""
     host: dict[str, list[int]] = field(default_factory=dict)
-    """By module that draws from Python's or NumPy's generator: a checksum of their states after each draw."""
+    """For each module that draws from Python's or NumPy's generator: a checksum of their states after each draw."""
 
 
 @dataclass

@@ -65,7 +65,7 @@ class Truth:
 
     loss: float = 0.0
     passes: list[Tensors] = field(default_factory=list)
-    """The gradients of each backward pass, weighted as in the total."""
+    """The gradients of each backward pass, weighted such that they add up to `total`."""
     total: Tensors = field(default_factory=dict)
     lengths: dict[str, float] = field(default_factory=dict)
     """The norms of those gradients in `total` that are sketches."""
@@ -159,7 +159,7 @@ class TrueRun:
     replays: Replays = field(default_factory=Replays)
     """The outcome of repeating the ranks' random numbers."""
     host: Mapping[str, list[int]] = field(default_factory=dict)
-    """By module that draws from Python's or NumPy's generator: a checksum of their states after each draw."""
+    """For each module that draws from Python's or NumPy's generator: a checksum of their states after each draw."""
 
 
 # --- The inputs of the reference: global batches ---
@@ -584,8 +584,9 @@ def same_optimizer(like: Any, groups: Groups, model: nn.Module) -> Any:
 
 @contextmanager
 def world_of_one(context: ParallelContext) -> Iterator[None]:
-    """Turn the context (and the global one) into a world of one rank with the same config in the block, so that layers are
-    unsharded.
+    """Turn the context (and the global one) into a world of one rank with the same config in the block.
+
+    Layers that are built there are unsharded.
     """
     contexts = {id(some): some for some in (context, global_context)}.values()
     saved = [(some, dict(vars(some))) for some in contexts]

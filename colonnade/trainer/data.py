@@ -21,7 +21,7 @@ from colonnade.logging import get_dist_logger
 from colonnade.utils.sampler import DistinctDataSampler
 
 NO_BATCH = object()
-"""Stands for the end of a loader."""
+"""The value that marks the end of a loader."""
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ def count_tokens(batch: Any) -> int:
 
 
 _SLOTS = 64
-"""The sums of a step have one number for each rank's own time; of more ranks, neighbours share a number."""
+"""The largest number of sums for the ranks' own times. In a world with more ranks, neighbours share a sum."""
 
 
 def slots_of(world: int) -> list[range]:

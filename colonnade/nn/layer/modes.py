@@ -279,9 +279,7 @@ class ThreeD(Arrangement):
         return ((_INPUT, _WEIGHT), (_OUTPUT,)) if split == "column" else ((_OUTPUT, _WEIGHT), (_INPUT,))
 
     def product(self, x: Tensor, weight: Tensor, split: Split) -> Tensor:
-        """Compute x times the transposed weight: all-gather rows of x and of the weight, multiply, reduce-scatter rows of
-        y.
-        """
+        """Multiply x by the transposed weight: all-gather rows of x and of the weight, multiply, reduce-scatter rows of y."""
         gathered, reduced = (_INPUT, _OUTPUT) if split == "column" else (_OUTPUT, _INPUT)
         rows = self._gather(x, gathered, 0)
         matrix = self._gather(weight, _WEIGHT, -2).flatten(0, -2)

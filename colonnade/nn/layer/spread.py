@@ -146,7 +146,10 @@ def _sharded_dims(spread: Spread, dims: Dims) -> Iterator[tuple[ParallelMode, in
 
 _MARK = "colonnade_spread"
 _watched: dict[int, ref[FirstPass]] = {}
-"""By the id of the context; the engine keeps its own `FirstPass` alive. Empty after the first step of all engines."""
+"""The active checks by the id of their context.
+
+The engine keeps its `FirstPass` alive; empty after the first step of all engines.
+"""
 
 
 def check_input(

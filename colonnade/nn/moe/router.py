@@ -33,7 +33,10 @@ class Routing:
     chosen: Tensor
     """(experts): the number of assignments to each expert."""
     limits: Tensor | None
-    """(experts): how many of this rank's assignments each expert accepts, the first ones; None: all."""
+    """(experts): the number of this rank's assignments that each expert accepts; later ones are dropped.
+
+    None: all are accepted.
+    """
     logits: Tensor
     scores: Tensor
     """(tokens, experts): the router's scores, from which the auxiliary losses are computed."""

@@ -22,7 +22,7 @@ from colonnade.parallel.collectives import all_gather
 from colonnade.parallel.wire import members_of
 
 _FORWARD = -1
-"""Torch's id of the running backward pass, outside of one."""
+"""The id that torch reports for the running backward pass if there is none."""
 
 
 class Segment(NamedTuple):

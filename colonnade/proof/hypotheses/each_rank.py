@@ -17,7 +17,7 @@ from colonnade.proof.compare import LocalValue, at_positions, flat, length
 _FEW = 4
 """Every subset of ranks is tried up to this many ranks."""
 _LAST = 82
-"""After every claim that explains more."""
+"""The rank of claims that come after every claim that explains more."""
 
 
 def summed(case: GradientCase, change: Callable[[Tensor], Tensor]) -> Candidate:

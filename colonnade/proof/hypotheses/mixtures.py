@@ -77,7 +77,10 @@ class _Pattern:
     sizes: Mapping[str, int]
 
     def named(self) -> tuple[str, str, str] | None:
-        """Return (cause, what, where) for the claim; None if the weights have no known pattern."""
+        """Return (cause, what, where) for the claim.
+
+        Returns None if a weight is negative, or if all weights are equal (`wrong_factor` explains these).
+        """
         weights, count = self.weights, len(self.weights)
         present = [at for at, weight in enumerate(weights) if weight > self.within]
         if not present or min(weights) < -self.within:

@@ -17,7 +17,7 @@ _WHERE = "casts on the way, and the dtype of the reduction"
 _USUAL, _SPREAD = 0.2, 8.0
 """Rounding moves a number by 0.2 of the dtype's eps on average; later operations make that up to 8 times more or less."""
 _RANK = 70
-"""After every claim that explains more."""
+"""The rank of these claims: after every claim that explains more."""
 
 
 def narrower(value: Tensor, truth: Tensor, dtype: str, exactly: bool = False) -> str | None:

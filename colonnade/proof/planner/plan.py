@@ -19,7 +19,7 @@ from colonnade.proof.roles import stage_of
 from colonnade.texts import pattern_of
 
 GROUPS_SHOWN = 16
-"""Of a mode whose groups follow from digits, so many are listed."""
+"""The number of groups that are listed of a mode with `digits`."""
 
 
 def plan(

@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 Link = Literal["node", "network"]
-"""Where a message goes: inside one node, or between nodes. A group that is in several nodes is "network"."""
+"""The slowest link of a message: inside one node, or between nodes. A group with ranks in several nodes is "network"."""
 
 When = Literal["forward", "backward", "pipeline", "gradients", "step"]
-"""In which part of a step a collective is called."""
+"""The part of a step in which a collective is called."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ class Totals:
     step_seconds: float
     compute_seconds: float
     exposed_seconds: float
-    """Collectives that do not overlap with computation."""
+    """The time of collectives that do not overlap with computation."""
     bubble_seconds: float
     """Pipeline bubble: `Timeline.bubble` of the makespans of a step."""
     optimizer_seconds: float
@@ -244,7 +244,7 @@ class Totals:
     peak_memory: int
     fits: bool
     bytes_inside_nodes: int
-    """Sent by all ranks in a step."""
+    """Bytes that all ranks send in a step to ranks of the same node."""
     bytes_between_nodes: int
     communicators: int
     """The number of communicators that the whole world creates."""

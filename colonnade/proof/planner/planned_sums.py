@@ -30,7 +30,8 @@ from colonnade.parallel.placement import local_part
 from colonnade.proof.planner.recorder import OperatorRecorder, PlannedCall
 
 NOTE_BYTES = 16
-"""What each rank of a group says of its gradients at every step, where the host waits for sums: the step and a digest."""
+"""Bytes of the message about its gradients that each rank of a group sends in every step, if the host waits for reductions.
+"""
 
 
 @dataclass(frozen=True)

@@ -45,10 +45,10 @@ OPS = {
     "send": "send",
     "recv_": "receive",
 }
-"""Torch's names of collectives, and ours."""
+"""torch's names of collectives, and the names in a plan."""
 
 _WHOLE_OF = {"all_gather": 0, "reduce_scatter": 1, "all_to_all": 1}
-"""Which argument of a call is the larger tensor, where there are two; all_to_all: what is sent."""
+"""The index of the larger tensor among the arguments of a call with two tensors; for all_to_all, that of the sent tensor."""
 
 
 @dataclass(frozen=True)
@@ -240,12 +240,17 @@ _FREE = frozenset(
         *(_aten._unsafe_view, _aten.lift, _aten.detach_, _aten.record_stream),
     ]
 )
-"""What touches no memory, beside views: new memory as it is, and other names of the same memory whose schema does not say so."""
+"""Operators, in addition to views, that touch no memory: allocations without a value, and aliases whose schema shows no
+alias.
+"""
 _IN_PLACE_ELSEWHERE = frozenset(
     [_aten.scatter_add, _aten.scatter, _aten.index_add, _aten.index_put, _aten.masked_fill, _aten.masked_scatter]
 )
-"""What autograd does out of place for fake tensors, to memory that it has just made, and in place for others. Where what it was
-done to stays after all, the next tensor's peak has both."""
+"""Operators that autograd runs out of place for fake tensors and in place for real ones.
+
+A real run writes into memory that autograd has just allocated. If that input stays alive after all, the peak of the
+next tensor includes both.
+"""
 
 
 @cache

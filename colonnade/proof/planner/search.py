@@ -24,7 +24,7 @@ from colonnade.proof.roles import built
 
 Layout = dict[str, Any]
 MICRO_BATCHES = (2, 8)
-"""So many times the stages of a pipeline are tried as its number of micro-batches."""
+"""The tried numbers of micro-batches, as multiples of the number of pipeline stages."""
 
 
 def search(

@@ -43,13 +43,13 @@ from colonnade.proof.planner.recorder import PlannedCall
 from colonnade.proof.roles import stage_of
 
 _SENT = {Kind.SENT_FORWARD: Kind.SEND_FORWARD, Kind.SENT_BACKWARD: Kind.SEND_BACKWARD}
-"""The end of a send, and the send."""
+"""Maps the action that ends a send to the send."""
 _IDLE = 0.5
-"""Of the latency of a message, the part in which a core is free for other ranks (gloo on two cores: 0.45)."""
+"""The fraction of a message's latency in which a core is free for other ranks (gloo on two cores: 0.45)."""
 _PARTS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
-"""In the order of `StagePass.extra`."""
+"""The kinds of passes in the order of `StagePass.extra`."""
 COUNT_BYTES = 16
-"""What ranks add up where losses are (sum, count): two numbers in float64."""
+"""Bytes of the numbers that ranks add up if losses are (sum, count): two numbers in float64."""
 
 
 @dataclass(frozen=True)

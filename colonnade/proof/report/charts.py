@@ -19,10 +19,13 @@ if TYPE_CHECKING:
     from colonnade.proof.report.runs import Column
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31", "#7f7f7f", "#d6c000")
-"""Distinguishable by colour-blind readers (after Okabe and Ito); the style sheet has a lighter set for dark pages."""
+"""Colours that colour-blind readers can distinguish (after Okabe and Ito).
+
+The style sheet has a lighter set for dark pages.
+"""
 
 MOST_POINTS = 2000
-"""Of one line. On a screen, a chart is about 600 pixels wide; the others are for zooming."""
+"""The largest number of points of a line. On a screen, a chart is about 600 pixels wide; more points are for zooming."""
 
 Points = Sequence[tuple[float, float]]
 

@@ -13,7 +13,7 @@ from colonnade.proof.report.page_of_run import run_page
 from colonnade.proof.report.shell import page, policy, script_of
 
 SECONDS = 5
-"""After which a page that is looked at is made anew."""
+"""Seconds after which the browser loads the report again."""
 
 
 def serve(sources: Sequence[str | Path], port: int, say: Callable[[str], Any]) -> None:

@@ -38,7 +38,7 @@ from colonnade.texts import format_bytes, format_count, format_seconds
 # --- Pictures as SVG files: the mesh by modes, the ledger as a matrix, the timeline of the pipeline ---
 
 MOST_RANKS = 256
-"""That a picture of the mesh shows of a larger world."""
+"""The number of ranks that the picture of a mesh shows of a larger world."""
 
 
 def mesh_svg(plan: Values) -> str:
@@ -129,7 +129,7 @@ def _whole(width: float, height: float, parts: list[str]) -> str:
 
 MOST_ROWS = 60
 _PARTS = 20_000
-"""Of a makespan: what a time on the page is rounded to."""
+"""Times on the page are rounded to makespan / this number."""
 
 
 def plan_page(values: Values) -> str:

@@ -37,7 +37,7 @@ PHASE_COLORS = {
 }  # fmt: skip
 """Indices of `charts.COLORS`: no two phases have a similar colour."""
 STILL_GOING = 60.0
-"""Seconds without a new line after which a run without an end counts as killed; at least twenty of its steps."""
+"""Seconds without a new line after which a run without an end counts as killed; at least the time of twenty steps."""
 
 
 def write_run_page(sources: Sequence[str | Path], out: str | Path) -> Path:

@@ -21,7 +21,7 @@ _MOST_KNOTS = 400
 Line = dict[str, Any]
 MARKS = ("clipped", "skipped")
 RATES = {"samples/s": "samples", "tokens/s": "tokens"}
-"""Columns that are made of others: a count for each second of the step."""
+"""Columns of rates: each is a count divided by the seconds of the step."""
 _KNOWN = re.compile(
     r"(loss|lr|grad_norm|samples|tokens|seconds|memory|clipped|skipped|samples/s|tokens/s)$|(time|busy|grad_norm|marked)[/ ]"
 )
@@ -33,7 +33,7 @@ _NEEDED = {
     "end": ("time", "how"),
     "run": ("time", "world_size", "device", "parameters", "colonnade", "torch", "ledger", "config"),
 }
-"""What a line of each kind has beside its kind and step."""
+"""The keys that a line of each kind must have, in addition to `kind` and `step`."""
 
 
 class Column:

@@ -134,7 +134,7 @@ def table(
 
 
 VIRIDIS = ("#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30", "#fde725")
-"""Dark is small, light is large: the order is seen without telling colours apart."""
+"""A colour scale from dark (small) to light (large), which is readable without distinguishing colours."""
 
 
 def shade(part: float) -> str:

@@ -13,7 +13,7 @@ from colonnade.errors import ConfigError
 from colonnade.paths import local_path
 
 NAME = "trace-rank-{:05d}.json"
-"""What the trace of a rank is called."""
+"""The file name of a rank's trace."""
 
 
 def merge_traces(folder: str | Path, out: str | Path) -> Path:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _LINES_PER_EPOCH = 10
 _SECONDS_PER_LINE = 5.0
-"""If the length of an epoch is unknown."""
+"""Seconds between two lines if the length of an epoch is unknown."""
 _SECONDS_PER_DRAWING = 0.5
 _LEAST_BAR = 9
 _VALUE = 9
