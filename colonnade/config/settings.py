@@ -480,7 +480,7 @@ class ZeroSettings(
     weights) and `reduce_dtype` (reduction of gradients) of stage 3 come from other sections.
     """
 
-    stage: int = key(0, _STAGE, "1: optimizer state is sharded, 2: and gradients, 3: and parameters", read=int)
+    stage: int = key(0, _STAGE, "0: off, 1: optimizer state is sharded, 2: and gradients, 3: and parameters", read=int)
     reduce_scatter: bool = key(True, BOOL, "reduce-scatter gradients instead of all-reduce")
     offload: bool = key(
         False, any_of(BOOL, TEXT, NONE), "'cpu' or True: keep the shards on the host between steps", read=_offload
@@ -747,7 +747,10 @@ class Settings(Section):
         None, with_dict(BOOL, Float8Settings), "float8 linear layers (torchao)", read=Float8Settings.read
     )
     zero: ZeroSettings = key(
-        ZeroSettings, with_dict(_STAGE, ZeroSettings), "ZeRO: sharding over the data axis", read=ZeroSettings.read
+        ZeroSettings,
+        with_dict(_STAGE, ZeroSettings),
+        "ZeRO: sharding over the data axis; 0 or not set: off",
+        read=ZeroSettings.read,
     )
     schedule: NamedChoice | None = key(
         None, _NAMED, "pipeline schedule; further keys are its arguments", read=NamedChoice.read

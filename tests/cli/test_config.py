@@ -28,7 +28,7 @@ def test_every_key_is_listed_with_what_it_means_and_may_be(capsys: Any) -> None:
     assert listed["zero.stage"] == {
         "path": "zero.stage",
         "allows": "0, 1, 2 or 3",
-        "means": "1: optimizer state is sharded, 2: and gradients, 3: and parameters",
+        "means": "0: off, 1: optimizer state is sharded, 2: and gradients, 3: and parameters",
         "required": True,
         "default": "",
     }

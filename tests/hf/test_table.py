@@ -12,7 +12,7 @@ import colonnade
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import PlacementError
 from colonnade.testing import in_double, run_world
-from tests.hf.runs import LAYOUTS, TENSOR, run_all, truth_file
+from tests.hf.runs import LAYOUTS, TENSOR, Layout, run_all, truth_file
 from tests.hf.table import BEGIN, DOCUMENT, END, QUIET, documented, make, write, written
 from tests.hf.zoo import ARCHITECTURES, BY_NAME, MAX_NORM, STEPS, batch_of, reference
 
@@ -90,6 +90,24 @@ def test_architectures_equal_one_process_and_upstream_does_not(tmp_path: Path) -
     for layout in LAYOUTS:
         lines = Path(tmp_path, f"{layout.name}.jsonl").read_text().splitlines()
         assert lines == [f'["{name}", "ok"]' for name in CELLS[layout.name]]
+
+
+TOGETHER = [Layout(f"all with ZeRO {stage}", 8, {"pipeline": 2, **TENSOR}, {"zero": stage}) for stage in (1, 2, 3)]
+
+
+def train_together(folder: str) -> None:
+    for layout in TOGETHER:
+        run_all(layout, ["llama"], folder)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_tensor_pipeline_and_data_parallelism_with_zero_equal_one_process(tmp_path: Path) -> None:
+    """The layout of the README, for which the page has no column."""
+    torch.save(reference(BY_NAME["llama"]), truth_file(str(tmp_path), "llama", None))
+    run_world(8, train_together, str(tmp_path), timeout=280, env=QUIET)
+    for layout in TOGETHER:
+        assert Path(tmp_path, f"{layout.name}.jsonl").read_text() == '["llama", "ok"]\n'
 
 
 @pytest.mark.slow
