@@ -1,4 +1,4 @@
-"""`python -m colonnade.cli` is the `colonnade` command, also where its script is not on the path."""
+"""`python -m colonnade.cli` runs the `colonnade` command where its script is not on the path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All commands by name. A command is one function in its own file and one line of the table here."""
+"""The table of all commands. A command is one function in its own file and one line of the table here."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
 
 
 def build_app() -> typer.Typer:
-    """The command line with all commands of the table."""
+    """Build the command line with all commands of the table."""
     with_help = {"help_option_names": ["-h", "--help"]}
     app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, context_settings=with_help)
     app.callback(cls=_Commands)(_options)

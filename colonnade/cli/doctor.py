@@ -68,7 +68,7 @@ def doctor(
 
 
 def next_step(findings: dict[str, DoctorFinding]) -> str:
-    """The recommended next step, as one sentence."""
+    """Return the recommended next step as one sentence."""
     bad = [name for name, finding in findings.items() if finding.status == "bad"]
     if bad:
         return f"Next: fix the items marked bad ({', '.join(bad)}), then run `colonnade doctor` again."
@@ -82,12 +82,12 @@ def next_step(findings: dict[str, DoctorFinding]) -> str:
 
 
 def check_python() -> DoctorFinding:
-    """The running Python, which is recent enough, since the package was installed."""
+    """Report the running Python version. Every version that can install the package is recent enough."""
     return DoctorFinding("ok", f"{platform.python_version()} at {sys.executable}")
 
 
 def check_torch() -> DoctorFinding:
-    """A recent torch with torch.distributed."""
+    """Check that torch is recent and has torch.distributed."""
     torch = _torch()
     if torch is None:
         return DoctorFinding("bad", *_NO_TORCH)
@@ -105,7 +105,7 @@ def check_torch() -> DoctorFinding:
 
 
 def check_devices() -> DoctorFinding:
-    """CUDA devices and NCCL."""
+    """Report the CUDA devices, and check NCCL."""
     torch = _torch()
     if torch is None or not torch.cuda.is_available():
         return DoctorFinding("ok", "no CUDA device: ranks run on the CPU")
@@ -117,7 +117,7 @@ def check_devices() -> DoctorFinding:
 
 
 def check_gloo() -> DoctorFinding:
-    """gloo, the backend of CPU ranks and of control messages."""
+    """Check gloo, the backend of CPU ranks and of control messages."""
     torch = _torch()
     if torch is None or not torch.distributed.is_gloo_available():
         return DoctorFinding("bad", "not available", "install a torch build with gloo")
@@ -125,14 +125,14 @@ def check_gloo() -> DoctorFinding:
 
 
 def check_cores() -> DoctorFinding:
-    """CPU cores and torch threads."""
+    """Report the CPU cores and torch threads."""
     torch = _torch()
     threads = f", torch uses {torch.get_num_threads()} threads" if torch else ""
     return DoctorFinding("ok", f"{cores()} usable of {os.cpu_count()}{threads}")
 
 
 def check_memory() -> DoctorFinding:
-    """Free memory."""
+    """Check the free memory."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -147,7 +147,7 @@ def check_memory() -> DoctorFinding:
 
 
 def check_shared_memory() -> DoctorFinding:
-    """Free space in /dev/shm, which data loaders and NCCL use for buffers."""
+    """Check the free space in /dev/shm, which data loaders and NCCL use for buffers."""
     if not Path("/dev/shm").is_dir():
         return DoctorFinding("ok", "no /dev/shm on this system")
     usage = shutil.disk_usage("/dev/shm")
@@ -158,7 +158,7 @@ def check_shared_memory() -> DoctorFinding:
 
 
 def check_limits() -> DoctorFinding:
-    """Limits of open files and threads: a gloo group uses three threads and one socket per peer."""
+    """Check the limits of open files and threads: a gloo group uses three threads and one socket per peer."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     tasks = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     detail = f"{_limit(files)} open files, {_limit(tasks)} processes"
@@ -170,7 +170,7 @@ def check_limits() -> DoctorFinding:
 
 
 def check_port() -> DoctorFinding:
-    """Opening and reaching a port on the loopback interface."""
+    """Check that a port on the loopback interface can be opened and reached."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
@@ -181,7 +181,7 @@ def check_port() -> DoctorFinding:
 
 
 def check_hostname() -> DoctorFinding:
-    """The address of the host name, which gloo announces to the other machines of a job."""
+    """Check the address of the host name, which gloo announces to the other machines of a job."""
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
@@ -198,7 +198,7 @@ def check_hostname() -> DoctorFinding:
 
 
 def check_environment() -> DoctorFinding:
-    """Environment variables that silently change a run."""
+    """Report environment variables that silently change a run."""
     stale = [name for name in _RANK_VARIABLES if name in os.environ]
     nccl = sorted(name for name in os.environ if name.startswith("NCCL_"))
     if stale:
@@ -212,7 +212,7 @@ def check_environment() -> DoctorFinding:
 
 
 def check_packages() -> DoctorFinding:
-    """Required and optional packages."""
+    """Check the required packages, and report the optional ones."""
     found = {name: _version(name) for name in (*_REQUIRED, *_OPTIONAL)}
     detail = ", ".join(f"{name} {version or '-'}" for name, version in found.items())
     missing = [name for name in _REQUIRED if found[name] is None]
@@ -222,7 +222,7 @@ def check_packages() -> DoctorFinding:
 
 
 def check_two_ranks() -> DoctorFinding:
-    """An all-reduce between two ranks."""
+    """Run an all-reduce between two ranks."""
     if _torch() is None:
         return DoctorFinding("bad", *_NO_TORCH)
     from colonnade.testing import run_world

@@ -175,11 +175,11 @@ def _draw(values: dict[str, Any], html: Path | None, svg: Path | None) -> None:
 # --- Terminal output: the figures and tables of `plan_tables`, memory bars and the pipeline timeline ---
 
 _COLORS = ("blue", "green", "magenta", "yellow", "cyan", "white")
-"""Of the parts of memory."""
+"""The colours of the parts of memory."""
 _LETTERS = ("P", "G", "S", "A", "C", "B")
-"""Of the same parts, where a terminal or a file has no colours."""
+"""The letters of the parts of memory, for a terminal or a file without colours."""
 _SUFFIX = "GradientHandler"
-"""Left out in the tables, where every handler has it."""
+"""The end of handler names, which tables leave out because every handler has it."""
 ROWS_SHOWN = 16
 _PASS = {"F": "blue", "B": "green", "I": "green", "W": "yellow"}
 

@@ -1,4 +1,4 @@
-"""`colonnade report`: the HTML report of one run, several runs or a live run; joins the traces of the ranks too."""
+"""`colonnade report`: write the HTML report of one run, several runs or a live run, or join the traces of the ranks."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def run(
 
 
 def option_name(option: str) -> str:
-    """The name of an option that torchrun spells otherwise: `nproc` for `nproc_per_node`, `max-restarts` for `max_restarts`."""
+    """Return the option name of this command for a torchrun spelling, such as `nproc` for `nproc_per_node`."""
     name = option.replace("_", "-")
     return "nproc" if name == "nproc-per-node" else name
 
@@ -155,6 +155,6 @@ def _copy(source: Path, folder: Path) -> None:
 
 
 def demo_script() -> Path:
-    """The script of the demo: next to this file in an installed package, in `examples` in a checkout."""
+    """Return the path of the demo script: next to this file in an installed package, in `examples` in a checkout."""
     installed = Path(__file__).parent / "gpt" / "train.py"
     return installed if installed.exists() else Path(__file__).parents[2] / "examples" / "gpt" / "train.py"

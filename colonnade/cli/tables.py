@@ -18,7 +18,7 @@ _JOINT = re.compile(r"(?<=[./_,|:=)\]-])(?![\d.])|(?<=[a-z]{2})(?=[A-Z])")
 def fitted_table(
     heads: Sequence[str], rows: Sequence[Sequence[str]], width: int, numbers: Sequence[int] = (), **options: Any
 ) -> Table:
-    """A table at most `width` columns wide, if its words allow it.
+    """Make a table that is at most `width` columns wide, unless a single word is too long.
 
     Args:
         heads: the column titles.

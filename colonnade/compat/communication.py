@@ -35,7 +35,7 @@ def recv_forward(
     dtype: torch.dtype = torch.float,
     scatter_gather_tensors: bool = False,
 ) -> Values | None:
-    """Receive from the previous stage; None on the first stage."""
+    """Receive the activation from the previous stage and return it; None on the first stage."""
     return _exchange(prev=prev_rank, from_prev=input_tensor_shape, dtype=dtype)[0]
 
 
@@ -45,7 +45,7 @@ def recv_backward(
     dtype: torch.dtype = torch.float,
     scatter_gather_tensors: bool = False,
 ) -> Values | None:
-    """Receive the gradient from the next stage; None on the last stage."""
+    """Receive the gradient from the next stage and return it; None on the last stage."""
     return _exchange(next_=next_rank, from_next=output_grad_shape, dtype=dtype)[1]
 
 
@@ -67,7 +67,7 @@ def send_forward_recv_backward(
     dtype: torch.dtype = torch.float,
     scatter_gather_tensors: bool = False,
 ) -> Values | None:
-    """Send to and receive from the next stage at once; None on the last stage."""
+    """Send an activation to the next stage and receive its gradient at the same time; None on the last stage."""
     shape = output_grad_shape if recv_next else None
     return _exchange(next_=next_rank, to_next=output_tensor, from_next=shape, dtype=dtype)[1]
 
@@ -80,7 +80,7 @@ def send_backward_recv_forward(
     dtype: torch.dtype = torch.float,
     scatter_gather_tensors: bool = False,
 ) -> Values | None:
-    """Send to and receive from the previous stage at once; None on the first stage."""
+    """Send a gradient to the previous stage and receive an activation at the same time; None on the first stage."""
     shape = input_tensor_shape if recv_prev else None
     return _exchange(prev=prev_rank, to_prev=input_tensor_grad, from_prev=shape, dtype=dtype)[0]
 
@@ -94,7 +94,7 @@ def send_forward_recv_forward(
     dtype: torch.dtype = torch.float,
     scatter_gather_tensors: bool = False,
 ) -> Values | None:
-    """Send to the next and receive from the previous rank of the ring."""
+    """Send to the next rank of the pipeline ring and receive from the previous one."""
     shape = input_tensor_shape if recv_prev else None
     return _exchange(prev_rank, next_rank, to_next=output_tensor, from_prev=shape, dtype=dtype, ring=True)[0]
 
@@ -108,7 +108,7 @@ def send_backward_recv_backward(
     dtype: torch.dtype = torch.float,
     scatter_gather_tensors: bool = False,
 ) -> Values | None:
-    """Send to the previous and receive from the next rank of the ring."""
+    """Send to the previous rank of the pipeline ring and receive from the next one."""
     shape = output_grad_shape if recv_next else None
     return _exchange(prev_rank, next_rank, to_prev=input_tensor_grad, from_next=shape, dtype=dtype, ring=True)[1]
 
@@ -164,7 +164,7 @@ def _tensors(values: Values | None, sent: bool) -> list[Tensor]:
 
 
 def send_obj_meta(obj: Values, need_meta: bool = True, next_rank: int | None = None) -> bool:
-    """Send the shapes of the following tensors to the next stage; returns False, so that callers send them once."""
+    """Send the shapes of the following tensors to the next stage. Returns False, the next `need_meta` of the caller."""
     if need_meta:
         shapes = tuple(obj.shape) if isinstance(obj, Tensor) else [tuple(tensor.shape) for tensor in obj]
         peer = gpc.get_next_global_rank(_PIPELINE) if next_rank is None else next_rank
@@ -179,7 +179,7 @@ def send_obj_meta(obj: Values, need_meta: bool = True, next_rank: int | None = N
 
 
 def recv_obj_meta(obj_shape: Shapes, prev_rank: int | None = None) -> Shapes:
-    """Receive the shapes from the previous stage, unless `obj_shape` has them already."""
+    """Return `obj_shape` if it is given; otherwise receive the shapes from the previous stage."""
     if obj_shape is not None:
         return obj_shape
     peer = gpc.get_prev_global_rank(_PIPELINE) if prev_rank is None else prev_rank
@@ -200,19 +200,19 @@ send_tensor_meta, recv_tensor_meta = send_obj_meta, recv_obj_meta
 
 
 def all_reduce(tensor: Tensor, parallel_mode: ParallelMode, op: Any = _SUM, async_op: bool = False) -> Any:
-    """All-reduce in place over the ranks of the mode; (tensor, work) with `async_op`."""
+    """All-reduce in place over the ranks of the mode. Returns the tensor or, with `async_op`, (tensor, work)."""
     work = dist.all_reduce(tensor, op, group=gpc.get_group(parallel_mode), async_op=async_op)
     return (tensor, work) if async_op else tensor
 
 
 def broadcast(tensor: Tensor, src: int, parallel_mode: ParallelMode, async_op: bool = False) -> Any:
-    """Broadcast in place from the global rank `src`; (tensor, work) with `async_op`."""
+    """Broadcast in place from the global rank `src`. Returns the tensor or, with `async_op`, (tensor, work)."""
     work = dist.broadcast(tensor, src, group=gpc.get_group(parallel_mode), async_op=async_op)
     return (tensor, work) if async_op else tensor
 
 
 def all_gather(tensor: Tensor, dim: int, parallel_mode: ParallelMode, async_op: bool = False) -> Tensor:
-    """The tensors of all ranks of the mode, concatenated along `dim`."""
+    """Return the tensors of all ranks of the mode, concatenated along `dim`."""
     _refuse_async(async_op)
     return collectives.all_gather(tensor, parallel_mode, dim)
 
@@ -220,7 +220,7 @@ def all_gather(tensor: Tensor, dim: int, parallel_mode: ParallelMode, async_op: 
 def reduce_scatter(
     tensor: Tensor, dim: int, parallel_mode: ParallelMode, op: Any = _SUM, async_op: bool = False
 ) -> Tensor:
-    """This rank's slice along `dim` of the sum over the ranks of the mode."""
+    """Return this rank's slice along `dim` of the sum over the ranks of the mode."""
     _refuse_async(async_op)
     if op != _SUM:
         raise ConfigError(f"reduce_scatter supports only sums; for {op} use all_reduce, and take this rank's slice")
@@ -228,7 +228,7 @@ def reduce_scatter(
 
 
 def ring_forward(tensor_send_next: Tensor, parallel_mode: ParallelMode) -> Tensor:
-    """Send to the next rank of the mode and return the tensor of the previous one."""
+    """Send a tensor to the next rank of the mode, and return the tensor of the previous rank."""
     return collectives.ring(tensor_send_next, parallel_mode)
 
 
@@ -246,13 +246,16 @@ _cpu_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDi
 
 
 def get_cpu_group(context: ParallelContext, mode: ParallelMode) -> dist.ProcessGroup:
-    """The gloo group with the ranks of `context.get_group(mode)`; that group itself if its backend is gloo."""
+    """Return the gloo group with the ranks of `context.get_group(mode)`: that group itself if its backend is gloo."""
     group = context.get_group(mode)
     return _cpu_groups.get(group, group)
 
 
 class AncestralGroups(LaunchHook):
-    """Supports `init_dist_group()`, which returns (local_rank, size, group, cpu_group, ranks, mode)."""
+    """Supports Colossal-AI's initializers, whose `init_dist_group()` creates the groups itself.
+
+    `init_dist_group()` returns (local_rank, size, group, cpu_group, ranks, mode).
+    """
 
     def adopt_groups(self, build: Build, groups: ProcessGroups) -> bool:
         waiting, build.waiting = build.waiting, []

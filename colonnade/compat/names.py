@@ -1,6 +1,7 @@
-"""Colossal-AI's names with another place or signature in Colonnade, as data: by module, with the source of each name.
+"""Colossal-AI's names with another place or signature in Colonnade: a table by module, with the source of each name.
 
-Module paths that exist in both packages get these names while the alias is installed; others exist under the alias only.
+Module paths that exist in both packages get these names while the alias is installed; other paths exist under the alias
+only.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ MISSING: dict[str, dict[str, str]] = {
 
 
 class Missing:
-    """Placeholder for a name of Colossal-AI without a counterpart: importing it works, using it raises."""
+    """Placeholder for a name of Colossal-AI without a counterpart. It can be imported, but its use raises."""
 
     def __init__(self, name: str, instead: str) -> None:
         self._message = f"{name} of Colossal-AI has no counterpart in Colonnade. {instead}."

@@ -31,7 +31,7 @@ from colonnade.utils import checkpoint
 
 
 class Linear1D_Col(Linear):
-    """`colonnade.nn.Linear(split="column")`."""
+    """`colonnade.nn.Linear(split="column")` with the arguments of Colossal-AI."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Linear1D_Col(Linear):
 
 
 class Linear1D_Row(Linear):
-    """`colonnade.nn.Linear(split="row")`."""
+    """`colonnade.nn.Linear(split="row")` with the arguments of Colossal-AI."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ def _refuse(skip_bias_add: bool, initializers: dict[str, Any]) -> None:
 
 
 class CheckpointModule(nn.Module):
-    """A module with activation checkpointing of its `_forward`, which subclasses define."""
+    """A module with activation checkpointing. Subclasses define `_forward`, which backward recomputes."""
 
     def __init__(self, checkpoint: bool = True, offload: bool = False) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ def FusedAdam(
     amsgrad: bool = False,
     set_grad_none: bool = True,
 ) -> Adam:
-    """torch's fused AdamW, or its Adam with `adamw_mode=False`."""
+    """Return torch's fused AdamW, or its fused Adam with `adamw_mode=False`."""
     return _adam(params, lr, bias_correction, betas, eps, weight_decay, adamw_mode, amsgrad)
 
 
@@ -241,7 +241,7 @@ def HybridAdam(
     adamw_mode: bool = True,
     simd_log: bool = False,
 ) -> Adam:
-    """torch's fused AdamW, on the device of the parameters."""
+    """Return torch's fused AdamW (Adam with `adamw_mode=False`), on the device of the parameters."""
     return _adam(model_params, lr, bias_correction, betas, eps, weight_decay, adamw_mode, False)
 
 
@@ -294,7 +294,7 @@ class ExponentialLR(torch_schedulers.ExponentialLR):
 
 
 class OneCycleLR(torch_schedulers.OneCycleLR):
-    """The maximum rates of the cycle are those of the optimizer's groups."""
+    """torch's OneCycleLR. The maximum rates of the cycle are those of the optimizer's parameter groups."""
 
     def __init__(
         self,
@@ -325,7 +325,7 @@ class OneCycleLR(torch_schedulers.OneCycleLR):
 
 
 class PolynomialLR(schedulers.PolynomialWarmupLR):
-    """Decay by (1 - progress) ** power to the rate `end_lr` at `total_steps`."""
+    """Decays the rate by (1 - progress) ** power, to `end_lr` at `total_steps`."""
 
     def __init__(
         self, optimizer: Optimizer, total_steps: int, end_lr: float = 0.0001, power: float = 1.0, last_epoch: int = -1
@@ -334,14 +334,14 @@ class PolynomialLR(schedulers.PolynomialWarmupLR):
 
 
 class CosineAnnealingLR(schedulers.CosineAnnealingLR):
-    """`eta_min` is a rate, not a factor of the initial rate."""
+    """`colonnade.nn.lr_scheduler.CosineAnnealingLR`, but `eta_min` is a rate, not a factor of the initial rate."""
 
     def __init__(self, optimizer: Optimizer, total_steps: int, eta_min: float = 0, last_epoch: int = -1) -> None:
         super().__init__(optimizer, total_steps, _factor(optimizer, "eta_min", eta_min), last_epoch=last_epoch)
 
 
 class CosineAnnealingWarmupLR(schedulers.CosineAnnealingWarmupLR):
-    """`eta_min` is a rate, not a factor of the initial rate."""
+    """`colonnade.nn.lr_scheduler.CosineAnnealingWarmupLR`, but `eta_min` is a rate, not a factor of the initial rate."""
 
     def __init__(
         self, optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, eta_min: float = 0.0, last_epoch: int = -1

@@ -136,7 +136,7 @@ class Timer:
         self._since = time.perf_counter()
 
     def stop(self, keep_in_history: bool = False) -> float:
-        """Synchronize the device, end the lap and return its seconds; 0 if none was started."""
+        """Synchronize the device, end the lap and return its seconds; 0 if no lap was started."""
         synchronize()
         if self._since is None:
             return 0.0
@@ -150,7 +150,7 @@ class Timer:
         self._since, self._last = None, 0.0
 
     def get_elapsed_time(self) -> float:
-        """The seconds of the last lap."""
+        """Return the seconds of the last lap."""
         return self._last
 
     def get_history_sum(self) -> float:
@@ -372,7 +372,7 @@ class PipelineSchedule(_Pipeline):
 
 
 class InterleavedPipelineSchedule(_Pipeline):
-    """1F1B over several chunks per rank; `engine.model` is a ModuleList of them."""
+    """1F1B over several chunks per rank; `engine.model` is a ModuleList of the chunks."""
 
     def __init__(
         self,
@@ -403,7 +403,7 @@ def set_mode(parallel_mode: ParallelMode) -> None:
 
 
 def add_seed(parallel_mode: ParallelMode, seed: int, overwrite: bool = False) -> None:
-    """Start an RNG stream for the mode; raises if there is one, unless `overwrite` is set."""
+    """Start an RNG stream for the mode; raises if the mode has one, unless `overwrite` is set."""
     gpc.streams.add(parallel_mode, seed, overwrite)
 
 
@@ -414,7 +414,7 @@ def reset_seeds() -> None:
 
 
 def with_seed(function: Callable[..., Any], parallel_mode: ParallelMode) -> Callable[..., Any]:
-    """The function, using the RNG stream of the mode."""
+    """Return a function that runs `function` with the RNG stream of the mode."""
 
     @wraps(function)
     def run(*args: Any, **options: Any) -> Any:
@@ -455,7 +455,7 @@ def assert_equal_in_group(tensor: Tensor, process_group: dist.ProcessGroup | Non
 
 
 def parameterize(argument: str, values: Iterable[Any]) -> Callable[[Function], Function]:
-    """Call the function once for each value of the argument; other arguments must be keywords."""
+    """Decorator: call the function once for each value of the argument. Other arguments must be keywords."""
     chosen = list(values)
 
     def around(function: Function) -> Function:
@@ -474,7 +474,7 @@ def parameterize(argument: str, values: Iterable[Any]) -> Callable[[Function], F
 def rerun_on_exception(
     exception_type: type[BaseException] = Exception, pattern: str | None = None, max_try: int | None = 5
 ) -> Callable[[Function], Function]:
-    """Call the function up to `max_try` times while it raises such an error; the last error is raised."""
+    """Decorator: call the function up to `max_try` times while it raises such an error; the last error is raised."""
 
     def around(function: Function) -> Function:
         @wraps(function)
@@ -498,7 +498,7 @@ def rerun_if_address_is_in_use() -> Callable[[Function], Function]:
 
 
 def skip_if_not_enough_gpus(min_gpus: int) -> Callable[[Function], Function]:
-    """Call the function only if there are at least `min_gpus` CUDA devices."""
+    """Decorator: call the function only if there are at least `min_gpus` CUDA devices."""
 
     def around(function: Function) -> Function:
         @wraps(function)

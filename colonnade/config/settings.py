@@ -256,15 +256,31 @@ class ClipSettings(
         nonfinite="error_if_nonfinite",
     ),
 ):
-    """Gradient clipping. `engine.stepper.Stepper` creates a `optim.clip.ClipPolicy` from it, which does the clipping.
+    """Gradient clipping.
 
-    `verify` computes the divisor of the single-process run from the same settings. A key that changes the divisor must therefore
-    be handled in `proof.api`, `proof.record.info_of`, `proof.reference.Limit` and `proof.case.ClipCase`, too, and in the injected
-    bugs (`proof.mutation`).
+    `engine.stepper.Stepper` creates a `optim.clip.ClipPolicy` from it, which does the clipping.
 
-    `max_norm` and `options` are the arguments of the clip method: inf measures without clipping, None is the default of the
-    method. `per` chooses the norm groups: the full gradient (and groups with their own limit), each layer, or each parameter.
-    `report` chooses the norm groups of `engine.grad_norms()`; None: those of `per`.
+    `max_norm` and `options` are the arguments of the clip method: inf measures without clipping, None is the default of
+    the method. `per` chooses the norm groups: the full gradient (and groups with their own limit), each layer, or each
+    parameter. `report` chooses the norm groups of `engine.grad_norms()`; None: those of `per`.
+
+    `verify` interprets clipping a second time, so that no code of the engine is part of the reference. A key that
+    changes the divisor must also be handled in these places of `colonnade.proof`:
+
+    | place | what it takes from clipping |
+    |---|---|
+    | `api._limit_of` | reads these settings and builds the `Limit` of the single-process run of `verify(engine)` |
+    | `reference.Limit.divisors` | computes the divisors of a step from the gradients of the single process |
+    | `record.info_of` | reads these settings and copies `max_norm` and `norm_type` to `RunInfo` |
+    | `compare.Evidence.max_norm` | the limit of all gradients, which `assemble` copies from `RunInfo` for the hypotheses |
+    | `case.ClipCase` | computes the clip coefficient for a norm (`limit`, `due`, `by`) |
+    | `mutation.limit_of`, `clip_by` | read these settings, and compute the divisor of injected bugs |
+
+    State that depends on earlier steps: the state of a clip method other than "norm" belongs to `ClipMethod.state`
+    only, because `verify` takes the recorded divisors of the run (`RecordedStep.divisors`, `Limit.factors`). If "norm"
+    itself gets such state: `Limit` is frozen and is shared by the reference and its perturbed runs, so the state starts
+    anew in `OneProcess.run`, which passes the number of the step to `Limit.divisors`. A limit that differs between
+    steps moves from `Evidence` to `StepEvidence`, and `clip_by` reads it in each step.
     """
 
     max_norm: float | None = key(

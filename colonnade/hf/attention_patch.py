@@ -1,7 +1,7 @@
 """Context parallelism for transformers models: ring and Ulysses attention behind transformers' attention interface.
 
-The forward pass takes full batches, the same on every rank of a sequence group, and runs on this rank's tokens with their
-positions and the labels that they predict; only attention communicates with the other ranks.
+The forward pass takes full batches, the same on every rank of a sequence group. It selects this rank's tokens, their
+positions, and the labels that they predict, and runs on these. Only attention communicates with the other ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _BY_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids", "at
 
 @dataclass(frozen=True)
 class SplitSequence:
-    """How the sequences of one batch are split over the ranks, and their documents. Layers get it in place of a mask."""
+    """The split of a batch's sequences over the ranks, and the documents in them. Layers receive it in place of a mask."""
 
     parts: Parts
     at: int
@@ -42,14 +42,14 @@ class SplitSequence:
     groups: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
     """(rows of the batch, cumulative lengths of their documents); empty if every row is one document."""
     padded: bool = False
-    """Whether the groups only separate tokens from padding behind them, which a causal mask hides anyway."""
+    """Whether the groups only separate tokens from padding after them, which a causal mask hides anyway."""
 
     def take_local(self, x: Tensor) -> Tensor:
-        """This rank's tokens of a tensor for all tokens, (batch, length, ...)."""
+        """Select this rank's tokens from a tensor with all tokens, (batch, length, ...)."""
         return torch.cat([x.narrow(1, run.start, run.length) for run in self.parts.segments[self.at]], 1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, causal: bool, **options: Any) -> Tensor:
-        """Attention of this rank's queries to the keys of all ranks."""
+        """Compute the attention of this rank's queries to the keys of all ranks."""
         options |= {"causal": causal, "sinks": sinks, "lengths": self.parts.lengths, "context": self.context}
         run: Callable[..., Tensor] = partial(ulysses_attention, **options)
         if self.method == "ring":
@@ -74,7 +74,7 @@ class _Splitting:
     balanced: bool
     context: ParallelContext
     argument_names: tuple[str, ...]
-    """Those of the model's original forward pass."""
+    """The argument names of the model's original forward pass."""
     labels: Literal["next", "each"] | None
 
     def __deepcopy__(self, memo: Any) -> _Splitting:
@@ -89,10 +89,11 @@ class _Current:
 
 
 def prepare_sequence(model: nn.Module, context: ParallelContext) -> None:
-    """Make a transformers model run on this rank's tokens of each sequence; in place.
+    """Make a transformers model run on this rank's tokens of each sequence. The model is changed in place.
 
-    With ring attention, or as set by `parallel = dict(sequence=dict(size=2, attention="ulysses"))`. Does nothing without a
-    sequence group, and to a model that is not from transformers. Raises for models that cannot be split (`check_model`).
+    The attention is ring attention, or that of `parallel = dict(sequence=dict(size=2, attention="ulysses"))`. Without a
+    sequence group, and for a model that is not from transformers, nothing is changed. Raises for models that cannot be
+    split (`check_model`).
     """
     size, _ = sequence_rank(context)
     if size == 1 or not hasattr(model, "set_attn_implementation"):
@@ -197,10 +198,11 @@ def _forward(self: Any, before: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def split_batch(model: nn.Module, batch: Mapping[str, Any]) -> tuple[dict[str, Any], SplitSequence]:
-    """Split a batch that every rank of the sequence group has in full: (this rank's batch, the split).
+    """Split a batch that every rank of the sequence group has in full; returns (this rank's batch, the split).
 
-    Tokens keep their positions in the full sequence. Labels that the loss would shift by one are shifted before the split,
-    because a rank does not have the label behind its last token: `shift_labels` has the label that each token predicts.
+    Tokens keep their positions in the full sequence. Labels that the loss would shift by one are shifted before the
+    split, because a rank does not have the label after its last token: `shift_labels` has the label that each token
+    predicts.
     """
     splitting: _Splitting = model.split_sequences  # type: ignore[assignment]
     batch = {name: value for name, value in batch.items() if value is not None}
@@ -260,10 +262,14 @@ def split_batch(model: nn.Module, batch: Mapping[str, Any]) -> tuple[dict[str, A
 
 
 def find_documents(batch: Mapping[str, Any]) -> tuple[tuple[tuple[tuple[int, ...], tuple[int, ...]], ...], bool]:
-    """(groups of rows with the same documents, whether the documents only separate tokens from padding behind them).
+    """Find the documents in each row of a batch, by the rules of transformers.
 
-    As transformers reads a batch: padding from the mask; without a mask, documents from positions that do not continue. The
-    host reads the mask or the positions, once for all layers. No groups if every row is one document.
+    A mask marks padding; without a mask, a document starts where positions do not continue. The host reads the mask or
+    the positions, once for all layers.
+
+    Returns:
+        (groups, padded). Each group is (rows with the same documents, cumulative lengths of these); there are no groups if
+        every row is one document. `padded`: whether the documents only separate tokens from padding after them.
     """
     padded = False
     if "attention_mask" in batch:
@@ -314,12 +320,15 @@ _LAYERS = {"full_attention", "sliding_attention"}
 
 
 def parameters_of(model: nn.Module) -> list[str]:
-    """The argument names of the model's original forward pass."""
+    """Return the argument names of the model's original forward pass."""
     return list(inspect.signature(inspect.unwrap(type(model).forward)).parameters)[1:]
 
 
 def label_kind(model: Any) -> Literal["next", "each"] | None:
-    """Whether a token predicts the label of the next token ("next") or its own ("each"); None without such labels."""
+    """Return how labels belong to tokens; None for a model without such labels.
+
+    "next": a token predicts the label of the next token; "each": it predicts its own label.
+    """
     if "labels" not in parameters_of(model):
         return None
     code = inspect.unwrap(type(model).forward).__code__
@@ -330,7 +339,7 @@ def label_kind(model: Any) -> Literal["next", "each"] | None:
 
 
 def check_model(model: Any, size: int, method: str, context: ParallelContext) -> None:
-    """Raise for a model in which tokens interact outside attention, or whose attention no kernel here supports."""
+    """Raise for a model in which tokens interact outside attention, or with attention that no kernel here supports."""
     config, arguments = model.config, parameters_of(model)
     kinds = {*(getattr(config, "layer_types", None) or ())} - _LAYERS
     heads = getattr(config, "num_attention_heads", None) or 0

@@ -1,4 +1,4 @@
-"""The hooks of the engine for transformers and peft models: loss, adapters, export format."""
+"""The `ModelFamily` of transformers and peft models: loss, adapters, export format."""
 
 from __future__ import annotations
 

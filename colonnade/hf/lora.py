@@ -1,7 +1,8 @@
 """LoRA adapters of peft under tensor parallelism: created on the full model, then sharded like their layer.
 
-For a column-parallel layer A is replicated and B is sharded; for a row-parallel layer it is the reverse, and the all-reduce
-carries rank-r activations only. So one matrix has the style of its layer and the other is replicated. peft is not imported.
+For a column-parallel layer A is replicated and B is sharded; for a row-parallel layer it is the reverse, and the
+all-reduce carries rank-r activations only. Therefore one matrix has the style of its layer and the other is replicated.
+peft is not imported.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _EMBEDDING = ("rowwise", "embedding_rowwise", "embedding_colwise")
 
 
 class Adapters:
-    """The adapters of a model, detached from it: until `put_back`, `base` is the model as it was before peft."""
+    """The adapters of a model. The constructor detaches them, so that `base` is the model without peft until `put_back`."""
 
     def __init__(self, model: nn.Module, context: ParallelContext) -> None:
         self.base = base_model(model)
@@ -62,7 +63,7 @@ class Adapters:
             _set(self.base, name, layer.get_base_layer())
 
     def put_back(self, stage: nn.Module, entries: Mapping[str, PlanEntry], shards: Any) -> None:
-        """Attach the adapters of the layers of a stage, sharded by the entries of their layers."""
+        """Attach the adapters of the layers in a stage, and shard them by the plan entries of their layers."""
         if self._configs and not hasattr(stage, "peft_config"):
             stage.peft_config = self._configs  # type: ignore[assignment]  # a stage has no peft wrapper around it
         if stage is not self.base:
@@ -75,7 +76,7 @@ class Adapters:
                 del self._detached[name]
 
     def undo(self) -> None:
-        """Attach the adapters that are still detached, unchanged."""
+        """Attach the adapters that are still detached, without sharding them."""
         for name, layer in self._detached.items():
             _set(self.base, name, layer)
 
@@ -149,7 +150,7 @@ class Adapters:
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(name, layer) of the layers with adapters; of nested wrappers (target_parameters of peft), only the outermost."""
+    """Yield (name, layer) of the layers with adapters; of nested wrappers (target_parameters of peft), only the outermost."""
     last = None
     for name, module in model.named_modules():
         if hasattr(module, "base_layer") and hasattr(module, "lora_A") and not (last and name.startswith(f"{last}.")):
@@ -205,7 +206,7 @@ def _file_name(name: str, adapter: str) -> str:
 
 
 def check_adapters(model: nn.Module) -> None:
-    """Raise for adapters that were added to layers after these had been sharded."""
+    """Raise if adapters were added to layers that were sharded before."""
     for name, layer in lora_layers(model):
         weight = getattr(layer.get_base_layer(), "weight", None)
         is_sharded = weight is not None and ParallelMode.TENSOR in placement_of(weight).shards

@@ -35,10 +35,10 @@ _BY_FUNCTION = {
 
 
 class ModelLoss:
-    """The loss of one model.
+    """The loss of one transformers model as (sum, count).
 
-    `run` is the model's forward pass, whose loss then has an attribute `sum_and_count`. As a criterion, (output, labels)
-    -> (sum, count), the object is the same loss at the end of a pipeline.
+    `run` runs the model's forward pass and adds an attribute `sum_and_count` to the loss. The object is also a
+    criterion, (output, labels) -> (sum, count), for the last stage of a pipeline.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -62,7 +62,10 @@ class ModelLoss:
     # -- without a pipeline -------------------------------------------------------------------------------
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward pass, with `sum_and_count` on the loss; the batch may be passed as one mapping too."""
+        """Run the model's forward pass, and set `sum_and_count` on the loss.
+
+        The batch may be passed as one mapping, too.
+        """
         if len(args) == 1 and isinstance(args[0], Mapping):
             return self.run(**args[0], **kwargs)
         if not any(kwargs.get(name) is not None for name in ("labels", "start_positions")):
@@ -77,7 +80,7 @@ class ModelLoss:
         return output
 
     def count(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """The number of terms in the mean of a batch; None if unknown."""
+        """Return the number of terms in the mean loss of a batch; None if it is unknown."""
         if self.over == "positions":
             length = next(
                 batch[name].shape[1] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None
@@ -99,12 +102,12 @@ class ModelLoss:
     # -- at the end of a pipeline -------------------------------------------------------------------------
 
     def prepare(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """The batch for training: without a cache of keys and values, and without transformers' own count of labels."""
+        """Return the batch for training: without a key-value cache, and without transformers' own count of labels."""
         batch = {name: value for name, value in batch.items() if name != "num_items_in_batch"}
         return {"use_cache": False, **batch} if self._may_cache else batch
 
     def unpack_batch(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-        """(inputs of the first stage, labels for the last one)."""
+        """Return (inputs of the first stage, labels for the last stage)."""
         data = self.prepare(batch)
         labels, shifted = data.pop("labels", None), data.pop("shift_labels", None)
         has_decoder = labels is not None and getattr(self._config, "is_encoder_decoder", False)
@@ -158,12 +161,12 @@ class ModelLoss:
 
     @staticmethod
     def logits(output: Any) -> Tensor:
-        """The logits of an output; a tensor, or the first of a tuple, counts as logits."""
+        """Return the logits of an output, which may also be a tensor, or a tuple with the logits first."""
         found = _entry(output, "logits")
         return found if found is not None else output[0] if isinstance(output, (tuple, list)) else output
 
     def predictions(self, output: Any) -> Any:
-        """The predictions in an output: all tensors except the loss and those that the config ignores at inference."""
+        """Return the predictions in an output: all tensors except the loss and those that the config ignores at inference."""
         if not isinstance(output, Mapping):
             return output
         ignored = {"loss", "past_key_values", *getattr(self._config, "keys_to_ignore_at_inference", ())}
@@ -171,7 +174,7 @@ class ModelLoss:
         return next(iter(kept.values())) if len(kept) == 1 else kept
 
     def compared(self, output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """(logits, labels) of the predictions with a label, one per row."""
+        """Return (logits, labels) of the predictions with a label, one per row, for the accuracy."""
         logits = self.logits(output)
         labels = self._aligned(logits, labels)
         kept = labels != IGNORED
@@ -186,7 +189,7 @@ class ModelLoss:
 
 
 def criterion_of(model: nn.Module) -> ModelLoss | None:
-    """The loss that a transformers model computes from its labels; None for other models, and for those without a loss.
+    """Return the loss that a transformers model computes from its labels; None for a model without such a loss.
 
     A pipeline stage keeps the config and the loss function of its model, so `model` may be a stage.
     """
@@ -203,7 +206,7 @@ def _inner(model: nn.Module) -> Any:
 
 
 def base_model(model: Any) -> nn.Module:
-    """The model inside a peft wrapper; any other model unchanged."""
+    """Return the model inside a peft wrapper; any other model unchanged."""
     get_base = getattr(model, "get_base_model", None)
     found: nn.Module = get_base() if callable(get_base) else model
     return found
@@ -222,10 +225,12 @@ def _entry(output: Any, name: str) -> Any:
 
 
 def join_router_loss(model: nn.Module, context: ParallelContext) -> None:
-    """Compute the auxiliary loss that a transformers model adds to its loss from the tokens of all ranks; in place.
+    """Make a transformers model compute its auxiliary (router) loss from the tokens of all ranks.
 
-    Every rank then adds the same value to its mean loss. Does nothing if all ranks have the same tokens, or if the model has
-    no such loss; raises for a model with an auxiliary loss of another form than usual.
+    The model is changed in place.
+
+    Every rank then adds the same value to its mean loss. Does nothing if all ranks have the same tokens, or if the
+    model has no such loss; raises if the auxiliary loss has an unknown form.
     """
     config, scope = getattr(model, "config", None), Scope.of(context)
     if not hasattr(config, "output_router_logits") or not scope.distinct:

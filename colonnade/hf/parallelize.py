@@ -153,7 +153,7 @@ def parallelize(
 
 
 def renamed_plan(function: str, parallelize_plan: Any, plan: Any) -> Any:
-    """The TP plan of a call that may use the deprecated keyword `plan`."""
+    """Return the TP plan of a call that may use the deprecated keyword `plan`."""
     if plan is None:
         return parallelize_plan
     if parallelize_plan is not None:

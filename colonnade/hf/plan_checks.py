@@ -1,11 +1,11 @@
-"""Checks of a TP plan: before any layer is sharded, and by a comparison of the sharded forward pass with that of the full model.
+"""Checks of a TP plan: before any layer is sharded, and by comparing the sharded forward pass with that of the full model.
 
-`parallelize` calls `check_mode`, `with_ties`, which adds the entries that weight ties need, and `check_entries`. The generators below
-`check_entries` yield one sentence per problem; all problems go into one error.
+`parallelize` calls `check_mode`, then `with_ties`, which adds the entries that weight ties need, then `check_entries`.
+The generators below `check_entries` yield one sentence per problem; all problems go into one error.
 
-Names do not show every mistake. An operator without weights that mixes sharded features (a softmax over them), or a layer with the
-wrong `sections`, raises nothing and computes wrong numbers. `record_unsharded` runs the full model and returns a function that
-compares the sharded one.
+Names do not show every mistake. An operator without weights that mixes sharded features (a softmax over them), or a
+layer with the wrong `sections`, raises nothing and computes wrong numbers. `record_unsharded` runs the full model and
+returns a function that compares the sharded one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _SAME_FORWARD = ("FalconLinear",)
 
 
 def check_mode(context: ParallelContext) -> None:
-    """Raise for tensor modes other than 1d: TP plans are column and row parallelism."""
+    """Raise for tensor modes other than 1d, because TP plans are column and row parallelism."""
     tensor: Any = (context.config.get("parallel") or {}).get("tensor")
     mode = tensor.get("mode") if hasattr(tensor, "get") else None
     if context.tensor_parallel_size > 1 and str(mode or "").lower() != "1d":
@@ -90,7 +90,7 @@ def check_entries(entries: Mapping[str, PlanEntry], model: nn.Module, context: P
 
 
 def with_ties(entries: dict[str, PlanEntry], model: nn.Module) -> dict[str, PlanEntry]:
-    """Add an entry for each layer that shares its weight with a sharded layer and that no pattern matches.
+    """Add an entry for each layer that no pattern matches and that shares its weight with a sharded layer.
 
     An embedding tied to an output layer is sharded like it: by vocabulary (`embedding_rowwise`) if the output layer is
     `colwise`, by features if it is `rowwise`. The weight stays one parameter; a tie that cannot be kept raises.
@@ -359,10 +359,10 @@ Outputs = list[tuple[str, Tensor]]
 def record_unsharded(
     model: nn.Module, entries: Mapping[str, PlanEntry], sample: Any, context: ParallelContext
 ) -> Callable[[Sequence[nn.Module]], None]:
-    """Run the full model on the sample; return a function that runs the sharded stages and compares their outputs.
+    """Run the full model on the sample, and return a function that runs the sharded stages and compares their outputs.
 
-    Does nothing without a sample, if no layer is sharded, or if the model cannot run here (meta device, another device,
-    a split sequence). Otherwise the returned function is collective over the world.
+    The returned function does nothing without a sample, if no layer is sharded, or if the model cannot run here (meta
+    device, another device, a split sequence). Otherwise it is collective over the world.
     """
     names = [name for name, entry in entries.items() if entry.style is not None and entry.style not in _NOT_COMPARED]
     is_sharded = size_of(ParallelMode.TENSOR, context) > 1 or size_of(ParallelMode.EXPERT, context) > 1

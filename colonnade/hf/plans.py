@@ -36,7 +36,7 @@ divided by the tensor size.
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """A module, or one of its parameters, that a style is applied to."""
+    """A module, or a parameter of a module, to which a style is applied."""
 
     name: str
     """The full dotted name of the module or of the parameter."""
@@ -54,19 +54,19 @@ class Target:
 
     @property
     def arrangement(self) -> Arrangement:
-        """The arrangement of activations around this module, with the entry's own `sequence` option."""
+        """The arrangement of activations around this module; the option `sequence` of the entry overrides the config."""
         return arrange(self.context, self.options.get("sequence"))
 
     @property
     def parent(self) -> nn.Module | None:
-        """The parent of the module."""
+        """The parent of the module; None for the full model."""
         owner = self.name if self.parameter is None else self.name.rpartition(".")[0]
         return self.model.get_submodule(owner.rpartition(".")[0]) if owner else None
 
 
 @dataclass(frozen=True)
 class PlanEntry:
-    """The style and options of one module or parameter, and the pattern that they come from."""
+    """The style and options of one module or parameter, and the pattern of the TP plan that they come from."""
 
     pattern: str
     style: Any
@@ -74,9 +74,9 @@ class PlanEntry:
 
 
 def resolve(plan: ParallelizePlan, model: nn.Module) -> dict[str, PlanEntry]:
-    """An entry for each module and parameter that the TP plan matches.
+    """Return an entry for each module and parameter that the TP plan matches.
 
-    Parameters come before modules: a style of a module reads how its parameters are sharded.
+    Parameters come before modules, because a style of a module reads how its parameters are sharded.
     """
     if not isinstance(plan, Mapping):
         raise PlacementError(f"a TP plan is a mapping of patterns to styles, not {plan!r}", code="C060")
@@ -112,14 +112,14 @@ def resolve(plan: ParallelizePlan, model: nn.Module) -> dict[str, PlanEntry]:
 
 
 def place_of(name: str, model: nn.Module) -> tuple[nn.Module, str | None]:
-    """(module, None) for the name of a module; (owner, name in the owner) for that of a parameter."""
+    """Return (module, None) for the name of a module, or (owner, name in the owner) for the name of a parameter."""
     owner, _, last = name.rpartition(".")
     module = model.get_submodule(owner)
     return (module, last) if last in module._parameters else (model.get_submodule(name), None)
 
 
 def fits(pattern: str, name: str) -> bool:
-    """Whether a name matches a pattern, component by component."""
+    """Return whether a name matches a pattern, component by component."""
     wanted, parts = pattern.split("."), name.split(".")
     return len(wanted) == len(parts) and all(map(fnmatchcase, parts, wanted))
 
@@ -131,12 +131,12 @@ _FULL, _FEATURES, _SEQUENCE = "Replicate()", "Shard(-1)", "Shard(1)"
 
 
 def is_torch_style(value: Any) -> bool:
-    """Whether the value is a style of torch."""
+    """Return whether the value is a style of torch."""
     return type(value).__module__.startswith(_MODULE)
 
 
 def from_torch(value: Any, module: nn.Module, name: str) -> tuple[str, dict[str, Any]]:
-    """The style, and its options, that a style of torch stands for on this module."""
+    """Return the style of a TP plan, and its options, that have the effect of a torch style on this module."""
     kind = type(value).__name__
     embeds = isinstance(module, nn.Embedding)
     if kind == "ColwiseParallel":
@@ -329,9 +329,10 @@ _SHARDED_OUTPUT = ("colwise", "packed_colwise")
 
 
 def plan_of(model: nn.Module, context: ParallelContext) -> dict[str, Any]:
-    """The default TP plan of a model; empty if there is none.
+    """Return the default TP plan of a model; empty if there is none.
 
-    With expert parallelism, entries of the expert plan take precedence, and keep the tensor-parallel style as an option.
+    With expert parallelism, entries of the expert plan take precedence, and keep the tensor-parallel style as an
+    option.
     """
     plan = tensor_plan(model)
     ranks = context.get_world_size(ParallelMode.EXPERT) if context.is_initialized(ParallelMode.EXPERT) else 1
@@ -351,7 +352,10 @@ def plan_of(model: nn.Module, context: ParallelContext) -> dict[str, Any]:
 
 
 def expert_plan(model: nn.Module) -> dict[str, Any]:
-    """The plan for expert parallelism: the upstream one, plus all stacked parameters of experts. Empty if there is none."""
+    """Return the plan for expert parallelism; empty if there is none.
+
+    It is the plan that transformers ships, plus all stacked parameters of experts.
+    """
     base = getattr(getattr(model, "config", None), "base_model_ep_plan", None) or {}
     # transformers 5.17 has the expert plan in the config only.
     plan = getattr(model, "ep_plan", None) or _for_model(model, base)
@@ -365,13 +369,13 @@ def expert_plan(model: nn.Module) -> dict[str, Any]:
 
 
 def own_plan(config: Any) -> Plan | None:
-    """The built-in plan for a config; None if there is none."""
+    """Return the built-in plan for a config; None if there is none."""
     plan = OWN_PLANS.get(getattr(config, "model_type", ""))
     return plan(config) if callable(plan) else plan
 
 
 def tensor_plan(model: nn.Module) -> dict[str, Any]:
-    """The plan for tensor parallelism; empty if there is none."""
+    """Return the plan for tensor parallelism; empty if there is none."""
     config = getattr(model, "config", None)
     model_type = getattr(config, "model_type", "")
     built_in = own_plan(config)

@@ -100,7 +100,7 @@ def shard_parameter(
 
 
 def replicate(target: Target, name: str, partial_gradient: bool) -> None:
-    """Place a parameter as replicated over the tensor group; a partial gradient needs an all-reduce."""
+    """Place a parameter as replicated over the tensor group. With `partial_gradient`, its gradient needs an all-reduce."""
     spec: Spec = Replicate(owes="sum") if partial_gradient else Replicate()
     parameter: Any = getattr(target.module, name)
     before = placement_of(parameter)
@@ -119,7 +119,7 @@ def set_forward(target: Target, forward: Callable[..., Any], here: Arrangement |
 
 
 def sections_of(target: Target, length: int, default: int = 1) -> tuple[int, ...]:
-    """The lengths of the weights packed along a dimension: the entry's `sections`, else `default` equal ones."""
+    """Return the lengths of the weights packed along a dimension: the entry's `sections`, else `default` equal ones."""
     wanted = target.options.get("sections", default)
     found = (length // wanted,) * wanted if isinstance(wanted, int) and length % wanted == 0 else wanted
     if isinstance(found, int) or sum(found) != length:
@@ -156,7 +156,7 @@ def style(*names: str, mode: ParallelMode = _TENSOR, options: tuple[str, ...] = 
 
 
 def style_of(name: Any, where: str) -> tuple[Style, ParallelMode]:
-    """The style of this name, and its mode; raises for an unknown name."""
+    """Return the style with this name, and its mode; raises for an unknown name."""
     if not isinstance(name, str) or name not in STYLES:
         raise PlacementError(
             f"the TP plan gives {where!r} the unknown style {name!r}; styles are {listed(sorted(STYLES))}."
@@ -191,7 +191,10 @@ def colwise_gather_output(target: Target) -> None:
 
 @style("packed_colwise", options=_PACKED)
 def packed_colwise(target: Target) -> None:
-    """`colwise` for weights packed along the output features, each sharded: 2 equal ones, or those of `sections`."""
+    """`colwise` for several weights packed along the output features: two of equal size, or with the lengths `sections`.
+
+    Each of the weights is sharded.
+    """
     if target.parameter is not None:
         _shard_features(target, -2, packed=2)
     else:
@@ -211,7 +214,7 @@ def rowwise(target: Target) -> None:
 
 @style("rowwise_split_input", "rowwise_rep", options=_PACKED)
 def rowwise_split_input(target: Target) -> None:
-    """`rowwise` for a replicated input, of which each rank takes its features."""
+    """`rowwise` for a replicated input, from which each rank takes its features."""
     if target.parameter is not None:
         rowwise(target)
     else:
@@ -220,7 +223,10 @@ def rowwise_split_input(target: Target) -> None:
 
 @style("packed_rowwise", options=_PACKED)
 def packed_rowwise(target: Target) -> None:
-    """`rowwise` for weights packed along the input features, each sharded: 2 equal ones, or those of `sections`."""
+    """`rowwise` for several weights packed along the input features: two of equal size, or with the lengths `sections`.
+
+    Each of the weights is sharded.
+    """
     if target.parameter is not None:
         _shard_features(target, -1, packed=2)
     else:
@@ -289,7 +295,7 @@ def _shard_features(target: Target, dim: int, packed: int = 1) -> None:
 
 @style("embedding_rowwise", options=("sequence",))
 def embedding_rowwise(target: Target) -> None:
-    """Shard the vocabulary; words of other ranks give zero vectors, and the vectors are all-reduced."""
+    """Shard the vocabulary of an embedding. Tokens of other ranks give zero vectors, and the vectors are all-reduced."""
     module, here = _embedding(target), target.arrangement
     rows = module.weight.shape[0]
     sizes = collectives.split_sizes(rows, _TENSOR, context=target.context)
@@ -313,7 +319,7 @@ def embedding_rowwise(target: Target) -> None:
 
 @style("embedding_colwise", options=("sequence",))
 def embedding_colwise(target: Target) -> None:
-    """Shard the features of every vector; the output is all-gathered."""
+    """Shard the features of every vector of an embedding; the output is all-gathered."""
     _shard_vectors(target, gather_output=True)
 
 
@@ -351,9 +357,9 @@ def _embedding(target: Target) -> nn.Embedding:
 
 @style("replicated_with_grad_allreduce")
 def replicated_with_grad_allreduce(target: Target) -> None:
-    """Replicated parameters that each rank applies to its own features (a norm per head): gradients are partial.
+    """Keep parameters (of a norm per head, for example) replicated that each rank applies to its own features.
 
-    The all-reduce runs with those of all other gradients, once per step.
+    Their gradients are partial. They are all-reduced with all other gradients, once per step.
     """
     for name in _own_parameters(target):
         replicate(target, name, partial_gradient=True)
@@ -361,7 +367,10 @@ def replicated_with_grad_allreduce(target: Target) -> None:
 
 @style("sequence_parallel", options=("sequence",))
 def sequence_parallel(target: Target) -> None:
-    """Replicated parameters, of a norm for example, that each rank applies to its own tokens: gradients are partial."""
+    """Keep parameters (of a norm, for example) replicated that each rank applies to its own tokens.
+
+    Their gradients are partial.
+    """
     if not target.arrangement.sequence_split:
         raise PlacementError(
             f"the TP plan gives {target.name!r} the style 'sequence_parallel', but activations between blocks are replicated "
@@ -373,7 +382,7 @@ def sequence_parallel(target: Target) -> None:
 
 @style("gather_sequence", options=("inputs",))
 def gather_sequence(target: Target) -> None:
-    """All-gather the `inputs` of a module (positions and names of arguments) along the sequence.
+    """All-gather arguments of a module along the sequence; `inputs` has their positions and names.
 
     The module must compute the same on every rank, which holds if the layers inside are `colwise`.
     """
@@ -394,14 +403,14 @@ def gather_sequence(target: Target) -> None:
 
 @style("replicate")
 def keep_replicated(target: Target) -> None:
-    """Replicated parameters with the same full gradient on every rank."""
+    """Keep parameters replicated that have the same full gradient on every rank."""
     for name in _own_parameters(target):
         replicate(target, name, partial_gradient=False)
 
 
 @style("all_reduce")
 def all_reduce(target: Target) -> None:
-    """A module that computes with its own sharded parameters: its output and its input gradients are all-reduced."""
+    """All-reduce the output and the input gradients of a module that computes with its own sharded parameters."""
 
     context = target.context
 
@@ -419,10 +428,10 @@ def all_reduce(target: Target) -> None:
 
 @style("mla_kv_a_proj")
 def mla_kv_a_proj(target: Target) -> None:
-    """A replicated layer whose last `qk_rope_head_dim` outputs, the rotary key, bypass all `colwise` layers.
+    """Keep a layer replicated whose last `qk_rope_head_dim` outputs, the rotary key, bypass all `colwise` layers.
 
-    Their gradient on a rank comes from this rank's heads only, so it is all-reduced here. The number is read from the parent
-    module or from the model's config.
+    The gradient of these outputs on a rank comes from this rank's heads only, so it is all-reduced here.
+    `qk_rope_head_dim` is read from the parent module or from the model's config.
     """
     rope = getattr(target.parent, "qk_rope_head_dim", None)
     rope = rope or getattr(getattr(target.model, "config", None), "qk_rope_head_dim", None)
@@ -453,7 +462,7 @@ _TENSOR, _EXPERT = ParallelMode.TENSOR, ParallelMode.EXPERT
 
 @style("moe_tp_experts")
 def moe_tp_experts(target: Target) -> None:
-    """Experts whose inner features other entries of the TP plan shard: their output is all-reduced over the tensor group."""
+    """All-reduce the output of experts over the tensor group. Other entries of the TP plan shard the inner features."""
     _parallelize_experts(target)
 
 
@@ -491,18 +500,18 @@ def grouped_gemm(target: Target) -> None:
 
 @style("ep_dispatch_experts", mode=_EXPERT, options=("tensor",))
 def ep_dispatch_experts(target: Target) -> None:
-    """Experts whose parameters other entries shard by `grouped_gemm`: tokens are sent to the ranks of their experts."""
+    """Send tokens to the ranks of their experts. Other entries shard the parameters of the experts by `grouped_gemm`."""
     _parallelize_experts(target)
 
 
 @style("ep_router", mode=_EXPERT, options=("tensor",))
 def ep_router(target: Target) -> None:
-    """A router needs no change: the experts send the tokens by its full choices."""
+    """Change nothing: a router computes its full choices, by which the experts send the tokens."""
 
 
 @style("moe_identity_expert")
 def moe_identity_expert(target: Target) -> None:
-    """An identity expert among experts with all-reduced outputs: it returns 1/ranks of its input on each rank."""
+    """Make an identity expert return 1/ranks of its input on each rank, because the outputs of the experts are all-reduced."""
     ranks = target.context.get_world_size(_TENSOR)
 
     def forward(self: Any, before: Any, x: Tensor) -> Tensor:
@@ -513,7 +522,7 @@ def moe_identity_expert(target: Target) -> None:
 
 @style("megamoe_router", "megamoe_experts", mode=_EXPERT, options=("tensor",))
 def megamoe(target: Target) -> None:
-    """Raises: a kernel for inference only."""
+    """Raise PlacementError: this style is a kernel for inference only."""
     raise PlacementError(
         f"{target.name!r}: the styles 'megamoe_router' and 'megamoe_experts' are for a kernel without a backward pass, which "
         f"cannot be trained; use 'ep_router' and 'ep_dispatch_experts'",

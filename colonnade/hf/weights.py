@@ -34,7 +34,10 @@ _COMPARED = 1 << 25
 
 @dataclass(frozen=True)
 class StoredPart:
-    """A stored tensor that fills a box of a parameter; `stacked`: it lacks the box's first dimension, of length 1."""
+    """A stored tensor that fills a box of a parameter.
+
+    `stacked`: the box has a first dimension of length 1 that the stored tensor lacks.
+    """
 
     tensor: AnyTensor
     box: Box
@@ -43,7 +46,7 @@ class StoredPart:
 
 @dataclass(frozen=True)
 class StoredParts:
-    """A parameter that is one stored tensor, or several side by side; only the requested slices are read."""
+    """A parameter that consists of one or several stored tensors; only the requested slices are read."""
 
     shape: tuple[int, ...]
     parts: tuple[StoredPart, ...]
@@ -53,7 +56,7 @@ class StoredParts:
         return f"{self.parts[0].tensor}{more}"
 
     def read_into(self, target: Tensor, offset: Sequence[int]) -> None:
-        """Fill `target` with the elements from `offset` on."""
+        """Read a box of the parameter into `target`: the box starts at `offset` and has the shape of `target`."""
         box = Box(tuple(offset), tuple(target.shape))
         for part in self.parts:
             shared = box.shared_with(part.box)
@@ -78,7 +81,7 @@ class Converted:
         return f"{next(iter(self.stored.values()))[0]}, converted"
 
     def read_into(self, target: Tensor, offset: Sequence[int]) -> None:
-        """Fill `target` with the elements from `offset` on; computes the full parameter for it."""
+        """Compute the full parameter, and copy the box that starts at `offset` into `target`."""
         values = {pattern: [tensor.read() for tensor in tensors] for pattern, tensors in self.stored.items()}
         full = _convert(self.converter, self.name, values, self.model)[self.name]
         box = Box(tuple(offset), tuple(target.shape))
@@ -90,7 +93,7 @@ Source = StoredParts | Converted
 
 
 def sources_for(model: Any, stored: Mapping[str, AnyTensor]) -> tuple[dict[str, Source], list[str]]:
-    """(source of each name of the model's state, stored keys that belong to no name).
+    """Return (the source of each name of the model's state, the stored keys that belong to no name).
 
     Renamed keys and older formats (for example one tensor per expert) are matched with transformers' own rules.
     """
@@ -138,7 +141,7 @@ def sources_for(model: Any, stored: Mapping[str, AnyTensor]) -> tuple[dict[str, 
 
 
 def are_same(left: Source, right: Source, dtype: torch.dtype) -> bool:
-    """Whether two sources give a parameter of this dtype the same values; reads some rows of each at a time."""
+    """Return whether two sources give a parameter of this dtype the same values. Reads some rows of each at a time."""
     if left.shape != right.shape:
         return False
     length, *rest = left.shape or (1,)

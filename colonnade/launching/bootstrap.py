@@ -1,4 +1,4 @@
-"""The entry point of a rank of `colonnade run`: it runs the script, records a failure and ends with the launcher.
+"""The entry point of a rank of `colonnade run`: runs the script, records a failure, and ends when the launcher ends.
 
 The agent of the launcher starts `python -m colonnade.launching.bootstrap KIND NAMES TARGET ARGUMENTS...` once per rank.
 """

@@ -25,7 +25,7 @@ Prefix = Literal["others", "all", "none"]
 
 @dataclass(frozen=True)
 class LaunchJob:
-    """The arguments of `colonnade run`. `nproc=None`: one rank per GPU, or one rank."""
+    """The arguments of `colonnade run`. `nproc=None` means one rank per GPU, or one rank without GPUs."""
 
     target: str
     is_module: bool = False
@@ -42,7 +42,7 @@ class LaunchJob:
 
 
 def checked(job: LaunchJob) -> LaunchJob:
-    """The job, if it can be started; else raises LaunchError. Creates the log folder."""
+    """Return the job if it can be started, and create its log folder; raise LaunchError otherwise."""
     _check_target(job)
 
     most = max(_MOST, _MOST_PER_CORE * cores())
@@ -89,7 +89,7 @@ def checked(job: LaunchJob) -> LaunchJob:
 
 
 def cores() -> int:
-    """The number of CPU cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 

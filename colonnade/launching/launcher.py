@@ -66,7 +66,7 @@ _SECONDS = 60
 
 
 class AgentRendezvous(RendezvousHandler):
-    """The rendezvous of torch, which additionally agrees on a store for this start and on the number of earlier starts."""
+    """The rendezvous of torch, extended: the machines also agree on a store for this start and on the number of restarts."""
 
     def __init__(self, inner: Any, one_host: bool) -> None:
         self._inner, self._one_host = inner, one_host
@@ -76,7 +76,7 @@ class AgentRendezvous(RendezvousHandler):
         """The number of starts before this one; equal on every machine."""
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for the launchers of the other machines; the first one serves the store of the ranks."""
+        """Wait for the launchers of the other machines. The launcher of the first machine serves the store of the ranks."""
         met = self._inner.next_rendezvous()
         if met.rank == 0:
             host = "127.0.0.1" if self._one_host else met.bootstrap_store_info.master_addr
@@ -88,39 +88,42 @@ class AgentRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """True: no rank serves the store."""
+        """Always True: the launcher serves the store, not a rank."""
         return True
 
     def get_backend(self) -> str:
-        """The name in the registry of torch."""
+        """Return the name of this rendezvous in the registry of torch."""
         return BACKEND
 
     def is_closed(self) -> bool:
-        """As in torch."""
+        """Return the result of torch's rendezvous."""
         return bool(self._inner.is_closed())
 
     def set_closed(self) -> None:
-        """As in torch."""
+        """Close torch's rendezvous."""
         self._inner.set_closed()
 
     def num_nodes_waiting(self) -> int:
-        """As in torch."""
+        """Return the result of torch's rendezvous."""
         return int(self._inner.num_nodes_waiting())
 
     def get_run_id(self) -> str:
-        """As in torch."""
+        """Return the result of torch's rendezvous."""
         return str(self._inner.get_run_id())
 
     def shutdown(self) -> bool:
-        """As in torch."""
+        """Shut torch's rendezvous down."""
         return bool(self._inner.shutdown())
 
 
 class StaticAgentRendezvous(StaticTCPRendezvous):
-    """The rendezvous of torch for machines with a given --node-rank; the first serves one store for the whole job."""
+    """The rendezvous of torch for machines with a given --node-rank.
+
+    The first machine serves one store for the whole job.
+    """
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """The store and the number of this machine."""
+        """Return the store and the number of this machine."""
         if self._store is not None:
             return super().next_rendezvous()
         return launchers_met(f"{self.master_addr}:{self.master_port}", timedelta(seconds=_SECONDS), self._first)
@@ -131,12 +134,12 @@ class StaticAgentRendezvous(StaticTCPRendezvous):
         return super().next_rendezvous()
 
     def get_backend(self) -> str:
-        """The name in the registry of torch."""
+        """Return the name of this rendezvous in the registry of torch."""
         return STATIC_BACKEND
 
 
 def serve_store(host: str, port: int, one_host: bool) -> TCPStore:
-    """Serve a store in this process, on this address only if possible; port 0: any free port."""
+    """Serve a store in this process, only on this address if possible. Port 0 means any free port."""
     try:
         listener = listening_at(host, port, one_host)
     except OSError:  # the port is in use (torch reports that), or the address is forwarded here by another machine
@@ -198,7 +201,7 @@ _CHUNK = 1 << 16
 
 
 def launch(job: LaunchJob) -> int:
-    """Run the job to its end; returns the exit status of this process."""
+    """Run the job to its end; returns the exit status for this process."""
     nproc = job.nproc or torch.cuda.device_count() or 1
 
     # The ranks inherit the environment of this process: threads per rank on shared cores, and how to find the launcher.
@@ -278,7 +281,7 @@ def launch(job: LaunchJob) -> int:
 
 
 class RankLogs(LogsSpecs):
-    """The output files of the ranks: rank<N>.stdout and .stderr, in the folder restart<K> after a restart."""
+    """The output files of the ranks: rank<N>.stdout and .stderr, in a subfolder restart<K> after the K-th restart."""
 
     def __init__(self, folder: Path, console: Console) -> None:
         super().__init__(log_dir=str(folder))
@@ -323,9 +326,10 @@ class RankLogs(LogsSpecs):
         )
 
     def report(self, failures: Mapping[int, ProcessFailure]) -> tuple[str, int]:
-        """The report on the failed ranks, and the exit status.
+        """Return the report on the failed ranks, and the exit status.
 
-        The agent stops all ranks as soon as one has exited, so a rank that wrote a note but did not exit counts too.
+        The agent stops all ranks as soon as one has exited. A rank that wrote a failure note but did not exit therefore
+        counts, too.
         """
         notes = self._notes()
         silent = {
@@ -337,7 +341,7 @@ class RankLogs(LogsSpecs):
         return launch_report(outcomes, {rank: self._file(rank, "stderr") for rank in outcomes})
 
     def stopped_in_order(self) -> bool:
-        """Whether every rank exited on its own with the status "stopped in order"."""
+        """Return whether every rank exited on its own with the exit status of an orderly stop (75)."""
         notes = self._notes()
         return 0 < len(notes) == len(self._ranks) and all(note.exitcode == STOPPED_IN_ORDER for note in notes.values())
 
@@ -371,7 +375,7 @@ class _FollowedFile:
     hidden: bool = False
 
     def new_bytes(self) -> bytes:
-        """The bytes since the last call, up to the traceback, which the launcher prints at the end."""
+        """Return the bytes since the last call, up to the traceback, which the launcher prints at the end."""
         if self.hidden or not self.path.exists():
             return b""
         with self.path.open("rb") as log:
@@ -402,7 +406,7 @@ class Console:
     _thread: threading.Thread | None = None
 
     def follow(self, logs: Sequence[tuple[int, Path, Path]]) -> None:
-        """Follow the (rank, stdout, stderr) files from their start, in place of earlier ones."""
+        """Copy these (rank, stdout, stderr) files from their start, instead of earlier ones."""
         self.drain()
         with self._lock:
             self._files = [
@@ -432,7 +436,7 @@ class Console:
             _put(self.err, text.encode("utf-8", "backslashreplace") + b"\n")
 
     def close(self) -> None:
-        """Stop following, after a last copy."""
+        """Copy everything for the last time, and stop."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join()

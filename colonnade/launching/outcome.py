@@ -50,9 +50,9 @@ class Outcome:
         kind: "value" (the function returned `value`), "exception" (`type`, `message`, `traceback`), "signal" (named by
             `signal`), "exit" (the process exited with `exitcode`; `message` describes when), "timeout" (still running at the
             deadline) or "ended" (stopped, because another rank had failed).
-        time: the monotonic clock when it ended.
+        time: the monotonic clock when the rank ended.
         stack: the Python stacks of a rank that was stopped.
-        consequence: whether an exception only follows from the failure of other ranks; None: decided by the message.
+        consequence: whether an exception is only a consequence of the failure of other ranks; None: decided by the message.
         named_ranks: the ranks that failed, if the exception names them.
     """
 
@@ -76,7 +76,7 @@ class Outcome:
 
     @classmethod
     def of_exit(cls, rank: int, exitcode: int, time: float, message: str) -> Outcome:
-        """The outcome of a process without a report; a negative exit code is the number of a signal."""
+        """Return the outcome of a process without a report; a negative exit code is the number of a signal."""
         if exitcode >= 0:
             return cls(rank, "exit", time, exitcode=exitcode, message=message)
         known = {member.value: member.name for member in signal.Signals}
@@ -84,12 +84,12 @@ class Outcome:
 
     @property
     def headline(self) -> str:
-        """One line on how this rank ended."""
+        """Return one line on how this rank ended."""
         return f"rank {self.rank}: {self.cause}"
 
     @property
     def cause(self) -> str:
-        """The reason: exception, exit code or signal."""
+        """Return the reason: exception, exit code or signal."""
         if self.kind == "exception":
             first_line = self.message.strip().splitlines()[0] if self.message.strip() else "(no message)"
             return f"{self.type}: {first_line}"
@@ -113,17 +113,20 @@ class Outcome:
 
     @property
     def lost_a_peer(self) -> bool:
-        """Whether the rank failed only because another rank had failed, so it is not the cause if another rank may be."""
+        """Whether the rank failed only because another rank had failed.
+
+        Such a rank is the cause of a failure only if no other rank can be.
+        """
         if self.kind != "exception":
             return False
         return lost_a_peer(self.message) if self.consequence is None else self.consequence == "wholly"
 
 
 def first_failure(outcomes: Iterable[Outcome]) -> Outcome | None:
-    """The outcome that explains the others, or None if every rank returned.
+    """Return the outcome that explains the others; None if every rank returned.
 
-    Ranks with a failure of their own come first, ordered by time; then ranks that failed while they handled the failure of
-    another rank; then ranks that only lost a peer, ranks that timed out, and ranks that were stopped.
+    Ranks with a failure of their own come first, ordered by time; then ranks that failed while they handled the failure
+    of another rank; then ranks that only lost a peer, ranks that timed out, and ranks that were stopped.
     """
 
     def order(outcome: Outcome) -> tuple[int, float]:
@@ -160,11 +163,11 @@ class WorldResult:
 
     @property
     def root_cause(self) -> Outcome | None:
-        """The outcome that explains the failure, or None if every rank returned."""
+        """The outcome that explains the failure; None if every rank returned."""
         return first_failure(self.outcomes)
 
     def report(self) -> str:
-        """The failure as text: the root cause in full, then one line per other rank."""
+        """Return the failure as text: the root cause in full, then one line per other rank."""
         cause = self.root_cause
         if cause is None:
             return f"all {len(self.outcomes)} ranks returned in {self.seconds:.1f} s"
@@ -191,10 +194,10 @@ class WorldError(ColonnadeError, RuntimeError):
 
 
 def write_failure(file: Path, fields: Mapping[str, Any], status: int) -> None:
-    """Write the fields of an `Outcome` for the launcher, in a format that the tools of torchrun can read too.
+    """Write the fields of an `Outcome` for the launcher, in a format that the tools of torchrun can read, too.
 
-    The write is atomic, because the launcher may stop this rank at the same time. `status` is the exit status that the rank is
-    about to return; it may be stopped before.
+    The write is atomic, because the launcher may stop this rank at the same time. `status` is the exit status with
+    which this rank is about to exit. It is written because the launcher may stop the rank before.
     """
     now = time.time()
     extra = {"py_callstack": fields["traceback"], "timestamp": str(int(now))}
@@ -208,7 +211,7 @@ def write_failure(file: Path, fields: Mapping[str, Any], status: int) -> None:
 
 
 def read_failure(rank: int, file: Path) -> Outcome | None:
-    """The failure note of a rank, or None if there is none."""
+    """Return the failure note of a rank; None if there is none."""
     if not file.is_file():
         return None
     fields = json.loads(file.read_text())["outcome"]
@@ -216,17 +219,17 @@ def read_failure(rank: int, file: Path) -> Outcome | None:
 
 
 def silent_failure(rank: int, exitcode: int, seen: float) -> Outcome:
-    """The outcome of a rank without a note; `seen` is the time when the launcher noticed."""
+    """Return the outcome of a rank without a failure note; `seen` is the time when the launcher noticed its end."""
     if exitcode == -signal.SIGTERM:
         return Outcome(rank, "ended", seen, exitcode=exitcode)
     return Outcome.of_exit(rank, exitcode, seen - _HEAD_START, "without a traceback")
 
 
 def launch_report(outcomes: Mapping[int, Outcome], stderr: Mapping[int, Path]) -> tuple[str, int]:
-    """The report on the failed ranks, and the exit status of the first failure.
+    """Return the report on the failed ranks, and the exit status of the first failure.
 
-    The report lists the other ranks, then the first failure: a line that names it and its traceback, or the end of its stderr and
-    that line.
+    The report lists the other ranks first. Then follows the first failure: one line that names it, and its traceback;
+    or the end of its stderr, and that line.
     """
     first = first_failure(outcomes.values())
     assert first is not None
@@ -256,7 +259,7 @@ def launch_report(outcomes: Mapping[int, Outcome], stderr: Mapping[int, Path]) -
 
 
 def who_failed(first: Outcome) -> str:
-    """The rank that failed first, in words; `first` may be a rank that only noticed that failure."""
+    """Return the rank that failed first, in words. `first` may be a rank that only noticed the failure."""
     if not first.lost_a_peer:
         return f"rank {first.rank} failed first"
     if first.named_ranks:
@@ -269,7 +272,7 @@ def who_failed(first: Outcome) -> str:
 
 
 def exit_status(outcome: Outcome) -> int:
-    """The exit status as a shell reports it, also for a rank that was stopped before it could exit."""
+    """Return the exit status as a shell reports it, also for a rank that was stopped before it could exit."""
     code = outcome.exitcode or 0
     return 128 - code if code < 0 else code
 
@@ -278,7 +281,7 @@ def exit_status(outcome: Outcome) -> int:
 
 
 def without_frames(text: str) -> str:
-    """Fold the C++ stacks of torch, which show a place inside torch but no cause."""
+    """Shorten the C++ stacks of torch in a text, because they only show places inside torch."""
     return _FRAMES.sub(lambda found: f"({found[0].count(chr(10))} lines of a torch stack)\n", text)
 
 
@@ -287,7 +290,7 @@ def _titled(title: str, outcome: Outcome) -> str:
 
 
 def tail(title: str, text: str) -> str:
-    """The last lines of a log under a title; empty for an empty log."""
+    """Return the last lines of a log under a title; empty for an empty log."""
     lines = text.rstrip().splitlines()
     if not lines:
         return ""
@@ -299,13 +302,13 @@ def tail(title: str, text: str) -> str:
 
 
 def end_with_parent() -> None:
-    """Let the kernel kill this process when its parent dies, for any reason."""
+    """Make the kernel kill this process when its parent dies for any reason."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def description(error: BaseException, starters: Collection[str], fold_library: bool = False) -> dict[str, Any]:
-    """The fields of an `Outcome` for an exception.
+    """Return the fields of an `Outcome` for an exception.
 
     Args:
         error: the exception.

@@ -1,4 +1,4 @@
-"""Example models for every parallel layout; the config decides how they are sharded."""
+"""Example models for every parallel layout; the config determines how they are sharded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Causal language models, and GPT; the config decides how they are sharded."""
+"""Causal language models, and GPT; the config determines how they are sharded."""
 
 from __future__ import annotations
 
@@ -79,23 +79,23 @@ class LanguageModel(nn.Sequential):
         self._over, self._here, self._fused_loss = over, here, fused_loss
 
     def parts(self) -> tuple[type[TokenEmbedding], type[TransformerBlock], type[Head], type[LanguageModelLoss]]:
-        """The classes of embedding, blocks, head and loss."""
+        """Return the classes of embedding, blocks, head and loss."""
         return TokenEmbedding, TransformerBlock, Head, LanguageModelLoss
 
     def attention(self, hidden: int, heads: int, options: dict[str, Any]) -> SelfAttention:
-        """The attention of a block."""
+        """Make the attention of a block."""
         return SelfAttention(hidden, heads, **options)
 
     def feed_forward(self, at: int, hidden: int, here: Arrangement) -> nn.Module:
-        """The feed-forward layer of block `at`."""
+        """Make the feed-forward layer of the block with index `at`."""
         return MLP(hidden, 4 * hidden, arrangement=here)
 
     def norm(self, hidden: int, arrangement: Arrangement) -> nn.Module:
-        """The norm before attention, before a feed-forward layer and before the classifier."""
+        """Make the norm before attention, before a feed-forward layer or before the classifier."""
         return LayerNorm(hidden, arrangement=arrangement)
 
     def criterion(self, ignore_index: int = -100) -> LanguageModelLoss:
-        """The loss for the output of this model."""
+        """Make the loss for the output of this model."""
         loss = self.parts()[-1]
         return (loss.fused if self._fused_loss else loss)(ignore_index, over=self._over, context=self._here.context)
 
@@ -127,7 +127,7 @@ class TransformerBlock(nn.Module):
 
 
 class TokenEmbedding(nn.Module):
-    """Full tokens -> the vectors of this rank's tokens, plus those of their positions unless `length` is 0."""
+    """Maps full tokens to the embedding vectors of this rank's tokens, and adds position vectors unless `length` is 0."""
 
     def __init__(
         self, vocabulary: int, length: int, hidden: int, dropout: float, over: Over, context: ParallelContext | None
@@ -156,7 +156,7 @@ class TokenEmbedding(nn.Module):
 
 
 class Head(nn.Module):
-    """The last norm, and the logits of every token or, for a fused loss, the inputs of `LinearCrossEntropyLoss`."""
+    """The last norm and the classifier. Returns the logits of every token or, for a fused loss, the inputs of the loss."""
 
     keeps_gathered = False
     """Whether a fused loss uses the weight after the forward pass; ZeRO stage 3 then keeps it gathered until backward."""
@@ -207,7 +207,7 @@ class LanguageModelLoss(nn.Module):
         return self.mean((logits,), labels)
 
     def mean(self, outputs: Sequence[Tensor], labels: Tensor) -> Tensor:
-        """The mean loss per counted token, from the outputs of the model and full labels."""
+        """Return the mean loss per counted token, from the outputs of the model and full labels."""
         context = self._here.context
         local_labels = split_sequence(labels, balanced=self._balanced, context=context)
         counted = (labels != self.ignore_index).sum().double()
@@ -215,7 +215,7 @@ class LanguageModelLoss(nn.Module):
 
 
 class FusedLanguageModelLoss(LanguageModelLoss):
-    """`LanguageModelLoss` for a model with `fused_loss`."""
+    """`LanguageModelLoss` for a model with `fused_loss`, which returns activations and the classifier's weight."""
 
     _summed = LinearCrossEntropyLoss
 
@@ -227,7 +227,10 @@ LanguageModelLoss.fused = FusedLanguageModelLoss
 
 
 def mean_over(total: Tensor, count: Tensor) -> Tensor:
-    """total / count, with `sum_and_count` for the engine, whose mean is over all ranks and micro-batches."""
+    """Return total / count, with an attribute `sum_and_count`.
+
+    The engine computes the mean over all ranks and micro-batches from it.
+    """
     mean = total / count.masked_fill(count == 0, 1).to(total.dtype)
     mean.sum_and_count = total, count  # type: ignore[attr-defined]
     return mean

@@ -56,7 +56,7 @@ class MoEGPT(GPT):
 
 
 class MoEEmbedding(TokenEmbedding):
-    """The embedding, with an empty auxiliary loss."""
+    """The embedding. Returns (vectors, empty auxiliary loss)."""
 
     def forward(self, tokens: Tensor) -> XAndLoss:  # type: ignore[override]
         x = super().forward(tokens)
@@ -64,7 +64,7 @@ class MoEEmbedding(TokenEmbedding):
 
 
 class MoEBlock(TransformerBlock):
-    """A block that adds its auxiliary loss, if it has experts, to those of previous blocks."""
+    """A block that adds its auxiliary loss, if it has experts, to the losses of the previous blocks."""
 
     def forward(self, x_and_loss: XAndLoss) -> XAndLoss:  # type: ignore[override]
         x, loss = x_and_loss
@@ -76,7 +76,7 @@ class MoEBlock(TransformerBlock):
 
 
 class MoEHead(Head):
-    """The head, and the auxiliary losses of all layers with one all-reduce."""
+    """The head. Returns the logits, and the auxiliary losses of all layers, which it all-reduces together."""
 
     def forward(self, x_and_loss: XAndLoss) -> Any:  # type: ignore[override]
         x, loss = x_and_loss
@@ -85,13 +85,13 @@ class MoEHead(Head):
 
 
 class MoELoss(LanguageModelLoss):
-    """The loss per token plus the auxiliary losses."""
+    """The mean loss per token plus the auxiliary losses."""
 
     def forward(self, logits: Tensor, loss: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
         return self.with_losses((logits,), loss, labels)
 
     def with_losses(self, outputs: Sequence[Tensor], loss: Tensor, labels: Tensor) -> Tensor:
-        """The loss for the outputs of the model, plus the auxiliary losses."""
+        """Return the loss for the outputs of the model, plus the auxiliary losses."""
         total, count = self.mean(outputs, labels).sum_and_count  # type: ignore[attr-defined]
         return mean_over(total + loss * count.to(total.dtype), count)
 

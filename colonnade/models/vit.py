@@ -1,4 +1,4 @@
-"""ViT: an image classifier on patches; the config decides how it is sharded."""
+"""ViT: an image classifier on patches; the config determines how it is sharded."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ class ViT(nn.Sequential):
         self._after = arrange(context, sequence_split=False)
 
     def criterion(self) -> CrossEntropyLoss:
-        """The loss for this model's logits."""
+        """Make the loss for the logits of this model."""
         return CrossEntropyLoss(arrangement=self._after)
 
 
 class PatchEmbedding(nn.Module):
-    """Full images -> the vectors of this rank's patches plus those of their positions."""
+    """Maps full images to the vectors of this rank's patches, and adds position vectors."""
 
     def __init__(
         self, size: int, patch: int, channels: int, hidden: int, dropout: float, context: ParallelContext | None
@@ -87,7 +87,7 @@ class PatchEmbedding(nn.Module):
 
 
 class Pool(nn.Module):
-    """The last norm, the mean over all patches, and the logits of an image."""
+    """The last norm, the mean over all patches and the classifier. Returns the logits of each image."""
 
     def __init__(self, hidden: int, classes: int, context: ParallelContext | None) -> None:
         super().__init__()

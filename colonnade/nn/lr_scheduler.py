@@ -40,7 +40,7 @@ class _WarmupLR(LambdaLR):
 
 @LR_SCHEDULERS.register_module
 class CosineAnnealingLR(_WarmupLR):
-    """Linear warm-up over `warmup_steps`, then half a cosine from the base rate down to `eta_min` times it."""
+    """Linear warm-up over `warmup_steps`, then half a cosine from the base rate down to `eta_min` times the base rate."""
 
     def __init__(
         self, optimizer: Optimizer, total_steps: int, eta_min: float = 0.0, warmup_steps: int = 0, last_epoch: int = -1
@@ -90,7 +90,7 @@ class LinearWarmupLR(PolynomialWarmupLR):
 
 @LR_SCHEDULERS.register_module
 class MultiStepWarmupLR(_WarmupLR):
-    """Linear warm-up over `warmup_steps`; then multiplied by `gamma` at each of the `milestones`, given as steps."""
+    """Linear warm-up over `warmup_steps`; then a multiplication by `gamma` at each of the `milestones`, given as steps."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""Triton kernels of layers: the cross-entropy of rows of logits, and the sums of a mixture of experts.
+"""Triton kernels of layers: cross-entropy of rows of logits, and the sums in a mixture of experts.
 
-The cross-entropy computes statistics of each row, then its gradient in place of the logits; each kernel reads the logits once, in their
-own dtype, and the arithmetic is fp32. The sums of a mixture are for eager mode; compiled code fuses plain operators instead. Import this
-module only where Triton is installed.
+The cross-entropy computes statistics of each row, then its gradient in place of the logits. Each kernel reads the
+logits once, in their own dtype, and computes in fp32. The sums are for eager mode; compiled code fuses plain operators
+instead. Import this module only where Triton is installed.
 """
 
 from __future__ import annotations
@@ -60,7 +60,11 @@ def _gradient(  # type: ignore[no-untyped-def]
 
 
 def statistics(logits: Tensor, labels: Tensor, sums: bool) -> Tensor:
-    """(4, rows) in fp32: the largest logit, the sum of exp(logit - largest), the label's logit, the sum if `sums`."""
+    """Return statistics of each row of logits, (4, rows) in fp32.
+
+    The four rows are the largest logit, the sum of exp(logit - largest), the label's logit and, with `sums`, the sum of
+    the logits.
+    """
     rows, width = logits.shape
     out = torch.empty(4, rows, dtype=torch.float32, device=logits.device)
     _statistics[(rows,)](logits, labels, out, rows, width, _BLOCK, sums, num_warps=8)
@@ -68,7 +72,7 @@ def statistics(logits: Tensor, labels: Tensor, sums: bool) -> Tensor:
 
 
 def gradient(logits: Tensor, labels: Tensor, log_sums: Tensor, slopes: Tensor, share: Tensor, hit: float) -> Tensor:
-    """slope * (softmax - share - hit at the label) for every row, written over the logits."""
+    """Overwrite the logits with their gradient: slope * (softmax - share - hit at the label) for every row."""
     rows, width = logits.shape
     grid = (rows, triton.cdiv(width, _BLOCK))
     _gradient[grid](logits, labels, log_sums, slopes, share, hit, width, _BLOCK, num_warps=8)
@@ -80,7 +84,10 @@ _MOE_BLOCK = 1024
 
 
 def sums(rows: Tensor, places: Tensor, weights: Tensor | None, spare: int | None) -> Tensor:
-    """The weighted sum of the rows at the places (tokens, choices) of each token; places equal to `spare` are left out."""
+    """Return the weighted sum of the rows of each token.
+
+    `places` (tokens, choices) are the indices of these rows; places equal to `spare` are left out.
+    """
     out = rows.new_empty(len(places), rows.size(1))
     grid = (len(places), triton.cdiv(rows.size(1), _MOE_BLOCK))
     if out.numel():
@@ -93,7 +100,7 @@ def sums(rows: Tensor, places: Tensor, weights: Tensor | None, spare: int | None
 
 
 def row_gradients(gradient: Tensor, rows: Tensor, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """(gradients of the rows, gradients of their weights), given the gradient of the tokens' sums."""
+    """Return (gradients of the rows, gradients of their weights), given the gradient of the tokens' sums."""
     rows = rows.contiguous()
     out, products = torch.empty_like(rows), weights.new_empty(len(rows), dtype=torch.float32)
     if rows.numel():

@@ -1,7 +1,6 @@
 """`colonnade.verify(engine)`: train an engine and a single process from the same weights on the same data, and compare.
 
-`gather_evidence` does everything, in this order. (The command `colonnade verify train.py` works differently: `scripts.py` starts
-the script on its ranks and in a single process, and `script_job.py` records it where a batch reaches the model.)
+`gather_evidence` does everything, in this order:
 
 1. On the ranks, before anything is recorded: `_unjoinable_dropout` runs forward passes without side effects, to find the
    modules whose dropout a single process cannot repeat.
@@ -10,6 +9,12 @@ the script on its ranks and in a single process, and `script_job.py` records it 
    combines the two (`compare.assemble`). Of large tensors the ranks send sketches, and whole tensors only if these differ.
 
 `diagnose` then explains the differences.
+
+The command `colonnade verify train.py` is the second way to the same report. There the caller passes no engine and no
+batches: `scripts.py` starts the script on its ranks and again in a single process, and `script_job.py` runs inside
+these processes. It replaces the functions through which batches reach the model, and the script itself is the
+reference. Both ways record an engine with `EngineRecorder`, and both make a `Record` for each rank and a `TrueRun`.
+They meet in `compare.assemble`, which `_side_by_side` calls here and `SingleProcessScript.judge` calls there.
 """
 
 from __future__ import annotations
@@ -138,7 +143,10 @@ def gather_evidence(
     criterion: Any = None,
     dropout: bool = True,
 ) -> Evidence | None:
-    """The data that `verify` judges, on rank 0; None on the others. Collective over the world."""
+    """Train both runs and return the data that `verify` judges, on rank 0; None on other ranks.
+
+    Collective over the world.
+    """
     chosen = [list(step) for step in batches][: steps if steps is not None else len(batches)]
     lengths = gather_from_all([len(step) for step in chosen], engine.context)
     for rank, own in enumerate(lengths):
@@ -173,7 +181,9 @@ def gather_evidence(
     }
 
     # Dropout that a single process cannot repeat is turned off on the ranks too. A step cannot be undone, so these modules
-    # must be known before the first one.
+    # must be known before the first one. Unless `dropout` is False, this probe of random numbers (at least one
+    # forward pass) always runs, also for models without dropout modules: random operators may be anywhere in the model's code, so only
+    # a pass shows whether there are any.
     off: Mapping[str, str] | None = None
     if dropout:
         off = _unjoinable_dropout(engine, reference, criterion, chosen[0][0], kept_in_eval)
@@ -480,7 +490,7 @@ def _loss_of(engine: Engine, model: nn.Module, criterion: Any) -> Callable[[nn.M
 
 
 def _limit_of(engine: Engine, records: Sequence[Record], names: Mapping[str, str]) -> Limit | None:
-    """The clipping of the run, with the parameters of `torch.nn.utils.clip_grad_norm_`."""
+    """Return the clipping of the single process, by the rule of `torch.nn.utils.clip_grad_norm_`; None without clipping."""
     settings = ClipSettings.read(engine.context.config.get("clip_grad_norm"))
     if settings is None:
         return None

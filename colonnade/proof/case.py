@@ -1,9 +1,9 @@
-"""Cases: a value that differs, with everything known about it. A hypothesis is a function of a case.
+"""Cases: a value that differs from the reference, with all known facts about it. A hypothesis is a function of a case.
 
-- `Factor` and `near`: a number read as a product of group sizes ("4 is the size of DATA squared").
+- `Factor` and `near`: a number as a product of group sizes ("4 is the size of DATA squared").
 - `Groups`: the process groups of the modes, each set of groups under one name.
-- `Case`: a tensor. `GradientCase`: a gradient, with the local gradients ("raw": of one rank and pass, before any
-  reduction) and the required reductions ("owed").
+- `Case`: a tensor. `GradientCase`: a gradient, with the local gradients (`raw`: of one rank and pass, before any
+  reduction) and the required reductions.
 - `NormCase` and `ClipCase`: the gradient norm, and the clipped gradients.
 """
 
@@ -45,7 +45,7 @@ ACCUMULATION = "accumulation"
 
 @dataclass(frozen=True)
 class Factor:
-    """A product of powers of sizes: {"DATA": 1, "TENSOR": -1} is data size / tensor size."""
+    """The value of a product of powers of mode sizes: {"DATA": 1, "TENSOR": -1} is data size / tensor size."""
 
     value: float
     powers: tuple[tuple[str, float], ...]
@@ -57,7 +57,11 @@ class Factor:
 
 
 def factors(sizes: Mapping[str, int]) -> list[Factor]:
-    """Every size and its inverse, products and ratios of two, squares and roots, products of three; simple ones first."""
+    """List the products of mode sizes that a mistake may multiply by, simple ones first.
+
+    These are every size and its inverse, the products and ratios of two sizes, squares, square roots, and products of
+    three.
+    """
     names = [name for name, size in sizes.items() if size > 1]
 
     def single(*powers: float) -> list[Factor]:
@@ -76,7 +80,7 @@ def factors(sizes: Mapping[str, int]) -> list[Factor]:
 
 
 def near(value: float, sizes: Mapping[str, int], within: float) -> list[Factor]:
-    """The factors within a distance of the value; only those of the simplest kind among them."""
+    """Return the factors whose distance from `value` is at most `within`, and of these only the simplest."""
     # Many products have the same value: in a layout of DATA 4 and TENSOR 2, 4 is also TENSOR squared. The simplest is likeliest.
     fitting = [factor for factor in factors(sizes) if abs(factor.value - value) <= within]
     simplest = min(map(_weight, fitting), default=0)
@@ -98,17 +102,17 @@ def _power(name: str, power: float) -> str:
 
 
 def digits(value: float) -> str:
-    """A factor as text, with as many digits as it takes not to read as 1."""
+    """Format a factor with enough digits that a factor other than 1 is never printed as "1"."""
     return next((text for n in (6, 9, 12, 17) if (text := f"{value:.{n}g}") != "1"), "1")
 
 
 def either(products: Sequence[Factor]) -> str:
-    """The products of sizes that a factor may be, in brackets."""
+    """Format the products of sizes that a factor may stand for, in brackets: " (size of DATA or size of TENSOR)"."""
     return f" ({' or '.join(map(str, products))})" if products else ""
 
 
 def is_loss_scale(value: float, within: float) -> bool:
-    """Whether it is a large power of two, as loss scales are."""
+    """Return whether a factor is a large power of two, as loss scales are."""
     return value >= 256 and abs(value / 2 ** round(log2(value)) - 1) <= max(within, 1e-6)
 
 
@@ -122,7 +126,10 @@ _WHOLE = ("GLOBAL", "MODEL")
 
 
 class Groups:
-    """The process groups of the modes. Modes with the same groups share the name of the one that placements use."""
+    """The process groups of all modes, each distinct set of groups under one name.
+
+    If several modes have the same groups, the name is that of the mode that placements use.
+    """
 
     def __init__(self, evidence: Evidence) -> None:
         required = {mode for info in evidence.parameters.values() for mode, _, _ in info.required}
@@ -155,7 +162,7 @@ class Groups:
         self._placed = [mode for mode in listed if re.search(rf"\b{mode}\b", placements, re.IGNORECASE)]
 
     def spelled(self, factor: Factor) -> str:
-        """A product of sizes, with every mode that placements name and that has these groups."""
+        """Format a product of sizes; a mode is followed by the other modes of placements that have the same groups."""
         text = str(factor)
         for mode, _ in factor.powers:
             others = [other for other in self._placed if other != mode and self._name.get(other) == mode]
@@ -163,11 +170,11 @@ class Groups:
         return text
 
     def name(self, mode: str) -> str:
-        """The name under which the groups of a mode are known here."""
+        """Return the name under which this object lists the groups of a mode."""
         return self._name.get(mode, mode)
 
     def joint(self, modes: Iterable[str], rank: int) -> tuple[int, ...]:
-        """The ranks that can be reached from this one through groups of these modes."""
+        """Return the ranks that `rank` can reach through groups of these modes, including itself."""
         groups = [group for mode in modes for group in self.of_mode.get(mode, ())]
         reached, grew = {rank}, True
         while grew:
@@ -177,7 +184,7 @@ class Groups:
         return tuple(sorted(reached))
 
     def subsets(self) -> list[tuple[str, ...]]:
-        """Sets of up to three modes that reach different ranks; of several that reach the same, the smallest."""
+        """List sets of up to three modes. Among sets that reach the same ranks, only the smallest is listed."""
         some = [chosen for count in range(_MODES_AT_ONCE + 1) for chosen in combinations(self.of_mode, count)]
         seen: dict[tuple[tuple[int, ...], ...], tuple[str, ...]] = {}
         ranks = sorted({rank for groups in self.of_mode.values() for group in groups for rank in group})
@@ -188,7 +195,7 @@ class Groups:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A tensor that differs. `wrong` has the ranks that differ, with their values."""
+    """A tensor that differs from the reference on some ranks, as the input of a hypothesis."""
 
     evidence: Evidence
     groups: Groups
@@ -199,21 +206,24 @@ class Case:
 
     @cached_property
     def wrong(self) -> list[LocalValue]:
-        """The local values that are outside the tolerance."""
+        """The values of the ranks that differ from the reference by more than the tolerance."""
         return [p for p in self.compared.found if in_units(distance(p, self.compared.truth), self.row.tolerance) > 1]
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Sizes of the modes, and the number of accumulated passes."""
+        """The sizes of the modes, and the number of accumulated passes."""
         return {**self.groups.sizes, ACCUMULATION: self.evidence.accumulation}
 
     def truth(self, part: LocalValue) -> Tensor | None:
-        """The reference values of this rank's elements."""
+        """Return the reference values of the elements in `part`, or None if their number differs."""
         wanted = at_positions(self.compared.truth, part.positions)
         return wanted if wanted.numel() == part.value.numel() else None
 
     def residual(self, candidate: Candidate, factor: float = 1.0) -> float:
-        """The largest distance of `wrong` from factor * candidate, in units of a tolerance that grows with the candidate."""
+        """Return the largest distance of a wrong rank from factor * candidate, in tolerances.
+
+        The tolerance grows with the size of the candidate. Returns inf if the candidate is unknown on a rank.
+        """
         worst = 0.0
         for part in self.wrong:
             expected = candidate(part)
@@ -227,7 +237,7 @@ class Case:
         return worst if self.wrong else inf
 
     def moved_to(self, whole: Tensor) -> Candidate:
-        """The elements of each rank in another unsharded tensor of the same shape."""
+        """Return a candidate that reads the elements of each rank from another full tensor of the same shape."""
 
         def candidate(part: LocalValue) -> Tensor | None:
             return at_positions(whole, part.positions) if whole.numel() == self.compared.truth.numel() else None
@@ -235,12 +245,15 @@ class Case:
         return candidate
 
     def within(self, elements: Tensor) -> Case:
-        """The same case for a tensor that has only these elements."""
+        """Return the same case for a part of the tensor: the elements with these indices."""
         before = None if self.before is None else flat(self.before)[elements]
         return replace(self, compared=_within(self.compared, elements), before=before)
 
     def fit(self, candidate: Candidate) -> tuple[float, float] | None:
-        """The factor between `wrong` and the candidate by least squares, and how exactly it is known."""
+        """Fit the factor between the wrong values and a candidate by least squares.
+
+        Returns (factor, the uncertainty of the factor), or None if the candidate is unknown or zero.
+        """
         above, below = 0.0, 0.0
         for part in self.wrong:
             expected = candidate(part)
@@ -257,7 +270,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientCase(Case):
-    """A gradient that differs, with the local gradients that it was made of."""
+    """A gradient that differs from the reference, with the local gradients that were reduced to it."""
 
     name: str
     gradient: GradientEvidence
@@ -268,32 +281,38 @@ class GradientCase(Case):
     healthy: frozenset[str] = frozenset()
     """The parameters whose gradients in this step are right."""
     raw_scale: float = 1.0
-    """A factor that local gradients still lack, read off the healthy parameters."""
+    """The factor from reduced local gradients to the final gradients, inferred from the healthy parameters."""
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Sizes of the modes, and the number of passes: accumulated ones, else the micro-batches of a pipeline."""
+        """The sizes of the modes, and the number of passes.
+
+        Passes are those of accumulation or, without accumulation, the micro-batches of a pipeline.
+        """
         # Without accumulation, the passes of a step are the micro-batches of its pipeline.
         passes = self.evidence.accumulation if self.evidence.accumulation > 1 else len(self.gradient.raw)
         return {**self.groups.sizes, ACCUMULATION: passes}
 
     @property
     def info(self) -> ParameterInfo:
-        """Placement, ledger and required reductions."""
+        """The placement, the ledger rows and the required reductions of the parameter."""
         return self.evidence.parameters.get(self.name, ParameterInfo())
 
     @property
     def required(self) -> dict[str, float]:
-        """The required reductions: the divisor by mode."""
+        """The divisor of each required reduction, by mode."""
         return {self.groups.name(mode): divisor for mode, _, divisor in self.info.required}
 
     @property
     def everywhere(self) -> bool:
-        """Whether every gradient of the step differs."""
+        """Whether all gradients of the step differ from the reference."""
         return not self.healthy
 
     def shared_with(self, mode: str) -> str | None:
-        """A healthy parameter with the same reduction by the same handler. A mistake there would have affected it too."""
+        """Return a parameter with a right gradient that the same handler reduces over this mode; None if there is none.
+
+        A mistake in that handler would have made the gradient of that parameter wrong too.
+        """
         divisor, own = self.required.get(mode), {line.rsplit(" by ")[-1] for line in self.info.ledger}
         for name in sorted(self.healthy & self.evidence.parameters.keys()):
             info = self.evidence.parameters[name]
@@ -303,7 +322,7 @@ class GradientCase(Case):
         return None
 
     def is_replicated(self, mode: str) -> bool:
-        """Whether the ranks of a mode store the same elements."""
+        """Return whether all ranks of a group of this mode store the same elements of the parameter."""
         held = {part.rank: part for part in self.compared.found}
         return all(
             other in held and same_places(held[other], part)
@@ -313,13 +332,13 @@ class GradientCase(Case):
 
     @property
     def forward_is_right(self) -> bool:
-        """Whether the losses of the ranks that have one are right, or right in the mean; False if no rank has a loss."""
+        """Whether the mean of the ranks' losses equals the loss of the reference; False if no rank has a loss."""
         found = [loss for loss in self.step.found_loss if loss is not None]
         allowed = Tolerance.for_run(self.evidence).of_size(abs(self.step.loss), self.step.loss_spread)
         return bool(found) and abs(sum(found) / len(found) - self.step.loss) <= allowed
 
     def differs_over(self, mode: str) -> bool:
-        """Whether the local gradients of the same elements differ between the ranks of a mode."""
+        """Return whether the ranks of a mode have different local gradients for the same elements."""
         return any(
             length(a - b) > self.row.tolerance
             for part in self.wrong
@@ -328,7 +347,7 @@ class GradientCase(Case):
         )
 
     def within(self, elements: Tensor) -> GradientCase:
-        """The same case for a parameter that has only these elements."""
+        """Return the same case for a part of the parameter: the elements with these indices."""
         gradient = replace(
             self.gradient,
             raw=[[part for x in some if (part := _part_within(x, elements)) is not None] for some in self.gradient.raw],
@@ -340,16 +359,19 @@ class GradientCase(Case):
 
     @property
     def divisor(self) -> float:
-        """The divisor of the sum of local gradients."""
+        """The product of the divisors of all required reductions."""
         return prod(self.required.values())
 
     @cached_property
     def raws(self) -> dict[int, LocalValue]:
-        """Each rank's local gradient, summed over the passes (and scaled like the total)."""
+        """The local gradient of each rank: the sum over its passes, times `raw_scale`."""
         return sum_of_passes(self.gradient.raw, self.raw_scale)
 
     def raw_at(self, rank: int, part: LocalValue) -> Tensor | None:
-        """The local gradient of another rank, at the same places of its tensor as `part` has in the tensor of its rank."""
+        """Return the local gradient of another rank, for the elements that `part` has; None if unknown.
+
+        The elements are matched by their indices in the tensor of each rank.
+        """
         other = self.raws.get(rank)
         # A rank without a gradient stores the same elements as the others, or none.
         own = self.raws.get(part.rank, other)
@@ -360,18 +382,21 @@ class GradientCase(Case):
         return None if places is None else flat(other.value)[places]
 
     def required_raws(self, part: LocalValue) -> Tensor | None:
-        """The elements of `part` in the local gradients of all ranks of its required reductions, one rank in each row."""
+        """Stack the local gradients of the ranks of the required reductions for the elements of `part`, one rank per row.
+
+        Returns None if the gradient of one of these ranks is unknown.
+        """
         some = [
             self.raw_at(rank, part) for rank in self.groups.joint(tuple(self.required), part.rank) if rank in self.raws
         ]
         return None if not some or any(x is None for x in some) else torch.stack(some)  # type: ignore[arg-type]
 
     def of_pass(self, raw: Sequence[LocalValue]) -> GradientCase:
-        """The same case for a step of this single pass."""
+        """Return the same case as if the step had only the pass with these local gradients."""
         return replace(self, gradient=replace(self.gradient, raw=[raw]))
 
     def raw_sum(self, modes: Sequence[str]) -> Candidate:
-        """The sum of local gradients over the ranks that these modes reach."""
+        """Return the candidate "sum of local gradients over all ranks that these modes reach"."""
 
         def candidate(part: LocalValue) -> Tensor | None:
             ranks = self.groups.joint(modes, part.rank)
@@ -384,7 +409,7 @@ class GradientCase(Case):
 
     @cached_property
     def due(self) -> Candidate:
-        """The local gradients after all required reductions."""
+        """The candidate "local gradients after all required reductions": the gradient that should have resulted."""
         total = self.raw_sum(tuple(self.required))
 
         def candidate(part: LocalValue) -> Tensor | None:
@@ -395,7 +420,7 @@ class GradientCase(Case):
 
     @cached_property
     def backward_is_right(self) -> bool | None:
-        """Whether correctly reduced local gradients are the truth; None: unknown."""
+        """Whether the local gradients, correctly reduced, equal the reference gradient; None if they are unknown."""
         if not self.raws:
             return None
         error = 0.0
@@ -408,7 +433,10 @@ class GradientCase(Case):
 
     @cached_property
     def local_factor(self) -> float | None:
-        """The factor between the local gradients of each pass, correctly reduced, and the reference's; None if there is none."""
+        """The factor by which the correctly reduced local gradients of every pass exceed those of the reference.
+
+        None if the passes have no common factor, or if their gradients are unknown.
+        """
         truths, above, below = self.gradient.truth_of_passes, 0.0, 0.0
         if not self.wrong or not self.gradient.raw or len(self.gradient.raw) != len(truths):
             return None
@@ -431,7 +459,10 @@ class GradientCase(Case):
 
     @cached_property
     def reduction_is_right(self) -> bool | None:
-        """Whether the gradients are the correctly reduced local gradients, right or wrong; None: unknown."""
+        """Whether the gradient of each rank equals its local gradients after the required reductions.
+
+        None if the local gradients are unknown. They may be wrong themselves.
+        """
         return self.residual(self.due) <= 1 if self.raws else None
 
 
@@ -451,14 +482,14 @@ def _part_within(part: LocalValue, elements: Tensor) -> LocalValue | None:
 
 
 def same_places(a: LocalValue, b: LocalValue) -> bool:
-    """Whether two ranks store the same elements."""
+    """Return whether two ranks store the same elements of a tensor."""
     if a.positions is None or b.positions is None:
         return a.positions is b.positions
     return torch.equal(a.positions.flatten(), b.positions.flatten())
 
 
 def sum_of_passes(raw: Sequence[Sequence[LocalValue]], scale: float = 1.0) -> dict[int, LocalValue]:
-    """Each rank's local gradient over all passes, without ranks whose passes have different shapes."""
+    """Sum the local gradients of each rank over its passes; leaves out ranks whose passes have different shapes."""
     summed: dict[int, LocalValue] = {}
     odd = set()
     for some in raw:
@@ -473,7 +504,7 @@ def sum_of_passes(raw: Sequence[Sequence[LocalValue]], scale: float = 1.0) -> di
 
 
 def places_in(part: LocalValue, holder: LocalValue) -> Tensor | None:
-    """The indices of the elements of `part` in the tensor of `holder`; None if `holder` lacks some of them."""
+    """Return the indices of the elements of `part` in the tensor of `holder`; None if `holder` lacks some of them."""
     if part.positions is None:
         return torch.arange(part.value.numel()) if holder.positions is None else None
     wanted = part.positions.flatten()
@@ -490,11 +521,14 @@ def places_in(part: LocalValue, holder: LocalValue) -> Tensor | None:
 
 
 _SAME_DIRECTION = 0.03
-"""More than the rounding of bf16."""
+"""The largest relative distance of two gradients in the same direction: more than the rounding of bf16."""
 
 
 def raw_scale(evidence: Evidence, groups: Groups, step: StepEvidence, wrong: Collection[str]) -> float:
-    """The factor between reduced local gradients and the total, if up to 20 healthy parameters agree on one; else 1."""
+    """Return the factor between reduced local gradients and the final gradients, as read off up to 20 right gradients.
+
+    Returns 1 if these parameters have different factors.
+    """
     ratios: list[float] = []
     for name, gradient in step.gradients.items():
         if name in wrong or not gradient.raw or not gradient.total.found or len(ratios) == 20:
@@ -527,7 +561,7 @@ def raw_scale(evidence: Evidence, groups: Groups, step: StepEvidence, wrong: Col
 
 @dataclass(frozen=True)
 class NormCase:
-    """A norm that differs: of all gradients, or of the parameters below a name."""
+    """A norm that differs from the reference: of all gradients, or of the gradients of one part of the model."""
 
     evidence: Evidence
     groups: Groups
@@ -543,7 +577,7 @@ class NormCase:
 
     @cached_property
     def parts(self) -> dict[str, Sequence[LocalValue]]:
-        """The local values of each gradient that counts in the norm."""
+        """The values of the ranks, for each gradient that counts in the norm."""
         name, gradients = self.row.name, self.step.gradients
         inside = [key for key in gradients if key == name or key.startswith(f"{name}.")]
         names = inside if self.row.quantity != NORM and inside else list(gradients)
@@ -551,21 +585,21 @@ class NormCase:
 
     @property
     def truth(self) -> float:
-        """The norm of the reference."""
+        """The norm in the reference."""
         return (self.step.norm if self.row.quantity == NORM else self.step.norms[self.row.name]) or 0.0
 
     @property
     def p(self) -> float:
-        """The p of the p-norm."""
+        """The order p of the p-norm."""
         return self.evidence.norm_type
 
     def power(self, part: LocalValue) -> float:
-        """Sum of |x|^p of the values of a rank."""
+        """Return the sum of |x|^p over the elements that one rank stores."""
         return float(flat(part.value).abs().pow(self.p).sum())
 
     @cached_property
     def by_rank(self) -> dict[int, float]:
-        """Sum of |x|^p of all gradients on each rank."""
+        """The sum of |x|^p over all gradients that count, for each rank."""
         totals: dict[int, float] = {}
         for some in self.parts.values():
             for part in some:
@@ -574,19 +608,22 @@ class NormCase:
 
     @cached_property
     def once(self) -> dict[str, float]:
-        """Sum of |x|^p of each reference gradient."""
+        """The sum of |x|^p of each reference gradient, in which every element counts once."""
         wholes = {name: self.step.gradients[name].total.truth for name in self.parts}
         return {name: float(flat(whole).abs().pow(self.p).sum()) for name, whole in wholes.items()}
 
     @cached_property
     def weights(self) -> dict[str, float]:
-        """Sum of |x|^p of each reference weight before the step."""
+        """The sum of |x|^p of each reference weight before the step."""
         before = self.evidence.steps[self.at - 1].weights if self.at else self.evidence.weights_at_start
         wholes = {name: before[name].truth if name in before else torch.zeros(1) for name in self.parts}
         return {name: float(flat(whole).abs().pow(self.p).sum()) for name, whole in wholes.items()}
 
     def residual(self, value: Callable[[int], float] | float) -> float:
-        """The largest distance of the ranks' norms from the value (by rank) of a hypothesis, in units of the tolerance."""
+        """Return the largest distance between the norm of a rank and the norm that a hypothesis expects, in tolerances.
+
+        `value` is the expected norm, or a function that returns the norm for a rank.
+        """
         tolerance, worst = Tolerance.for_run(self.evidence), 0.0
         for rank, found in self.found.items():
             expected = value(rank) if callable(value) else value
@@ -596,11 +633,11 @@ class NormCase:
         return worst
 
     def root(self, power: float) -> float:
-        """The norm of a sum of powers."""
+        """Return the norm for a sum of |x|^p."""
         return max(power, 0.0) ** (1 / self.p)
 
     def is_sharded(self, name: str, mode: str) -> bool:
-        """Whether a gradient is sharded over a mode: its ranks store different elements, or some store none."""
+        """Return whether a gradient is sharded over a mode: its ranks store different elements, or some store none."""
         by_rank = {part.rank: part for part in self.parts[name]}
         return any(
             rank not in by_rank or not same_places(by_rank[rank], part)
@@ -610,12 +647,15 @@ class NormCase:
 
 
 Coefficient = Callable[[str, int], float]
-"""By parameter and rank."""
+"""The clip coefficient that a hypothesis expects: a function of (parameter, rank)."""
 
 
 @dataclass(frozen=True)
 class ClipCase:
-    """All clipped gradients of a step; `rows` has those that differ."""
+    """All clipped gradients of a step. `rows` are the rows of those that differ from the reference.
+
+    Hypotheses assume one clip coefficient for all gradients, `by(norm)`.
+    """
 
     evidence: Evidence
     groups: Groups
@@ -625,7 +665,7 @@ class ClipCase:
 
     @property
     def limit(self) -> float:
-        """The `max_norm` of the run."""
+        """The `max_norm` of the run; inf without a limit."""
         return self.evidence.max_norm if self.evidence.max_norm is not None else float("inf")
 
     @property
@@ -635,12 +675,15 @@ class ClipCase:
 
     @cached_property
     def norms(self) -> NormCase:
-        """The case of the norm, for norms of subsets."""
+        """A `NormCase` of all gradients in this step, for hypotheses that need the norm of some ranks or parameters."""
         row = Row(NORM, "norm", self.at, "equal", 0.0, 0.0)
         return NormCase(self.evidence, self.groups, self.step, self.at, row)
 
     def residual(self, coefficient: Coefficient) -> float:
-        """The largest distance of the differing clipped gradients from coefficient * gradient, in units of the tolerance."""
+        """Return the largest distance of a wrong clipped gradient from coefficient * gradient, in tolerances.
+
+        `coefficient` is a function of (parameter, rank).
+        """
         worst = 0.0
         for row in self.rows:
             gradient = self.step.gradients[row.name]
@@ -655,5 +698,5 @@ class ClipCase:
         return worst
 
     def by(self, norm: float) -> float:
-        """The clip coefficient for a norm."""
+        """Return the clip coefficient for a norm."""
         return min(1.0, self.limit / (norm + 1e-6))

@@ -30,7 +30,10 @@ from colonnade.proof.case import Case, ClipCase, GradientCase, NormCase
 
 @dataclass(frozen=True)
 class Claim:
-    """A mistake that explains the numbers of one case, for the sentence "the gradient of NAME `what`; look at `where`"."""
+    """A mistake that explains the numbers of one case.
+
+    The report prints the claim as "the gradient of NAME `what`; look at `where`".
+    """
 
     cause: str
     """A key of `CAUSES`."""
@@ -44,23 +47,26 @@ class Claim:
     residual: float = 0.0
     """The distance between the numbers and those that this mistake gives, in units of the tolerance."""
     rank: int = 0
-    """The lower one wins among claims that explain as many parameters: the simpler, more usual mistake. 0: table order."""
+    """Of claims that explain as many parameters, the lowest rank wins: the simpler, more usual mistake. 0: table order."""
     doubt: int = 0
-    """Evidence against it, such as healthy parameters that would share the mistake. Counts after `rank`."""
+    """Evidence against the claim, such as healthy parameters that would share the mistake. Compared after `rank`."""
 
     is_local: bool = False
     """The mistake is no part of a reduction, so the sentence quotes no ledger row."""
 
     @property
     def key(self) -> tuple[str, str]:
-        """Claims with equal keys on several parameters are one finding."""
+        """The key that groups claims: claims with equal keys on several parameters become one finding."""
         return self.cause, self.what
 
 
 # --- The table ---
 
 HYPOTHESES: dict[str, list[Callable[[Any], Iterable[Claim]]]] = {}
-"""By kind, in the order of registration. Of two that explain the same numbers equally well, the earlier one wins."""
+"""The hypotheses by kind, in the order of registration.
+
+If two explain the same numbers equally well, the earlier one wins.
+"""
 
 _OnGradient = TypeVar("_OnGradient", bound=Callable[[GradientCase], Iterable[Claim]])
 _OnTensor = TypeVar("_OnTensor", bound=Callable[[Case], Iterable[Claim]])
@@ -98,7 +104,10 @@ def hypothesis(kind: str) -> Callable[[_Function], _Function]:
 
 
 def claims(kind: str, case: Case | NormCase | ClipCase) -> list[Claim]:
-    """The claims of all hypotheses of a kind whose residual is within the tolerance and close to the best residual."""
+    """Run all hypotheses of a kind and return their best claims.
+
+    A claim is left out if its residual exceeds the tolerance, or is several times the best residual.
+    """
     found = [
         Claim(**{**vars(claim), "rank": claim.rank or at})
         for at, function in enumerate(HYPOTHESES.get(kind, ()), 1)
@@ -114,7 +123,10 @@ def claims(kind: str, case: Case | NormCase | ClipCase) -> list[Claim]:
 
 
 def sum_not_made(case: GradientCase, missing: Sequence[str], what: str) -> Claim:
-    """The claim that the required reduction over these modes is not made. Its cause depends on the kind of reduction."""
+    """Return the claim that the required reduction over these modes is missing.
+
+    Its cause depends on the kind of reduction.
+    """
     over = " and ".join(missing)
     if any(case.required.get(mode, 1.0) > 1 for mode in missing):
         where = f"the handler that sums it over {over}"

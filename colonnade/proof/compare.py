@@ -33,7 +33,10 @@ from colonnade.proof.sketch import SUMS, Block
 
 @dataclass(frozen=True)
 class LocalValue:
-    """The elements of a tensor that one rank stores. `positions` are their indices in the full tensor, flat; None: all."""
+    """The elements of a tensor on one rank.
+
+    `positions`: their indices in the flattened full tensor; None: all elements.
+    """
 
     rank: int
     value: Tensor
@@ -42,10 +45,10 @@ class LocalValue:
 
 @dataclass(frozen=True)
 class Compared:
-    """One tensor (or number) of the reference, and the values of the ranks.
+    """A tensor (or number) of the reference, and the values that the ranks have for it.
 
-    `spread` is the distance (2-norm) by which the reference moves if its weights change by one ulp: the noise of rounding.
-    `terms` is a bound on the number of terms that each element sums.
+    `spread` is the effect of rounding: the distance (2-norm) by which the reference changes if its weights change by
+    one ulp. `terms` is an upper bound on the number of terms that are summed for an element.
     """
 
     truth: Tensor
@@ -56,27 +59,27 @@ class Compared:
 
 @dataclass(frozen=True)
 class GradientEvidence:
-    """A parameter's gradient in one step: after all handlers, and before."""
+    """The gradient of one parameter in one step, in the reference and on the ranks, before and after the handlers."""
 
     total: Compared
-    """After the handlers, before clipping."""
+    """The gradient after the handlers and before clipping."""
     raw: Sequence[Sequence[LocalValue]] = ()
     """For each pass (micro-batch) of the step: the local gradients of the ranks, before any reduction."""
     truth_of_passes: Sequence[Tensor] = ()
-    """For each pass: the reference gradient of that pass, weighted as in the total, so that these add up to it."""
+    """For each pass: the reference gradient, weighted such that the gradients of all passes add up to the total."""
     truth_of_data_ranks: Sequence[Tensor] = ()
     """For each data rank: the reference gradient of the mean over that rank's batch."""
     clipped: Compared | None = None
     held: bool = False
-    """A wrapper accumulates it without reducing it."""
+    """Whether a wrapper accumulates the gradient without reducing it."""
 
 
 @dataclass(frozen=True)
 class Unplaced:
-    """Values of the ranks that cannot be compared, because their places in the value of a single process are unknown."""
+    """Values that cannot be compared, because it is unknown which elements of the reference tensor they are."""
 
     shape: tuple[int, ...]
-    """Of the first rank."""
+    """The shape on the first rank."""
     of_truth: tuple[int, ...]
 
     def __str__(self) -> str:
@@ -85,23 +88,26 @@ class Unplaced:
 
 @dataclass(frozen=True)
 class ForwardEvidence:
-    """The inputs and outputs of modules in the first forward pass."""
+    """The inputs and outputs of modules in the first forward pass, of the reference and of the ranks."""
 
     events: Sequence[Event] = ()
     """("in" or "out", module), in the order of the reference's forward pass."""
     inputs: Mapping[str, Sequence[Compared | Unplaced]] = field(default_factory=dict)
-    """By module: each of its inputs."""
+    """For each module: its inputs."""
     unplaced: Mapping[str, Unplaced] = field(default_factory=dict)
-    """By module: outputs that cannot be compared."""
+    """For each module: the outputs that cannot be compared."""
     tokens: Mapping[str, tuple[int, Mapping[int, tuple[int, ...]]]] = field(default_factory=dict)
-    """By module with an output that is sharded along one dimension: its size there, and by rank the indices along it."""
+    """For each module whose output is sharded along one dimension: the size of this dimension, and each rank's indices."""
     rows: tuple[str, int, tuple[int, ...]] | None = None
-    """The first module, its rows in the reference, and its rows on each data rank, of all calls; None: unknown."""
+    """(the first module, its rows in the reference, its rows on each data rank), over all of its calls; None: unknown."""
 
 
 @dataclass(frozen=True)
 class StepEvidence:
-    """One step of both runs. Numbers of the ranks are by rank; None: missing there (an earlier pipeline stage, for example)."""
+    """One step of the reference and of the ranks.
+
+    Numbers of the ranks are listed by rank; None for a rank without the number (an earlier pipeline stage has no loss).
+    """
 
     loss: float
     found_loss: Sequence[float | None]
@@ -109,34 +115,34 @@ class StepEvidence:
     weights: Mapping[str, Compared]
     buffers: Mapping[str, Compared] = field(default_factory=dict)
     activations: Mapping[str, Compared] = field(default_factory=dict)
-    """By module, in the order of the reference's forward pass."""
+    """The outputs of modules, in the order of the reference's forward pass."""
     recomputed: Mapping[str, Compared] = field(default_factory=dict)
     """The outputs of modules that were recomputed in the backward pass; they must equal the first outputs."""
     norm: float | None = None
     found_norm: Sequence[float | None] = ()
     norms: Mapping[str, float] = field(default_factory=dict)
-    """By group, layer or parameter, as `engine.grad_norms()` names them."""
+    """The norms of norm groups, with the names of `engine.grad_norms()`."""
     found_norms: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
     loss_spread: float = 0.0
     forward: ForwardEvidence = ForwardEvidence()
     changed: Mapping[str, Compared] = field(default_factory=dict)
-    """At the start of the step: weights and buffers that changed since the previous step, on a rank or in the reference."""
+    """Weights and buffers at the start of the step, if they changed since the previous step on a rank or in the reference."""
     changed_on: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """By weight, buffer or tensor of the optimizer's state: the ranks that changed it between the steps."""
+    """For each weight, buffer or tensor of the optimizer's state: the ranks that changed it between the steps."""
     changed_in_reference: frozenset[str] = frozenset()
     in_eval: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """By module that trains on some ranks only: the ranks on which it is in evaluation mode."""
+    """For each module that is in training mode on some ranks only: the ranks on which it is in evaluation mode."""
     options: Mapping[str, Mapping[float, tuple[int, ...]]] = field(default_factory=dict)
-    """By option of the optimizer (with its parameter group) that differs between ranks: the ranks, by value."""
+    """For each option of the optimizer (with its parameter group) that differs between ranks: the ranks, by value."""
     evaluations: Sequence[int] = ()
-    """By rank: the number of passes of the model without gradients since the previous step."""
+    """For each rank: the number of forward passes without gradients since the previous step."""
     root_losses: bool = False
-    """The losses are the values that backward passes start at. Nobody reports them."""
+    """Whether the losses are the values on which `backward` was called, because the script reports none."""
 
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """A parameter in the run: its placement, its rows of the ledger, and its required reductions."""
+    """The placement of a parameter, its ledger rows and its required reductions."""
 
     placement: str = "replicated"
     ledger: Sequence[str] = ()
@@ -148,7 +154,11 @@ class ParameterInfo:
 
 @dataclass(frozen=True)
 class Evidence:
-    """All data of a comparison. `groups` are the process groups of every mode that has a group of several ranks."""
+    """All data of a comparison.
+
+    `groups` has the process groups by mode, for modes with groups of several ranks. `max_norm` and `norm_type` are the
+    clip limit of all gradients together, which `ClipCase` reads.
+    """
 
     world_size: int
     groups: Mapping[str, Sequence[Sequence[int]]]
@@ -164,15 +174,15 @@ class Evidence:
     notes: Sequence[str] = ()
     """Changes that were made for the comparison, such as dropout set to 0."""
     sliced_differently: Sequence[str] = ()
-    """The modes whose ranks sliced different batches, where all should slice the same one."""
+    """The modes whose ranks sliced different batches, although all should slice the same batch."""
     differing_draws: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """By module with random operators: the ranks whose numbers differ although they have the same activation."""
+    """For each module with random operators: the ranks whose numbers differ although they have the same activation."""
     redrawn: Mapping[str, str] = field(default_factory=dict)
-    """By module whose random numbers the single process could not repeat: the reason."""
+    """For each module whose random numbers the single process could not repeat: the reason."""
     host: Mapping[str, str] = field(default_factory=dict)
-    """By module that draws other numbers from Python's or NumPy's generator than the ranks: the reason."""
+    """For each module that draws different numbers from Python's or NumPy's generator than the ranks: the reason."""
     same_host: bool = True
-    """Whether all ranks drew the same numbers from these generators."""
+    """Whether all ranks drew the same numbers from Python's and NumPy's generators."""
 
 
 # --- Assembling it ---
@@ -183,7 +193,10 @@ Names = Mapping[str, str]
 
 
 def full_tensors(records: Sequence[Record], names: Names) -> dict[str, Tensor]:
-    """The unsharded weights and buffers that the ranks started with; of replicas, those of the first rank. Without sketches."""
+    """Join the initial weights and buffers of the ranks to full tensors, by name in the reference.
+
+    Of replicas, the first rank counts. Tensors that were recorded as sketches are left out.
+    """
     found: dict[str, Tensor] = {}
     # In reverse order, so that of replicas the first rank is the last to write.
     for record in reversed(records):
@@ -201,7 +214,7 @@ def full_tensors(records: Sequence[Record], names: Names) -> dict[str, Tensor]:
 
 
 def full_shapes(records: Sequence[Record], names: Names) -> dict[str, tuple[int, ...]]:
-    """The shape of every parameter of the run, by its name in the reference."""
+    """Return the full shape of every parameter of the run, by name in the reference."""
     return {
         names.get(name, name): note.shape
         for record in records
@@ -211,7 +224,7 @@ def full_shapes(records: Sequence[Record], names: Names) -> dict[str, tuple[int,
 
 
 def assemble(records: Sequence[Record], truth: TrueRun) -> Evidence:
-    """The evidence: the records of all ranks, and the reference."""
+    """Combine the records of all ranks and the reference to the `Evidence`."""
     run, side_by_side = records[0].run, _SideBySide(records, truth.names, truth.terms)
     notes = [
         *(note for record in records for note in record.notes),
@@ -247,7 +260,7 @@ def assemble(records: Sequence[Record], truth: TrueRun) -> Evidence:
 
 
 def warn_of_parameters_without_optimizer(records: Sequence[Record], names: Names) -> list[str]:
-    """A warning if parameters get a gradient but are in no parameter group of the optimizer."""
+    """Return a warning if trained parameters are in no parameter group of the optimizer."""
     stepped = {names.get(name, name) for record in records for _, group in record.groups for name in group}
     trained = dict.fromkeys(
         names.get(name, name)
@@ -266,7 +279,7 @@ def warn_of_parameters_without_optimizer(records: Sequence[Record], names: Names
 
 
 def warn_of_equal_stages(records: Sequence[Record]) -> list[str]:
-    """A warning if all pipeline stages have the same parameters, none of them tied: each stage has the full model."""
+    """Return a warning if all pipeline stages have the same untied parameters: each stage then has the full model."""
     stages: dict[int, set[str]] = {}
     for record in records:
         stage = record.run.coordinates.get("pipeline", 0)
@@ -284,7 +297,10 @@ def warn_of_equal_stages(records: Sequence[Record]) -> list[str]:
 
 
 def drawn_on_host(records: Sequence[Record], truth: Mapping[str, Sequence[int]]) -> dict[str, str]:
-    """The modules that draw other numbers from Python's or NumPy's generator than in the single process, with the reason."""
+    """Return the modules that draw different numbers from Python's or NumPy's generator than in the single process.
+
+    The values are the reasons, as text.
+    """
     return {
         name: "it draws from Python's random module or from numpy.random, whose numbers are not repeated"
         for name in dict.fromkeys(name for record in records for name in record.run.host)
@@ -293,7 +309,10 @@ def drawn_on_host(records: Sequence[Record], truth: Mapping[str, Sequence[int]])
 
 
 def drawn_by(records: Sequence[Record], off: Collection[str] | None) -> DrawsOfRanks:
-    """The random numbers of the ranks. Ranks have the same batch unless they differ in an axis that shards batches."""
+    """Collect the random numbers of the ranks.
+
+    Ranks count as having the same batch unless an axis between them shards batches.
+    """
     by_data_rank: dict[Any, list[int]] = {}
     for record in records:
         at = record.run.coordinates
@@ -308,7 +327,7 @@ def drawn_by(records: Sequence[Record], off: Collection[str] | None) -> DrawsOfR
 
 
 def sketched_blocks(records: Sequence[Record], names: Names) -> dict[str, list[Block | None]]:
-    """The distinct blocks of which the ranks have sketches, by the name in the reference, in the order of the ranks."""
+    """Return the distinct blocks that the ranks have sketched of each tensor, in rank order, by name in the reference."""
     found: dict[str, list[Block | None]] = {}
     for record in records:
         for name, block in record.run.sketched.items():
@@ -331,7 +350,10 @@ class _SideBySide:
         self._blocks = sketched_blocks(records, names)
 
     def positions(self, record: Record, name: str, key: str, own: Tensor | None) -> Tensor | None:
-        """The positions of the elements of a rank in the reference, of which there may be a sketch for each shard."""
+        """Return the positions of a rank's elements in the reference.
+
+        Of a sketched tensor, the reference may be a sketch of each shard.
+        """
         if key not in record.run.sketched:
             return own
         blocks = self._blocks[name]
@@ -342,7 +364,7 @@ class _SideBySide:
         return [name for name in known if any(name in local for local in self.local)]
 
     def local_values(self, name: str, read: Any) -> list[LocalValue]:
-        """The elements of a weight or buffer on each rank."""
+        """Return the elements of a weight or buffer on each rank."""
         found = []
         for record, local in zip(self.records, self.local, strict=True):
             key = local.get(name)
@@ -654,7 +676,10 @@ class _SideBySide:
         return None
 
     def sliced_differently(self, truth: Mapping[str, Tensor]) -> list[str]:
-        """The axes along which ranks sliced different batches: activations are shorter by the size of the axis twice."""
+        """Return the axes along which ranks sliced different batches.
+
+        Activations are then shorter by the size of the axis twice.
+        """
         found = []
         for axis in self.axes:
             lengths = [
@@ -704,7 +729,7 @@ def _error(compared: Compared) -> float:
 
 
 def mean_of(losses: Sequence[Loss | None]) -> Loss | None:
-    """The mean of losses, weighted by their counts if all have one; None if a loss is missing."""
+    """Return the mean of losses, weighted by their counts if all losses have a count; None if a loss is missing."""
     known = [loss for loss in losses if loss is not None]
     if not known or len(known) < len(losses):
         return None
@@ -757,7 +782,10 @@ _SUMMED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The rounding errors of a run; `of` is the bound for one tensor or number."""
+    """The tolerance of a run, from its dtype and its number of additions.
+
+    `of` is the bound for one tensor or number.
+    """
 
     dtype: torch.dtype
     additions: int = 1
@@ -766,23 +794,26 @@ class Tolerance:
 
     @classmethod
     def for_run(cls, evidence: Evidence) -> Tolerance:
-        """The tolerance for the run's dtype, with an addition for each rank and each pass."""
+        """Return the tolerance for the dtype of a run, with one addition for each rank and each pass."""
         dtype = getattr(torch, evidence.dtype)
         only_rounding = dtype in _SUMMED_IN and not evidence.redrawn and not evidence.host
         return cls(dtype, max(1, evidence.world_size * evidence.accumulation), only_rounding)
 
     def hides_errors(self, spread: float, size: float, everything: float) -> bool:
-        """Whether a wrong factor could hide in the tolerance (`hides_errors`)."""
+        """Return whether a wrong factor could hide in the tolerance; see the function `hides_errors`."""
         return not self.only_rounding and hides_errors(spread, size, everything, self.dtype)
 
     def of(self, compared: Compared, typical: float = 0.0) -> float:
-        """The bound on |found - truth|, 2-norm. `typical` is `typical_spread` of the quantity. Whole numbers: 0."""
+        """Return the largest |found - truth| (2-norm) that rounding explains; 0 for integers.
+
+        `typical` is the `typical_spread` of tensors of the same kind.
+        """
         if not compared.truth.is_floating_point():
             return 0.0
         return self.of_size(length(compared.truth), compared.spread, compared.terms, typical)
 
     def of_size(self, size: float, spread: float = 0.0, terms: int = 1, typical: float = 0.0) -> float:
-        """The bound for a tensor (or a number) of this length."""
+        """Return the bound for a tensor with the 2-norm `size`, or for a number of this absolute value."""
         summed_in = _SUMMED_IN.get(self.dtype, self.dtype)
         relative = _rounding(self.dtype) * sqrt(self.additions) + _rounding(summed_in) * sqrt(max(terms, 1))
         return _BOUND * (max(spread, typical * size) + size * relative)
@@ -792,10 +823,11 @@ _VISIBLE, _CHAOS = 1e-5, 8192.0
 
 
 def hides_errors(spread: float, size: float, everything: float, dtype: torch.dtype) -> bool:
-    """Whether perturbed runs differ so much that a wrong factor could hide in the tolerance.
+    """Return whether perturbed runs differ so much that a wrong factor could hide in the tolerance.
 
-    The spread must be a share of the value, and of everything of its kind in the step: values that are rounding errors only,
-    such as the gradient of a bias before a batch norm, differ as much as they are large.
+    `spread` is compared with the `size` of the value, and with `everything`, the size of all values of this kind in the
+    step. The second comparison excludes values that consist of rounding errors, such as the gradient of a bias before a
+    batch norm.
     """
     # 8 * 1e-5 leaves a factor of 1.001 visible. Rounding stays below it in fp64: 8192 eps are 2e-12. In fp32 these are 1e-3,
     # which leaves a factor of 1.01. In half precision 1 / 16 is the last share that leaves a factor of 1/2.
@@ -805,7 +837,7 @@ def hides_errors(spread: float, size: float, everything: float, dtype: torch.dty
 
 
 def typical_spread(some: Iterable[Compared]) -> float:
-    """The median of spread / length: the usual effect of rounding on tensors of this kind."""
+    """Return the median of spread / length over tensors of one kind: the usual effect of rounding on them."""
     ratios = [
         entry.spread / size for entry in some if entry.truth.is_floating_point() and (size := length(entry.truth)) > 0
     ]
@@ -813,7 +845,7 @@ def typical_spread(some: Iterable[Compared]) -> float:
 
 
 def length(tensor: Tensor) -> float:
-    """The 2-norm, in double."""
+    """Return the 2-norm, computed in double."""
     return float(tensor.detach().double().norm())
 
 
@@ -833,7 +865,7 @@ STARTED, STATE, OPTION = "start of the step", "optimizer state at the start of t
 
 
 def compare(evidence: Evidence) -> list[Row]:
-    """A row for every recorded value, in the order in which a step computes them."""
+    """Compare every recorded value; returns one row each, in the order in which a step computes the values."""
     tolerance = Tolerance.for_run(evidence)
     rows = list(_tensors(WEIGHTS_AT_START, None, evidence.weights_at_start, tolerance))
     for name, ranks in evidence.differing_draws.items():
@@ -914,7 +946,7 @@ def compare(evidence: Evidence) -> list[Row]:
 
 
 def why_uncertain(evidence: Evidence, rows: Sequence[Row]) -> str:
-    """The reason why values cannot be compared, in a sentence; empty if all of them can be."""
+    """Return a sentence with the reason why values cannot be compared; empty if all of them can."""
     some = [row for row in rows if row.status == UNCERTAIN]
     if not some:
         return ""
@@ -939,7 +971,7 @@ def why_uncertain(evidence: Evidence, rows: Sequence[Row]) -> str:
 
 
 def needed_as_a_whole(rows: Iterable[Row], sketched: Collection[str], names: Names) -> list[str]:
-    """The sketched tensors (by their names on the ranks) whose elements are needed to find out why a run differs."""
+    """Return the sketched tensors (by name on the ranks) whose elements the diagnosis needs."""
     wrong = [row for row in rows if not row.ok and row.status != UNCERTAIN]
     # Norms and clipping depend on all gradients.
     if any(row.quantity in (NORM, NORMS, CLIPPED) for row in wrong):
@@ -948,7 +980,7 @@ def needed_as_a_whole(rows: Iterable[Row], sketched: Collection[str], names: Nam
 
 
 def notes_of_rows(rows: Sequence[Row]) -> list[str]:
-    """Notes on values that differ without an effect."""
+    """Return notes on values that differ without effect on the training."""
     scaled = next((row for row in rows if row.quantity == LOSS and row.ok and "times the loss" in row.detail), None)
     return (
         [f"the value that backward() starts from is {scaled.detail}, so it counts as a scale of the loss"]
@@ -958,7 +990,7 @@ def notes_of_rows(rows: Sequence[Row]) -> list[str]:
 
 
 def compare_tensor(compared: Compared, allowed: float, quantity: str, name: str, step: int | None) -> Row:
-    """The row of one tensor: the largest distance of a rank from the truth, and elements that no rank stores."""
+    """Return the row of a tensor: the largest distance of a rank from the reference, and elements that no rank stores."""
     worst: dict[int, float] = {}
     for part in compared.found:
         error = in_units(distance(part, compared.truth), allowed)
@@ -986,7 +1018,7 @@ def compare_tensor(compared: Compared, allowed: float, quantity: str, name: str,
 
 
 def distance(part: LocalValue, truth: Tensor) -> float:
-    """2-norm of the difference between the elements of a rank and the truth; infinite if the shapes do not match."""
+    """Return the 2-norm of (values of a rank - reference at the same elements); inf if the shapes do not match."""
     wanted = at_positions(truth, part.positions)
     if wanted.numel() != part.value.numel():
         return inf
@@ -995,17 +1027,17 @@ def distance(part: LocalValue, truth: Tensor) -> float:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """All elements in one dimension, in double."""
+    """Flatten a tensor to one dimension, in double."""
     return tensor.detach().double().flatten()
 
 
 def at_positions(whole: Tensor, positions: Tensor | None) -> Tensor:
-    """The elements of a full tensor at some positions, in one dimension."""
+    """Return the elements of a full tensor at these flat positions (None: all), in one dimension and in double."""
     return flat(whole) if positions is None else flat(whole)[positions.flatten()]
 
 
 def uncovered(compared: Compared) -> int:
-    """The number of elements that no rank stores."""
+    """Return the number of elements that no rank stores."""
     if any(part.positions is None for part in compared.found):
         return 0
     seen = torch.zeros(compared.truth.numel(), dtype=torch.bool)
@@ -1016,7 +1048,7 @@ def uncovered(compared: Compared) -> int:
 
 
 def differing_elements(compared: Compared, allowed: float) -> Tensor | None:
-    """The indices of the elements that are wrong on some rank; None if all of them are, or none."""
+    """Return the flat indices of elements that differ on some rank; None if all elements differ, or none."""
     wrong = torch.zeros(compared.truth.numel(), dtype=torch.bool)
     for part in compared.found:
         truth = at_positions(compared.truth, part.positions)
@@ -1028,7 +1060,7 @@ def differing_elements(compared: Compared, allowed: float) -> Tensor | None:
 
 
 def in_units(error: float, allowed: float) -> float:
-    """The error in units of the tolerance."""
+    """Return error / allowed, the error in units of the tolerance."""
     if error == 0:
         return 0.0
     return error / allowed if allowed > 0 else inf
@@ -1157,7 +1189,10 @@ _SHOWN = 40
 
 @dataclass(frozen=True)
 class Row:
-    """One compared value, such as a parameter's gradient in a step. `error` is the largest of all ranks, in tolerances."""
+    """One compared value, such as the gradient of a parameter in a step.
+
+    `error` is the largest error of a rank, in units of the tolerance.
+    """
 
     quantity: str
     name: str
@@ -1166,18 +1201,18 @@ class Row:
     error: float
     tolerance: float
     ranks: tuple[int, ...] = ()
-    """The ranks on which it differs from the reference."""
+    """The ranks on which the value differs from the reference."""
     detail: str = ""
 
     @property
     def ok(self) -> bool:
-        """Whether it equals the reference."""
+        """Whether the value equals the reference within the tolerance."""
         return self.status == "equal"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One mistake: its name (a key of `CAUSES`), the affected parameters, and a sentence with the place to look."""
+    """One mistake: its cause (a key of `CAUSES`), the affected parameters, and the sentence of the report."""
 
     cause: str
     parameters: tuple[str, ...]
@@ -1188,7 +1223,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """The result of a comparison with a single process, with the reasons for differences. `print` it, or use its JSON."""
+    """The result of a comparison with a single process: rows, findings and notes. Print it, or call `to_json`."""
 
     findings: Sequence[Finding] = ()
     rows: Sequence[Row] = ()
@@ -1203,16 +1238,16 @@ class Report:
 
     @property
     def is_uncertain(self) -> bool:
-        """Whether nothing is known to differ, but some values cannot be compared."""
+        """Whether no value is known to differ, but some values cannot be compared."""
         return bool(self.uncertain) and not self.findings
 
     @property
     def causes(self) -> list[str]:
-        """The causes of the findings, upstream first."""
+        """The causes of the findings, in the order in which a step computes the values."""
         return [finding.cause for finding in self.findings]
 
     def to_json(self) -> str:
-        """All rows, findings and notes as one JSON object. Infinity and NaN are strings."""
+        """Return all rows, findings and notes as one JSON object. Infinity and NaN are strings."""
         whole = {
             "ok": self.ok,
             "uncertain": self.uncertain,
@@ -1259,7 +1294,7 @@ def _line(row: Row) -> tuple[str, ...]:
 
 
 def short_ranks(ranks: Sequence[int]) -> str:
-    """Ranks as text; of many, only the first two and the last."""
+    """Format a list of ranks; of a long list, only the first two ranks and the last one."""
     ranks = list(ranks)
     if not ranks:
         return ""

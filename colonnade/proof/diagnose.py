@@ -1,4 +1,4 @@
-"""Diagnosis of a run that differs from the single-process reference: hypotheses are tested on the numbers, upstream first.
+"""Diagnosis of a run that differs from the single-process reference: hypotheses are tested on the recorded numbers.
 
 `diagnose` compares, and `_Diagnosis.findings` examines the differences in the order in which a step computes things. A
 difference that follows from an earlier one is a row of the table, but not a finding. Each examination builds a case
@@ -64,7 +64,10 @@ _TESTED_ELEMENTS = 20_000_000
 
 
 def diagnose(evidence: Evidence) -> Report:
-    """Compare everything and name the mistakes. Differences that follow from an earlier one are only in the table."""
+    """Compare all values and name the mistakes.
+
+    Differences that follow from an earlier difference are in the table, but are no findings.
+    """
     rows = compare(evidence)
     wrong = [row for row in rows if not row.ok and row.status != UNCERTAIN]
     findings = _Diagnosis(evidence, rows).findings() if wrong else []
@@ -81,7 +84,10 @@ class _Diagnosis:
         self.at = next((row.step for row in self.wrong if row.step is not None), 0)
 
     def findings(self) -> list[Finding]:
-        """The mistakes of the first step that differs. Later steps start from its weights, so their differences follow."""
+        """Return the mistakes of the first step that differs.
+
+        Later steps start from its weights, so their differences follow.
+        """
         # NaN spreads to everything that it is added to, so no other difference means anything.
         if broken := self._not_finite():
             return broken
@@ -143,7 +149,7 @@ class _Diagnosis:
         return self.evidence.steps[self.at]
 
     def num_rows(self, *quantities: str) -> list[Row]:
-        """The differing rows of some quantities, in that step."""
+        """Return the differing rows of these quantities in the first step that differs."""
         return [row for row in self.wrong if row.quantity in quantities and row.step in (None, self.at)]
 
     def _ranks(self, ranks: Sequence[int]) -> str:

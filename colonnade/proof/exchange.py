@@ -1,7 +1,8 @@
 """Communication of a comparison: records are sent to rank 0, and its result or its error to all ranks.
 
-Values are sent as JSON and the bytes of tensors, never as pickles, so that reading them runs no code: an object is a dataclass
-or a named tuple whose class the receiver has loaded already, and its fields are set without calling its constructor.
+Values are sent as JSON and the bytes of tensors, never as pickles, so that reading them runs no code. An object is a
+dataclass or a named tuple whose class the receiver has loaded already, and its fields are set without calling its
+constructor.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from colonnade.errors import ParityError
 
 
 def packed(value: Any, what: str = "the value for another rank") -> bytearray:
-    """A value as bytes: the length of a JSON text, the text, and its tensors one after another.
+    """Serialize a value: the length of a JSON text, the text, and the bytes of the tensors one after another.
 
-    `what` is the name of the value in error messages.
+    `what` names the value in error messages.
     """
     writer = _Writer()
     tree = writer.tree(value, what)
@@ -42,7 +43,7 @@ def packed(value: Any, what: str = "the value for another rank") -> bytearray:
 
 
 def unpacked(content: bytearray) -> Any:
-    """The value of `packed` bytes. No code that the bytes name is run."""
+    """Rebuild the value from the bytes that `packed` returned, without running code that the bytes name."""
     end = 8 + int.from_bytes(content[:8], "little")
     tree, metas = json.loads(bytes(content[8:end]))
     tensors = []
@@ -174,7 +175,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def gather_to_first(value: Any, context: ParallelContext) -> list[Any] | None:
-    """The values of all ranks, on rank 0; None on the others. Collective over the world.
+    """Return the values of all ranks on rank 0; None on other ranks. Collective over the world.
 
     Every rank raises if the value of some rank cannot be sent.
     """
@@ -205,7 +206,7 @@ def gather_to_first(value: Any, context: ParallelContext) -> list[Any] | None:
 
 
 def attempt(function: Callable[[], Any]) -> Any:
-    """The result of a function, or the error that it raised."""
+    """Call a function and return its result, or the exception that it raised."""
     try:
         return function()
     except Exception as error:
@@ -213,7 +214,7 @@ def attempt(function: Callable[[], Any]) -> Any:
 
 
 def agreed(context: ParallelContext, found: Any) -> Any:
-    """`found` on rank 0; an error there is raised on every rank. Collective over the world."""
+    """Return `found` on rank 0; if it is an exception, raise it on every rank. Collective over the world."""
     problem = found if isinstance(found, Exception) else None
     if context.world_size > 1:
         message = _from_first(context, f"{type(found).__name__}: {found}" if problem is not None else None)
@@ -225,7 +226,10 @@ def agreed(context: ParallelContext, found: Any) -> Any:
 
 
 def shared(context: ParallelContext, make: Callable[[], Any]) -> Any:
-    """The result of `make` on rank 0, on every rank; an error there is raised on every rank. Collective over the world."""
+    """Call `make` on rank 0 and return its result on every rank; an error is raised on every rank.
+
+    Collective over the world.
+    """
     found = agreed(context, attempt(make) if context.get_global_rank() == 0 else None)
     return _from_first(context, found) if context.world_size > 1 else found
 

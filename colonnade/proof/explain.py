@@ -37,7 +37,7 @@ RANKS_SHOWN = 8
 
 @dataclass(frozen=True)
 class SumOf:
-    """One required gradient reduction of a class, with the handler that does it."""
+    """One required gradient reduction of a `ParameterClass`, with the handler that does it."""
 
     mode: str
     groups: Groups
@@ -52,12 +52,12 @@ class ParameterClass:
     """Parameters with the same placement and the same reductions.
 
     Attributes:
-        names: Patterns of names, with the number of parameters of each.
-        lies: A line for each mode that they are sharded or replicated over.
+        names: Name patterns, with the number of matching parameters.
+        lies: One line for each mode over which the parameters are sharded or replicated.
         share: The number of replicas of each element; a rank counts 1/`share` of its elements in the gradient norm.
         holders: The replica groups: sets of ranks that store the same elements, and must start with the same values.
-        kept: The part of them that a checkpoint has.
-        writers: The ranks that write them to a checkpoint.
+        kept: The part of each parameter that a checkpoint contains.
+        writers: The ranks that write the parameters to a checkpoint.
     """
 
     names: dict[str, int]
@@ -75,7 +75,10 @@ class ParameterClass:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The explanation of a config. `problems` are errors that `initialize` would raise. Large worlds omit some groups."""
+    """The result of `explain`.
+
+    `problems` are the errors that `initialize` would raise. For large worlds, some groups are omitted.
+    """
 
     world_size: int
     axes: dict[str, int]
@@ -85,7 +88,7 @@ class Explanation:
     problems: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return asdict(self)
 
 
@@ -305,7 +308,7 @@ def _distinct(ranks: Iterable[int], group_of: Callable[[int], tuple[int, ...]]) 
 
 
 def placement_lines(layout: Layout, placement: Placement, rank: int) -> list[str]:
-    """A line for each mode of a placement, and for each axis over which its parameters are replicated."""
+    """Describe a placement: one line for each mode, and for each axis over which the parameters are replicated."""
     replicated = {
         "sum": "replicated, and each rank has a partial gradient",
         "nothing": "replicated, and the gradient is final",
@@ -335,7 +338,7 @@ def placement_lines(layout: Layout, placement: Placement, rank: int) -> list[str
 
 
 def why_divided(row: LedgerRow) -> str:
-    """The reason for a divisor."""
+    """Return the reason for the divisor of a ledger row."""
     count = len(row.ranks)
     if row.divisor == 1:
         return "not divided: the ranks see the same data, and each has a partial gradient"
@@ -347,7 +350,7 @@ def why_divided(row: LedgerRow) -> str:
 
 
 def kept_of(layout: Layout, placement: Placement, rank: int) -> str:
-    """The part of a tensor that a checkpoint has."""
+    """Describe the part of a tensor that a checkpoint contains."""
     cuts = [
         f"dimension {shard.dim} in {len(layout.group_of(mode, rank))}"
         for mode, shard in placement.shards.items()
@@ -357,7 +360,7 @@ def kept_of(layout: Layout, placement: Placement, rank: int) -> str:
 
 
 def notes_of(config: Config, zero: ZeroSettings) -> list[str]:
-    """Settings of the config that affect all gradients."""
+    """Return notes on config settings that affect all gradients."""
     found = []
     clip = config.get("clip_grad_norm")
     if isinstance(clip, dict):
@@ -385,7 +388,7 @@ def notes_of(config: Config, zero: ZeroSettings) -> list[str]:
 
 
 def groups_text(groups: Groups, count: int | None = None) -> str:
-    """Groups of ranks as text; long lists are shortened."""
+    """Format groups of ranks; long lists are shortened."""
 
     def ranks_text(ranks: tuple[int, ...]) -> str:
         if len(ranks) <= RANKS_SHOWN:

@@ -33,7 +33,7 @@ _LENGTH = 8
 
 @dataclass(frozen=True)
 class Given:
-    """The options of the command that are passed to each rank."""
+    """The command-line options that the command passes to each rank."""
 
     config: str
     model: str
@@ -46,7 +46,7 @@ class Given:
         return Path(self.config).parent
 
     def as_argument(self) -> str:
-        """The options as text for the command line of a rank. Raises if a module or function cannot be found."""
+        """Serialize the options for the command line of a rank. Raises if a module or function cannot be found."""
         for name in self.imports:
             import_named(name, self.folder)
         for option in ("model", "batch", "criterion"):
@@ -56,7 +56,7 @@ class Given:
 
 
 def train(given: Given) -> None:
-    """Train on a rank, until `verify` has recorded enough steps and ends the process."""
+    """Train the model on one rank, until `verify` has recorded enough steps and ends the process."""
     for name in given.imports:
         import_named(name, given.folder)
     gpc = launch(given.config, verbose=False)

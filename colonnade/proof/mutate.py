@@ -1,4 +1,4 @@
-"""`colonnade verify --mutate`: plant known mistakes into a script, one at a time, and see whether they are noticed."""
+"""`colonnade verify --mutate`: inject known bugs into a script, one at a time, and check whether they are noticed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ YES, NO, NOT_PLANTED = "noticed", "NOT noticed", "does not apply"
 
 @dataclass(frozen=True)
 class Tried:
-    """One planted mistake: the verdict of `verify`, and whether the tests failed (None: there are no tests)."""
+    """The result of one injected bug: the verdict of `verify`, and whether the tests failed (None: there are no tests)."""
 
     mistake: str
     what: str
@@ -43,23 +43,23 @@ class Tried:
 
     @property
     def missed(self) -> bool:
-        """Whether `verify` or the tests did not notice the mistake."""
+        """Whether `verify` or the tests did not notice the bug."""
         return NO in (self.verify, self.tests)
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """The results of all mistakes. `print` it, or use its JSON."""
+    """The results of all injected bugs. Print it, or call `to_json`."""
 
     tried: Sequence[Tried]
 
     @property
     def ok(self) -> bool:
-        """Whether every mistake that could be planted was noticed by `verify` and by the tests."""
+        """Whether `verify` and the tests noticed every bug that could be injected."""
         return not any(result.missed for result in self.tried)
 
     def to_json(self) -> str:
-        """As a JSON object."""
+        """Return the results as a JSON object."""
         return json.dumps({"ok": self.ok, "tried": [asdict(result) for result in self.tried]}, indent=1)
 
     def __str__(self) -> str:
@@ -93,17 +93,17 @@ def mutate_script(
     tests: str | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Mutation:
-    """Plant known mistakes into the script on its ranks, one at a time, and see whether they are noticed.
+    """Inject known bugs into the script on its ranks, one at a time, and check whether they are noticed.
 
     Args:
-        script: A script that equals a single process.
+        script: A script that matches its single-process run.
         processes: Starts the processes.
-        names: The mistakes to plant, separated by commas; default: all.
-        tests: A test command. It runs once for each mistake, with the mistake in every engine of its processes.
-        tell: Called with a line for each finished mistake.
+        names: The bugs to inject, separated by commas; default: all.
+        tests: A test command. It runs once for each bug, with the bug in every engine of its processes.
+        tell: Called with a line for each finished bug.
 
     Raises:
-        ScriptError: The script or the tests fail without a mistake.
+        ScriptError: The script or the tests fail without a bug.
     """
     chosen = known(names)
     if tests is not None and (status := _run_tests(tests, {})) != 0:

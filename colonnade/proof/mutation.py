@@ -1,7 +1,8 @@
-"""Known mistakes that can be planted into a healthy engine, to check that `verify` and a project's tests notice them.
+"""Known mistakes (bugs) that are injected into a healthy engine, to check that `verify` and a test suite notice them.
 
-Each mistake changes a finished engine from the outside, on every rank. `COLONNADE_MISTAKE` plants one into every engine of a
-process (`planted_environment`), for test commands.
+Each mistake is a function that changes a finished engine from the outside, on every rank. It returns whether the
+mistake has an effect on this rank. To inject a mistake into every engine of a process, such as a test command, set the
+environment variables that `planted_environment` returns.
 """
 
 from __future__ import annotations
@@ -32,23 +33,28 @@ from colonnade.proof.record import micro_batches
 
 
 def trained(engine: Engine) -> list[Demand]:
+    """Return the trained parameters of this rank, except FSDP2's (DTensors), with their required reductions."""
     context = engine.context
     some = read_demands(engine.model, context.layout, context.get_global_rank())
     return [demand for demand in some if demand.parameter.requires_grad and not is_dtensor(demand.parameter)]
 
 
 def first(engine: Engine, test: Callable[[Demand], Any]) -> Demand | None:
-    """The first parameter that passes the test, preferably of two dimensions or more: the same on all its replicas."""
+    """Return the first parameter that passes the test, preferably with two dimensions or more; None if there is none.
+
+    All ranks that store replicas of the parameter choose the same one.
+    """
     fitting = [demand for demand in trained(engine) if test(demand)]
     return next((demand for demand in fitting if demand.parameter.dim() > 1), fitting[0] if fitting else None)
 
 
 def is_summed(demand: Demand) -> bool:
+    """Return whether a required reduction of the parameter is over several ranks."""
     return any(len(factor.ranks) > 1 for factor in demand.owed)
 
 
 def divisor_of(demand: Demand) -> int:
-    """The product of the divisors of a parameter's reductions."""
+    """Return the product of the divisors of a parameter's reductions."""
     total = 1
     for factor in demand.owed:
         total *= factor.divisor
@@ -56,7 +62,7 @@ def divisor_of(demand: Demand) -> int:
 
 
 def spans(engine: Engine, chosen: Tensor | None = None) -> Iterator[tuple[Tensor, int, int, Tensor]]:
-    """(parameter, start, stop, final gradient of that range) for this rank, to be changed in place."""
+    """Yield (parameter, start, stop, final gradient of this range) for all gradients on this rank, to change them in place."""
     sharded = set()
     for parameter, start, stop, gradient in engine.engine_optimizer.gradient_slices():
         sharded.add(id(parameter))
@@ -71,6 +77,7 @@ def spans(engine: Engine, chosen: Tensor | None = None) -> Iterator[tuple[Tensor
 
 
 def after_sums(engine: Engine, change: Callable[[StepOutcome], None]) -> None:
+    """Make the engine call `change` in each step, after gradients are reduced and before they are clipped."""
     finish = engine._sync.finish
 
     def finished(*args: Any, **kwargs: Any) -> StepOutcome:
@@ -85,7 +92,10 @@ def after_sums(engine: Engine, change: Callable[[StepOutcome], None]) -> None:
 
 
 def multiply(engine: Engine, demand: Demand | None, factor: float) -> bool:
-    """Multiply the final gradient of one parameter, or of all."""
+    """Multiply the final gradient of one parameter (`demand`), or of all parameters, by a factor, in each step.
+
+    Returns False if the factor is 1, so that nothing changes.
+    """
 
     def change(outcome: StepOutcome) -> None:
         for _, _, _, gradient in spans(engine, demand.parameter if demand is not None else None):
@@ -96,7 +106,7 @@ def multiply(engine: Engine, demand: Demand | None, factor: float) -> bool:
 
 
 class OwnGradients:
-    """The local gradients of a step, recorded by hooks before any reduction."""
+    """The local gradients of a step, which hooks record before any reduction."""
 
     def __init__(self, engine: Engine, demands: list[Demand]) -> None:
         self._sums: dict[int, Tensor] = {}
@@ -107,19 +117,20 @@ class OwnGradients:
         self._sums[key] = self._sums[key] + grad if key in self._sums else grad.clone()
 
     def take(self, demand: Demand, outcome: StepOutcome) -> Tensor:
-        """Remove and return a local gradient, on the scale of the final gradient; zero if there was none."""
+        """Remove and return the local gradient of a parameter, scaled like the final gradient; zeros if there was none."""
         own = self._sums.pop(id(demand.parameter), None)
         own = torch.zeros_like(demand.parameter) if own is None else own.detach()
         return own if outcome.scale is None else own * outcome.scale
 
 
 def put(engine: Engine, demand: Demand, value: Tensor) -> None:
+    """Overwrite the final gradient of a parameter on this rank with a full value."""
     for _, start, stop, gradient in spans(engine, demand.parameter):
         gradient.copy_(value.reshape(-1)[start:stop].view_as(gradient))
 
 
 def reduce_by_hand(engine: Engine, demand: Demand, value: Tensor) -> Tensor:
-    """All required reductions of a parameter."""
+    """Apply all required reductions of a parameter to a local gradient, and return the result."""
     value = value.contiguous()
     for factor in demand.owed:
         if len(factor.ranks) > 1:
@@ -129,7 +140,10 @@ def reduce_by_hand(engine: Engine, demand: Demand, value: Tensor) -> Tensor:
 
 
 def weigh_passes(engine: Engine, weight: Callable[[int, int], float]) -> bool:
-    """Multiply the local gradients of each backward pass by weight(number of the pass, number of passes)."""
+    """Multiply the local gradients of each backward pass by `weight(index of the pass, number of passes)`.
+
+    Returns False if a step has only one pass.
+    """
     count = engine.accumulation * micro_batches(engine)
     fired: dict[int, int] = {}
 
@@ -144,7 +158,7 @@ def weigh_passes(engine: Engine, weight: Callable[[int, int], float]) -> bool:
 
 
 def limit_of(engine: Engine) -> float | None:
-    """The norm that all gradients are clipped to together; None: they are clipped in another way, or not at all."""
+    """Return the `max_norm` of all gradients together; None if the run clips in another way, or not at all."""
     settings = ClipSettings.read(engine.context.config.get("clip_grad_norm"))
     if settings is None or settings.method != "norm" or engine._stepper.policy is None or settings.clip_groups()[1:]:
         return None
@@ -152,7 +166,12 @@ def limit_of(engine: Engine) -> float | None:
 
 
 def clip_by(engine: Engine, norm: Callable[[Tensor], Tensor], power: float = 1.0) -> bool:
-    """Replace the norm that is reported and used for clipping by norm(true norm)."""
+    """Change the norm of each step to `norm(true norm)`, in reports and for clipping.
+
+    The divisor is raised to the power `power`.
+
+    Returns False if the run does not clip all gradients together by their norm.
+    """
     limit, policy = limit_of(engine), engine._stepper.policy
     if limit is None or policy is None:
         return False
@@ -169,11 +188,13 @@ def clip_by(engine: Engine, norm: Callable[[Tensor], Tensor], power: float = 1.0
 
 
 def squares_of(engine: Engine) -> Tensor:
+    """Return the sum of squares of the final gradients on this rank."""
     found = [gradient.double().square().sum() for _, _, _, gradient in spans(engine)]
     return torch.stack(found).sum() if found else torch.zeros((), dtype=torch.float64)
 
 
 def around_step(engine: Engine, before: Callable[[], Any], after: Callable[[Any], Any]) -> None:
+    """Make the engine call `before` ahead of each optimizer step, and `after` with its result behind the step."""
     step = engine._stepper.step
 
     def stepped(outcome: StepOutcome) -> None:
@@ -190,12 +211,16 @@ VARIABLE, MARK = "COLONNADE_MISTAKE", "COLONNADE_MISTAKE_MARK"
 
 
 class NotHere(ParityError):
-    """A mistake that does not apply to this run."""
+    """The mistake has no effect on this run, for example because the run does not clip."""
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """A known mistake. `causes` are its right names; `plant` returns whether it applies on this rank."""
+    """A known mistake (bug) that can be injected.
+
+    `causes` are the names (keys of `CAUSES`) that `verify` may give to this mistake. `plant` injects it into an engine,
+    and returns whether the mistake has an effect on this rank.
+    """
 
     name: str
     what: str
@@ -207,7 +232,10 @@ MISTAKES: dict[str, Mistake] = {}
 
 
 def mistake(what: str, *causes: str) -> Callable[[Callable[[Engine], bool]], Callable[[Engine], bool]]:
-    """Register a function as a mistake, under its own name."""
+    """Register a function as a mistake. Its name is that of the function, with hyphens.
+
+    `what` describes the mistake in tables; `causes` are the names (keys of `CAUSES`) that `verify` may give to it.
+    """
 
     def enter(function: Callable[[Engine], bool]) -> Callable[[Engine], bool]:
         name = function.__name__.replace("_", "-")
@@ -218,7 +246,10 @@ def mistake(what: str, *causes: str) -> Callable[[Callable[[Engine], bool]], Cal
 
 
 def plant(engine: Engine, name: str) -> None:
-    """Plant a mistake; every rank raises `NotHere` if it applies on no rank. Collective over the world."""
+    """Inject a mistake into an engine.
+
+    Every rank raises `NotHere` if the mistake has an effect on no rank. Collective over the world.
+    """
     if name not in MISTAKES:
         raise ParityError(
             f"{name!r} is no known mistake. Known mistakes: {listed(MISTAKES)}.{did_you_mean(name, MISTAKES)}",
@@ -232,12 +263,15 @@ def plant(engine: Engine, name: str) -> None:
 
 
 def planted_environment(name: str, mark: Path) -> dict[str, str]:
-    """Environment variables that plant a mistake into every engine of a process, which then makes the file `mark`."""
+    """Return environment variables that inject a mistake into every engine of a process.
+
+    A process in which the mistake has an effect creates the file `mark`.
+    """
     return {ON_ENGINE: f"{__name__}:plant_from_environment", VARIABLE: name, MARK: str(mark)}
 
 
 def plant_from_environment(engine: Engine) -> None:
-    """Plant the mistake of the environment into a new engine, if it applies there."""
+    """Inject the mistake that the environment variables name into a new engine, unless it has no effect there."""
     try:
         plant(engine, os.environ[VARIABLE])
     except NotHere:
@@ -250,7 +284,7 @@ def plant_from_environment(engine: Engine) -> None:
 
 @mistake("a parameter is not reduced at all", "not-reduced", "partial-gradient", "tied-copy-missed")
 def drop_a_reduction(engine: Engine) -> bool:
-    """It keeps this rank's own gradient."""
+    """Replace the final gradient of one parameter by this rank's local gradient."""
     demand = first(engine, is_summed)
     if demand is None:
         return False
@@ -261,14 +295,17 @@ def drop_a_reduction(engine: Engine) -> bool:
 
 @mistake("the sum of a parameter is taken twice", "summed-not-averaged", "reduced-twice")
 def double_a_reduction(engine: Engine) -> bool:
-    """The reduced gradient, equal on every rank, is summed again."""
+    """Sum the reduced gradient of one parameter, which is equal on all ranks, over these ranks again."""
     demand = first(engine, is_summed)
     return demand is not None and multiply(engine, demand, float(max(len(factor.ranks) for factor in demand.owed)))
 
 
 @mistake("a parameter is reduced over the wrong mode", "reduced-over-other-mode", "not-reduced")
 def misroute_a_reduction(engine: Engine) -> bool:
-    """Over the first mode without a required reduction; never the pipeline, whose ranks store other parameters."""
+    """Reduce one parameter over the first mode that its required reductions do not contain.
+
+    The pipeline is excluded, because its ranks store different parameters.
+    """
     context = engine.context
     for demand in trained(engine):
         owed = {factor.mode for factor in demand.owed}
@@ -293,20 +330,20 @@ def misroute_a_reduction(engine: Engine) -> bool:
 
 @mistake("a parameter is divided by one rank too many", "wrong-divisor")
 def wrong_divisor(engine: Engine) -> bool:
-    """By n + 1 instead of n."""
+    """Divide the gradient of one parameter by n + 1 instead of n."""
     demand = first(engine, lambda demand: divisor_of(demand) > 1)
     return demand is not None and multiply(engine, demand, divisor_of(demand) / (divisor_of(demand) + 1))
 
 
 @mistake("gradients are summed over data ranks and not divided", "summed-not-averaged", "scaled-by-mode")
 def no_divisor(engine: Engine) -> bool:
-    """All of them."""
+    """Multiply all gradients by the number of data ranks, as if their sums were never divided."""
     return multiply(engine, None, float(engine.context.layout.distinct_data))
 
 
 @mistake("the gradient of a parameter is lost", "missing-gradient")
 def skip_a_parameter(engine: Engine) -> bool:
-    """It is zero at the step."""
+    """Set the final gradient of one parameter to zero."""
     demand = first(engine, lambda demand: True)
     if demand is not None:
         multiply(engine, demand, 0.0)
@@ -315,7 +352,7 @@ def skip_a_parameter(engine: Engine) -> bool:
 
 @mistake("two shards of a gradient are swapped", "shards-swapped")
 def swap_two_shards(engine: Engine) -> bool:
-    """Each rank has the shard of the next rank in its group."""
+    """Give each rank the gradient shard of the next rank in its group, for one parameter."""
     context = engine.context
     demand = first(engine, lambda demand: demand.placement.shards and not engine.engine_optimizer.is_sharded)
     if demand is None:
@@ -336,7 +373,7 @@ def swap_two_shards(engine: Engine) -> bool:
 
 @mistake("gradients of the previous step are used", "stale-gradient")
 def one_step_late(engine: Engine) -> bool:
-    """Those of the first step are zero."""
+    """Use the gradients of the previous step; those of the first step are zero."""
     before: dict[tuple[int, int], Tensor] = {}
 
     def change(outcome: StepOutcome) -> None:
@@ -354,31 +391,31 @@ def one_step_late(engine: Engine) -> bool:
 
 @mistake("the first micro-batch of a step is left out", "micro-batch-missing", "last-micro-batch-only")
 def skip_a_micro_batch(engine: Engine) -> bool:
-    """Its gradients are zero."""
+    """Set the gradients of the first micro-batch to zero."""
     return weigh_passes(engine, lambda at, count: float(at != 0))
 
 
 @mistake("only the last micro-batch of a step counts", "last-micro-batch-only")
 def keep_the_last_micro_batch(engine: Engine) -> bool:
-    """The gradients of the others are zero."""
+    """Set the gradients of all micro-batches except the last to zero."""
     return weigh_passes(engine, lambda at, count: float(at == count - 1))
 
 
 @mistake("the first micro-batch of a step counts twice", "micro-batch-twice")
 def repeat_a_micro_batch(engine: Engine) -> bool:
-    """Its gradients are doubled."""
+    """Double the gradients of the first micro-batch."""
     return weigh_passes(engine, lambda at, count: 1.0 + (at == 0))
 
 
 @mistake("losses are not divided by the number of micro-batches", "scaled-by-accumulation", "scaled-by-mode")
 def forget_accumulation(engine: Engine) -> bool:
-    """Each pass counts like a full step."""
+    """Multiply the gradients of each pass by the number of passes, as if each pass were a full step."""
     return weigh_passes(engine, lambda at, count: float(count))
 
 
 @mistake("the loss is multiplied by the number of ranks", "scaled-by-mode", "scaled-by-accumulation", "wrong-divisor")
 def scale_the_loss(engine: Engine) -> bool:
-    """Before any reduction."""
+    """Multiply all local gradients by the number of ranks, before any reduction."""
     size = engine.context.world_size
     weigh_passes(engine, lambda at, count: float(size))
     return size > 1
@@ -386,7 +423,7 @@ def scale_the_loss(engine: Engine) -> bool:
 
 @mistake("one rank has NaN in its gradient", "not-finite")
 def nan_on_one_rank(engine: Engine) -> bool:
-    """The last rank, in every pass."""
+    """Set the local gradients of the last rank to NaN, in every pass."""
     if engine.context.get_global_rank() == engine.context.world_size - 1:
         weigh_passes(engine, lambda at, count: float("nan"))
     return True
@@ -397,7 +434,7 @@ def nan_on_one_rank(engine: Engine) -> bool:
 
 @mistake("each rank clips by its local norm", "norm-misses-shards", "norm-of-a-part", "clipped-per-stage")
 def clip_locally(engine: Engine) -> bool:
-    """Shards on other ranks and stages are missing."""
+    """Clip by the norm of the gradients on this rank, without shards on other ranks and stages."""
     context = engine.context
     splits = [demand for demand in trained(engine) if demand.placement.shards]
     parted = context.pipeline_parallel_size > 1 or splits or engine.engine_optimizer.is_sharded
@@ -406,7 +443,7 @@ def clip_locally(engine: Engine) -> bool:
 
 @mistake("the norm counts replicas once for each rank", "norm-counts-replicas")
 def count_replicas(engine: Engine) -> bool:
-    """The local squares of all ranks are summed, replicas included."""
+    """Clip by the norm over the gradients of all ranks, in which replicas count several times."""
 
     def norm(true: Tensor) -> Tensor:
         total = squares_of(engine).to(message_device(engine.context.device))
@@ -420,7 +457,7 @@ def count_replicas(engine: Engine) -> bool:
 
 @mistake("gradients are clipped on each rank before they are reduced", "clipped-before-reduced")
 def clip_before_the_sums(engine: Engine) -> bool:
-    """Each by its own norm."""
+    """Clip the local gradients of each rank by their own norm, and reduce them afterwards."""
     limit, demands = limit_of(engine), trained(engine)
     if limit is None or engine.context.layout.distinct_data == 1 or not any(map(is_summed, demands)):
         return False
@@ -439,13 +476,13 @@ def clip_before_the_sums(engine: Engine) -> bool:
 
 @mistake("gradients are not clipped", "not-clipped", "optimizer-differs")
 def forget_to_clip(engine: Engine) -> bool:
-    """The norm is right, but gradients are not divided."""
+    """Report the right norm, but do not divide the gradients."""
     return clip_by(engine, lambda norm: norm, power=0.0)
 
 
 @mistake("gradients are clipped twice", "clipped-twice", "optimizer-differs")
 def clip_twice(engine: Engine) -> bool:
-    """The coefficient is applied again."""
+    """Apply the clip coefficient twice."""
     return clip_by(engine, lambda norm: norm, power=2.0)
 
 
@@ -454,7 +491,7 @@ def clip_twice(engine: Engine) -> bool:
 
 @mistake("one rank starts with different weights", "weights-differ-at-start")
 def start_apart(engine: Engine) -> bool:
-    """The last rank, in a parameter with replicas on other ranks."""
+    """Multiply the initial values of one replicated parameter by 1.01 on the last rank."""
     demand = first(engine, is_summed)
     if demand is None:
         return False
@@ -466,7 +503,7 @@ def start_apart(engine: Engine) -> bool:
 
 @mistake("the optimizer leaves a parameter out", "not-updated")
 def skip_an_update(engine: Engine) -> bool:
-    """The parameter is the same before and after the step."""
+    """Restore one parameter after each optimizer step."""
     demand = first(engine, lambda demand: True)
     if demand is None:
         return False
@@ -476,7 +513,7 @@ def skip_an_update(engine: Engine) -> bool:
 
 @mistake("the weights of one rank drift from those of the others", "optimizer-differs", "replicas-differ")
 def drift(engine: Engine) -> bool:
-    """The last rank rounds differently after each step."""
+    """Multiply one replicated parameter by 1 + 1e-7 on the last rank, after each optimizer step."""
     demand = first(engine, is_summed)
     if demand is None:
         return False
@@ -486,7 +523,7 @@ def drift(engine: Engine) -> bool:
 
 
 def known(names: str | None) -> Mapping[str, Mistake]:
-    """The mistakes with these names, separated by commas; all of them if there are none."""
+    """Return the mistakes with these names, separated by commas; all mistakes if `names` is empty or None."""
     if not names:
         return MISTAKES
     chosen = [name.strip() for name in names.split(",")]

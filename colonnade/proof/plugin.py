@@ -10,10 +10,11 @@ import pytest
 
 @pytest.fixture
 def colonnade_verify() -> Callable[..., Any]:
-    """A function that verifies a script: `colonnade_verify("train.py", nproc=4)` fails the test if the run is wrong.
+    """Return a function that verifies a script: `colonnade_verify("train.py", nproc=4)` fails the test if the run is wrong.
 
-    It takes the arguments of the script, and `nproc`, `steps`, `dtype` ("fp64" or "own"), `dropout` (False: turned off),
-    `is_module` and `timeout` (in seconds). It returns the report; with `check=False` also that of a wrong run.
+    The function takes the arguments of the script, and `nproc`, `steps`, `dtype` ("fp64" or "own"), `dropout` (False:
+    turned off), `is_module` and `timeout` (in seconds). It returns the report; with `check=False` also that of a wrong
+    run.
     """
 
     def verify(

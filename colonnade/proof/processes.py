@@ -1,12 +1,13 @@
-"""The processes of `colonnade verify`: forked from one warm process where that is safe, else started one by one.
+"""The processes of `colonnade verify`: forked from a warm process if that is safe, otherwise started one by one.
 
-torch and this package take about two CPU seconds to import, a small script takes less than that to run. `Processes` therefore
-starts one process that imports them, and what the script imports of the packages in `_SAFE`; it forks a process for each
-request (`serve`). A forked process runs the script like a started one: through `colonnade.launching.bootstrap`, as `__main__`,
-in a session of its own, with its own arguments, environment and log.
+torch and this package take about two CPU seconds to import, and a small script runs for less than that. `Processes`
+therefore starts a warm process that imports them, and those imports of the script that are packages in `_SAFE`. The
+warm process forks a process for each request (`serve`). A forked process runs the script like a started one: through
+`colonnade.launching.bootstrap`, as `__main__`, in a separate session, with its own arguments, environment and log.
 
-Forks are safe before CUDA is initialised and before threads exist: the warm process checks both and says so. Without it, on
-systems other than Linux, and for scripts that compile a model (`restart_without_forks`), every process is a new Python.
+Forks are safe before CUDA is initialised and before threads exist: the warm process checks both and reports the result.
+Every process is a new Python if forks are not safe, on systems other than Linux, and for scripts that compile a model
+(`restart_without_forks`).
 
 This file imports no torch, so that the warm process starts before its parent imports torch.
 """
@@ -59,13 +60,13 @@ _is_forked = False
 
 
 def is_forked() -> bool:
-    """Whether this process was forked from a warm one."""
+    """Return whether this process was forked from a warm process."""
     return _is_forked
 
 
 @dataclass(frozen=True)
 class Command:
-    """A process to start: the arguments of `colonnade.launching.bootstrap`, the environment, and the file for its output."""
+    """The start of one process: arguments of `colonnade.launching.bootstrap`, environment, and the file for its output."""
 
     words: Sequence[str]
     environment: Mapping[str, str]
@@ -83,20 +84,20 @@ class _Process(Protocol):
 
 @dataclass(frozen=True)
 class Running:
-    """A process whose output goes to a file."""
+    """A started process, whose output goes to a file."""
 
     process: _Process
     log: Path
 
     def wait(self, until: float) -> int | None:
-        """The exit status; None if the process still runs at `until` (`time.monotonic`)."""
+        """Wait until `until` (`time.monotonic`) and return the exit status; None if the process still runs."""
         try:
             return self.process.wait(max(0.0, until - time.monotonic()))
         except subprocess.TimeoutExpired:
             return None
 
     def output(self) -> str:
-        """The end of its output."""
+        """Return the end of the output."""
         with self.log.open("rb") as file:
             file.seek(max(0, self.log.stat().st_size - _SHOWN))
             return file.read().replace(HIDDEN_FROM_HERE, b"").decode("utf-8", "replace").strip()
@@ -139,7 +140,7 @@ class Processes:
             )
 
     def close(self) -> None:
-        """End the warm process, and with it those that it forked."""
+        """End the warm process and the processes that it forked."""
         if self._link is not None:
             self._link.close()
         if self._warm is not None:
@@ -157,7 +158,7 @@ class Processes:
 
     @property
     def forks(self) -> bool:
-        """Whether processes are forked. Waits until the warm process knows whether that is safe."""
+        """Whether processes are forked. Reading it waits until the warm process has checked that forks are safe."""
         if self._link is not None and not self._answers:
             until = time.monotonic() + _READY_SECONDS
             while self._link is not None and not self._answers and time.monotonic() < until:
@@ -168,7 +169,7 @@ class Processes:
 
     @contextmanager
     def running(self, commands: Sequence[Command]) -> Iterator[list[Running]]:
-        """Start commands. Processes that still run at the end are stopped."""
+        """Start these commands and yield the processes; at the end of the block, processes that still run are stopped."""
         started: list[Running] = []
         try:
             for command in commands:
@@ -190,7 +191,7 @@ class Processes:
         return _Forked(self, begun[-1]["started"])
 
     def status(self, pid: int, timeout: float) -> int | None:
-        """The exit code of a forked process; None if it still runs after `timeout` seconds."""
+        """Wait for a forked process and return its exit code; None if it still runs after `timeout` seconds."""
         until = time.monotonic() + timeout
         while True:
             for answer in self._answers:
@@ -246,7 +247,7 @@ def _new(command: Command) -> subprocess.Popen[bytes]:
 
 
 def stop(some: Sequence[Running]) -> None:
-    """End processes: with SIGTERM, and with SIGKILL those that do not end within some seconds."""
+    """End processes with SIGTERM, and after some seconds with SIGKILL."""
     for job in some:
         with contextlib.suppress(ProcessLookupError):
             job.process.send_signal(signal.SIGTERM)
@@ -259,9 +260,9 @@ def stop(some: Sequence[Running]) -> None:
 
 
 def wait_for_all(some: Sequence[Running], until: float) -> list[int | None] | None:
-    """The exit codes, as soon as all processes have ended or one has failed (None: it still ran).
+    """Wait until all processes have ended or one has failed; returns their exit codes (None: still running).
 
-    Returns None at `until`; the logs then have the Python stacks of the processes that still run.
+    Returns None at the time `until`. Python stacks of the processes that still run are then in their logs.
     """
     while True:
         codes = [job.wait(0.0) for job in some]
@@ -282,9 +283,9 @@ def wait_for_all(some: Sequence[Running], until: float) -> list[int | None] | No
 
 
 def serve(link: socket.socket, script: str | None) -> Sequence[str] | None:
-    """Fork a process for each request that comes over the link, and send its exit code back.
+    """Run the loop of the warm process: fork a process for each request on the socket, and send its exit code back.
 
-    Returns in each forked process, with the arguments for `bootstrap`; returns None in the warm process when the link ends.
+    Returns the arguments for `bootstrap` in each forked process, and None in the warm process when the link is closed.
     """
     global _is_forked
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C ends
@@ -367,7 +368,7 @@ def _become(request: Mapping[str, Any]) -> None:
 
 
 def safe_imports(script: str) -> list[ast.stmt]:
-    """The import statements at the top level of a script that name packages in `_SAFE`."""
+    """Return the top-level import statements of a script for the packages in `_SAFE`."""
     try:
         body = ast.parse(Path(script).read_bytes()).body
     except (OSError, SyntaxError, ValueError):
@@ -383,7 +384,10 @@ def safe_imports(script: str) -> list[ast.stmt]:
 
 
 def main() -> None:
-    """Serve the link whose file descriptor is the first argument. The second is the script, for its imports."""
+    """Run the warm process: `serve` on the file descriptor that is the first argument.
+
+    The second argument is the script.
+    """
     words = serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2] if len(sys.argv) > 2 else None)
     if words is None:
         os._exit(0)

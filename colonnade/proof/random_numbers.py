@@ -1,10 +1,11 @@
-"""Random numbers in a comparison: the numbers of the ranks are recorded and joined, and the single process gets the same ones.
+"""Random numbers in a comparison: recorded on the ranks, joined, and used again by the single process.
 
-Two modes see a run. A `TorchDispatchMode` sees every operator that is tagged `nondeterministic_seeded`, in modules, between them
-and in backward passes: `RecordedDraws` keeps the results on the ranks by module and order, and `ReplayedDraws` replaces those of
-the single process by the joined ones. A `TorchFunctionMode` sees the functions of dropout, whose rate can be set to 0 in a
-module where the masks cannot be joined. For any other operator that cannot be joined, the single process draws numbers of its
-own, different ones in each perturbed run, so the spread of these runs shows which values depend on them (`compare.py`).
+Two modes intercept the operators of a run. A `TorchDispatchMode` sees every operator with the tag
+`nondeterministic_seeded`, in modules, between modules and in backward passes: `RecordedDraws` records the results on
+the ranks by module and order, and `ReplayedDraws` replaces those of the single process by the joined results. A
+`TorchFunctionMode` sees the dropout functions, to set the rate to 0 in modules whose masks cannot be joined. If the
+results of any other operator cannot be joined, the single process draws its own numbers, different ones in each
+perturbed run: the spread of these runs then shows which values depend on them (`compare.py`).
 """
 
 from __future__ import annotations
@@ -56,17 +57,18 @@ def places_for(
     numbers: Mapping[int, Tensor] | None = None,
     data_ranks: Sequence[Collection[int]] = (),
 ) -> Places | str:
-    """The places of the ranks' shards in a tensor of shape `whole`, or the reason why they are unknown.
+    """Find the indices of each rank's shard in a tensor of shape `whole`; returns a reason as text if they are unknown.
 
     Args:
         shapes: The shape of each rank's shard.
         whole: The shape of the full tensor.
         groups: The process groups of the modes.
-        inputs: The values of the ranks. Of several ways to shard `whole`, they decide for the one that matches `x`.
+        inputs: The values of the ranks, to choose the way of sharding `whole` that matches `x`.
         x: The values of the single process.
-        anyhow: If none matches, take the nearest one.
-        numbers: The random numbers of the ranks. Without inputs, a way is likelier if ranks at one place have equal numbers.
-        data_ranks: The ranks that see the batch of each data rank, whose rows follow one another in the full tensor.
+        anyhow: If no way of sharding matches, use the nearest one.
+        numbers: The random numbers of the ranks. Without inputs, a way is preferred if ranks with the same shard have equal
+            numbers.
+        data_ranks: The ranks of each data rank. The rows of data ranks follow one another in the full tensor.
     """
     # Batches may have unequal numbers of rows.
     local = next(iter(shapes.values()))
@@ -147,7 +149,7 @@ def places_for(
 
 
 def joined(parts: Mapping[int, Tensor], places: Places, shape: Shape) -> Tensor:
-    """The full tensor; of replicas, the values of the first rank."""
+    """Join the shards of the ranks to the full tensor; of replicas, the first rank counts."""
     if not shape:
         return next(iter(parts.values()))
     whole = next(iter(parts.values())).new_empty(shape)
@@ -180,7 +182,7 @@ def _numbers(ranks: Sequence[int], groups: Groups) -> dict[str, dict[int, int]]:
 # --- Seeing, recording and repeating random operators ---
 
 DRAWN_BYTES = 256 << 20
-"""The numbers of a rank are kept up to this total size."""
+"""The largest total size of the random numbers that are kept on a rank."""
 LOOP = "the loop, outside of the model"
 """The name under which draws outside of all modules are recorded."""
 _BACKWARD = " (backward)"
@@ -192,16 +194,19 @@ _KERNEL = "its random numbers are drawn inside a kernel, which does not return t
 
 @dataclass(frozen=True)
 class Draw:
-    """The result of one random operator. `numbers` is None if they are unknown, for the reason `unknown`."""
+    """The result of one random operator. If the numbers are unknown, `numbers` is None and `unknown` is the reason."""
 
     operator: str
     numbers: Tensor | None
     unknown: str = ""
     bound: int | None = None
-    """The numbers are indices below this one, such as those of a permutation."""
+    """If the numbers are indices (of a permutation, for example): the exclusive upper bound."""
     is_dropout: bool = False
     input: Tensor | None = None
-    """The tensor that the numbers are for, of the first call of the operator in a module, from which the places of the ranks are found."""
+    """The tensor that the numbers are for, only of an operator's first call in a module.
+
+    Places of the ranks are inferred from it.
+    """
 
 
 Draws = dict[str, list[Draw]]
@@ -209,7 +214,7 @@ Draws = dict[str, list[Draw]]
 
 
 class RandomNumbers(TorchFunctionMode):
-    """Sees the random operators of a model; `drawn` decides what becomes of their results.
+    """Intercepts the random operators of a model. Subclasses override `drawn` to record or replace the results.
 
     Args:
         off: The modules without dropout; None: dropout is off everywhere.
@@ -235,12 +240,12 @@ class RandomNumbers(TorchFunctionMode):
         """The last tensors made by `empty_like`, which random operators fill in place, with the tensors that they are like."""
 
     def begin_step(self, step: int, data_rank: int | None = None) -> None:
-        """Start a step, on the global batch or on that of one data rank."""
+        """Start a step on the global batch, or on the batch of one data rank."""
         self.data_rank = data_rank
         self._seed_host()
 
     def drawn(self, draw: Draw, state: Any, again: Callable[[], Tensor]) -> Tensor | None:
-        """A random operator was called: the numbers to use instead of its own; None: its own.
+        """Called with the result of a random operator. Returns the numbers to use instead; None keeps the result.
 
         Args:
             draw: The operator and its result.
@@ -251,7 +256,7 @@ class RandomNumbers(TorchFunctionMode):
 
     @contextmanager
     def watching(self, model: nn.Module, rename: Callable[[str], str] = lambda name: name) -> Iterator[None]:
-        """See the random operators from now on, with the module that each is called in."""
+        """Intercept random operators in the block, and track the module in which each is called."""
 
         def enter(name: str) -> None:
             self.note_host()
@@ -289,7 +294,10 @@ class RandomNumbers(TorchFunctionMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave random operators alone: a loader makes a batch, and batches are replaced as such."""
+        """Do not intercept random operators in the block, in which a loader makes a batch.
+
+        Batches need no random numbers: the single process gets the batches of the ranks.
+        """
         self.note_host()
         before, self._is_paused = self._is_paused, True
         try:
@@ -300,7 +308,7 @@ class RandomNumbers(TorchFunctionMode):
 
     @contextmanager
     def kept_host(self) -> Iterator[None]:
-        """Restore Python's and NumPy's generators afterwards."""
+        """Restore Python's and NumPy's generators after the block."""
         before, states = {name: list(some) for name, some in self.host.items()}, host_generators()
         try:
             yield
@@ -319,7 +327,7 @@ class RandomNumbers(TorchFunctionMode):
         self._host_state = _host_state()
 
     def note_host(self) -> None:
-        """Note whether the current module has drawn from Python's or NumPy's generator since the last call."""
+        """Record whether the current module has drawn from Python's or NumPy's generator since the last call."""
         state = _host_state()
         if state != self._host_state and not self._is_paused:
             self.host.setdefault(self._here, []).append(state)
@@ -359,7 +367,7 @@ class RandomNumbers(TorchFunctionMode):
             self._is_dropout = before
 
     def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a random operator, and replace its numbers if `drawn` gives others."""
+        """Call a random operator; returns its result, or the replacement that `drawn` returns."""
         names = [argument.name for argument in func._schema.arguments]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         tensors = [value for value in given.values() if isinstance(value, Tensor)]
@@ -461,7 +469,7 @@ class _Operators(TorchDispatchMode):
 
 
 class RecordedDraws(RandomNumbers):
-    """Draws like torch, and records the draws of the current step in `draws`."""
+    """Keeps the results of random operators unchanged, and records those of the current step in `draws`."""
 
     def __init__(self, off: Collection[str] | None = ()) -> None:
         super().__init__(off)
@@ -470,7 +478,7 @@ class RecordedDraws(RandomNumbers):
         self._seen: set[Any] = set()
 
     def begin_step(self, step: int, data_rank: int | None = None) -> None:
-        """Start a step; the draws of the previous one are forgotten."""
+        """Start a step, and forget the draws of the previous one."""
         super().begin_step(step, data_rank)
         self.draws, self._first, self._seen = {}, step == 0, set()
 
@@ -504,7 +512,7 @@ class RecordedDraws(RandomNumbers):
 
 @dataclass
 class DrawsOfRanks:
-    """The draws and process groups of the ranks, from which the single process gets the same numbers."""
+    """The recorded draws and the process groups of the ranks, as input of `ReplayedDraws`."""
 
     steps: Sequence[Mapping[int, Draws]]
     """For each step, the draws by rank."""
@@ -516,22 +524,22 @@ class DrawsOfRanks:
 
 @dataclass
 class Replays:
-    """The outcome of repeating draws in the single process."""
+    """The outcome of repeating the ranks' draws in the single process."""
 
     differing: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """By module, in the order of execution: the ranks whose numbers differ from those of their replicas."""
+    """For each module, in the order of execution: the ranks whose numbers differ from those of their replicas."""
     not_joined: dict[str, str] = field(default_factory=dict)
-    """By module: the reason why its dropout masks cannot be joined."""
+    """For each module: the reason why its dropout masks cannot be joined."""
     redrawn: dict[str, str] = field(default_factory=dict)
-    """By module: the reason why its other random numbers cannot be joined, so that the single process draws its own."""
+    """For each module: the reason why its other random numbers cannot be joined, so that the single process draws its own."""
 
 
 class ReplayedDraws(RandomNumbers):
-    """Gives the single process the numbers of the ranks.
+    """Replaces the random numbers of the single process by those of the ranks.
 
     Args:
         of_ranks: The draws of the ranks.
-        redraws: The number of the perturbed run, from 1; 0: the reference. Numbers that cannot be joined differ between them.
+        redraws: The number of the perturbed run, from 1; 0: the reference. Numbers that cannot be joined differ between runs.
     """
 
     def __init__(self, of_ranks: DrawsOfRanks, redraws: int = 0) -> None:
@@ -639,7 +647,10 @@ class ReplayedDraws(RandomNumbers):
 
 
 def notes_of(random_numbers: RandomNumbers, off: Mapping[str, str] | None) -> list[str]:
-    """Notes about changes to the model. `off`: the reason by module without dropout; None: dropout is off everywhere."""
+    """Return notes about modules without dropout.
+
+    `off` has the reason for each module; None: dropout is off everywhere.
+    """
     notes = []
     if random_numbers.is_compiled:
         notes.append(
@@ -671,13 +682,13 @@ def _state(generator: Any, device: torch.device) -> int:
 
 
 def host_generators() -> tuple[Any, Any]:
-    """The states of Python's and NumPy's global generators."""
+    """Return the states of Python's and NumPy's global generators."""
     numpy = sys.modules.get("numpy")
     return random.getstate(), None if numpy is None else numpy.random.get_state()
 
 
 def set_host_generators(states: tuple[Any, Any]) -> None:
-    """Set the states of `host_generators`."""
+    """Restore the states that `host_generators` returned."""
     random.setstate(states[0])
     if states[1] is not None:
         sys.modules["numpy"].random.set_state(states[1])

@@ -1,4 +1,4 @@
-"""The mistakes that can make a gradient or a norm wrong by a factor, from the sizes of a layout."""
+"""`colonnade explain --ratio`: the mistakes that multiply a gradient or a norm by a given factor in a given layout."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ _PAIRS_SHOWN = 3
 
 
 class Meaning(NamedTuple):
-    """A factor that a mistake would make. `made_of` names its sizes; a lower `likely` is for a more frequent mistake."""
+    """A factor, and the mistake that would cause it.
+
+    `made_of` is the factor in terms of mode sizes. `likely` is a rank: a lower number is a more frequent mistake.
+    """
 
     value: float
     cause: str
@@ -33,7 +36,7 @@ class Meaning(NamedTuple):
 
 
 def meanings(config: Config, world_size: int, ratio: float, of: Of = "gradient") -> tuple[list[Meaning], list[Meaning]]:
-    """The mistakes that make a ratio, most frequent first; and if there are none, the nearest factors.
+    """Return the mistakes that cause this ratio, most frequent first, and the nearest factors if there is none.
 
     Raises:
         ConfigError: `ratio` is not a positive finite number.
@@ -44,7 +47,7 @@ def meanings(config: Config, world_size: int, ratio: float, of: Of = "gradient")
 
 
 def factors(config: Config, world_size: int, of: Of = "gradient") -> tuple[list[Meaning], list[Meaning]]:
-    """All factors of this layout: those of one mistake, and those of two at once."""
+    """Return (the factors of single mistakes, the factors of two mistakes at once) that are possible in this layout."""
     layout = build_layout(config, world_size)
     single = [*_of_gradients(layout, config), *(_of_norms(layout) if of == "norm" else ())]
     single = [meaning for meaning in single if abs(meaning.value - 1) > NEAR]
@@ -66,7 +69,7 @@ def factors(config: Config, world_size: int, of: Of = "gradient") -> tuple[list[
 
 
 def fitting(single: list[Meaning], pairs: list[Meaning], ratio: float) -> tuple[list[Meaning], list[Meaning]]:
-    """Of some factors those that make a ratio, most frequent first; and if there are none, the nearest single ones."""
+    """Return the factors that equal a ratio, most frequent mistake first, and the nearest single ones if there is none."""
     if abs(ratio - 1) <= NEAR:
         return [Meaning(1.0, "unknown", "1", "a factor of 1 is not an error", 0)], []
     found = [meaning for meaning in [*single, *pairs] if abs(meaning.value / ratio - 1) <= NEAR]

@@ -35,7 +35,7 @@ from colonnade.proof.sketch import LARGE, Block, Blocks, Stored, are_whole, sket
 Batch = tuple[Any, Any]
 """(data, label)"""
 Loss = tuple[float, float | None]
-"""(mean, what it is a mean over; None for a plain mean)"""
+"""(mean, the count that the mean divides by; None for a plain mean)"""
 
 Options = list[dict[str, float]]
 """The numbers of each parameter group: learning rate, decay."""
@@ -45,7 +45,7 @@ StateName = tuple[str, str]
 Event = tuple[str, str]
 """("in" or "out", name of a module)"""
 RAW_BYTES = 1 << 30
-"""Gradients of single passes are kept up to this size in all, the first steps' first."""
+"""The largest total size of the gradients of single passes that are kept; those of the first steps are kept first."""
 ACTIVATION_BYTES = 64 << 20
 INPUTS = 4
 """The number of tensors that are recorded of the inputs of a module."""
@@ -53,7 +53,7 @@ INPUTS = 4
 
 @dataclass(frozen=True)
 class Piece:
-    """Some elements of a tensor, and their indices in the full tensor, flat; None: all of them."""
+    """Some elements of a tensor. `positions`: their indices in the flattened full tensor; None: all elements."""
 
     value: Tensor
     positions: Tensor | None = None
@@ -61,7 +61,10 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Tracked:
-    """A parameter or buffer of this process, with its first name and the indices of its elements in the full tensor."""
+    """A parameter or buffer of this process that is recorded.
+
+    `name` is the first of its `names`; `positions` are the flat indices of its elements in the full tensor.
+    """
 
     name: str
     names: tuple[str, ...]
@@ -77,7 +80,7 @@ class Tracked:
 
 @dataclass(frozen=True)
 class TensorNote:
-    """The facts about a tracked tensor that are sent to rank 0."""
+    """The description of a tracked tensor that is sent to rank 0."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -86,20 +89,20 @@ class TensorNote:
     ledger: tuple[str, ...] = ()
     required: tuple[tuple[str, tuple[int, ...], float], ...] = ()
     slot: str | None = None
-    """The norm group that its gradient counts in, if gradients are clipped."""
+    """The norm group of the gradient, if gradients are clipped."""
     is_parameter: bool = True
     trained: bool = True
 
 
 @dataclass
 class RecordedStep:
-    """One step. Tensors are by their names in this process."""
+    """The values of one step. Tensors are keyed by their names in this process."""
 
     losses: list[Loss | None] = field(default_factory=list)
     lengths: dict[str, float] = field(default_factory=dict)
     """The norms of the total gradients that were sketched."""
     raw: dict[str, dict[int, Tensor]] = field(default_factory=dict)
-    """By parameter and number of the pass: the local gradient of that backward pass."""
+    """By parameter and number of the pass: the local gradient of the backward pass."""
     total: dict[str, list[Piece]] = field(default_factory=dict)
     divisors: dict[str, float] = field(default_factory=dict)
     """The divisors of clipping; other gradients are not divided."""
@@ -117,7 +120,7 @@ class RecordedStep:
     recomputed: dict[str, Tensor] = field(default_factory=dict)
     """Outputs of modules that were recomputed in the backward pass."""
     inputs: dict[str, list[Tensor]] = field(default_factory=dict)
-    """By module: the tensors that it was called with."""
+    """For each module: the tensors in the arguments of its first call."""
     events: list[Event] = field(default_factory=list)
     """The recorded inputs and outputs, in the order of the forward pass."""
     rows: dict[str, int] = field(default_factory=dict)
@@ -127,7 +130,7 @@ class RecordedStep:
     changed_state: list[StateName] = field(default_factory=list)
     """Tensors of the optimizer's state that changed between the steps."""
     in_eval: dict[str, bool] = field(default_factory=dict)
-    """By module that ran: whether it was in evaluation mode."""
+    """For each module that ran: whether it was in evaluation mode."""
     evaluations: int = 0
     """The number of passes of the model without gradients since the previous step."""
     draws: Draws = field(default_factory=dict)
@@ -138,7 +141,10 @@ class RecordedStep:
 
 @dataclass(frozen=True)
 class BatchAxis:
-    """An axis of the layout: its size, whether its ranks see distinct data, and the dimension along which it shards batches."""
+    """An axis of the layout and its effect on batches.
+
+    `distinct`: whether its ranks see distinct data. `dim`: the dimension along which it shards batches.
+    """
 
     name: str
     size: int
@@ -150,34 +156,35 @@ class BatchAxis:
 
 @dataclass
 class OwnStart:
-    """The weights that a script starts from in a single process, compared with those of its ranks (start_weights.py)."""
+    """The initial weights of a script in a single process, compared with those of its ranks (start_weights.py)."""
 
     agreeing: list[str] = field(default_factory=list)
     """The names of weights that are equal, without constant ones."""
     differing: dict[str, Tensor] = field(default_factory=dict)
-    """The own values of weights that differ."""
+    """The script's own values of weights that differ."""
     order: list[str] = field(default_factory=list)
-    """The names of both, in the order of the model."""
+    """The names of agreeing and differing weights, in the order of the model."""
 
 
 @dataclass
 class RunInfo:
-    """The facts of a run that a comparison needs in addition to its numbers.
+    """The description of a run: the facts that a comparison needs in addition to the recorded numbers.
 
-    A process sets the fields that it knows. The layout is that of the engine's context, equal on all ranks except for
-    `coordinates`; plain torch has none, so `watch.with_layout` derives one from the batches. The last fields are for scripts.
+    Each process sets the fields that it knows. The layout is that of the engine's context, equal on all ranks except
+    for `coordinates`. Plain torch has no layout, so `watch.with_layout` derives one from the batches. The last fields
+    are for scripts.
     """
 
     axes: Sequence[BatchAxis] | None = None
-    """None: plain torch, whose layout is not known yet."""
+    """The axes of the layout. None: plain torch, whose layout is not known yet."""
     coordinates: dict[str, int] = field(default_factory=dict)
     """The position of this rank on each axis."""
     groups: dict[str, list[list[int]]] = field(default_factory=dict)
-    """By mode, for modes with a group of several ranks."""
+    """The process groups by mode, for modes with a group of several ranks."""
     distinct_data: list[str] = field(default_factory=list)
     """The modes whose ranks see distinct data."""
     data_parallel: bool = False
-    """A data-parallel wrapper of plain torch shows that its ranks should see distinct data."""
+    """Whether a data-parallel wrapper of plain torch shows that the ranks should see distinct data."""
 
     dtype: str = ""
     """The coarsest dtype in which the forward pass computes. Empty: unknown."""
@@ -188,7 +195,7 @@ class RunInfo:
     max_norm: float | None = None
     norm_type: float = 2.0
     kept_in_eval: dict[str, bool] = field(default_factory=dict)
-    """By module: whether it is in evaluation mode although the model trains."""
+    """For each module: whether it is in evaluation mode although the model trains."""
     has_engine: bool = False
     zeroed: set[str] = field(default_factory=set)
     """The modules whose dropout was turned off."""
@@ -196,26 +203,26 @@ class RunInfo:
     sketched: dict[str, Block | None] = field(default_factory=dict)
     """The tensors of which this rank recorded sketches, with the elements that it stores (None: all)."""
     stored: dict[str, Stored] = field(default_factory=dict)
-    """A script on its ranks: the initial values of these tensors."""
+    """Only for a script on its ranks: the initial values of the sketched tensors."""
     given: dict[str, list[Any]] = field(default_factory=dict)
-    """A script on its ranks: every batch that came in, by place (loader, call, schedule, criterion)."""
+    """Only for a script on its ranks: every batch that came in, by place (loader, call, schedule, criterion)."""
     given_in: dict[str, list[int]] = field(default_factory=dict)
-    """The number of the step in which each of them came in."""
+    """By place: the number of the step in which each batch of `given` came in."""
     config: dict[str, str] = field(default_factory=dict)
-    """A script: its config as text, for the comparison with its config in a single process."""
+    """Only for a script: its config as text, for the comparison with its config in a single process."""
     names: dict[str, str] = field(default_factory=dict)
-    """A script in a single process: the first name of each tensor, by all its names."""
+    """Only for a script in a single process: maps all names of each tensor to its first name."""
     replays: Replays = field(default_factory=Replays)
-    """A script in a single process: the outcome of repeating the ranks' random numbers."""
+    """Only for a script in a single process: the outcome of repeating the ranks' random numbers."""
     own_start: OwnStart = field(default_factory=OwnStart)
-    """A script in a single process: the weights that it would have started from."""
+    """Only for a script in a single process: the weights from which it would have started."""
     host: dict[str, list[int]] = field(default_factory=dict)
-    """By module that draws from Python's or NumPy's generator: a checksum of their states after each draw."""
+    """For each module that draws from Python's or NumPy's generator: a checksum of their states after each draw."""
 
 
 @dataclass
 class Record:
-    """Everything that was recorded in one process."""
+    """All recorded values of one process."""
 
     rank: int
     tensors: dict[str, TensorNote] = field(default_factory=dict)
@@ -228,17 +235,18 @@ class Record:
 
 
 class StepRecorder:
-    """Records the steps of one process.
+    """Records the steps of one process through hooks.
 
     Args:
         model: The model, whose modules and parameters get hooks.
         tracked: The parameters and buffers to record.
         rank: The rank of this process.
-        by_count: Number the passes of a parameter by the order of its hooks instead of by the losses recorded before.
+        by_count: How the pass of a local gradient is found. True: by the number of hook calls of its parameter; False: by the
+            number of losses recorded before.
         gradients: Yields the final gradients that this process stores; default: those in `.grad`.
-        rename: Names of modules in the unsharded model.
-        dropping: Sees the random operators of the run.
-        sketched: The blocks of a tensor that are recorded as sketches; default: none, it is recorded as a whole.
+        rename: Maps a module name to the name in the unsharded model.
+        dropping: Intercepts the random operators of the run.
+        sketched: Returns the blocks of a tensor that are recorded as sketches; default: none, tensors are recorded in full.
     """
 
     def __init__(
@@ -296,15 +304,16 @@ class StepRecorder:
     # --- Called by the owner of the step, in the order of a step ---
 
     def note_start(self) -> None:
-        """Training starts from the current weights."""
+        """Record the current weights as the initial weights of the training."""
         self.record.start = {entry.name: self._kept(entry.name, local_part(entry.tensor)) for entry in self.tracked}
         self._bits = dict(self._checksums())
 
     def note_loss(self, loss: Loss | None) -> None:
+        """Record the loss of one forward pass."""
         self._step.losses.append(loss)
 
     def note_gradients(self, factor: float = 1.0, into: str = "total") -> None:
-        """Record the current gradients times `factor`."""
+        """Record the current gradients times `factor`, in the field `into` of the step."""
         found: dict[str, list[Piece]] = getattr(self._step, into)
         for entry, piece in self._gradients():
             value = self._kept(entry.name, piece.value)
@@ -314,10 +323,10 @@ class StepRecorder:
             found.setdefault(entry.name, []).append(Piece(value if factor == 1.0 else value * factor, piece.positions))
 
     def note_stepped(self, has_passes: bool) -> None:
-        """Record the gradients again at the end of the optimizer's step, if the step changed them.
+        """Record the gradients at the end of the optimizer's step, if the step changed them.
 
-        `has_passes`: whether a backward pass had run before the step. LBFGS runs all of them itself, and the gradients before
-        its step are left over from the previous one.
+        `has_passes`: whether a backward pass had run before the step. LBFGS runs all passes inside its step; gradients
+        from before the step then belong to the previous step, and are removed.
         """
         if self.has_passes and not has_passes:
             self._step.total, self._step.clipped = {}, {}
@@ -333,22 +342,24 @@ class StepRecorder:
             self.note_gradients(into="stepped")
 
     def note_held(self, names: list[str]) -> None:
+        """Record the names of parameters whose gradients a wrapper accumulates without reducing them."""
         self._step.held = names
 
     @property
     def has_passes(self) -> bool:
-        """Whether a backward pass ran in this step."""
+        """Whether a backward pass has run in this step."""
         return bool(self._step.losses or self._step.raw)
 
     def note_options(self, options: Options) -> None:
+        """Record the options of the optimizer in this step."""
         self._step.options = options
 
     def passes(self) -> list[dict[int, Tensor]]:
-        """For each parameter, the passes of this step so far."""
+        """Return, for each parameter, its local gradients in this step by number of the pass."""
         return list(self._step.raw.values())
 
     def scale_raw(self, factor: float) -> None:
-        """Scale the local gradients of the passes like the total."""
+        """Multiply the local gradients of all passes by a factor, so that they have the scale of the final gradient."""
         if factor != 1.0:
             for passes in self._step.raw.values():
                 for value in passes.values():
@@ -474,19 +485,19 @@ class StepRecorder:
 
 
 def is_sketchable(shape: Sequence[int], value: Tensor, positions: Tensor | None) -> bool:
-    """Whether a tensor of this full shape can be recorded as a sketch: it is large, and a rank stores it in full or a block of it."""
+    """Return whether a tensor can be recorded as a sketch: it is large, and the rank stores all of it or a block of it."""
     return prod(shape) > LARGE and value.is_floating_point() and (positions is None or Block.at(positions) is not None)
 
 
 def common_sketches(
     every: Sequence[Collection[str]], found: Sequence[Mapping[str, Block | None]], counts: Mapping[str, int]
 ) -> set[str]:
-    """The tensors that all ranks with some of their elements can sketch, with no element missing.
+    """Return the names of tensors that every rank can sketch, if the blocks of all ranks cover the full tensor.
 
     Args:
-        every: By rank, the tensors that it has.
+        every: By rank, the names of its tensors.
         found: By rank, the tensors that it can sketch.
-        counts: The number of elements of each.
+        counts: The number of elements of each full tensor.
     """
     names = {name for some in found for name in some}
     names -= {name for own, some in zip(every, found, strict=True) for name in set(own).difference(some)}
@@ -494,7 +505,10 @@ def common_sketches(
 
 
 def sketchable(record: Record) -> dict[str, Block | None]:
-    """The tensors of a record of whole tensors that this rank can sketch, gradients included."""
+    """Return the tensors of a record that this rank can sketch, with the block that it stores (None: all elements).
+
+    A tensor counts only if its gradients can be sketched too.
+    """
     found = {}
     for name, value in record.start.items():
         note = record.tensors[name]
@@ -505,7 +519,7 @@ def sketchable(record: Record) -> dict[str, Block | None]:
 
 
 def sketched_record(record: Record, sketched: Mapping[str, Block | None]) -> Record:
-    """A record of whole tensors, with sketches of these."""
+    """Return a copy of a record in which the given tensors are replaced by their sketches."""
     names = sketched.keys()
 
     def short(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -540,7 +554,7 @@ def sketched_record(record: Record, sketched: Mapping[str, Block | None]) -> Rec
 
 
 class CopiesOfTensors:
-    """Copies of tensors on the CPU. The output of a module that is the input of the next is copied once."""
+    """Copies of tensors on the CPU. If the output of a module is the input of the next module, both share one copy."""
 
     def __init__(self, room: int) -> None:
         self._room = room
@@ -550,7 +564,7 @@ class CopiesOfTensors:
         self._known[id(tensor)] = ref(tensor), tensor._version, copy
 
     def of(self, tensor: Tensor) -> Tensor | None:
-        """A copy of this tensor; None if it is sharded, or if no room is left."""
+        """Return a copy of a tensor; None if the tensor is sharded, or if the memory limit is reached."""
         if is_dtensor(tensor):
             if not all(spec.is_replicate() for spec in tensor.placements):  # type: ignore[attr-defined]
                 return None
@@ -575,7 +589,7 @@ def copied(tensor: Tensor) -> Tensor:
 
 
 def coarser(a: torch.dtype | None, b: torch.dtype) -> torch.dtype:
-    """The dtype with the larger rounding error."""
+    """Return the dtype with the larger rounding error."""
     return b if a is None or torch.finfo(b).eps > torch.finfo(a).eps else a
 
 
@@ -589,12 +603,12 @@ def options_of(optimizer: Any) -> Options:
 
 
 def on_cpu(value: Any) -> Any:
-    """A copy of a batch with its tensors on the CPU, safe from changes in place."""
+    """Copy a batch to the CPU, so that later changes in place do not affect the copy."""
     return tree_map_only(Tensor, lambda leaf: leaf.detach().to("cpu", copy=True), value)
 
 
 def first_tensor(output: Any) -> Tensor | None:
-    """The first floating point tensor of a module's output; None if there is none, or it is a sharded DTensor."""
+    """Return the first floating point tensor of a module's output; None if there is none, or if it is a DTensor."""
     for leaf in tree_leaves(dict(output) if isinstance(output, Mapping) else output):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             if is_dtensor(leaf):
@@ -605,7 +619,7 @@ def first_tensor(output: Any) -> Tensor | None:
 
 
 def positions_of(tensor: LocalTensor) -> Tensor | None:
-    """The indices of this rank's elements in the full tensor, flat; None if this rank has all of them."""
+    """Return the flat indices of this rank's elements in the full tensor; None if the rank has all elements."""
     local = tensor.local
     if tuple(local.shape) == tuple(tensor.shape):
         return None
@@ -616,7 +630,7 @@ def positions_of(tensor: LocalTensor) -> Tensor | None:
 
 
 def flat_indices(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """The indices of a box of elements in a flat tensor of a shape."""
+    """Return the flat indices of a box of elements in a tensor of this shape."""
     found, stride = torch.zeros(tuple(sizes), dtype=torch.int64), 1
     for dim in reversed(range(len(shape))):
         rows = (offsets[dim] + torch.arange(sizes[dim])) * stride
@@ -632,7 +646,7 @@ _FP16_SCALE = 256.0
 
 
 class EngineRecorder(Observer):
-    """Records the steps of an engine until `close`. Collective over the world to make."""
+    """Records the steps of an engine until `close`. The constructor is collective over the world."""
 
     def __init__(
         self,
@@ -768,12 +782,12 @@ class EngineRecorder(Observer):
 
 
 def name_in_full_model(model: nn.Module, name: str) -> str:
-    """The name in the full model of a module of this rank."""
+    """Return the name that a module of this rank has in the full model."""
     return f"{prefix_of(model)}{name}" if name else name
 
 
 def info_of(engine: Engine) -> RunInfo:
-    """The layout, the passes and the clipping of an engine's run."""
+    """Return the layout, the passes and the clipping of an engine's run."""
     context, layout = engine.context, engine.context.layout
     clip = ClipSettings.read(context.config.get("clip_grad_norm"))
     floating = [p.dtype for p in engine.model.parameters() if p.is_floating_point()]
@@ -793,7 +807,7 @@ def info_of(engine: Engine) -> RunInfo:
 
 
 def axes_of(context: ParallelContext) -> list[BatchAxis]:
-    """The axes of the world, with their sharding of batches."""
+    """Return the axes of the world, with their effect on batches."""
     return [
         BatchAxis(
             axis.name,
@@ -807,7 +821,7 @@ def axes_of(context: ParallelContext) -> list[BatchAxis]:
 
 
 def micro_batches(engine: Engine) -> int:
-    """The number of micro-batches that the schedule makes of each batch."""
+    """Return the number of micro-batches into which the schedule splits each batch."""
     return engine.schedule.num_microbatches if isinstance(engine.schedule, PipelineSchedule) else 1
 
 
@@ -828,7 +842,7 @@ def groups_of(optimizer: Any, known: dict[int, Tracked]) -> list[tuple[dict[str,
 
 
 def state_of(optimizer: Any, known: dict[int, Tracked]) -> Iterator[tuple[StateName, Tensor]]:
-    """The tensors of an optimizer's state, by the name of the parameter and the key."""
+    """Yield ((parameter name, key), tensor) for the tensors of an optimizer's state."""
     for at, (parameter, values) in enumerate(optimizer.state.items()):
         entry = known.get(id(parameter))
         if isinstance(values, Mapping):

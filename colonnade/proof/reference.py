@@ -61,11 +61,11 @@ PERTURBED_RUNS = 2
 
 @dataclass
 class Truth:
-    """One step of the reference. Gradients are unsharded, by the name of the parameter."""
+    """One step of the reference. Gradients are full tensors, keyed by the name of the parameter."""
 
     loss: float = 0.0
     passes: list[Tensors] = field(default_factory=list)
-    """The gradients of each backward pass, weighted as in the total."""
+    """The gradients of each backward pass, weighted such that they add up to `total`."""
     total: Tensors = field(default_factory=dict)
     lengths: dict[str, float] = field(default_factory=dict)
     """The norms of those gradients in `total` that are sketches."""
@@ -93,7 +93,7 @@ class Truth:
 
 
 def sketched_truth(truth: Truth, sketched: Mapping[str, Blocks], norm_type: float) -> Truth:
-    """A step of whole tensors, with sketches of the blocks of these."""
+    """Return a copy of a step in which the tensors with blocks in `sketched` are replaced by sketches of these blocks."""
 
     def short(tensors: Tensors) -> Tensors:
         return {name: sketches(x, sketched[name]) if name in sketched else x for name, x in tensors.items()}
@@ -115,14 +115,14 @@ def sketched_truth(truth: Truth, sketched: Mapping[str, Blocks], norm_type: floa
 
 @dataclass
 class RoundingSpread:
-    """The distance by which each number of a reference step moves if its weights move by one ulp."""
+    """The effect of rounding on one step: the distance by which each value changes if the weights change by one ulp."""
 
     loss: float = 0.0
     tensors: dict[tuple[str, str], float] = field(default_factory=dict)
     """By (field of `Truth`, name): the 2-norm of the distance."""
 
     def widen(self, truth: Truth, moved: Truth) -> None:
-        """Include another run."""
+        """Raise the distances to those between the reference (`truth`) and one more perturbed run (`moved`)."""
         self.loss = max(self.loss, abs(moved.loss - truth.loss))
         for kind in ("total", "clipped", "stepped", "weights", "changed", "buffers", "activations"):
             others: Tensors = getattr(moved, kind)
@@ -134,7 +134,7 @@ class RoundingSpread:
 
 
 def spreads_of(truth: Sequence[Truth], moved: Iterable[Iterable[Truth]]) -> list[RoundingSpread]:
-    """For each step, the effect of rounding: the largest distances of the moved runs."""
+    """Return the effect of rounding on each step: the largest distance of a perturbed run (`moved`) from the reference."""
     spreads = [RoundingSpread() for _ in truth]
     for run in moved:
         for spread, plain, other in zip(spreads, truth, run, strict=True):
@@ -144,7 +144,7 @@ def spreads_of(truth: Sequence[Truth], moved: Iterable[Iterable[Truth]]) -> list
 
 @dataclass(frozen=True)
 class TrueRun:
-    """All results of the reference."""
+    """All results of the reference: its steps, and the effect of rounding on each."""
 
     steps: Sequence[Truth]
     spreads: Sequence[RoundingSpread]
@@ -159,7 +159,7 @@ class TrueRun:
     replays: Replays = field(default_factory=Replays)
     """The outcome of repeating the ranks' random numbers."""
     host: Mapping[str, list[int]] = field(default_factory=dict)
-    """By module that draws from Python's or NumPy's generator: a checksum of their states after each draw."""
+    """For each module that draws from Python's or NumPy's generator: a checksum of their states after each draw."""
 
 
 # --- The inputs of the reference: global batches ---
@@ -167,16 +167,21 @@ class TrueRun:
 
 @dataclass(frozen=True)
 class Pass:
-    """The global batch of one pass, or several batches that cannot be joined. `weight` is its weight in the step's mean."""
+    """The input of one pass of the reference: the global batch, or several batches that cannot be joined.
+
+    `weight` is the weight of the pass in the mean over the step.
+    """
 
     batches: list[Batch]
     weight: float = 1.0
 
 
 def data_rank_batches(values: Sequence[Any], runs: Sequence[RunInfo]) -> list[Any]:
-    """The batch of each data rank. `values` and `runs` are by rank; ranks that see the same data count once.
+    """Return the batch of each data rank.
 
-    Slices of sequences are concatenated, because the full model slices nothing.
+    `values` and `runs` are by rank; of ranks that see the same data, one counts.
+
+    Slices of sequences are concatenated, because the full model computes on full sequences.
     """
     axes = runs[0].axes or ()
     distinct = [axis for axis in axes if axis.distinct and axis.size > 1]
@@ -199,10 +204,10 @@ def data_rank_batches(values: Sequence[Any], runs: Sequence[RunInfo]) -> list[An
 
 
 def join(parts: Sequence[Any], micro_batches: int = 1) -> Any:
-    """The global batch: the batches of the data ranks concatenated along dimension 0; None if their shapes do not match.
+    """Concatenate the batches of the data ranks along dimension 0; returns None if their shapes do not match.
 
-    A schedule splits the global batch into micro-batches again. The rows are ordered such that each of those has the rows
-    of that micro-batch of all ranks.
+    A schedule splits the global batch into micro-batches again. Rows are therefore ordered by micro-batch first: each
+    micro-batch has the rows of the same micro-batch of all ranks.
     """
     rows = {len(leaf) for part in parts for leaf in tree_leaves(part) if isinstance(leaf, Tensor) and leaf.dim()}
     if micro_batches > 1 and len(parts) > 1 and len(rows) == 1 and not (count := rows.pop()) % micro_batches:
@@ -239,7 +244,7 @@ def _but(leaf: Tensor, dim: int) -> tuple[int, ...]:
 
 
 def all_same(parts: Sequence[Any]) -> bool:
-    """Whether all structures have equal tensors at the same places."""
+    """Return whether all nested structures have the same form and equal tensors."""
     first, spec = tree_flatten(parts[0])
     for part in parts[1:]:
         leaves, other = tree_flatten(part)
@@ -254,9 +259,9 @@ def all_same(parts: Sequence[Any]) -> bool:
 def joined_steps(
     given: Sequence[Any], accumulation: int, runs: Sequence[RunInfo]
 ) -> tuple[list[list[Pass]], list[list[list[Pass]]]]:
-    """For each step, the passes on the global batches, and the passes on the batches of each data rank.
+    """Return, for each step, the passes on the global batches, and the passes on the batches of each data rank.
 
-    `given`: by rank, step, pass and micro-batch, (batch, its weight in the mean over the batch).
+    `given`: by rank, step, pass and micro-batch: (batch, its weight in the mean over the batch).
     """
     steps: list[list[Pass]] = []
     apart: list[list[list[Pass]]] = []
@@ -284,9 +289,10 @@ def joined_steps(
 def without_unjoinable_dropout(
     run: Callable[[Mapping[str, str] | None], tuple[_T, Mapping[str, str]]], off: Mapping[str, str] | None
 ) -> tuple[_T, Mapping[str, str] | None]:
-    """Run until the reference can drop the same elements as the ranks.
+    """Run repeatedly, until the reference drops the same elements as the ranks.
 
-    Everything downstream of a module whose masks cannot be joined differs, so each run finds only the first such modules.
+    If the masks of a module cannot be joined, everything after this module differs. Each run therefore finds only the
+    first such modules.
 
     Args:
         run: `run(off)` runs the ranks and the reference without dropout in the modules `off` (with reasons). It returns a
@@ -308,19 +314,23 @@ def without_unjoinable_dropout(
 
 @dataclass(frozen=True)
 class Limit:
-    """Clipping to a norm, like `torch.nn.utils.clip_grad_norm_`; `own` has the limits of parameters with one of their own."""
+    """The clipping of the reference, by the same rule as `torch.nn.utils.clip_grad_norm_`.
+
+    `own` has the parameters whose norm group has its own limit, `uncounted` those that are not in the norm, and
+    `unclipped` those that are not divided.
+    """
 
     max_norm: float = inf
     norm_type: float = 2.0
     own: Mapping[str, tuple[str, float]] = field(default_factory=dict)
-    """By parameter: (norm group, limit)"""
+    """By parameter: (norm group, limit)."""
     uncounted: frozenset[str] = frozenset()
     unclipped: frozenset[str] = frozenset()
     factors: Sequence[Mapping[str, float]] = ()
-    """By step and parameter: the divisors of the run, if its clip method is not one of torch."""
+    """By step and parameter: the recorded divisors of the run, for clip methods other than "norm"."""
 
     def divisors(self, total: Tensors, step: int) -> tuple[float, dict[str, float]]:
-        """(the norm of all gradients, the divisor of each)"""
+        """Return (the norm of all gradients, the divisor of each gradient) of a step."""
         norm = norm_of([value for name, value in total.items() if name not in self.uncounted], self.norm_type)
         groups: dict[str, list[Tensor]] = {}
         for name, (group, _) in self.own.items():
@@ -340,14 +350,14 @@ class Limit:
 
 
 def divided(total: Tensors, divisors: Mapping[str, float]) -> Tensors:
-    """The clipped gradients. Gradients without a divisor stay unchanged."""
+    """Divide gradients by their divisors; gradients without a divisor stay unchanged."""
     return {name: value if divisors.get(name, 1.0) == 1.0 else value / divisors[name] for name, value in total.items()}
 
 
 def norm_of(values: Sequence[Tensor], norm_type: float, known: Sequence[float] = ()) -> float:
-    """The norm of all tensors together, in double: on a CPU, torch's sum of millions of squares in fp32 is off by 1e-4.
+    """Return the norm of all tensors together, computed in double. `known` are the norms of further tensors.
 
-    `known` are the norms of further tensors.
+    On a CPU, torch's sum of millions of squares in fp32 has a relative error of 1e-4.
     """
     norms = [torch.linalg.vector_norm(value, norm_type, dtype=torch.float64) for value in values]
     norms += [torch.tensor(norm, dtype=torch.float64) for norm in known]
@@ -359,7 +369,10 @@ def norm_of(values: Sequence[Tensor], norm_type: float, known: Sequence[float] =
 
 @dataclass
 class OneProcess:
-    """The reference of `colonnade.verify(engine)`. `loss_of(model, batch)` is the loss: a mean, or (sum, count)."""
+    """The reference of `colonnade.verify(engine)`.
+
+    `loss_of(model, batch)` returns the loss: a mean, or (sum, count).
+    """
 
     model: nn.Module
     loss_of: Callable[[nn.Module, Batch], Any]
@@ -379,7 +392,7 @@ class OneProcess:
         noise: torch.Generator | None = None,
         whole: bool = True,
     ) -> Iterator[Truth]:
-        """Train; yields each step when it is done.
+        """Train, and yield each finished step.
 
         Args:
             start: The initial weights and buffers.
@@ -430,13 +443,13 @@ class OneProcess:
             yield truth
 
     def begin(self, start: Mapping[str, Tensor], noise: torch.Generator | None = None) -> None:
-        """Load the initial weights and set the modes of the modules."""
+        """Load the initial weights, and set training or evaluation mode of each module."""
         load(self.model, start, noise, ulp=self.dtype)
         self.model.train()
         set_eval(self.model, self.kept_in_eval)
 
     def forward_only(self, item: Pass) -> None:
-        """The first forward pass of a step."""
+        """Run the first forward pass of a step, without backward."""
         self.dropping.begin_step(0)
         for batch in self._batches(item):
             self._loss(batch)
@@ -484,7 +497,7 @@ class OneProcess:
 
 
 def set_eval(model: nn.Module, kept_in_eval: Mapping[str, bool]) -> None:
-    """Put some modules into evaluation mode, without the modules inside them."""
+    """Put some modules into evaluation mode, but not the modules inside them."""
     for name, module in model.named_modules():
         if kept_in_eval.get(name):
             module.training = False
@@ -498,7 +511,10 @@ def load(
     rename: Callable[[str], str] = lambda name: name,
     ulp: torch.dtype | None = None,
 ) -> None:
-    """Load weights and buffers by name; with their dtypes, unless `in_place`."""
+    """Load weights and buffers by name.
+
+    With `in_place`, tensors keep their dtype; otherwise they take that of the loaded ones.
+    """
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if rename(name) in start:
@@ -511,7 +527,7 @@ def load(
 
 
 def canonical_names(model: nn.Module, rename: Callable[[str], str] = lambda name: name) -> dict[str, str]:
-    """The first name of each parameter and buffer, by all its names."""
+    """Map every name of each parameter and buffer to its first name."""
     first: dict[int, str] = {}
     found: dict[str, str] = {}
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
@@ -546,7 +562,7 @@ def check_names(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None
 
 
 def same_optimizer(like: Any, groups: Groups, model: nn.Module) -> Any:
-    """An optimizer for the reference, of the same class and with the same options, with parameter groups by name."""
+    """Make an optimizer for the reference, with the class and options of `like` and with parameter groups by name."""
     named = dict(model.named_parameters())
     made = [{**options, "params": [named[name] for name in names]} for options, names in groups]
     made = [group for group in made if group["params"]]
@@ -568,7 +584,10 @@ def same_optimizer(like: Any, groups: Groups, model: nn.Module) -> Any:
 
 @contextmanager
 def world_of_one(context: ParallelContext) -> Iterator[None]:
-    """Turn the context (and the global one) into a world of one rank with the same config, so that layers are unsharded."""
+    """Turn the context (and the global one) into a world of one rank with the same config in the block.
+
+    Layers that are built there are unsharded.
+    """
     contexts = {id(some): some for some in (context, global_context)}.values()
     saved = [(some, dict(vars(some))) for some in contexts]
     try:
@@ -584,7 +603,7 @@ def world_of_one(context: ParallelContext) -> Iterator[None]:
 
 @contextmanager
 def watched(model: nn.Module, truth: Truth) -> Iterator[None]:
-    """Record the inputs and the output of the first call of each module."""
+    """Record the inputs and outputs of the first call of each module in the block."""
     room, into, copies = [ACTIVATION_BYTES * 4], truth.activations, CopiesOfTensors(ACTIVATION_BYTES * 4)
 
     def look_before(name: str, arguments: Any) -> None:
@@ -621,7 +640,7 @@ def watched(model: nn.Module, truth: Truth) -> Iterator[None]:
 
 @contextmanager
 def kept_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore the buffers afterwards."""
+    """Restore the buffers of the model after the block."""
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
     yield
     for buffer, value in before:
@@ -629,7 +648,7 @@ def kept_buffers(model: nn.Module) -> Iterator[None]:
 
 
 def moved_by_an_ulp(tensor: Tensor, noise: torch.Generator | None, dtype: torch.dtype | None = None) -> Tensor:
-    """Each element moved up or down at random by one ulp of its own dtype, or of `dtype` if that is coarser."""
+    """Move each element up or down at random by one ulp of its dtype, or of `dtype` if that is coarser."""
     if noise is None or not tensor.is_floating_point():
         return tensor
     eps = max(torch.finfo(some).eps for some in (tensor.dtype, dtype or tensor.dtype))

@@ -40,11 +40,13 @@ class Role:
 
 
 def roles(config: Config, world_size: int, build: BuildModel | None, context: ParallelContext) -> Iterator[Role]:
-    """Every kind of rank in turn, simulated by `context` while it is used; the context is restored afterwards.
+    """Yield every kind of rank, simulated by `context` until the next one is requested.
+
+    The context is restored afterwards.
 
     Ranks of one pipeline stage have the same parameters, so a stage is one kind, unless some of its ranks are in groups
-    that others are not in. Without `build`, the model has one parameter of each kind of placement. A split model contains
-    all stages, so it is built once for all ranks that are in the same groups.
+    that others are not in. Without `build`, the model has one parameter of each kind of placement. A split model
+    contains all stages, so it is built once for all ranks that are in the same groups.
     """
     layout = build_layout(config, world_size)
     splits: dict[Any, Split] = {}
@@ -58,12 +60,12 @@ def roles(config: Config, world_size: int, build: BuildModel | None, context: Pa
 
 
 def stage_of(layout: Layout, rank: int) -> int:
-    """The pipeline stage of a rank."""
+    """Return the pipeline stage of a rank."""
     return layout.coordinates(rank).get("pipeline", 0)
 
 
 def ranks_of_stage(layout: Layout, stages: tuple[int, ...]) -> list[int]:
-    """The ranks of some stages, at most `RANKS_LOOKED_AT` of each."""
+    """Return the ranks of these stages, at most `RANKS_LOOKED_AT` of each."""
     stride, size = layout.grid.digits.get("pipeline", (1, 1))
 
     def ranks(stage: int) -> Iterator[int]:
@@ -75,7 +77,7 @@ def ranks_of_stage(layout: Layout, stages: tuple[int, ...]) -> list[int]:
 
 
 def first_ranks(layout: Layout) -> list[int]:
-    """The first rank of each kind."""
+    """Return the first rank of each kind."""
     if layout.is_regular:
         return [layout.rank_at(pipeline=stage) for stage in range(layout.grid.sizes.get("pipeline", 1))]
     kinds: dict[Any, int] = {}
@@ -100,7 +102,7 @@ def _model(build: BuildModel, context: ParallelContext, splits: dict[Any, Split]
 
 
 def prepared(model: nn.Module | Split, context: ParallelContext) -> nn.Module:
-    """The part of a model that the rank of `context` would train."""
+    """Return the part of a model that the rank of `context` would train."""
     schedule = None
     try:
         schedule = build_schedule(context)
@@ -111,7 +113,7 @@ def prepared(model: nn.Module | Split, context: ParallelContext) -> nn.Module:
 
 
 def built(build: BuildModel, context: ParallelContext) -> Any:
-    """The model of the rank of `context`, or all its stages, on the meta device."""
+    """Build the model for the rank of `context` on the meta device; returns the model, or all stages of a split model."""
     try:
         given = {"config": context.config, "context": context}
         try:

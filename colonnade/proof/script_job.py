@@ -1,11 +1,17 @@
 """The code of `colonnade verify train.py` that runs inside the processes of the script.
 
-The parent (scripts.py) sets COLONNADE_VERIFY to a file with a `ScriptPart`: the role of this process. `recorded_for_verify` wraps
-the script, and `ScriptRecorder` records it. There are two roles:
+The parent (scripts.py) sets COLONNADE_VERIFY to a file with a `ScriptPart`: the role of this process.
+`recorded_for_verify` wraps the script, and `ScriptRecorder` records it. There are two roles:
 
 - "ranks": the script runs unchanged, and its batches are recorded too.
 - "single": the script runs in a single process, where every parallel size is 1. It starts from the weights of the ranks, and
   wherever a batch comes in (a loader, a call of the engine, a schedule, a criterion) it gets the global batch instead.
+
+`colonnade.verify(engine)` (api.py) needs none of this: the caller passes the batches, so the ranks train in the same
+process, and the reference is plain torch (`OneProcess`). A script has its own loop, so its functions are replaced from
+the outside, and the reference is the script itself. Both ways record an engine with `EngineRecorder` (record.py), and
+both make a `Record` for each rank and a `TrueRun`. They meet in `compare.assemble`, which combines these to the
+`Evidence` for `diagnose`.
 """
 
 from __future__ import annotations
@@ -53,7 +59,10 @@ WEIGHTS = "weights{step}.pt"
 
 @dataclass(frozen=True)
 class ScriptPart:
-    """The role of one process in a verification. `result` is the name of the file that it writes, with {rank}."""
+    """The role of one process in a verification.
+
+    `result` is the name of the file that it writes, with a placeholder {rank}.
+    """
 
     role: str
     folder: str
@@ -85,7 +94,7 @@ class ScriptPart:
 
 
 def current_role() -> ScriptPart | None:
-    """The role of this process, if it was started by `colonnade verify`."""
+    """Return the role of this process; None if it was not started by `colonnade verify`."""
     path = os.environ.get(VARIABLE)
     return ScriptPart(**json.loads(Path(path).read_text())) if path else None
 
@@ -99,10 +108,10 @@ _FROM_GRAPH = "from the graph"
 
 @contextmanager
 def recorded_for_verify(part: ScriptPart) -> Iterator[None]:
-    """Record the engine of a script, or the model that it passes to `watch`. The process ends after the last compared step.
+    """Record the engine of a script, or the model that it passes to `watch`, in the block.
 
-    The script itself is unchanged. The functions with which it loads a config, builds an engine, iterates a loader, clips and
-    saves are replaced while it runs, before it can import them by name.
+    The process ends after the last compared step. The code of the script is unchanged: the functions with which it
+    loads a config, builds an engine, iterates a loader, clips and saves are replaced before it can import them by name.
     """
     with ExitStack() as stack:
         if part.dtype == "fp64":
@@ -143,7 +152,7 @@ def end_for_new_python(*_: Any, **__: Any) -> NoReturn:
 
 
 def shown(value: Any) -> str:
-    """A value of a config as text, without the addresses of objects and functions, which differ between processes."""
+    """Format a config value without the addresses of objects and functions, which differ between processes."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
 
 
@@ -151,12 +160,12 @@ _script: ScriptRecorder | None = None
 
 
 def current_script() -> ScriptRecorder | None:
-    """The recorder of this process, if `colonnade verify` started it."""
+    """Return the recorder of this process; None if it was not started by `colonnade verify`."""
     return _script
 
 
 class ScriptRecorder:
-    """Follows a script from `launch` to its last step, and writes its record."""
+    """Records a script from `launch` to its last compared step, and writes the record."""
 
     def __init__(self, part: ScriptPart, around: ExitStack) -> None:
         self.part, self._around = part, around
@@ -194,6 +203,8 @@ class ScriptRecorder:
     # --- Replacements of functions of the library and of torch ---
 
     def load_config(self, own: Callable[..., None]) -> Callable[..., None]:
+        """Wrap `ParallelContext.load_config`: compare the config with that of the ranks, and change it for this role."""
+
         def load_config(context: ParallelContext, config: Any) -> None:
             own(context, config)
             self._config = {key: shown(value) for key, value in context.config.items()}
@@ -218,6 +229,8 @@ class ScriptRecorder:
         return load_config
 
     def initialize(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap `initialize`: change the model for this role, and record the engine."""
+
         @wraps(own)
         def initialize(model: Any, *args: Any, **kwargs: Any) -> Any:
             built = own(self._prepared(model), *args, **kwargs)
@@ -228,7 +241,10 @@ class ScriptRecorder:
         return initialize
 
     def fed_loader(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        """Iterate a recorded loader: the labels may bypass the engine, into a loss of the script's own."""
+        """Wrap `DataLoader.__iter__`: record or replace the batches of every loader.
+
+        Batches are recorded here too, because a script may pass labels to its own loss, past the engine.
+        """
 
         def iterate(loader: Any) -> Loaded:
             with self.dropping.paused():  # it draws a seed for its workers
@@ -238,7 +254,7 @@ class ScriptRecorder:
         return iterate
 
     def seen_clipping(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        """Let the recorder of a plain torch script see the gradients before clipping, and the norm."""
+        """Wrap a clip function of torch: the recorder of a plain torch script gets the unclipped gradients and the norm."""
 
         @wraps(own)
         def clip(*args: Any, **kwargs: Any) -> Any:
@@ -301,7 +317,7 @@ class ScriptRecorder:
     # --- The engine ---
 
     def follow(self, recorder: Any, model: nn.Module, rename: Callable[[str], str] = lambda name: name) -> None:
-        """Record this model from now on."""
+        """Use this recorder, and intercept the random operators of the model from now on."""
         self.recorder, self._model, self._rename = recorder, model, rename
         self._around.enter_context(self.dropping.watching(model, rename))
 
@@ -325,6 +341,7 @@ class ScriptRecorder:
         in_eval: list[Any] = []
         trains_in_eval = bool(self._joined.get(IN_EVAL))
 
+        # Replaces `engine._forward`: a script that calls the engine passes the batch here.
         def call(*args: Any, **kwargs: Any) -> Any:
             if torch.is_grad_enabled() and not self._fed_by_schedule:
                 if engine.training or trains_in_eval:
@@ -336,6 +353,8 @@ class ScriptRecorder:
                     in_eval.append(on_cpu((args, kwargs)))
             return forward(*args, **kwargs)
 
+        # Replaces `engine.backward`: it shows that the preceding calls in evaluation mode belong to the training. Only the ranks
+        # have such calls; their batches are recorded here.
         @wraps(engine.backward)
         def backward(*args: Any, own: Callable[..., Any] = engine.backward, **kwargs: Any) -> Any:
             for batch in in_eval:
@@ -343,12 +362,16 @@ class ScriptRecorder:
             in_eval.clear()
             return own(*args, **kwargs)
 
+        # Replaces `schedule.load_batch`: a script that runs `execute_schedule` passes an iterator, and the schedule takes the batch
+        # from it. The batch is recorded or replaced before the schedule splits it into micro-batches.
         def load_replaced(data_iter: Any, *args: Any, **kwargs: Any) -> Any:
             if data_iter is None or not self._begun:
                 return load_batch(data_iter, *args, **kwargs)
             self._fed_by_schedule = True
             return load_batch(iter([self.note_or_replace("batch", next(data_iter))]), *args, **kwargs)
 
+        # Replaces `engine.execute_schedule`: the initial weights must be recorded (or loaded) before its first forward pass, and its
+        # end is the end of the time in which calls of the engine are those of the schedule.
         @wraps(execute)
         def execute_schedule(*args: Any, **kwargs: Any) -> Any:
             self.begin(kwargs.get("forward_only", False))
@@ -357,6 +380,8 @@ class ScriptRecorder:
             finally:
                 self._fed_by_schedule = False
 
+        # Replaces `engine.step`: only the script knows when a step is. The options of the optimizer are recorded (or set) before the
+        # step, and the process ends after the last compared step.
         @wraps(step)
         def recorded_step(*args: Any, **kwargs: Any) -> Any:
             self.before_step(self._optimizer)
@@ -368,6 +393,7 @@ class ScriptRecorder:
             return stepped
 
         engine._forward, schedule.load_batch = call, load_replaced
+        # A script may pass labels past the engine's call, to its criterion only.
         if engine._criterion is not None:
             engine._criterion = Criterion(engine._criterion, self)
         for name, method in (("execute_schedule", execute_schedule), ("step", recorded_step), ("backward", backward)):
@@ -376,7 +402,11 @@ class ScriptRecorder:
     # --- During the run ---
 
     def sketched(self, entry: Tracked) -> Blocks:
-        """The blocks of a tensor that are recorded as sketches: on the ranks what they store of large ones."""
+        """Return the blocks of a tensor that are recorded as sketches.
+
+        On the ranks, these are the parts that they store of large tensors; in a single process, the blocks of all
+        ranks.
+        """
         if self.part.is_single:
             return list(dict.fromkeys(block for name, block in self._of_blocks if name in entry.names))
         whole = self.part.whole
@@ -385,7 +415,10 @@ class ScriptRecorder:
         return (None,) if is_sketchable(entry.shape, entry.tensor, entry.positions) else ()
 
     def begin(self, forward_only: bool = False) -> None:
-        """Before the first pass: training starts from the current weights, or from those of the ranks."""
+        """Called before each pass.
+
+        Before the first training pass, record the initial weights; a single process loads those of the ranks.
+        """
         if self._begun or forward_only:
             return
         self._begun = True
@@ -410,7 +443,7 @@ class ScriptRecorder:
                 }
 
     def note_or_replace(self, key: str, value: Any, most: int | None = None) -> Any:
-        """Record a value on the ranks, or return the global one instead in a single process.
+        """On the ranks, record a value and return it; in a single process, return the joined value of all ranks.
 
         Args:
             key: The place where the value comes in.
@@ -461,7 +494,7 @@ class ScriptRecorder:
     def before_step(self, optimizer: Any) -> None:
         """Record the options of the optimizer; in a single process, set those of the ranks.
 
-        A learning rate that is scaled with the number of ranks is no difference.
+        A learning rate that the script scales with the number of ranks is therefore no difference.
         """
         here, done = options_of(optimizer), len(self.recorder.record.steps)
         self.recorder.recorder.note_options(here)
@@ -476,7 +509,10 @@ class ScriptRecorder:
                     )
 
     def without_scaler(self, own: Callable[..., None]) -> Callable[..., None]:
-        """A disabled GradScaler: in fp64 no loss needs a scale, and torch's own scaler does not support it."""
+        """Wrap the constructor of GradScaler: the scaler is disabled.
+
+        In fp64 no loss needs a scale, and torch's scaler does not support fp64.
+        """
 
         def make(scaler: Any, *args: Any, **kwargs: Any) -> None:
             if kwargs.get("enabled", True):
@@ -486,6 +522,7 @@ class ScriptRecorder:
         return make
 
     def end_of_step(self) -> None:
+        """Called after each step; writes the record and ends the process after the last compared one."""
         done = len(self.recorder.record.steps)
         if self.part.keeps_weights:
             tracked = self.recorder.tracked
@@ -499,7 +536,10 @@ class ScriptRecorder:
             self._load(torch.load(self.folder / WEIGHTS.format(step=done - 1), weights_only=False))
 
     def end_of_script(self) -> None:
-        """The script ended before the last step. If it took none, the file only tells whether there was an engine."""
+        """Called if the script ends before the last step.
+
+        Without any step, the file only has whether there was an engine.
+        """
         if self.recorder is None or not self.recorder.record.steps:
             torch.save(self.recorder is not None, self.folder / self.part.result.format(rank=os.environ["RANK"]))
             return
@@ -547,7 +587,7 @@ def _replaced(home: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
 
 
 class Loaded:
-    """The iterator of a loader."""
+    """The iterator of a DataLoader, whose batches are recorded or replaced."""
 
     def __init__(self, own: Iterator[Any], key: str, script: ScriptRecorder) -> None:
         self._own, self._key, self._script = own, key, script
@@ -565,7 +605,10 @@ class Loaded:
 
 
 class Batches:
-    """The batches of a plain torch script. Every other attribute is that of the script's object."""
+    """The batches of a plain torch script, which are recorded or replaced.
+
+    Other attributes are those of the script's object.
+    """
 
     def __init__(self, own: Any, script: ScriptRecorder) -> None:
         self._own, self._script = own, script
@@ -589,7 +632,7 @@ class Batches:
 
 
 class Criterion:
-    """The user's criterion, with the labels of all ranks in a single process."""
+    """The criterion of an engine. Its arguments are recorded; in a single process, labels are those of all ranks."""
 
     def __init__(self, own: Any, script: ScriptRecorder) -> None:
         self._own, self._script = own, script

@@ -61,7 +61,7 @@ TIMEOUT = 1800.0
 
 
 class ScriptError(ParityError):
-    """A script that cannot be compared, because it failed on its ranks or in a single process."""
+    """A script cannot be compared, because it failed on its ranks or in a single process."""
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,10 @@ class Script:
 
 
 def verify_script(script: Script, processes: Processes | None = None) -> Report:
-    """Run the script on its ranks and in a single process, and compare the two.
+    """Run the script on its ranks and in a single process, and compare the two runs.
 
-    Every run has its own processes and writes to a temporary folder. A line on stderr names each run as it starts, and its
-    duration once it is done.
+    Every run has its own processes and writes to a temporary folder. A line on stderr names each run as it starts, and
+    its duration once it is done.
 
     Args:
         script: The script.
@@ -118,7 +118,11 @@ def verify_script(script: Script, processes: Processes | None = None) -> Report:
 
 
 def run_both(script: Script, folder: Path, processes: Processes) -> tuple[Script, list[Record], SingleProcessScript]:
-    """Run the script on its ranks and in a single process, again if a module drops values that a single process cannot."""
+    """Run the script on its ranks and in a single process.
+
+    If a single process cannot repeat the dropout of a module, both run again without dropout in this module. Returns
+    the script with these modules, the records of the ranks, and the reference.
+    """
 
     def run(
         off: Mapping[str, str] | None,
@@ -132,7 +136,10 @@ def run_both(script: Script, folder: Path, processes: Processes) -> tuple[Script
 
 
 class SingleProcessScript:
-    """The script in a single process, from the weights and the global batches of a run: the reference for such runs."""
+    """The reference of `colonnade verify train.py`: the script in a single process.
+
+    It starts from the weights of the ranks, and gets their global batches.
+    """
 
     def __init__(self, script: Script, folder: Path, records: Sequence[Record], processes: Processes) -> None:
         self._script, self._folder, self._records, self._processes = script, folder, records, processes
@@ -172,7 +179,10 @@ class SingleProcessScript:
         self.not_joined: Mapping[str, str] = self._truth.run.replays.not_joined
 
     def judge(self, records: Sequence[Record]) -> Report:
-        """Compare a run from the same weights on the same batches with the reference, and diagnose any difference."""
+        """Compare the records of the ranks with the reference, and diagnose any difference.
+
+        The ranks must have had the weights and batches that this reference was made for.
+        """
         names = self._truth.run.names
         _check_same_model(full_shapes(records, names), full_shapes([self._truth], names))
         steps = [truth_of_step(self._truth, at) for at in range(len(self._truth.steps))]
@@ -231,11 +241,11 @@ class SingleProcessScript:
         return replace(report, findings=(*findings, *report.findings))
 
     def needed_as_a_whole(self, report: Report) -> list[str]:
-        """The sketched tensors whose elements are needed to find out why a run differs."""
+        """Return the sketched tensors whose elements the diagnosis needs."""
         return needed_as_a_whole(report.rows, self._sketched, self._truth.run.names)
 
     def was_fed(self, records: Sequence[Record]) -> bool:
-        """Whether a run had the same weights, batches and random numbers as the one that this reference was made for."""
+        """Return whether a run had the weights, batches and random numbers that this reference was made for."""
 
         def inputs(record: Record) -> Any:
             draws = [[draw.numbers for calls in step.draws.values() for draw in calls] for step in record.steps]
@@ -250,7 +260,7 @@ class SingleProcessScript:
 
 
 def same_tensors(a: Any, b: Any) -> bool:
-    """Whether two structures have equal numbers."""
+    """Return whether two nested structures have the same numbers."""
 
     def is_same(x: Any, y: Any) -> bool:
         if isinstance(x, Tensor) and isinstance(y, Tensor):
@@ -265,7 +275,7 @@ def same_tensors(a: Any, b: Any) -> bool:
 
 
 def truth_of_step(record: Record, at: int) -> Truth:
-    """One step of the single-process run. The script itself ran its passes, clipping and optimizer; here they are only read."""
+    """Read one step of the single-process run as `Truth`. The script itself ran passes, clipping and optimizer."""
     step, before = record.steps[at], record.steps[at - 1] if at else None
     total = unsharded(
         step.total or step.stepped
@@ -302,7 +312,7 @@ def truth_of_step(record: Record, at: int) -> Truth:
 
 
 def unsharded(pieces: Mapping[str, Sequence[Piece]]) -> dict[str, Tensor]:
-    """The gradients of a single process, each of which is one piece."""
+    """Return the gradients of a single process, whose pieces are full tensors."""
     return {name: some[0].value for name, some in pieces.items()}
 
 
@@ -335,7 +345,7 @@ def _most_terms(records: Sequence[Record]) -> int:
 
 
 def options_of_ranks(records: Sequence[Record]) -> list[Options]:
-    """For each step, the options of the optimizer in which all ranks agree that have these parameter groups."""
+    """Return the optimizer options of each step on which all ranks with these parameter groups agree."""
     found = []
     for at, step in enumerate(records[0].steps):
         others = [record for record in records if len(record.steps) > at and record.groups == records[0].groups]
@@ -355,7 +365,7 @@ def options_of_ranks(records: Sequence[Record]) -> list[Options]:
 
 
 def warn_of_same_batches(records: Sequence[Record]) -> list[str]:
-    """A warning if data-parallel ranks were all given the same batches."""
+    """Return a warning if all data-parallel ranks had the same batches."""
     given = records[0].run.given
     batches = [
         some
@@ -374,7 +384,7 @@ def warn_of_same_batches(records: Sequence[Record]) -> list[str]:
 
 
 def warn_of_uncleared_gradients(truth: Record) -> list[str]:
-    """A warning if, in a single process too, a step has the gradients of the previous step added to its own."""
+    """Return a warning if gradients of a step contain those of the previous step in a single process too."""
     for before, step in pairwise(truth.steps):
         left = before.clipped or before.total
         both = [name for name in step.total if name in left and name in step.raw]
@@ -393,7 +403,7 @@ def warn_of_uncleared_gradients(truth: Record) -> list[str]:
 
 
 def join_batches(records: Sequence[Record], path: Path, data_rank: int | None) -> None:
-    """Write every batch of a run to a file: joined over the ranks, or only that of one data rank (`data_rank`)."""
+    """Write every batch of a run to a file: joined over all ranks, or only that of one data rank (`data_rank`)."""
     joined: dict[str, list[Any]] = {}
     joined_in: dict[str, list[int]] = {}
     for key in dict.fromkeys(key for record in records for key in record.run.given):
@@ -436,7 +446,7 @@ def _shards_of_batches(records: Sequence[Record], key: str) -> Iterator[tuple[in
 
 
 def unequal_passes(records: Sequence[Record]) -> list[str]:
-    """For each step in which data ranks took unequal numbers of batches, the numbers of all ranks."""
+    """Return the numbers of batches by rank, as text, for each step in which data ranks took unequal numbers."""
     found: dict[int, str] = {}
     for key in ("call", "batch"):
         counts: dict[int, Counter[int]] = {}
@@ -472,7 +482,7 @@ def _shown_run(script: Script, how: str, detail: str = "") -> Iterator[None]:
 
 
 def on_ranks(script: Script, folder: Path, processes: Processes) -> list[Record]:
-    """Run the script on its ranks; returns the record of each."""
+    """Run the script on its ranks; returns one record per rank."""
     count, how = script.nproc, f"on {script.nproc} rank{'s' * (script.nproc > 1)}"
     off = None if script.off is None else dict(script.off)
     whole = None if script.whole is None else list(script.whole)

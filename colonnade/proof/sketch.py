@@ -1,14 +1,15 @@
-"""Sketches: a few numbers that stand for a large tensor in a comparison.
+"""Sketches: 4,096 numbers that represent a large tensor in a comparison.
 
-`sketch` gives every element a fixed random sign and adds the elements up in 4,096 sums. The result is linear in the tensor: the
-sketch of a difference is the difference of the sketches, a factor stays the same factor, a sum of gradients the same sum. Its
-length is that of the tensor, to about one percent (one standard deviation), whatever the tensor is. A comparison of sketches
-therefore has the same verdict as one of the tensors, because tolerances are bounds, not estimates. NaN and infinity stay visible.
+`sketch` gives every element a fixed random sign and adds the elements up in 4,096 sums. The result is linear in the
+tensor: the sketch of a difference is the difference of the sketches, and the same holds for factors and sums. The norm
+of a sketch equals that of the tensor to about one percent (one standard deviation), for any tensor. A comparison of
+sketches therefore has the same verdict as one of the tensors, because tolerances are bounds, not estimates. NaN and
+infinity stay visible.
 
-A shard is sketched by the rank that stores it. The reference has the full tensor, so it makes a sketch of each shard's elements
+A rank sketches the shard that it stores. The reference has the full tensor, so it sketches the elements of each shard
 (`Block`), one after another.
 
-The elements themselves are lost: a diagnosis that needs them records the tensor again, as a whole.
+Single elements cannot be recovered from a sketch: if the diagnosis needs them, the tensor is recorded again in full.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _signs: dict[torch.device, Tensor] = {}
 
 
 def sketch(tensor: Tensor) -> Tensor:
-    """The sketch of a floating point tensor, in double on the CPU."""
+    """Return the sketch of a floating point tensor, in double on the CPU."""
     with torch.no_grad():
         flat = tensor.detach().reshape(-1)
         signs, sums = _signs_for(len(flat), flat.device), torch.zeros(SUMS, dtype=torch.float64, device=flat.device)
@@ -67,7 +68,7 @@ def _signs_for(count: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Block:
-    """The elements of a shard in the flat full tensor: the first one, and the size and stride of each dimension."""
+    """A box of elements in a flattened full tensor: the index of the first element, and size and stride of each dimension."""
 
     start: int
     shape: tuple[int, ...]
@@ -75,7 +76,7 @@ class Block:
 
     @classmethod
     def at(cls, positions: Tensor) -> Block | None:
-        """The block with these elements; None if they are not a block."""
+        """Return the block with these flat positions; None if they are no block."""
         if not positions.numel():
             return cls(0, tuple(positions.shape), (0,) * positions.dim())
         start, strides = int(positions.flatten()[0]), []
@@ -91,7 +92,7 @@ class Block:
         return found if torch.equal(found.of(torch.arange(largest + 1)), positions) else None
 
     def of(self, whole: Tensor) -> Tensor:
-        """The elements of this block."""
+        """Return a view of the elements of this block in a full tensor."""
         return whole.reshape(-1).as_strided(self.shape, self.strides, self.start)
 
 
@@ -100,7 +101,7 @@ Blocks = Sequence[Block | None]
 
 
 def are_whole(blocks: Blocks, count: int) -> bool:
-    """Whether blocks have all of so many elements."""
+    """Return whether blocks together cover a tensor with this number of elements."""
     if None in blocks:
         return True
     seen = torch.zeros(count, dtype=torch.bool)
@@ -111,7 +112,7 @@ def are_whole(blocks: Blocks, count: int) -> bool:
 
 
 def sketches(whole: Tensor, blocks: Blocks) -> Tensor:
-    """The sketches of the blocks of a full tensor, one after another."""
+    """Return the sketches of the blocks of a full tensor, concatenated."""
     return torch.cat([sketch(whole if block is None else block.of(whole)) for block in blocks])
 
 
@@ -120,20 +121,23 @@ def sketches(whole: Tensor, blocks: Blocks) -> Tensor:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file."""
+    """The description of a tensor in a file."""
 
     path: str
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     def tensor(self, shared: bool = False) -> Tensor:
-        """The tensor, mapped from the file: its pages are read when they are used. `shared`: changes go to the file."""
+        """Map the tensor from the file: its pages are read when they are used.
+
+        `shared`: changes are written to the file.
+        """
         flat = torch.from_file(self.path, shared=shared, size=torch.Size(self.shape).numel(), dtype=self.dtype)
         return flat.view(self.shape)
 
 
 def store(name: str, tensor: Tensor, folder: Path) -> Stored:
-    """Write a tensor to a file, unless another process of the same folder has written one with the same name and sketch."""
+    """Write a tensor to a file, unless the folder already has a file with the same name and sketch."""
     digest = hashlib.sha256(name.encode() + bytes(raw_bytes(sketch(tensor)))).hexdigest()
     path = folder / f"{digest[:32]}.tensor"
     try:

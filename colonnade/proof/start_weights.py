@@ -1,8 +1,9 @@
-"""The weights that the ranks start from, compared with those that the script starts from in a single process.
+"""Compares the weights that the ranks start from with those that the script starts from in a single process.
 
-The single process gets the weights of the ranks, so shards that were loaded in the wrong order, by the wrong rank or on one rank
-only are in both runs. The weights that the script itself made in a single process tell them: `own_start` keeps these before they
-are replaced, and `judge_start` compares. Constant weights tell nothing, and random ones need the same seed and order of draws.
+The single process gets the weights of the ranks, so shards that were loaded in the wrong order, by the wrong rank or on
+one rank only are wrong in both runs. The weights that the script itself made in a single process reveal this:
+`own_start` keeps them before they are replaced, and `judge_start` compares. Constant weights reveal nothing, and random
+ones need the same seed and order of draws.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from colonnade.proof.sketch import sketches
 
 
 def own_start(model: nn.Module, start: Mapping[str, Tensor], rename: Callable[[str], str]) -> OwnStart:
-    """The weights of the script in a single process that differ from those of the ranks, joined in `start`."""
+    """Compare the weights that the script made in a single process with the joined weights of the ranks (`start`)."""
     found = OwnStart()
     for name, parameter in model.named_parameters():
         own, joined = local_part(parameter.detach()).cpu(), start.get(rename(name))
@@ -36,13 +37,13 @@ def own_start(model: nn.Module, start: Mapping[str, Tensor], rename: Callable[[s
 
 
 def is_constant(tensor: Tensor) -> bool:
-    """Whether a tensor has one or two values only, as biases, gains and identities have at the start."""
+    """Return whether a tensor has at most two distinct values, as biases, gains and identities have at the start."""
     return len(tensor.detach().flatten()[:4096].unique()) <= 2
 
 
 @dataclass
 class StartParts:
-    """One differing weight: its parts on the ranks that store it, and the same parts of the script's own weight."""
+    """A weight with different initial values: the parts on the ranks, and the same parts of the script's own weight."""
 
     name: str
     found: dict[int, Tensor] = field(default_factory=dict)
@@ -51,17 +52,17 @@ class StartParts:
 
     @property
     def right(self) -> list[int]:
-        """The ranks whose part is that of the script."""
+        """The ranks whose part equals that of the script's own weight."""
         return [rank for rank, value in self.found.items() if torch.equal(value, self.own[rank])]
 
     def same_place(self, a: int, b: int) -> bool:
-        """Whether two ranks store the same part."""
+        """Return whether two ranks store the same part."""
         first, second = self.places[a], self.places[b]
         return first is second if first is None or second is None else torch.equal(first, second)
 
 
 def judge_start(records: Sequence[Record], own: OwnStart) -> tuple[list[Finding], list[str]]:
-    """Findings and notes about weights that the ranks do not start from, but the script in a single process does."""
+    """Return findings and notes about initial weights that differ between the ranks and the script in a single process."""
     if not own.differing:
         return [], []
     differing = list[StartParts]()

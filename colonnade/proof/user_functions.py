@@ -17,7 +17,7 @@ from colonnade.errors import ConfigError, did_you_mean
 
 
 def is_config(path: Path) -> bool:
-    """Whether a file is a config: a .toml file, or a Python file that has only imports and assignments."""
+    """Return whether a file is a config: a .toml file, or a Python file with only imports and assignments."""
     if path.suffix != ".py":
         return path.suffix == ".toml"
     kinds = (ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign)
@@ -32,7 +32,7 @@ def is_config(path: Path) -> bool:
 
 
 def import_named(name: str, folder: Path) -> Any:
-    """Import a module by name or file, also from `folder` (that of the config) and from the current folder."""
+    """Import a module by name or file. The folder of the config (`folder`) and the current folder are searched too."""
     for place in (str(folder.resolve()), str(Path.cwd())):
         if place not in sys.path:
             sys.path.insert(0, place)
@@ -52,7 +52,7 @@ def import_named(name: str, folder: Path) -> Any:
 
 
 def function_named(text: str, folder: Path, option: str) -> Callable[..., Any]:
-    """The function (or class) named by an option."""
+    """Return the function (or class) that a command-line option names. Raises ConfigError if it cannot be found."""
     where, colon, name = text.rpartition(":")
     if not colon or not where or not name:
         raise ConfigError(f"{option} {text!r}: write MODULE:FUNCTION, such as model:build or train.py:build")
@@ -67,7 +67,7 @@ def function_named(text: str, folder: Path, option: str) -> Callable[..., Any]:
 def call_given(function: Callable[..., Any], offered: Mapping[str, Any], what: str) -> Any:
     """Call a function with those of the offered arguments that it has as parameters.
 
-    `what` is the name of the function in error messages.
+    `what` names the function in error messages.
     """
     try:
         wanted: Mapping[str, inspect.Parameter] = inspect.signature(function).parameters

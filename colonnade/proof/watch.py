@@ -69,7 +69,7 @@ def watch(model: Any, optimizer: Any, batches: Any = None) -> tuple[Any, Any, An
 
 
 def plain_name(name: str) -> str:
-    """A name without the prefixes of DDP, FSDP, torch.compile and checkpoint wrappers."""
+    """Return a name without the prefixes of DDP, FSDP, torch.compile and checkpoint wrappers."""
     return _WRAPPERS.sub("", name).strip(".")
 
 
@@ -151,7 +151,7 @@ class PlainRecorder:
         script.dropping.on_backward = note_loss
 
     def clipping(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Record the final gradients before torch clips them, and their norm, which torch returns or is given."""
+        """Record the final gradients before torch clips them, and the norm that torch computes or is given."""
         given = inspect.signature(own).bind(*args, **kwargs).arguments
         self.record.run.norm_type = float(given.get("norm_type", 2.0))
         if self._limit is None:
@@ -195,7 +195,7 @@ def _is_data_parallel(model: nn.Module) -> bool:
 
 
 def held_by_fsdp(model: nn.Module, tracked: Sequence[Tracked]) -> list[str]:
-    """The parameters for which FSDP2 accumulates gradients without reducing them (`set_requires_gradient_sync(False)`)."""
+    """Return the parameters whose gradients FSDP2 accumulates without reducing them (`set_requires_gradient_sync(False)`)."""
     names, held = {id(entry.tensor): entry.name for entry in tracked}, []
     for module in model.modules():
         # torch has no public attribute that tells whether synchronization is on. Without this one, nothing counts as held.
@@ -212,7 +212,10 @@ def held_by_fsdp(model: nn.Module, tracked: Sequence[Tracked]) -> list[str]:
 
 
 def with_layout(records: Sequence[Record]) -> list[Record]:
-    """Records with a layout. Plain torch has none, so it is read off the batches: ranks with equal batches share their data."""
+    """Return the records with a layout that is inferred from the batches: ranks with equal batches share their data.
+
+    Plain torch has no layout.
+    """
     if all(record.run.axes is not None for record in records):
         return list(records)
     kinds: list[list[Record]] = []

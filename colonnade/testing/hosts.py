@@ -1,6 +1,6 @@
-"""Two simulated hosts on one machine: Linux namespaces, each with its own address, name, processes and shared memory.
+"""Two simulated hosts on one machine, for tests of multi-node jobs. Needs root and Linux.
 
-For tests of multi-node jobs. Both hosts see the same files. Needs root.
+Each host is a set of namespaces with its own address, name, processes and shared memory. Both hosts see the same files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LISTENS = "0A"
 
 @functools.cache
 def why_not() -> str:
-    """The reason why this machine cannot run two hosts; empty if it can."""
+    """Return the reason why this machine cannot run two hosts; empty if it can."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "two hosts on one machine need Linux and root"
     lacking = [tool for tool in _TOOLS if shutil.which(tool) is None]
@@ -50,7 +50,7 @@ _UNSHARE = ("unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-c
 
 
 class Host:
-    """One of the hosts, with the address 10.77.0.<number>. Its processes end with the block of `two_hosts`."""
+    """One simulated host, with the address 10.77.0.<number>. Its processes end with the block of `two_hosts`."""
 
     def __init__(self, number: int, name: str, hosts_file: Path) -> None:
         self.name, self.address = name, f"10.77.0.{number}"
@@ -94,11 +94,11 @@ class Host:
         return started
 
     def output(self, *command: object) -> str:
-        """The output of a short command on the host."""
+        """Run a short command on the host and return its output."""
         return subprocess.run(self._command(command), capture_output=True, text=True, check=True).stdout
 
     def processes(self) -> list[int]:
-        """The PIDs, on this machine, of all processes of the host except the first."""
+        """Return the PIDs, as this machine sees them, of all processes of the host except the first."""
         found = []
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
@@ -107,7 +107,7 @@ class Host:
         return [pid for pid in found if pid != self.first]
 
     def ranks(self) -> dict[int, int]:
-        """{rank: PID} of the ranks on the host, without processes that a rank has started."""
+        """Return {rank: PID} of the ranks on the host, without child processes of ranks."""
         found, here = {}, self.processes()
         for pid in here:
             with contextlib.suppress(OSError, ValueError, IndexError):
@@ -118,7 +118,7 @@ class Host:
         return dict(sorted(found.items()))
 
     def listening(self) -> list[tuple[str, int]]:
-        """(address, port) of every listening TCP socket on the host."""
+        """Return (address, port) of every listening TCP socket on the host."""
         return listening(self.first)
 
     def end(self) -> None:
@@ -139,7 +139,7 @@ def _environment(pid: int) -> dict[str, str]:
 
 
 def listening(pid: int | str = "self") -> list[tuple[str, int]]:
-    """(address, port) of every listening TCP socket in the network namespace of a process."""
+    """Return (address, port) of every listening TCP socket in the network namespace of a process."""
     found = []
     for kind, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         table = Path(f"/proc/{pid}/net/{kind}")
@@ -155,7 +155,7 @@ def listening(pid: int | str = "self") -> list[tuple[str, int]]:
 
 @contextlib.contextmanager
 def two_hosts(names: Sequence[str] = NAMES) -> Iterator[tuple[Host, Host]]:
-    """Two hosts that can reach only each other, by name and by address; both end with the block."""
+    """Start two hosts that can reach only each other, by name and by address; both end with the block."""
     if why_not():
         raise LaunchError(why_not(), code="C101")
     with tempfile.TemporaryDirectory(prefix="colonnade-hosts-") as folder, contextlib.ExitStack() as ends:
@@ -179,7 +179,7 @@ def _run(*command: object) -> None:
 
 
 def torchrun(*words: object, nproc: int = 2, restarts: int = 0, port: int = 29500, job: str = "job") -> list[object]:
-    """The torchrun command for one of two hosts; the first host is the rendezvous endpoint."""
+    """Return the torchrun command for one of two hosts; the first host is the rendezvous endpoint."""
     rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{NAMES[0]}:{port}", "--rdzv-id", job)
     return [
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", nproc),
@@ -188,7 +188,7 @@ def torchrun(*words: object, nproc: int = 2, restarts: int = 0, port: int = 2950
 
 
 def colonnade_run(*words: object, nproc: int = 2, restarts: int = 0, port: int = 29500, job: str = "") -> list[object]:
-    """The `colonnade run` command for one of two hosts; the first host is the rendezvous endpoint."""
+    """Return the `colonnade run` command for one of two hosts; the first host is the rendezvous endpoint."""
     return [
         *(sys.executable, "-m", "colonnade.cli", "run", "--nnodes", 2, "--nproc", nproc),
         *("--rdzv-endpoint", f"{NAMES[0]}:{port}", "--max-restarts", restarts, *words),
@@ -196,7 +196,7 @@ def colonnade_run(*words: object, nproc: int = 2, restarts: int = 0, port: int =
 
 
 def wait_until(condition: Callable[[], Any], seconds: float) -> Any:
-    """The first true value of `condition()`, or its last value at the timeout."""
+    """Call `condition()` until its value is true or the time is over; returns its last value."""
     until = time.monotonic() + seconds
     while not (value := condition()) and time.monotonic() < until:
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""The part of `run_world` inside a rank: capture output, join the group, call the function, report, exit."""
+"""The code of `run_world` inside a rank: capture output, join the group, call the function, report, exit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LONGEST_REPR = 300
 
 @dataclass(frozen=True)
 class WorldSpec:
-    """The description of a world for its ranks. `folder` is private to the world and removed with it."""
+    """The description of a world that its ranks receive. `folder` belongs to the world and is removed with it."""
 
     world_size: int
     folder: Path
@@ -46,11 +46,11 @@ class WorldSpec:
 
     @property
     def call(self) -> Path:
-        """The file with the pickled (function, args, kwargs)."""
+        """The path of the file with the pickled (function, args, kwargs)."""
         return self.folder / "call.pickle"
 
     def file(self, rank: int, kind: str) -> Path:
-        """The file for the "stdout", "stderr", "stack" or "report" of a rank."""
+        """Return the path of a file of a rank; `kind` is "stdout", "stderr", "stack" or "report"."""
         return self.folder / f"rank{rank}.{kind}"
 
 

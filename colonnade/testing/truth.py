@@ -29,7 +29,7 @@ Tensors = dict[str, Tensor]
 
 
 def gather_weights(model: nn.Module, context: ParallelContext) -> Tensors:
-    """The full weights in fp64 (real parts of complex ones), by every name of each parameter, on every rank.
+    """Return the full weights in fp64 (real parts of complex ones), by every name of each parameter, on every rank.
 
     Collective over the world. Raises ParityError if replicas are not bitwise equal.
     """
@@ -37,7 +37,10 @@ def gather_weights(model: nn.Module, context: ParallelContext) -> Tensors:
 
 
 def gather_gradients(model: nn.Module, context: ParallelContext) -> Tensors:
-    """The full gradients by name, on every rank; zeros for parameters without gradient. Collective over the world."""
+    """Return the full gradients by name, on every rank; zeros for parameters without gradient.
+
+    Collective over the world.
+    """
     return _gather(
         model,
         context,
@@ -46,7 +49,10 @@ def gather_gradients(model: nn.Module, context: ParallelContext) -> Tensors:
 
 
 def plain_gradients(model: nn.Module, loss: Tensor) -> Tensors:
-    """The gradients of a plain model in this process; zeros for parameters that the loss does not reach."""
+    """Run backward and return the gradients of a plain model in this process.
+
+    The gradients are zeros for parameters that do not affect the loss.
+    """
     model.zero_grad(set_to_none=True)
     loss.backward()
     return {
@@ -57,7 +63,7 @@ def plain_gradients(model: nn.Module, loss: Tensor) -> Tensors:
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference of one parameter: |found - truth| / |truth|, and the largest difference of an element."""
+    """The difference of one parameter: |found - truth| / |truth|, and the largest absolute difference of an element."""
 
     name: str
     relative: float
@@ -68,7 +74,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The differences of all parameters; prints as a table, worst first."""
+    """The differences of all parameters. Prints as a table, the largest difference first."""
 
     differences: tuple[Difference, ...]
     rtol: float
@@ -183,11 +189,12 @@ def _widened_dtype(value: Any) -> Any:
 
 @contextmanager
 def in_double() -> Iterator[None]:
-    """Make float64 the default dtype, and casts of float64 tensors to float32 return float64.
+    """Make float64 the default dtype in the block, and turn casts of float64 tensors to float32 into no-ops.
 
-    This includes `Tensor.to`, `float` and `type`, and float32 as the dtype argument of any function (softmax, zeros, arange).
-    Hugging Face models contain such casts in norms, softmax, rotary embeddings and routers; they would round a float64 model
-    to float32 precision. Tensors of float32 and smaller are unchanged. Effective in this thread, and in backward on the CPU.
+    This includes `Tensor.to`, `float` and `type`, and float32 as the dtype argument of any function (softmax, zeros,
+    arange). Hugging Face models contain such casts in norms, softmax, rotary embeddings and routers; they would round a
+    float64 model to float32 precision. Tensors of float32 and smaller are unchanged. Effective in this thread, and in
+    backward on the CPU.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)

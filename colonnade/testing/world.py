@@ -256,7 +256,7 @@ class _Rank:
         return [self.process.sentinel, *([self.link] if self.is_linked else [])]
 
     def read_messages(self) -> bool:
-        """Read the messages of the rank; returns whether its report is there."""
+        """Read the messages of the rank; returns whether its report has arrived."""
         try:
             while self.is_linked and self.link.poll():
                 message = self.link.recv_bytes()
@@ -340,7 +340,7 @@ def _text(path: Path) -> str:
 
 
 def start_server() -> ForkServerContext:
-    """Start the fork server if necessary, without waiting for its imports; returns its context."""
+    """Start the fork server unless it runs, without waiting for its imports; returns its multiprocessing context."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*_PRELOAD, *(_PRELOAD_UNDER_PYTEST if "pytest" in sys.modules else ())])
     forkserver.ensure_running()
@@ -348,7 +348,7 @@ def start_server() -> ForkServerContext:
 
 
 def context_for(fn: Callable[..., Any]) -> ForkContext | ForkServerContext:
-    """The start method for `fn`: the fork server, or plain fork for a function from a prompt or notebook.
+    """Return the start method for `fn`: the fork server, or plain fork for a function from a prompt or notebook.
 
     Such a function exists only in this process, in a `__main__` that no other process can import.
     """
@@ -364,7 +364,7 @@ def context_for(fn: Callable[..., Any]) -> ForkContext | ForkServerContext:
 
 
 def check_keywords(fn: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise for `init=`, a former name of `backend=`, unless the function has a parameter of this name."""
+    """Raise if `init=`, a former name of `backend=`, is passed to a function without a parameter of this name."""
     if "init" not in kwargs:
         return
     with contextlib.suppress(TypeError, ValueError):  # some callables have no signature
@@ -378,9 +378,9 @@ def check_keywords(fn: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
 
 
 def packed(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """The pickled call. Raises LaunchError with the value that cannot be sent.
+    """Pickle the call. Raises LaunchError with the value that cannot be sent.
 
-    Plain pickle on purpose: the pickler of multiprocessing would share the memory of tensors between ranks.
+    Uses plain pickle, because the pickler of multiprocessing would share the memory of tensors between ranks.
     """
     name = getattr(fn, "__qualname__", repr(fn))
     if "<lambda>" in name or "<locals>" in name:
@@ -407,7 +407,7 @@ def packed(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[Path]:
-    """A temporary folder that only this user can read, with a subfolder `tmp` as TMPDIR of the ranks."""
+    """Create a temporary folder that only this user can read, with a subfolder `tmp` as TMPDIR of the ranks."""
     folder = Path(tempfile.mkdtemp(prefix="colonnade-world-"))
     (folder / "tmp").mkdir()
     try:
@@ -433,7 +433,7 @@ def loopback_socket(listening: bool) -> Iterator[socket.socket]:
 
 
 def environments(n: int, folder: Path, port: int, env: Mapping[str, str | None] | None) -> tuple[dict[str, str], ...]:
-    """The environment of each rank: that of this process, updated by the defaults, then by `env` (None removes)."""
+    """Return the environment of each rank: that of this process, updated by the defaults, then by `env` (None removes)."""
     shared = {
         **{name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")},
         "WORLD_SIZE": str(n),
@@ -457,7 +457,7 @@ def environments(n: int, folder: Path, port: int, env: Mapping[str, str | None] 
 
 
 def nccl_environments(n: int) -> list[dict[str, str]]:
-    """The variables that NCCL needs on each of `n` ranks that share GPUs; empty if no GPU is shared.
+    """Return the variables that NCCL needs on each of `n` ranks that share GPUs; empty dicts if no GPU is shared.
 
     NCCL rejects two ranks on the same device of the same host. Each rank therefore claims its own host, and the ranks
     communicate over loopback sockets, like hosts without a faster network.

@@ -1,4 +1,4 @@
-"""The data of a run: the number of batches of each rank, and the batches of an epoch from any position."""
+"""The data of a run: the number of batches on each rank, and an iterator over an epoch that can start at any position."""
 
 from __future__ import annotations
 
@@ -21,26 +21,28 @@ from colonnade.logging import get_dist_logger
 from colonnade.utils.sampler import DistinctDataSampler
 
 NO_BATCH = object()
-"""Stands for the end of a loader."""
+"""The value that marks the end of a loader."""
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """The number of batches of every rank; None if a loader has no length."""
+    """The number of batches of each rank; None for a rank whose loader has no length."""
 
     of_rank: tuple[int | None, ...]
 
     @property
     def known(self) -> bool:
+        """Whether all loaders have a length."""
         return None not in self.of_rank
 
     @property
     def equal(self) -> bool:
+        """Whether all ranks have the same number of batches."""
         return len(set(self.of_rank)) == 1
 
     @property
     def longest(self) -> int | None:
-        """The largest number of batches; None if any loader has no length."""
+        """The largest number of batches of a rank; None if a loader has no length."""
         return max(length for length in self.of_rank if length is not None) if self.known else None
 
     def __str__(self) -> str:
@@ -50,7 +52,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class EpochPosition:
-    """The progress within an epoch: the batches of each rank, and the samples of all ranks together.
+    """The progress within an epoch: the batches that each rank has used, and the samples that all ranks together have used.
 
     The number of samples stays valid if batch size, accumulation or the number of ranks change; None if it is unknown.
     """
@@ -60,9 +62,10 @@ class EpochPosition:
 
 
 def read_lengths(loader: Any, context: ParallelContext) -> Lengths:
-    """The lengths of the loaders of all ranks. Collective over the world.
+    """Return the lengths of the loaders of all ranks. Collective over the world.
 
-    Raises ConfigError on all ranks if a loader is no iterable of batches, or if the loaders do not fit together.
+    Raises ConfigError on all ranks if a loader is no iterable of batches, or if the ranks' lengths do not fit the
+    layout.
     """
     # Typical mistakes, each with its remedy. They are recognized by type, since any iterable may be a loader.
     problem: str | None = None
@@ -100,9 +103,10 @@ def read_lengths(loader: Any, context: ParallelContext) -> Lengths:
 
 
 def moves_together(lengths: Lengths, context: ParallelContext) -> bool:
-    """Whether the forward passes of some ranks need every other rank to have a batch, too.
+    """Return whether every rank must have a batch, because forward passes of some ranks communicate.
 
-    Pipeline stages and tensor-parallel ranks run out at the same time if their lengths are known to be equal.
+    Pipeline stages and tensor-parallel ranks do not count if their lengths are known to be equal: they run out at the
+    same time.
     """
     only_data_parallel = context.world_size == context.data_parallel_size
     return bool(_other_distinct(context)) or (not lengths.known and not only_data_parallel)
@@ -110,7 +114,7 @@ def moves_together(lengths: Lengths, context: ParallelContext) -> bool:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """The batch sizes of an epoch: `whole` batches of `size` samples, then one batch of `last` samples unless that is 0."""
+    """The batch sizes of an epoch: `whole` batches of `size` samples, and one batch of `last` samples unless `last` is 0."""
 
     samples: int
     size: int
@@ -125,7 +129,11 @@ class BatchSizes:
 
 
 def last_batch(loader: Any) -> BatchSizes | None:
-    """The batch sizes of a loader whose rows are samples; None if that is unknown, or if no smaller batch comes last."""
+    """Return the batch sizes of a loader, including the size of its smaller last batch.
+
+    Returns None if the sizes are unknown, if the loader drops the last batch, or if rows of a batch may not be samples
+    (custom `collate_fn`).
+    """
     batches = getattr(loader, "batch_sampler", None)
     if type(batches) is not BatchSampler or batches.drop_last or loader.collate_fn is not default_collate:
         return None
@@ -161,10 +169,11 @@ def _other_distinct(context: ParallelContext) -> list[str]:
 
 
 class Feed:
-    """One data loader over the epochs of a run, with resumption within an epoch.
+    """Iterates one data loader over the epochs of a run, and resumes within an epoch.
 
-    A stateful loader restores itself, and a `DistinctDataSampler` is moved to the position. For any other loader the random
-    streams are reset to the start of the epoch, so that it shuffles in the same order, and the used batches are skipped.
+    A stateful loader restores itself, and a `DistinctDataSampler` is moved to the position. For any other loader the
+    random streams are reset to the start of the epoch, so that it shuffles in the same order, and the used batches are
+    skipped.
     """
 
     def __init__(self, loader: Any, context: ParallelContext) -> None:
@@ -175,7 +184,7 @@ class Feed:
         self._loaded: Any = None
 
     def open(self, epoch: int, place: EpochPosition, then: Any = None) -> Iterator[Any]:
-        """The batches of `epoch` after `place`. The random streams are set to `then` afterwards, if given."""
+        """Return an iterator over the batches of `epoch` after `place`. Then set the random streams to `then`, if given."""
         # Samplers that shuffle by the epoch number need it; a DistinctDataSampler may still be in the middle of an epoch.
         for sampler in (getattr(self.loader, "sampler", None), getattr(self.loader, "batch_sampler", None)):
             if isinstance(sampler, DistinctDataSampler):
@@ -208,27 +217,30 @@ class Feed:
         return iterator
 
     def look_ahead(self) -> None:
-        """Note the random streams before a batch is fetched ahead of the current step."""
+        """Record the random streams, before the trainer fetches a batch ahead of the current step."""
         self._before_ahead = random_state(self._context)
 
     def after(self, place: EpochPosition, batches: int) -> EpochPosition:
-        """The position after this many further batches."""
+        """Return the position that is this many batches after `place`."""
         step = self._samples_per_batch()
         samples = place.samples + batches * step if place.samples is not None and step else None
         return EpochPosition(place.batches + batches, samples)
 
     def batches_behind(self, place: EpochPosition) -> int:
-        """The number of full batches of this loader before a position, which may come from another batch size."""
+        """Return the number of full batches of this loader before a position.
+
+        The position may have been recorded with another batch size.
+        """
         step = self._samples_per_batch()
         return place.batches if place.samples is None or not step else place.samples // step
 
     def inside_batch(self, place: EpochPosition) -> int:
-        """The number of samples of the next batch that are before a position."""
+        """Return the number of samples before a position that belong to the same batch as the next sample."""
         step = self._samples_per_batch()
         return (place.samples or 0) % step if step else 0
 
     def own_state(self) -> dict[str, Any]:
-        """The state of this rank: random streams at the start of the epoch, and the state of a stateful loader."""
+        """Return the state of this rank: random streams at the start of the epoch, and the state of a stateful loader."""
         own = {"began": self._began, "ahead": self._before_ahead}
         return {**own, "loader": self.loader.state_dict()} if is_stateful(self.loader) else own
 

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 def run_test(trainer: Trainer, loader: Iterable[Any], hooks: HookList, exchange: Exchange) -> None:
-    """Run all test batches with the test points of the hooks. Collective over the world.
+    """Run all test batches and call the test points of the hooks. Collective over the world.
 
-    Ranks may have different numbers of batches. Samples that a sampler repeats to give all ranks the same number count once.
-    The error of a hook stays pending until the caller lets the ranks agree.
+    Ranks may have different numbers of batches. Samples that a sampler repeats to give all ranks the same number count
+    once. An error of a hook stays pending until the caller raises it on all ranks together.
     """
     engine = trainer.engine
     lengths = read_lengths(loader, trainer.context)
@@ -62,7 +62,7 @@ def run_test(trainer: Trainer, loader: Iterable[Any], hooks: HookList, exchange:
 
 
 def predict(trainer: Trainer, loader: Iterable[Any], hooks: HookList, exchange: Exchange) -> Any:
-    """The outputs of all ranks, on the host of every rank. Collective over the world."""
+    """Return the outputs of all ranks, on the host of every rank. Collective over the world."""
     lengths = read_lengths(loader, trainer.context)
     pieces: list[Any] = []
     own = trainer.engine.own_loss

@@ -1,4 +1,4 @@
-"""Metrics that are correct over ranks and uneven data: sums and counts are added, means are never averaged."""
+"""Metrics that are correct over ranks with uneven data: sums and counts are added, and means are never averaged."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from colonnade.trainer.records import gather_values, is_first_with_data, sum_ove
 
 
 class Metric(ABC):
-    """An entry of `trainer.states["metrics"]`. `gather` communicates, reading the value never does."""
+    """A metric of `trainer.states["metrics"]`. `gather` communicates; reading the value does not."""
 
     higher_is_better = False
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget everything, at the start of an epoch."""
+        """Remove all accumulated values, at the start of an epoch."""
 
     def gather(self) -> None:
         """Compute the value over all ranks. Collective over the world."""
 
     @abstractmethod
     def get_accumulated_value(self) -> float:
-        """The last gathered value of the epoch; nan if there were no samples."""
+        """Return the last gathered value of the epoch; nan if there were no samples."""
 
 
 class ValueMetric(Metric):
@@ -39,14 +39,14 @@ class ValueMetric(Metric):
         self.value = value
 
     def reset(self) -> None:
-        """Keep the value."""
+        """Do nothing: the value is kept between epochs."""
 
     def get_accumulated_value(self) -> float:
         return self.value
 
 
 class MeanMetric(Metric):
-    """A sum divided by a count. Ranks that see the same data count once."""
+    """A mean: a sum divided by a count. Ranks that see the same data count once."""
 
     def __init__(self, context: ParallelContext, higher_is_better: bool = False) -> None:
         self.higher_is_better = higher_is_better
@@ -60,7 +60,7 @@ class MeanMetric(Metric):
         self._total = self._count = 0.0
 
     def update(self, total: Tensor | float, count: Tensor | float) -> None:
-        """Add the sum and count of this rank; the numbers stay on their device."""
+        """Add the sum and count of this rank, without copying them from the device."""
         if self._counts:
             device = self._context.device
             both = torch.stack(
@@ -69,12 +69,12 @@ class MeanMetric(Metric):
             self._local = both if self._local is None else self._local + both
 
     def update_global(self, total: float, count: float) -> None:
-        """Add a sum and count over all ranks, given on every rank."""
+        """Add a sum and a count that are already totals over all ranks. Every rank must pass the same numbers."""
         self._total += total
         self._count += count
 
     def sums(self) -> tuple[float, float]:
-        """(sum, count) over all ranks. Collective over the world."""
+        """Return (sum, count) over all ranks. Collective over the world."""
         local = torch.zeros(2, dtype=torch.float64, device=self._context.device) if self._local is None else self._local
         total, count = sum_over_world(local.clone(), self._context).tolist()
         return self._total + total, self._count + count
@@ -87,7 +87,7 @@ class MeanMetric(Metric):
         return self._value
 
     def state_dict(self) -> dict[str, Any]:
-        """The sums over all ranks, which another layout can load, too. Collective over the world."""
+        """Return the sums over all ranks, which another layout can load, too. Collective over the world."""
         return {"sums": list(self.sums()), "value": self._value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -105,7 +105,7 @@ _REDUCTIONS: dict[str, Callable[[list[Any]], Any]] = {
 
 
 class StatefulMetric(Metric):
-    """Any object with update(output, label), compute() and reset(), such as a torchmetrics metric.
+    """Wraps an object with update(output, label), compute() and reset(), such as a torchmetrics metric.
 
     Args:
         metric: the object.
@@ -160,11 +160,11 @@ class StatefulMetric(Metric):
         return self._value
 
     def state_dict(self) -> dict[str, Any]:
-        """The state over all ranks, if the reductions are known. Collective over the world."""
+        """Return the state over all ranks, if the reductions of the states are known. Collective over the world."""
         return {"joined": self._joined(), "value": self._value} if self._states is not None else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state of all ranks on rank 0."""
+        """Load the state of all ranks on rank 0, and reset the other ranks."""
         self.reset()
         self._value = float(state["value"])
         if state["joined"] is not None and self._context.get_global_rank() == 0:

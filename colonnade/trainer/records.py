@@ -32,7 +32,7 @@ Weight = tuple[Tensor | None, Tensor | float]
 
 
 def weigh(loss: Tensor | None, count: Count | None, rows: int) -> Weight:
-    """The sum of the loss of a batch, and its weight in a mean over batches: the `count` of the criterion, or the rows.
+    """Return the summed loss of a batch, and its weight in a mean over batches: the `count` of the criterion, or the rows.
 
     A schedule returns means, and a mean of means would be wrong for batches of different sizes.
     """
@@ -48,7 +48,7 @@ def weigh(loss: Tensor | None, count: Count | None, rows: int) -> Weight:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step. All fields are equal on all ranks, except `values` and `times`.
+    """The numbers of one optimizer step. All fields are equal on all ranks, except `values` and `times`.
 
     Attributes:
         loss: mean over the data of all ranks; None if no rank has a loss.
@@ -58,8 +58,8 @@ class StepRecord:
         tokens: tokens of all ranks; 0 if the batch has none (`count_tokens`).
         weight: weight of this loss in a mean over steps.
         times: seconds of this rank by phase (`colonnade.comm.waits`).
-        busy: of several ranks, the largest and the smallest time that a rank computes or loads data, and the rank with the
-            largest: the others wait for it.
+        busy: with several ranks: the largest and the smallest time that a rank computes or loads data, and the rank with the
+            largest time, for which the other ranks wait.
         values: numbers that the hooks of this rank logged.
     """
 
@@ -79,7 +79,7 @@ class StepRecord:
     values: dict[str, float] = field(default_factory=dict)
 
     def numbers(self) -> dict[str, float]:
-        """All numbers that can be plotted, by name."""
+        """Return all numbers that can be plotted, by name."""
         known = {"loss": self.loss, "lr": self.lr, "grad_norm": self.grad_norm}
         seen = {name: value for name, value in known.items() if value is not None}
         marks = {name: 1.0 for name in ("clipped", "skipped") if getattr(self, name)}
@@ -94,17 +94,20 @@ _TOKENS = (torch.int16, torch.int32, torch.int64)
 
 
 def count_tokens(batch: Any) -> int:
-    """The elements of the first integer tensor of two dimensions, (rows, length), in a nested value; 0 if there is none."""
+    """Return the number of elements of the first integer tensor of shape (rows, length) in a nested value; 0 without one."""
     tensors = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
     return next((each.numel() for each in tensors if each.dim() == 2 and each.dtype in _TOKENS), 0)
 
 
 _SLOTS = 64
-"""The sums of a step have one number for each rank's own time; of more ranks, neighbours share a number."""
+"""The largest number of sums for the ranks' own times. In a world with more ranks, neighbours share a sum."""
 
 
 def slots_of(world: int) -> list[range]:
-    """The ranks that share each slot."""
+    """Assign the ranks of a world to slots of the all-reduced sums; returns the ranks of each slot.
+
+    In a large world, neighbouring ranks share a slot.
+    """
     count = min(world, _SLOTS)
     return [range(-(-slot * world // count), -(-(slot + 1) * world // count)) for slot in range(count)]
 
@@ -114,7 +117,7 @@ _LOSS, _WEIGHT, _NORM, _LR, _DIVISOR = " loss", " weight", " norm", " lr", " div
 
 
 class Draft:
-    """The numbers of a step on this rank, until the numbers of the other ranks are added.
+    """The numbers of a step on this rank, before the numbers of the other ranks are added.
 
     Tensors are copied from the device to the host; reading them waits for the copy, but not for later kernels.
     """
@@ -139,7 +142,10 @@ class Draft:
             self._copy = HostCopy(torch.stack(numbers))
 
     def sums(self) -> list[float]:
-        """The numbers of a step that are all-reduced: loss x weight, weight, samples, tokens, and the ranks' own times by slot."""
+        """Return the numbers of this rank that are all-reduced.
+
+        These are loss x weight, weight, samples, tokens, and the computing time of each rank in its slot (`slots_of`).
+        """
         numbers, times = self._read(), self._times.read() if self._times is not None and self._slots else {}
         # In the other phases a rank also waits for ranks that are late.
         busy = sum(seconds for phase, seconds in times.items() if phase not in ("communication", "other"))
@@ -148,7 +154,7 @@ class Draft:
         return [numbers.get(_LOSS, 0.0), numbers.get(_WEIGHT, 0.0), *counts, *own]
 
     def record(self, sums: list[float]) -> StepRecord:
-        """The record of the step, from the sums over all ranks."""
+        """Build the record of the step from the sums over all ranks."""
         numbers = self._read()
         step, epoch, seconds = self._place
         loss, weight, samples, tokens, *own = sums
@@ -180,11 +186,11 @@ class Draft:
 
 
 class RecordBook:
-    """Collects the numbers of a step: of its micro-steps, of its end, and of the hooks after it.
+    """Collects the numbers of a step: of its batches, of its end, and of the hooks after it.
 
     Args:
-        clock: the time of the phases.
-        slots: the ranks that share each of the numbers for the ranks' own times; none in a world of one rank.
+        clock: measures the time of each phase of a step.
+        slots: the result of `slots_of`; empty in a world of one rank.
         rank: this rank.
     """
 
@@ -203,12 +209,12 @@ class RecordBook:
         self._clear()
 
     def restart(self) -> None:
-        """Start the time of the next step now."""
+        """Set the start time of the next step to now."""
         self._since = time.perf_counter()
         self._clock.restart()
 
     def add_pass(self, total: Tensor | None, weight: Tensor | float, samples: int, tokens: int = 0) -> None:
-        """Add one batch: the sum of its loss and its weight, if this rank has the loss."""
+        """Add a batch: its summed loss (None if this rank has no loss), its weight, and its numbers of samples and tokens."""
         self._samples += samples
         self._tokens += tokens
         if total is not None:
@@ -216,7 +222,7 @@ class RecordBook:
             self._weight = self._weight + weight
 
     def add(self, values: Mapping[str, Tensor | float]) -> None:
-        """Add numbers of hooks."""
+        """Add numbers that hooks log."""
         for name, value in values.items():
             if isinstance(value, Tensor):
                 self._tensors[name] = value
@@ -224,7 +230,7 @@ class RecordBook:
                 self._values[name] = float(value)
 
     def end_step(self, step: int, epoch: int, engine: Engine) -> None:
-        """Note the end of an optimizer step; hooks may still add numbers to it."""
+        """Record the end of an optimizer step; hooks may still add numbers to the step."""
         now = time.perf_counter()
         self._place = (step, epoch, now - self._since)
         self._since = now
@@ -238,7 +244,10 @@ class RecordBook:
         self.add({name: value for name, value in known.items() if value is not None})
 
     def draft(self) -> Draft | None:
-        """Start the copy to the host if a step has ended since the last draft, and clear the book."""
+        """Return the draft of the step that has ended since the last call, and clear the book; None if no step has ended.
+
+        The draft starts copying the numbers to the host.
+        """
         if self._place is None:
             return None
         marks = self._skipped, self._times, self._tokens, self._slots, self._rank
@@ -255,9 +264,10 @@ class RecordBook:
 
 
 def is_first_with_data(context: ParallelContext, rows: bool = False) -> bool:
-    """Whether this rank is the first of the ranks with the same data.
+    """Return whether this rank is the first of the ranks that see the same data.
 
-    With `rows`, of the ranks with the same rows: over the pipeline stages, and over the parts of a sequence.
+    With `rows`, it is compared with all ranks that see the same rows: on all pipeline stages, and with all parts of a
+    sequence.
     """
     here = context.layout.coordinates(context.get_global_rank())
 
@@ -270,7 +280,7 @@ def is_first_with_data(context: ParallelContext, rows: bool = False) -> bool:
 
 
 class Exchange:
-    """All-reduces a few host numbers over the world, without a device synchronization. Collective over the world."""
+    """All-reduces a few numbers on the host over the world, without a device synchronization. Collective over the world."""
 
     def __init__(self, context: ParallelContext) -> None:
         self._group = None
@@ -282,7 +292,10 @@ class Exchange:
             self._group = world if is_gloo else context.get_second_group(ParallelMode.GLOBAL, "gloo")
 
     def start(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
-        """Start the all-reduce; the returned function waits for the sums. Collective over the world, in the same order."""
+        """Start the all-reduce; the returned function waits for the sums.
+
+        All ranks of the world must call in the same order.
+        """
         if self._group is None:
             return lambda: list(numbers)
         values = torch.tensor(numbers, dtype=torch.float64, device="cpu")
@@ -296,17 +309,17 @@ class Exchange:
         return sums
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
-        """The sums over all ranks. Collective over the world."""
+        """Return the sums over all ranks. Collective over the world."""
         return self.start(numbers)()
 
 
 class StepSums:
     """The single all-reduce between two steps: flags of all ranks, together with the numbers of an earlier step.
 
-    `start` launches it and `finish` waits for it; a checkpoint in between may `wait` earlier. All ranks call these methods in
-    the same order. The numbers of a step are sent `lag` steps after `add` has queued them, so that reading them does not
-    synchronize the device. Each complete record is passed to `deliver`. `count` is the number of sums of a step
-    (`Draft.sums`), which a rank without a step sends as zeros.
+    `start` starts it and `finish` waits for it; a checkpoint in between may `wait` earlier. All ranks call these
+    methods in the same order. The numbers of a step are sent `lag` steps after `add` has queued them, so that reading
+    them does not synchronize the device. Each complete record is passed to `deliver`. `count` is the number of sums of
+    a step (`Draft.sums`), which a rank without a step sends as zeros.
     """
 
     def __init__(self, exchange: Exchange, lag: int, deliver: Callable[[StepRecord], None], count: int = 4) -> None:
@@ -316,7 +329,7 @@ class StepSums:
         self._flags: list[float] = []
 
     def add(self, draft: Draft | None) -> None:
-        """Queue the numbers of a step, if there are any."""
+        """Queue the numbers of a step; does nothing if `draft` is None."""
         if draft is not None:
             self._queue.append(draft)
 
@@ -327,7 +340,7 @@ class StepSums:
         self._begun = draft, self._exchange.start([*map(float, flags), *numbers])
 
     def wait(self) -> None:
-        """Wait for a started all-reduce, if there is one, and deliver its record."""
+        """Wait for an all-reduce in progress, and deliver its record."""
         if self._begun is not None:
             (draft, sums), self._begun = self._begun, None
             found = sums()
@@ -336,7 +349,7 @@ class StepSums:
                 self._deliver(draft.record(numbers))
 
     def finish(self) -> list[float]:
-        """The sums of the flags of the last `start`."""
+        """Wait for the all-reduce, and return the sums of its flags."""
         self.wait()
         return self._flags
 
@@ -355,7 +368,10 @@ def sum_over_world(values: Tensor, context: ParallelContext) -> Tensor:
 
 
 def gather_values(value: Any, has: bool, context: ParallelContext) -> list[Any]:
-    """The nested tensors of all ranks with `has`, in rank order, on the host of every rank. Collective over the world."""
+    """Return the nested tensors of all ranks with `has`, in rank order, on the host of every rank.
+
+    Collective over the world.
+    """
     note, tensors = describe(value, "what is gathered") if has else ("", [])
     if is_alone(context):
         return [value] if has else []

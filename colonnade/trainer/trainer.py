@@ -265,10 +265,12 @@ class Trainer:
         return self.metric_values("test")
 
     def predict(self, dataloader: Iterable[Any]) -> Any:
-        """The outputs for all samples of a loader, in dataset order, on the host of every rank. Collective over the world.
+        """Return the outputs for all samples of a loader, in dataset order, on the host of every rank.
 
-        With a sampler, samples are sorted by index and duplicates are removed. Without indices, the outputs of the ranks are
-        concatenated in rank order.
+        Collective over the world.
+
+        With a sampler, outputs are sorted by sample index and duplicates are removed. Without indices, the outputs of
+        the ranks are concatenated in rank order.
         """
         return predict(self, dataloader, self._hooks, self._exchange)
 
@@ -284,7 +286,7 @@ class Trainer:
         self._book.add(values)
 
     def metric_values(self, kind: str) -> dict[str, float]:
-        """The last gathered metrics of "train" or "test", by name."""
+        """Return the last gathered metrics of "train" or "test", by name."""
         return {name: metric.get_accumulated_value() for name, metric in self.states["metrics"][kind].items()}
 
     def settle(self) -> None:
@@ -302,7 +304,7 @@ class Trainer:
 
     @property
     def cur_epoch(self) -> int:
-        """The index of the current epoch, from 0. May be set before `fit`, to start there."""
+        """The index of the current epoch, from 0. Set it before `fit` to start at another epoch."""
         return self._cur_epoch
 
     @cur_epoch.setter
@@ -326,7 +328,7 @@ class Trainer:
 
     @property
     def total_steps(self) -> int | None:
-        """The maximum number of steps of the run, if known."""
+        """The maximum number of steps of the run; None if it is unknown."""
         by_epochs = None
         if self.max_epochs is not None and self.steps_per_epoch is not None:
             by_epochs = self.max_epochs * self.steps_per_epoch
@@ -336,7 +338,10 @@ class Trainer:
     # -- checkpoints --------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of a run except model and optimizer, for `CheckpointManager.save(extra=)`. Collective over the world."""
+        """Return the state of a run except model and optimizer, for `CheckpointManager.save(extra=)`.
+
+        Collective over the world.
+        """
         assert self._fit is not None
         self.settle()
         hooks = self._hooks.state_dict()
@@ -354,9 +359,10 @@ class Trainer:
         }
 
     def load_state(self, manager: CheckpointManager, model: nn.Module | None = None, step: int | None = None) -> None:
-        """Load the newest checkpoint or that of `step`, and resume there. All or nothing. Collective over the world.
+        """Load the newest checkpoint or that of `step`, and resume there. Collective over the world.
 
-        Hooks receive their states after the epoch has started, because `before_train_epoch` resets metrics.
+        If loading fails, nothing is changed. Hooks receive their states after the epoch has started, because
+        `before_train_epoch` resets metrics.
         """
         engine, fit = self.engine, self._fit
         assert fit is not None

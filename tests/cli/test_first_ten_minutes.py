@@ -16,7 +16,7 @@ PAGE = (ROOT / "docs/start/first_ten_minutes.md").read_text(encoding="utf-8")
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    found = re.search(r"Save this as `train.py`:\n\n```text\n(.*?)```", PAGE, re.DOTALL)
+    found = re.search(r"Save this as `train.py`:\n\n```(?:python|py|text)\n(.*?)```", PAGE, re.DOTALL)
     assert found is not None
     file = tmp_path / "train.py"
     file.write_text(found[1].replace("epochs=20", "epochs=2"))  # 64 steps an epoch on two ranks, 128 on one

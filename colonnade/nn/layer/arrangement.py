@@ -1,7 +1,8 @@
 """`Arrangement`: how one tensor-parallel scheme shards activations and weights. The layers are written on top of it.
 
-An activation has one of two spreads: *outer* between blocks, *inner* inside a block. A "column" weight maps outer to inner, a
-"row" weight inner to outer. A custom scheme is a subclass, registered under the name of its tensor mode.
+An activation has one of two spreads (shardings): *outer* between blocks, *inner* inside a block. A "column" weight maps
+outer to inner, a "row" weight inner to outer. A custom scheme is a subclass, registered under the name of its tensor
+mode.
 """
 
 from __future__ import annotations
@@ -70,18 +71,21 @@ class Arrangement(ABC):
 
     @abstractmethod
     def weight_modes(self, split: Split) -> tuple[tuple[ParallelMode, ...], tuple[ParallelMode, ...]]:
-        """The modes that shard the out and the in dimension of a weight, outermost first."""
+        """Return (modes that shard the out dimension of a weight, modes that shard its in dimension), outermost first."""
 
     @abstractmethod
     def product(self, x: Tensor, weight: Tensor, split: Split) -> Tensor:
-        """x times the transposed weight: a "column" weight maps the outer to the inner spread, a "row" weight the reverse."""
+        """Multiply x by the transposed weight.
+
+        A "column" weight maps the outer to the inner spread, a "row" weight the reverse.
+        """
 
     @abstractmethod
     def embed(self, tokens: Tensor, weight: Tensor, rows: int, padding: int | None) -> Tensor:
         """Look up replicated tokens in a weight of `rows` rows, sharded like a "column" weight; returns the outer spread."""
 
     def enter(self, x: Tensor) -> Tensor:
-        """Convert an activation between blocks to the full input that this rank's rows of a "column" weight need.
+        """Convert an activation between blocks to the full input of this rank's rows of a "column" weight.
 
         Raises for schemes that do not multiply by single blocks, such as SUMMA.
         """
@@ -95,20 +99,20 @@ class Arrangement(ABC):
         return ()
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, split: Split) -> Tensor:
-        """The product plus the bias, which is sharded like the output."""
+        """Return the product plus the bias, which is sharded like the output."""
         y = self.product(x, weight, split)
         return y if bias is None else y + bias
 
     def target(self, split: Split) -> Spread:
-        """The spread (sharding) of the activation that a "column" or "row" weight returns."""
+        """Return the spread (sharding) of the output of a "column" or "row" weight."""
         return self.inner if split == "column" else self.outer
 
     def side(self, side: Side) -> Spread:
-        """The activation sharding (spread) called "outer" (between blocks) or "inner" (inside a block)."""
+        """Return the spread (sharding) of activations between blocks ("outer") or inside a block ("inner")."""
         return self.outer if side == "outer" else self.inner
 
     def weight_placement(self, split: Split, parts: int = 1) -> dict[ParallelMode, Spec]:
-        """The placement of a weight."""
+        """Return the placement of a "column" or "row" weight of [out, in], or with several `parts`, [parts, out, in]."""
         out_modes, in_modes = self.weight_modes(split)
         first = 0 if parts == 1 else 1
         placed: dict[ParallelMode, Spec] = {mode: Shard(first) for mode in out_modes}
@@ -117,18 +121,18 @@ class Arrangement(ABC):
         return placed
 
     def take_weight(self, full: Tensor, split: Split, unit: int = 1) -> Tensor:
-        """This rank's block of a full weight. The inner dimension is sharded in multiples of `unit`."""
+        """Return this rank's block of a full weight. The inner dimension is sharded in multiples of `unit`."""
         out_modes, in_modes = self.weight_modes(split)
         block = self._take(full, -2, out_modes, unit if split == "column" else 1, "out_features")
         return self._take(block, -1, in_modes, unit if split == "row" else 1, "in_features")
 
     def take_along_hidden(self, full: Tensor, side: Side, unit: int = 1) -> Tensor:
-        """This rank's shard of a parameter whose last dimension is the hidden one."""
+        """Return this rank's shard of a parameter whose last dimension is the hidden dimension."""
         mode = self.side(side).hidden
         return full if mode is None else self._take(full, -1, (mode,), unit, "features")
 
     def first_row(self, rows: int) -> int:
-        """The index of this rank's first row in a "column" weight of `rows` rows."""
+        """Return the index of this rank's first row in a "column" weight of `rows` rows."""
         start, length = 0, rows
         for mode in self.weight_modes("column")[0]:
             sizes = self._sizes(length, mode, 1, "rows")
@@ -137,12 +141,12 @@ class Arrangement(ABC):
         return start
 
     def hidden_sizes(self, length: int, side: Side, unit: int = 1) -> tuple[int, ...]:
-        """The hidden sizes of an activation's shards."""
+        """Return the hidden size of each shard of an activation with the full hidden size `length`."""
         mode = self.side(side).hidden
         return (length,) if mode is None else self._sizes(length, mode, unit, "features")
 
     def is_split(self, side: Side) -> bool:
-        """Whether activations are sharded over several ranks between blocks ("outer") or inside a block ("inner")."""
+        """Return whether activations are sharded over several ranks between blocks ("outer") or inside a block ("inner")."""
         return any(size_of(mode, self.context) > 1 for mode in self.side(side).modes)
 
     def __deepcopy__(self, memo: Any) -> Arrangement:
@@ -188,7 +192,7 @@ class Whole(Arrangement):
 
 
 def arrange(context: ParallelContext | None = None, sequence_split: bool | None = None) -> Arrangement:
-    """The arrangement of the context's tensor mode; `Whole` without one.
+    """Return the arrangement for the tensor mode of the context; `Whole` without a tensor mode.
 
     Args:
         context: The context; defaults to the global one.
@@ -217,13 +221,13 @@ def partition_input(
     side: Side = "outer",
     arrangement: Arrangement | None = None,
 ) -> Tensor:
-    """This rank's shard of a replicated x; backward all-gathers the gradients.
+    """Return this rank's shard of a replicated x; backward all-gathers the gradients.
 
     Args:
         x: The activation, with the same values on all ranks of the tensor group; the batch is dimension 0.
         sequence: The sequence dimension; None if x has none.
         hidden: The hidden dimension; None if x has none.
-        unit: The hidden dimension is sharded in multiples of it, for example the head size.
+        unit: The hidden dimension is sharded in multiples of `unit`, for example the head size.
         side: The spread of the result: "outer" (between blocks) or "inner" (inside a block).
         arrangement: Defaults to that of the global context.
     """
@@ -263,9 +267,10 @@ def gather_output(
 
 
 def unsplit_sequence(x: Tensor, *, arrangement: Arrangement | None = None) -> Tensor:
-    """All-gather an activation of the outer spread along the sequence; returns it unchanged without `sequence_split`.
+    """All-gather an activation of the outer spread along the sequence; without `sequence_split`, return it unchanged.
 
-    The following layers (pooling, a head) must compute the same on all ranks: build them with `arrange(sequence_split=False)`.
+    The following layers (pooling, a head) must compute the same on all ranks: build them with
+    `arrange(sequence_split=False)`.
     """
     here = arrangement or arrange()
     check_input("unsplit_sequence", here, x, "outer")
@@ -274,7 +279,10 @@ def unsplit_sequence(x: Tensor, *, arrangement: Arrangement | None = None) -> Te
 
 
 def masked_rows(tokens: Tensor, weight: Tensor, start: int, padding: int | None) -> Tensor:
-    """The rows of `weight`, which start at vocabulary index `start`; zeros for tokens of other ranks."""
+    """Return one row of `weight` for each token; zeros for tokens of other ranks.
+
+    `start` is the vocabulary index of the first row of `weight`.
+    """
     rows = len(weight)
     if rows == 0:
         # A rank without rows stays in the graph, so that the weight gets an (empty) gradient.

@@ -79,7 +79,7 @@ class Rotary:
         return _rotated(q, *rotation.unbind()), _rotated(k, *rotation.unbind())
 
     def table(self, length: int, device: torch.device) -> Tensor:
-        """Cosines and sines, (2, `length` or more, head_size / 2)."""
+        """Return cosines and sines, a tensor of shape (2, `length` or more, head_size / 2)."""
         table = self._tables.get(device)
         if table is None or table.size(1) < length:
             table = self._rotation(torch.arange(length, device=device))
@@ -89,7 +89,7 @@ class Rotary:
         return table
 
     def frequencies(self, device: torch.device | None = None) -> Tensor:
-        """The rotation angle per position for every pair, scaled."""
+        """Return the scaled rotation angle per position, for every pair of elements."""
         powers = torch.arange(0, self.head_size, 2, device=device).float() / self.head_size
         plain = 1.0 / self.theta**powers
         if not self.scaling:
@@ -209,7 +209,10 @@ class SelfAttention(nn.Module):
     def from_module(
         cls, module: nn.MultiheadAttention, *, causal: bool = False, arrangement: Arrangement | None = None
     ) -> SelfAttention:
-        """This rank's heads of a torch.nn.MultiheadAttention with the same weights on every rank; inputs are batch first."""
+        """Make this rank's heads of a torch.nn.MultiheadAttention, which has the same weights on every rank.
+
+        Inputs of the result are batch first.
+        """
         if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:
             raise ConfigError(
                 "SelfAttention.from_module supports only kdim = vdim = embed_dim, without bias_kv and zero_attn"
@@ -231,7 +234,7 @@ class SelfAttention(nn.Module):
         lengths: Sequence[int] | None = None,
         documents: Sequence[int] | None = None,
     ) -> Tensor:
-        """Attention over the full sequence.
+        """Compute attention over the full sequence.
 
         Args:
             x: [batch, sequence, hidden] in the outer spread.

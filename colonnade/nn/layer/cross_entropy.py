@@ -25,7 +25,7 @@ Reduction = Literal["mean", "sum", "none", "sum_and_count"]
 
 
 class CrossEntropyLoss(nn.Module):
-    """torch.nn.CrossEntropyLoss of the sharded logits of a `Classifier`, classes last, and full labels.
+    """torch.nn.CrossEntropyLoss on the sharded logits of a `Classifier` (classes in the last dimension) and full labels.
 
     Every rank of the tensor group gets the loss of the full batch. Logits are not communicated, only a few numbers per
     sample in two all-reduces. Half-precision logits are summed in fp32.
@@ -58,14 +58,14 @@ class CrossEntropyLoss(nn.Module):
 
     @classmethod
     def from_module(cls, module: nn.CrossEntropyLoss, *, arrangement: Arrangement | None = None) -> CrossEntropyLoss:
-        """The equivalent of a torch.nn.CrossEntropyLoss without class weights."""
+        """Make the equivalent of a torch.nn.CrossEntropyLoss without class weights."""
         if module.weight is not None:
             raise ConfigError("class weights are not supported; leave out `weight`")
         reduction: Reduction = module.reduction  # type: ignore[assignment]
         return cls(module.ignore_index, reduction, module.label_smoothing, arrangement=arrangement)
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """Logits [batch, ..., classes] in the inner spread, labels [batch, ...] full."""
+        """Compute the loss of logits [batch, ..., classes] in the inner spread and full labels [batch, ...]."""
         context, inner = self.arrangement.context, self.arrangement.inner
         check_input(self, self.arrangement, logits, "inner")
         local_labels = partition_input(labels, sequence=None, hidden=None, side="inner", arrangement=self.arrangement)
@@ -92,7 +92,7 @@ class CrossEntropyLoss(nn.Module):
         return self.reduced(total, labels)
 
     def reduced(self, total: Tensor, labels: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """The result for this `reduction`, from the sum of the losses."""
+        """Apply `reduction` to the sum of the losses."""
         count = (labels != self.ignore_index).sum()
         if self.reduction == "sum_and_count":
             return total, count
@@ -135,7 +135,10 @@ class CrossEntropyLoss(nn.Module):
 
 
 def zero_if_known(labels: Tensor, counted: Tensor, classes: Tensor) -> Tensor:
-    """0, or NaN if a label that counts is not a class. Raises instead on the CPU, where the check needs no synchronization."""
+    """Return 0, or NaN if a label that counts is not a class.
+
+    On the CPU, where the check needs no synchronization, an unknown label raises instead.
+    """
     unknown = counted & ((labels < 0) | (labels >= classes))
     if labels.device.type == "cpu" and not torch.compiler.is_compiling() and unknown.any():
         raise ConfigError(
@@ -190,7 +193,11 @@ class LinearCrossEntropyLoss(CrossEntropyLoss):
     def forward(  # type: ignore[override]
         self, hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Activations [batch, ..., hidden] in the outer spread, the weight [classes, hidden] of a classifier, full labels."""
+        """Compute the loss from activations and the weight of a classifier.
+
+        Activations are [batch, ..., hidden] in the outer spread, the weight is this rank's rows of [classes, hidden],
+        and labels are full.
+        """
         here = self.arrangement
         if is_dtensor(weight):
             raise PlacementError(
@@ -224,7 +231,11 @@ class _LossOptions:
     differentiates: bool
 
     def places(self, labels: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(index of each label among this rank's classes, negative for others; whether it counts; number of all classes)."""
+        """Return three tensors about the labels.
+
+        These are the index of each label among this rank's classes (negative for classes of other ranks), whether the
+        label counts, and the number of all classes.
+        """
         counted = labels != self.ignore_index
         local, classes = labels, labels.new_full((), width)
         if self.members is not None:
@@ -235,7 +246,10 @@ class _LossOptions:
         return local.masked_fill(~counted | (local >= width), -1), counted, classes
 
     def joined(self, local: Tensor) -> Tensor:
-        """(3, rows): log-sum-exp, the label's logit and the sum of the logits, over the classes of all ranks."""
+        """Combine the statistics of the ranks' logits to those over the classes of all ranks.
+
+        Returns (3, rows): log-sum-exp, the label's logit and the sum of the logits.
+        """
         largest, exps, picked, sums = local
         if self.members is None:
             return torch.stack([largest + exps.log(), picked, sums])
@@ -360,7 +374,7 @@ def _gradient(logits: Tensor, labels: Tensor, log_sums: Tensor, slopes: Tensor, 
 
 
 class Accuracy(nn.Module):
-    """The number of samples (or tokens) whose largest logit is at their label; labels of `ignore_index` do not count."""
+    """Counts the samples (or tokens) whose largest logit is that of their label; labels of `ignore_index` do not count."""
 
     def __init__(self, ignore_index: int = -100) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ from colonnade.nn.layer.arrangement import Arrangement, Side, arrange
 class Dropout(nn.Dropout):
     """torch.nn.Dropout on an activation of the outer or the inner spread (`side`).
 
-    A replicated activation gets the same mask on all ranks of the tensor group; shards get masks from the RNG stream of
+    A replicated activation gets the same mask on all ranks of the tensor group. Shards get masks from the RNG stream of
     TENSOR, which differs between these ranks.
     """
 
@@ -29,7 +29,7 @@ class Dropout(nn.Dropout):
     def from_module(
         cls, module: nn.Dropout, *, side: Side = "outer", arrangement: Arrangement | None = None
     ) -> Dropout:
-        """The equivalent of a torch.nn.Dropout."""
+        """Make the equivalent of a torch.nn.Dropout."""
         return cls(module.p, module.inplace, side=side, arrangement=arrangement)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -41,7 +41,10 @@ class Dropout(nn.Dropout):
 
 @contextmanager
 def stream_of(arrangement: Arrangement, side: Side) -> Iterator[None]:
-    """Use the RNG stream for activations of this side: the common one if they are replicated, else that of TENSOR."""
+    """Use the RNG stream for activations of this side in the block.
+
+    Replicated activations use the common stream, shards that of TENSOR.
+    """
     if not arrangement.is_split(side):
         yield
         return

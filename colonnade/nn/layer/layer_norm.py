@@ -50,10 +50,11 @@ class _Norm(nn.Module):
 
 
 class LayerNorm(_Norm):
-    """torch.nn.LayerNorm over the hidden dimension, in the outer spread.
+    """torch.nn.LayerNorm over the hidden dimension, for activations in the outer spread.
 
-    If that is sharded, the means and centred squares of all ranks are all-gathered (one small collective each way) and
-    combined by the pairwise formula, which does not suffer from cancellation like a plain sum of squares.
+    If the hidden dimension is sharded, the means and centred squares of all ranks are all-gathered (one small
+    collective each in forward and backward) and combined by the pairwise formula, which does not suffer from
+    cancellation like a plain sum of squares.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class LayerNorm(_Norm):
 
     @classmethod
     def from_module(cls, module: nn.LayerNorm, *, arrangement: Arrangement | None = None) -> LayerNorm:
-        """This rank's shard of a torch.nn.LayerNorm over one dimension, with the same weights on every rank."""
+        """Make this rank's shard of a torch.nn.LayerNorm over one dimension, with the same weights on every rank."""
         return cls(_one_dimension(module), arrangement=arrangement, source=module)
 
     def _normalized(self, x: Tensor) -> Tensor:
@@ -96,7 +97,7 @@ class LayerNorm(_Norm):
 
 
 class RMSNorm(_Norm):
-    """torch.nn.RMSNorm over the hidden dimension, in the outer spread."""
+    """torch.nn.RMSNorm over the hidden dimension, for activations in the outer spread."""
 
     def __init__(
         self,
@@ -115,7 +116,7 @@ class RMSNorm(_Norm):
 
     @classmethod
     def from_module(cls, module: nn.RMSNorm, *, arrangement: Arrangement | None = None) -> RMSNorm:
-        """This rank's shard of a torch.nn.RMSNorm over one dimension, with the same weights on every rank."""
+        """Make this rank's shard of a torch.nn.RMSNorm over one dimension, with the same weights on every rank."""
         return cls(_one_dimension(module), arrangement=arrangement, source=module)
 
     def _normalized(self, x: Tensor) -> Tensor:

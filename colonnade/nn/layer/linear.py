@@ -92,7 +92,7 @@ class Linear(nn.Module):
 
     @classmethod
     def from_module(cls: type[Own], module: nn.Linear, *, parts: int = 1, **options: Any) -> Own:
-        """This rank's block of a torch.nn.Linear with the same weights on every rank; options as for the class.
+        """Make this rank's block of a torch.nn.Linear with the same weights on every rank; options as for the class.
 
         A tie with another layer is kept only if its weight is passed: Classifier.from_module(head,
         weight=embedding.weight). `initialize` raises for a model in which such a tie was lost.
@@ -105,7 +105,7 @@ class Linear(nn.Module):
         return cls(*features, source=module, **options)
 
     def forward(self, x: Tensor, each: bool = False) -> Tensor | Sequence[Tensor]:
-        """The output; with `each=True`, the outputs of the `parts` weights as a sequence."""
+        """Return the output; with `each=True`, the outputs of the `parts` weights as a sequence."""
         here = self.arrangement
         if each and isinstance(here, Whole):
             # A product per part: its backward does not concatenate the gradients of the parts.
@@ -129,10 +129,10 @@ class Linear(nn.Module):
 
 
 class Classifier(Linear):
-    """The last layer: from hidden to sharded logits of classes or of a vocabulary.
+    """The last layer: maps hidden activations to sharded logits of classes or of a vocabulary.
 
-    `CrossEntropyLoss` takes sharded logits; `gather_output(logits, side="inner")` makes them full. Pass the `weight` of an
-    `Embedding` to tie the two: both are sharded alike in every mode.
+    `CrossEntropyLoss` takes sharded logits; `gather_output(logits, side="inner")` makes them full. Pass the `weight` of
+    an `Embedding` to tie the two layers: their weights are sharded alike in every mode.
     """
 
     layer_kind = "classifier"
@@ -162,9 +162,9 @@ class Classifier(Linear):
 
 
 class MLP(nn.Module):
-    """down(activation(up(x))) from outer to outer spread, with a sharded activation in between.
+    """Computes down(activation(up(x))) from outer to outer spread, with a sharded activation in between.
 
-    `gated`: down(activation(gate(x)) * up(x)); `up.weight` is then [2, inner, hidden], the gate first.
+    With `gated`: down(activation(gate(x)) * up(x)); `up.weight` is then [2, inner, hidden], the gate first.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class MLP(nn.Module):
 
     @classmethod
     def from_module(cls, module: nn.Sequential, *, arrangement: Arrangement | None = None) -> MLP:
-        """This rank's shard of an nn.Sequential(Linear, activation, Linear) with the same weights on every rank."""
+        """Make this rank's shard of an nn.Sequential(Linear, activation, Linear) with the same weights on every rank."""
         layers: tuple[Any, ...] = tuple(module)
         if [isinstance(layer, nn.Linear) for layer in layers] != [True, False, True]:
             raise ConfigError(f"MLP.from_module takes nn.Sequential(Linear, activation, Linear), not {module}")
@@ -204,7 +204,10 @@ class MLP(nn.Module):
 
 
 def own(block: Tensor, placed: dict[ParallelMode, Spec], shape: tuple[int, ...], full: Tensor) -> nn.Parameter:
-    """This rank's parameter: a copy of a block of `full`, with its placement in a tensor of this shape."""
+    """Make this rank's parameter from a copy of a block of `full`.
+
+    `placed` is its placement in a tensor of the shape `shape`.
+    """
     requires_grad = full.requires_grad or not isinstance(full, nn.Parameter)
     parameter = nn.Parameter(block.clone(memory_format=torch.contiguous_format), requires_grad=requires_grad)
     if placed:
@@ -245,9 +248,9 @@ class Embedding(nn.Module):
 
     @classmethod
     def from_module(cls, module: nn.Embedding, *, arrangement: Arrangement | None = None) -> Embedding:
-        """This rank's block of a torch.nn.Embedding with the same weights on every rank.
+        """Make this rank's block of a torch.nn.Embedding with the same weights on every rank.
 
-        Pass its weight to the layer that shares it: Classifier.from_module(head, weight=embedding.weight).
+        Pass its weight to the layer that shares the weight: Classifier.from_module(head, weight=embedding.weight).
         """
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             raise ConfigError("an Embedding with max_norm, scale_grad_by_freq or sparse gradients cannot be sharded")
@@ -263,7 +266,7 @@ class Embedding(nn.Module):
 
 
 class HiddenParameter(nn.Module):
-    """This rank's shard of a parameter whose last dimension is the hidden one, such as a class token.
+    """This rank's shard of a parameter whose last dimension is the hidden dimension, such as a class token.
 
     A call returns the shard, to be added to or concatenated with activations of the outer spread.
     """
@@ -279,7 +282,9 @@ class HiddenParameter(nn.Module):
 
 
 class PositionEmbedding(HiddenParameter):
-    """A learned vector per position, initialized like torch.nn.Embedding; a call with a length returns that many.
+    """A learned vector per position, initialized like torch.nn.Embedding.
+
+    A call with a length returns that many vectors.
 
     With `sequence_split` each rank gets the vectors of its own tokens.
     """
@@ -300,7 +305,7 @@ class PositionEmbedding(HiddenParameter):
 
     @classmethod
     def from_module(cls, module: nn.Embedding, *, arrangement: Arrangement | None = None) -> PositionEmbedding:
-        """This rank's shard of a torch.nn.Embedding of positions, with the same weights on every rank."""
+        """Make this rank's shard of a torch.nn.Embedding of positions, with the same weights on every rank."""
         return cls(module.num_embeddings, module.embedding_dim, arrangement=arrangement, source=module)
 
     def forward(self, length: int | None = None) -> Tensor:

@@ -78,7 +78,7 @@ class OneD(Arrangement):
         return row_linear(x, matrix, bias, way)
 
     def enter(self, x: Tensor) -> Tensor:
-        """The full input of a column product; backward sums the gradients of all ranks' columns."""
+        """Return the full input of a column product; backward all-reduces the gradient of the input."""
         if not self.sequence_split:
             return collectives.copy(x, _1D, context=self.context)
         sizes = (x.shape[-2],) * size_of(_1D, self.context)
@@ -109,7 +109,7 @@ class OneD(Arrangement):
 
 @dataclass(frozen=True)
 class Square:
-    """This rank's row and column of the square."""
+    """A square of ranks for SUMMA, from the view of this rank: its row and its column."""
 
     row: Members
     col: Members
@@ -153,17 +153,17 @@ class _Product(Function):
 
 
 def ab(a: Tensor, b: Tensor, square: Square) -> Tensor:
-    """Block (i, j) of A B."""
+    """Return this rank's block of A B. Row and column of a block are those of its rank."""
     return _Product.apply("ab", a, b, square)
 
 
 def abt(a: Tensor, b: Tensor, square: Square) -> Tensor:
-    """Block (i, j) of A times the transpose of B."""
+    """Return this rank's block of A times the transpose of B."""
     return _Product.apply("abt", a, b, square)
 
 
 def atb(a: Tensor, b: Tensor, square: Square) -> Tensor:
-    """Block (i, j) of the transpose of A times B."""
+    """Return this rank's block of the transpose of A times B."""
     return _Product.apply("atb", a, b, square)
 
 
@@ -229,7 +229,7 @@ class _OnSquares(Arrangement):
 
 @ARRANGEMENT.register_module("2d")
 class TwoD(_OnSquares):
-    """SUMMA (Xu et al.) on one square: batch over PARALLEL_2D_COL, hidden over PARALLEL_2D_ROW."""
+    """SUMMA (Xu et al.) on one square: the batch is sharded over PARALLEL_2D_COL, hidden over PARALLEL_2D_ROW."""
 
     row = ParallelMode.PARALLEL_2D_ROW
     col = ParallelMode.PARALLEL_2D_COL
@@ -240,7 +240,7 @@ class TwoD(_OnSquares):
 class TwoAndAHalfD(_OnSquares):
     """Tesseract (Wang et al.): `depth` squares with the same weights.
 
-    Batch over PARALLEL_2P5D_XZ, hidden over PARALLEL_2P5D_ROW.
+    The batch is sharded over PARALLEL_2P5D_XZ, hidden over PARALLEL_2P5D_ROW.
     """
 
     row = ParallelMode.PARALLEL_2P5D_ROW
@@ -260,9 +260,15 @@ _INPUT, _WEIGHT, _OUTPUT = (
 class ThreeD(Arrangement):
     """3D parallelism (Bian et al.) on a cube of ranks, whose edges are the OUTPUT, INPUT and WEIGHT groups.
 
-    A column weight maps activations with hidden over OUTPUT to activations with hidden over INPUT, a row weight maps them
-    back; the batch is sharded over the other two edges. Every matrix is sharded over all ranks, without replicas.
-    Outer: batch over INPUT x WEIGHT, hidden over OUTPUT. Inner: batch over OUTPUT x WEIGHT, hidden over INPUT.
+    The batch of an activation is sharded over two edges, its hidden dimension over the third:
+
+    | spread | batch | hidden |
+    |---|---|---|
+    | outer | INPUT x WEIGHT | OUTPUT |
+    | inner | OUTPUT x WEIGHT | INPUT |
+
+    A column weight maps the outer to the inner spread, a row weight maps back. Every matrix is sharded over all ranks,
+    without replicas.
     """
 
     outer = Spread(batch=ParallelMode.PARALLEL_3D_INPUT_X_WEIGHT, hidden=_OUTPUT)
@@ -273,7 +279,7 @@ class ThreeD(Arrangement):
         return ((_INPUT, _WEIGHT), (_OUTPUT,)) if split == "column" else ((_OUTPUT, _WEIGHT), (_INPUT,))
 
     def product(self, x: Tensor, weight: Tensor, split: Split) -> Tensor:
-        """All-gather the rows of x and of the weight, multiply, reduce-scatter the rows of y."""
+        """Multiply x by the transposed weight: all-gather rows of x and of the weight, multiply, reduce-scatter rows of y."""
         gathered, reduced = (_INPUT, _OUTPUT) if split == "column" else (_OUTPUT, _INPUT)
         rows = self._gather(x, gathered, 0)
         matrix = self._gather(weight, _WEIGHT, -2).flatten(0, -2)

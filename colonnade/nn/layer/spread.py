@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Spread:
-    """The mode that shards each dimension of an activation; None for a replicated dimension."""
+    """The sharding of an activation: for each dimension the mode that shards it, None if the dimension is not sharded."""
 
     batch: ParallelMode | None = None
     sequence: ParallelMode | None = None
@@ -47,10 +47,10 @@ class Spread:
         return tuple(mode for mode in self.by_dim if mode is not None)
 
     def along_hidden(self) -> dict[ParallelMode, Spec]:
-        """The placement of a parameter along the hidden dimension: a bias, the weight of a norm.
+        """Return the placement of a parameter along the hidden dimension, such as a bias or the weight of a norm.
 
-        It is sharded like the hidden dimension. Each rank has its own samples and tokens, so over the modes of batch and
-        sequence the gradient is partial.
+        The parameter is sharded like the hidden dimension. Over the modes of batch and sequence its gradient is
+        partial, because each rank has its own samples and tokens.
         """
         placed: dict[ParallelMode, Spec] = {self.hidden: Shard(-1)} if self.hidden is not None else {}
         for mode in (self.batch, self.sequence):
@@ -67,7 +67,7 @@ ACTIVATION: Dims = (0, -2, -1)
 
 @dataclass(frozen=True)
 class Width:
-    """How the hidden dimension is sharded: `features` in total, in multiples of `unit`, into shards that may be uneven."""
+    """The sharding of the hidden dimension: `features` in total, in multiples of `unit`, into shards that may be `uneven`."""
 
     features: int | None = None
     unit: int = 1
@@ -80,7 +80,7 @@ EQUAL = Width()
 def scatter(
     x: Tensor, spread: Spread, context: ParallelContext, dims: Dims = ACTIVATION, width: Width = EQUAL
 ) -> Tensor:
-    """This rank's shard of a replicated x. Backward all-gathers the gradients."""
+    """Return this rank's shard of a replicated x. Backward all-gathers the gradients."""
     for mode, dim, name in _sharded_dims(spread, dims):
         rule = width if name == "hidden" else EQUAL
         sizes = shard_sizes(x.shape[dim], mode, context, name, rule.unit, not rule.uneven)
@@ -91,7 +91,7 @@ def scatter(
 def gather(
     x: Tensor, spread: Spread, context: ParallelContext, dims: Dims = ACTIVATION, width: Width = EQUAL
 ) -> Tensor:
-    """All-gather an x of this spread. Backward takes this rank's shard of the gradient."""
+    """All-gather the shards of x to the full activation. Backward takes this rank's shard of the gradient."""
     for mode, dim, name in _sharded_dims(spread, dims):
         sizes = (x.shape[dim],) * size_of(mode, context)
         if name == "hidden" and width.features is not None:
@@ -101,7 +101,7 @@ def gather(
 
 
 def respread(x: Tensor, source: Spread, target: Spread, context: ParallelContext, width: Width = EQUAL) -> Tensor:
-    """Convert x from one spread to another: dimensions whose mode changes are gathered and split again."""
+    """Convert x from one spread to another: dimensions whose mode changes are gathered and sharded again."""
     pairs = list(zip(source.by_dim, target.by_dim, strict=True))
     leave = Spread(*(old if old is not new else None for old, new in pairs))
     enter = Spread(*(new if old is not new else None for old, new in pairs))
@@ -111,7 +111,10 @@ def respread(x: Tensor, source: Spread, target: Spread, context: ParallelContext
 def shard_sizes(
     length: int, mode: ParallelMode, context: ParallelContext, name: str, unit: int = 1, even: bool = True
 ) -> tuple[int, ...]:
-    """The lengths of the shards over a mode; raises if `length` cannot be sharded (evenly, in multiples of `unit`)."""
+    """Return the lengths of the shards over a mode.
+
+    Raises PlacementError if `length` cannot be sharded in multiples of `unit`, or with `even`, into equal shards.
+    """
     ranks = size_of(mode, context)
     units = f"{length // unit} x {unit}" if unit > 1 else f"{length}"
     if length % unit or (even and (length // unit) % ranks):
@@ -124,7 +127,7 @@ def shard_sizes(
 
 
 def size_of(mode: ParallelMode, context: ParallelContext) -> int:
-    """The number of ranks of a mode; 1 without a group."""
+    """Return the number of ranks of a mode; 1 without a group."""
     return context.get_world_size(mode) if context.is_initialized(mode) else 1
 
 
@@ -143,13 +146,16 @@ def _sharded_dims(spread: Spread, dims: Dims) -> Iterator[tuple[ParallelMode, in
 
 _MARK = "colonnade_spread"
 _watched: dict[int, ref[FirstPass]] = {}
-"""By the id of the context; the engine keeps its own `FirstPass` alive. Empty after the first step of all engines."""
+"""The active checks by the id of their context.
+
+The engine keeps its `FirstPass` alive; empty after the first step of all engines.
+"""
 
 
 def check_input(
     layer: nn.Module | str, here: Arrangement, x: Tensor, side: Side, features: int | None = None, unit: int = 1
 ) -> None:
-    """Check that x has the spread of `side`, and this rank's share of `features`."""
+    """Check that x has the spread of `side`, and that its hidden size is this rank's share of `features`."""
     watch = _watch(here)
     if watch is None:
         return
@@ -176,7 +182,7 @@ def check_full_input(layer: str, here: Arrangement, x: Tensor) -> None:
 
 
 def mark_output(layer: nn.Module | str, here: Arrangement, y: Tensor, spread: Spread) -> Tensor:
-    """Return y, marked as an output of the layer with this spread."""
+    """Return y, after marking it in the autograd graph as an output of the layer with this spread."""
     watch = _watch(here)
     if watch is not None:
         mark = (watch.split_only(spread), watch.name(layer))
@@ -197,7 +203,10 @@ def _watch(here: Arrangement) -> FirstPass | None:
 
 
 class FirstPass:
-    """The checks of one model, from `initialize` to its first step. Inactive if no layer is sharded, or if some are compiled."""
+    """The checks of layer inputs in one model, from `initialize` to its first step.
+
+    Inactive if no layer is sharded, or if some are compiled.
+    """
 
     def __init__(self, model: nn.Module, context: ParallelContext) -> None:
         self._context = context
@@ -220,7 +229,7 @@ class FirstPass:
         _watched[id(context)] = ref(self)
 
     def close(self) -> None:
-        """End the checks."""
+        """End the checks and remove the hooks."""
         for handle in self._handles:
             handle.remove()
         found = _watched.get(id(self._context))
@@ -228,20 +237,23 @@ class FirstPass:
             del _watched[id(self._context)]
 
     def name(self, layer: nn.Module | str) -> str:
-        """The type of a layer and its name in the model, for messages."""
+        """Return the type of a layer and its name in the model, for messages."""
         if isinstance(layer, str):
             return layer
         kind = type(layer).__name__
         return f"{kind} {self._names[id(layer)]!r}" if id(layer) in self._names else kind
 
     def split_only(self, spread: Spread) -> Spread:
-        """The spread without modes of a single rank."""
+        """Return the spread without modes that have a single rank."""
         return Spread(
             *(mode if mode is not None and size_of(mode, self._context) > 1 else None for mode in spread.by_dim)
         )
 
     def check(self, layer: str, x: Tensor, spread: Spread) -> None:
-        """Raise if x has another spread, or if a replicated parameter took part in it although a shard is expected."""
+        """Raise PlacementError if x has another spread than expected.
+
+        Also raises if a replicated parameter took part in computing x although x should be a shard.
+        """
         expected = self.split_only(spread)
         marks, leaves = _behind(x)
         for found, source in marks:
@@ -265,7 +277,7 @@ class FirstPass:
 
 
 class SplitLayers(ModelFamily):
-    """The family of models with layers of colonnade.nn."""
+    """The `ModelFamily` of models with layers of colonnade.nn."""
 
     def watch_first_step(self, model: nn.Module, context: ParallelContext) -> FirstPass:
         return FirstPass(model, context)

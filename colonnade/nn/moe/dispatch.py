@@ -1,7 +1,8 @@
 """Dispatch of tokens to the ranks of their experts and back.
 
-Under expert parallelism the host synchronizes once per layer, for the sizes of the all-to-all; all other indices stay on the
-device.
+An assignment is a pair of a token and an expert that the router chose for it; a token with k choices has k assignments.
+Each assignment is sent as one row. Under expert parallelism the host synchronizes once per layer, for the sizes of the
+all-to-all; all other indices stay on the device.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from colonnade.parallel.collectives import all_gather, all_to_all, copy, linear_
 
 @dataclass(frozen=True)
 class Order:
-    """The assignments of one rank in the order in which they are sent: by expert, then by choice, then by token.
+    """The order in which one rank sends its assignments: by expert, then by choice, then by token.
 
-    `rows`: the assignment (choice x tokens + token) sent as each row; undefined behind the last row that an expert accepts.
-    `places`: (tokens, choices), the row of each assignment. Dropped assignments have the row `spare`, behind all accepted
-    rows; `spare` is None if nothing can be dropped.
+    `rows`: the index of the assignment (choice x tokens + token) that is sent as each row; undefined after the last
+    accepted row. `places`: (tokens, choices), the row of each assignment. Dropped assignments have the row `spare`,
+    after all accepted rows; `spare` is None if nothing can be dropped.
     """
 
     rows: Tensor
@@ -40,11 +41,11 @@ class Order:
 
     @property
     def tokens(self) -> Tensor:
-        """The token of each row."""
+        """The index of the token that is sent as each row."""
         return self.rows % len(self.places)
 
     def cut(self, count: int) -> Order:
-        """The order without the rows behind the first `count`, which are all that the experts accept."""
+        """Return the order with only its first `count` rows, the number that the experts accept."""
         if self.spare is None:
             return self
         return Order(self.rows[:count], self.places.clamp(max=count), count)
@@ -56,7 +57,7 @@ def order(choices: Tensor, chosen: Tensor, limits: Tensor | None = None) -> Orde
     Args:
         choices: (choices, tokens), the chosen experts.
         chosen: (experts), the number of assignments to each expert.
-        limits: (experts), how many of them each expert accepts, the first ones; None for all.
+        limits: (experts), the number of assignments that each expert accepts; later ones are dropped. None: all are accepted.
     """
     experts = choices.flatten()
     row = torch.arange(len(experts), device=experts.device)
@@ -75,9 +76,10 @@ def order(choices: Tensor, chosen: Tensor, limits: Tensor | None = None) -> Orde
 
 
 class Traffic:
-    """The sizes of the all-to-all, exchanged at construction and read by the host when needed.
+    """The sizes of the all-to-all. The constructor exchanges them, and the host reads them when it needs them.
 
-    The way back has the same sizes, reversed. Rows arrive sorted by rank and then expert; experts take them by expert.
+    The all-to-all back has the same sizes, reversed. Rows arrive sorted by rank and then by expert; the experts take
+    them sorted by expert.
     """
 
     def __init__(self, counts: Tensor, ranks: int, context: ParallelContext) -> None:
@@ -87,7 +89,7 @@ class Traffic:
         self._sizes = HostCopy(torch.stack([counts, received]).view(2, ranks, -1).sum(-1))
 
     def sizes(self, rows: int) -> tuple[list[int], list[int]]:
-        """(rows to each rank of the expert group, rows from each), out of at most `rows`.
+        """Return (rows to each rank of the expert group, rows from each); `rows` is the largest possible number to send.
 
         In a simulated world, which has no data, routing is assumed to be balanced and to drop nothing.
         """
@@ -99,7 +101,7 @@ class Traffic:
         return send, receive
 
     def by_expert(self, arrived: Tensor, experts: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """The output of the experts for the rows that arrived, in the order of arrival."""
+        """Sort the rows that arrived by expert, run the experts, and return their output in the order of arrival."""
         ranks, here = self._arriving.shape
         if ranks == 1 or here == 1:
             return experts(arrived, self._arriving.sum(0))
@@ -107,13 +109,13 @@ class Traffic:
         return permute(experts(permute(arrived, there, back), self._arriving.sum(0)), back, there)
 
     def experts_of(self, count: int) -> Tensor:
-        """The local expert of each of the `count` rows that arrived."""
+        """Return the index of the local expert of each of the `count` rows that arrived."""
         ranks, here = self._arriving.shape
         local_experts = torch.arange(here, device=self._arriving.device).repeat(ranks)
         return torch.repeat_interleave(local_experts, self._arriving.flatten(), output_size=count)
 
     def turns(self, count: int) -> tuple[Tensor, Tensor]:
-        """(index of each row by expert among the `count` rows by arrival, and the inverse)."""
+        """Return the permutation of `count` rows from the order of arrival to the order by expert, and its inverse."""
         by_rank, by_expert = self._arriving, self._arriving.T
         ends, turned = _ends(by_rank), _ends(by_expert)
         return _moved(by_expert, turned, ends.T, count), _moved(by_rank, ends, turned.T, count)
@@ -131,12 +133,15 @@ def _moved(sizes: Tensor, ends: Tensor, others: Tensor, count: int) -> Tensor:
 
 
 def permute(x: Tensor, there: Tensor, back: Tensor) -> Tensor:
-    """Row there[i] of x as row i; `back` is the inverse permutation."""
+    """Return the rows of x in the order `there`: row i of the result is row there[i] of x.
+
+    `back` is the inverse permutation.
+    """
     return linear_map(x, lambda rows: rows.index_select(0, there), lambda gradient: permute(gradient, back, there))
 
 
 def dispatch(x: Tensor, order: Order) -> Tensor:
-    """(tokens, hidden) -> the rows to send: each token once for every accepted assignment."""
+    """Return the rows to send for tokens (tokens, hidden): each token once for every accepted assignment."""
     return linear_map(x, lambda x: x.index_select(0, order.tokens), partial(_sum_by_token, order=order))
 
 
@@ -145,7 +150,7 @@ def _sum_by_token(rows: Tensor, order: Order) -> Tensor:
 
 
 def combine(rows: Tensor, weights: Tensor, order: Order) -> Tensor:
-    """Returned rows -> (tokens, hidden): the sum of each token's rows, weighted by `weights` (tokens, choices)."""
+    """Sum the returned rows of each token, weighted by `weights` (tokens, choices); returns (tokens, hidden)."""
     return _Combined.apply(rows, weights, order)
 
 
@@ -229,11 +234,15 @@ def _triton_kernels() -> Any:
 
 @dataclass(frozen=True)
 class Scope:
-    """The groups of this rank, from the view of a mixture of experts. Without groups this is a single process.
+    """The groups of this rank that matter to a mixture of experts. Without groups, all sizes are 1.
 
-    `expert`: the size of the expert group, `expert_place` this rank's index in it. `tensor`: the size of the tensor group,
-    whose ranks have the same tokens. These ranks shard the inner features of each expert or, if the expert group spans them
-    (`shares_tokens`), split the tokens. `distinct`: the modes whose ranks have different tokens, slowest first.
+    Attributes:
+        expert: The size of the expert group.
+        expert_place: This rank's index in the expert group.
+        tensor: The size of the tensor group, whose ranks have the same tokens.
+        shares_tokens: The expert group spans the tensor ranks, which then split the tokens. Otherwise the tensor ranks shard
+            the inner features of each expert.
+        distinct: The modes whose ranks have different tokens, slowest first.
     """
 
     context: ParallelContext
@@ -254,7 +263,7 @@ class Scope:
         return Scope(context, len(expert), place, len(tensor) or 1, len({*expert} & {*tensor}) > 1, tuple(distinct))
 
     def summed(self, x: Tensor) -> Tensor:
-        """The sum over all tokens of the global batch; gradients flow to the tokens of every rank."""
+        """Sum x over all ranks with different tokens of the global batch; gradients flow to the tokens of every rank."""
         if self.shares_tokens:
             # Tensor ranks compute the same loss, which counts once, so backward does not sum over them.
             x = reduce(x, ParallelMode.TENSOR, context=self.context)
@@ -263,7 +272,10 @@ class Scope:
         return x
 
     def gathered(self, x: Tensor) -> tuple[Tensor, int]:
-        """(x of all ranks, stacked in the order of their tokens in the global batch; this rank's index)."""
+        """Gather x of all ranks, stacked in the order of their tokens in the global batch.
+
+        Returns (the stack, this rank's index in it).
+        """
         modes = [*self.distinct, ParallelMode.TENSOR] if self.shares_tokens else list(self.distinct)
         layout = self.context.layout
         rows, at, stride = x.unsqueeze(0), 0, 1
@@ -288,6 +300,9 @@ def _ranks(mode: ParallelMode, context: ParallelContext) -> list[int]:
 
 
 def counted(choices: Tensor, experts: int) -> Tensor:
-    """The number of occurrences of each expert in each row of (rows, choices), as (rows, experts); no synchronization."""
+    """Count the occurrences of each expert in each row of (rows, choices), without synchronization.
+
+    Returns (rows, experts).
+    """
     counts = torch.zeros(len(choices), experts, dtype=torch.int64, device=choices.device)
     return counts.scatter_add_(1, choices, torch.ones_like(choices))

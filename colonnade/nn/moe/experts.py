@@ -28,10 +28,11 @@ _ONES = 8
 
 
 def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Rows x of each group times the group's own matrix; ends[i] (int32) is the row behind the last of group i.
+    """Multiply the rows of each group by the group's own matrix.
 
-    The result is undefined behind the last group. Uses torch's grouped_mm or, if that does not support the dtype or the
-    sizes, a loop over the groups, which synchronizes with the device for the ends.
+    ends[i] (int32) is the index after the last row of group i. The result is undefined after the last group. Uses
+    torch's grouped_mm or, if that does not support the dtype or the sizes, a loop over the groups, which synchronizes
+    with the device for the ends.
     """
     if why_not(x, weight, compiled=torch.compiler.is_compiling()) is None:
         return F.grouped_mm(x, weight, offs=ends)
@@ -39,7 +40,10 @@ def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def grouped_affine(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
-    """x weight + bias of each group. The bias is added by a product with ones, so that its gradient is a product too."""
+    """Return x weight + bias of each group.
+
+    The bias is added by a product with ones, so that its gradient is a product too.
+    """
     out = grouped_mm(x, weight, ends)
     if bias is None:
         return out
@@ -48,7 +52,7 @@ def grouped_affine(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor)
 
 
 def why_not(x: Tensor, weight: Tensor, *, compiled: bool = False) -> str | None:
-    """The reason why torch's grouped_mm does not support this product; None if it does."""
+    """Return the reason why torch's grouped_mm does not support this product; None if it does."""
     if x.device.type not in ("cpu", "cuda"):
         return f"on {x.device.type}"
     if x.dtype not in _DTYPES:
@@ -114,11 +118,11 @@ _INNER = {"up": 2, "gate": 2, "up_bias": 1, "down": 1}
 
 
 class Experts(nn.Module):
-    """`experts` networks hidden -> inner -> hidden, an equal number on each rank of the expert group.
+    """Feed-forward networks hidden -> inner -> hidden, with an equal number on each rank of the expert group.
 
-    Dimension 0 of every weight is the expert, placed Shard(0) on EXPERT. If the expert group does not span the tensor ranks,
-    these shard `inner`, and the output of `forward` is partial: it must be all-reduced over the tensor group.
-    `gated`: activation(x gate) * (x up) instead of activation(x up).
+    Dimension 0 of every weight is the expert, placed Shard(0) on EXPERT. If the expert group does not span the tensor
+    ranks, these shard `inner`, and the output of `forward` is partial: it must be all-reduced over the tensor group.
+    With `gated`, a network computes activation(x gate) * (x up) instead of activation(x up).
     """
 
     up: nn.Parameter
@@ -153,12 +157,12 @@ class Experts(nn.Module):
         self._add("down_bias", (hidden,), inner, bias)
 
     def forward(self, rows: Tensor, counts: Tensor | Sequence[int]) -> Tensor:
-        """The output of this rank's experts for rows sorted by expert.
+        """Return the output of this rank's experts.
 
         Args:
             rows: (rows, hidden), sorted by expert.
             counts: The number of rows of each local expert. A tensor of counts stays on the device; the output is undefined
-                for rows behind the last counted one.
+                for rows after the last counted one.
         """
         ends = torch.as_tensor(counts, device=rows.device).cumsum(0, dtype=torch.int32)
         weights: dict[str, Tensor] = dict(self.named_parameters())

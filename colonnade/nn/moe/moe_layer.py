@@ -93,12 +93,12 @@ class MoE(nn.Module):
         self.statistics: Statistics | None = None
 
     def forward(self, x: Tensor, loss: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """The layer's output; with `loss`, for pipelines, (output, loss including this layer's auxiliary loss).
+        """Return the layer's output; with `loss`, for pipelines, (output, loss including this layer's auxiliary loss).
 
         Args:
             x: Tokens in the outer spread.
-            loss: The loss from the previous layer; for the first layer no_losses(), whose result auxiliary_loss() reduces over
-                the ranks once, or a scalar, to which every layer adds its own reduced loss.
+            loss: The loss from the previous layer. For the first layer, it is no_losses(), if auxiliary_loss() reduces the result
+                over the ranks once; or a scalar, to which every layer adds its own reduced loss.
         """
         scope, here = self.experts.scope, self._arrangement
         # Experts take full tokens in every tensor mode.
@@ -155,7 +155,7 @@ class MoE(nn.Module):
 
 
 def no_losses(like: Tensor) -> Tensor:
-    """The `loss` for the first layer of a pipeline, y, loss = moe(x, loss), on the device of `like`."""
+    """Return the `loss` to pass to the first MoE layer of a pipeline (`y, loss = moe(x, loss)`), on the device of `like`."""
     return torch.zeros(3, 1, device=like.device)
 
 
@@ -168,10 +168,10 @@ def auxiliary_loss(of: nn.Module, *, context: ParallelContext | None = None) -> 
 
 
 def auxiliary_loss(of: nn.Module | Tensor, *, context: ParallelContext | None = None) -> Tensor | float:
-    """The sum of the auxiliary losses of all MoE layers in their last forward passes; each is consumed.
+    """Return the sum of the auxiliary losses of all MoE layers in their last forward passes, and clear these losses.
 
-    `of` is a model, or the loss that its layers passed on from no_losses(). Losses over the global batch need one all-reduce
-    for all layers, and one in backward.
+    `of` is a model, or the loss that its layers passed on from no_losses(). Losses over the global batch need one
+    all-reduce for all layers, and one in backward.
 
     Collective over the ranks with tokens of the global batch.
     """

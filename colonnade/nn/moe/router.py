@@ -33,14 +33,17 @@ class Routing:
     chosen: Tensor
     """(experts): the number of assignments to each expert."""
     limits: Tensor | None
-    """(experts): how many of this rank's assignments each expert accepts, the first ones; None: all."""
+    """(experts): the number of this rank's assignments that each expert accepts; later ones are dropped.
+
+    None: all are accepted.
+    """
     logits: Tensor
     scores: Tensor
     """(tokens, experts): the router's scores, from which the auxiliary losses are computed."""
 
     @property
     def kept(self) -> Tensor:
-        """(experts): the number of assignments that each expert accepts."""
+        """The number of assignments that each expert accepts, (experts)."""
         return self.chosen if self.limits is None else self.limits
 
 
@@ -121,16 +124,16 @@ class TopKRouter(nn.Module):
 
     @property
     def bias(self) -> Tensor:
-        """A bias on the scores that influences which experts are chosen, but not their weights."""
+        """The bias on the scores that influences which experts are chosen, but not their weights."""
         return self.steps.double() * self.bias_rate
 
     @property
     def has_loss(self) -> bool:
-        """Whether there is an auxiliary loss."""
+        """Whether the router has an auxiliary loss."""
         return self.training and bool(self.balance_loss or self.z_loss)
 
     def forward(self, x: Tensor) -> Routing:
-        """Route tokens (tokens, hidden)."""
+        """Choose the experts of tokens (tokens, hidden)."""
         # In float32 at least, even under autocast, so that rounding does not change the choice.
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         if self.training and self.noise:
@@ -171,9 +174,10 @@ class TopKRouter(nn.Module):
         return torch.minimum(counts, (limit - before).clamp(min=0)).sum(0)
 
     def sums(self, routing: Routing) -> Tensor | None:
-        """Sums over this rank's tokens for the auxiliary losses, which `loss_of` reduces; None without these losses.
+        """Return sums over this rank's tokens, from which `loss_of` computes the auxiliary losses; None without losses.
 
-        balance_loss x experts x sum(fraction of assignments x mean probability), and z_loss x mean(logsumexp^2).
+        The losses are balance_loss x experts x sum(fraction of assignments x mean probability), and z_loss x
+        mean(logsumexp^2).
         """
         if not self.has_loss:
             return None
@@ -196,7 +200,7 @@ class TopKRouter(nn.Module):
 
 
 class SwitchRouter(TopKRouter):
-    """Sends each token to one expert and multiplies its output by the probability; options as for TopKRouter."""
+    """Sends each token to one expert, whose output is multiplied by the router's probability. Options as for TopKRouter."""
 
     def __init__(self, hidden: int, experts: int, **options: Any) -> None:
         super().__init__(hidden, experts, 1, normalize=False, **options)
@@ -205,8 +209,8 @@ class SwitchRouter(TopKRouter):
 def balance_experts(model: nn.Module) -> None:
     """Update the bias of every router with a bias_rate; call it after the optimizer step.
 
-    The bias of an expert with more than the average load since the last call decreases by `bias_rate`, that of an expert with
-    less increases.
+    The bias decreases by `bias_rate` for an expert whose load since the last call is above the average, and increases
+    for an expert whose load is below.
 
     Collective over the ranks with tokens of the global batch.
     """
@@ -222,12 +226,12 @@ def balance_experts(model: nn.Module) -> None:
 
 
 def joined(sums: Sequence[Tensor]) -> Tensor:
-    """Concatenate the sums of several routers, (3, n); the losses in column 0 are added."""
+    """Concatenate the `sums` of several routers to one tensor of shape (3, n). The losses in column 0 are added."""
     return torch.cat([torch.stack([part[:, :1] for part in sums]).sum(0), *(part[:, 1:] for part in sums)], 1)
 
 
 def loss_of(sums: Tensor, scope: Scope) -> Tensor:
-    """The auxiliary losses from their sums, with one all-reduce for those over the global batch."""
+    """Compute the total auxiliary loss from the `sums` of routers, with one all-reduce for losses over the global batch."""
     local = sums[0, 0]
     return local if sums.size(1) == 1 else local + _weighted_mean(scope.summed(sums[:, 1:]))
 

@@ -1,9 +1,9 @@
-"""The kernels for one block of attention: forward returns the log-sum-exp, backward takes one over more keys.
+"""The attention kernels for one block: forward returns the log-sum-exp, and backward accepts that over all blocks.
 
-q is (batch, heads, length, width); k and v may have fewer heads and are not expanded. Torch's own rules decide which of its kernels
-may be used, so `torch.nn.attention.sdpa_kernel` applies: cuDNN before flash before memory-efficient attention. The CPU and
-float64 use `Exact`, plain matrix products in at least float32 with scores for a limited number of query rows at a time. So does any
-input that no kernel supports, with a warning.
+q is (batch, heads, length, width); k and v may have fewer heads and are not expanded. Torch's own rules determine which
+of its kernels may be used, so `torch.nn.attention.sdpa_kernel` applies: cuDNN before flash before memory-efficient
+attention. The CPU and float64 use `Exact`: plain matrix products in at least float32, with scores for a limited number
+of query rows at a time. `Exact` is also used, with a warning, for an input that no kernel supports.
 """
 
 from __future__ import annotations
@@ -29,9 +29,12 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 class Kernel(ABC):
-    """Forward and backward of attention between the queries and the keys of one block; one object per block and pass.
+    """Forward and backward of attention between the queries and the keys of one block.
 
-    q is (batch, heads, length, width); k and v may have fewer heads. `state` carries the RNG state of dropout to backward.
+    Each block and pass has its own object.
+
+    q is (batch, heads, length, width); k and v may have fewer heads. `state` carries the RNG state of dropout to
+    backward.
     """
 
     state: Sequence[Any] = ()
@@ -41,15 +44,18 @@ class Kernel(ABC):
 
     @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """(output, log-sum-exp), the latter (batch, heads, length) in float32 at least."""
+        """Return (output, log-sum-exp). The latter is (batch, heads, length), in float32 or float64."""
 
     @abstractmethod
     def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        """The contributions of these keys to the gradients of q, k and v. `out` and `lse` are over all keys, not only these."""
+        """Return what these keys contribute to the gradients of q, k and v.
+
+        `out` and `lse` are over the keys of all blocks.
+        """
 
 
 class Exact(Kernel):
-    """Plain matrix products. Outputs and gradients have the working precision."""
+    """Attention by plain matrix products. Outputs and gradients have the dtype `working(q)`."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         self.state = [torch.randint(1 << 62, ())] if self.dropout else []
@@ -99,7 +105,7 @@ class Exact(Kernel):
 
 
 def working(x: Tensor) -> torch.dtype:
-    """The precision of softmax and sums."""
+    """Return the dtype of softmax and sums: float32 or float64."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -244,7 +250,7 @@ class Efficient(Kernel):
 
 
 def kernel_for(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask, dropout: float) -> Kernel:
-    """The fastest kernel that supports these inputs."""
+    """Return the fastest kernel that supports these inputs."""
     if not q.is_cuda or q.dtype == torch.float64:
         return Exact(scale, mask, dropout)
     cuda = torch.backends.cuda

@@ -1,4 +1,4 @@
-"""Attention masks as bands and documents: of the full sequence, and of the blocks of a ring."""
+"""Attention masks by windows and documents: of the full sequence (`Sight`), and of the blocks of a ring (`Mask`)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from colonnade.nn.sequence.parts import Parts, Segment
 class Mask:
     """The mask of one block, with the conventions of flash attention.
 
-    The last query and the last key have the same position; a query sees `left` keys before its position and `right` behind
-    it (None: all). `documents`: cumulative lengths of documents with as many queries as keys, masked from each other.
+    The last query and the last key have the same position. A query sees `left` keys before its position and `right`
+    keys after it (None: all). `documents`: cumulative lengths of documents, for blocks with as many queries as keys; a
+    query sees only its own document.
     """
 
     left: int | None = None
@@ -29,7 +30,7 @@ class Mask:
 
     @property
     def is_causal(self) -> bool:
-        """Whether this is the plain causal mask, given as many queries as keys."""
+        """Whether this is the plain causal mask, for a block with as many queries as keys."""
         return self.left is None and self.right == 0 and self.documents is None
 
     @property
@@ -38,14 +39,14 @@ class Mask:
         return self == Mask()
 
     def seen(self, row: int, length: int, keys: int) -> range:
-        """The keys that query `row` sees, in a block or document of `length` queries and `keys` keys."""
+        """Return the keys that query `row` sees, in a block or document of `length` queries and `keys` keys."""
         place = row + keys - length
         first = 0 if self.left is None else max(0, place - self.left)
         return range(first, keys if self.right is None else min(keys, place + self.right + 1))
 
 
 class AttentionBlock(NamedTuple):
-    """A block of attention: local query rows, key rows of another rank, and their mask."""
+    """One block of attention: local query rows, key rows of one rank, and their mask."""
 
     queries: slice
     keys: slice
@@ -54,7 +55,7 @@ class AttentionBlock(NamedTuple):
 
 @dataclass(frozen=True)
 class Sight:
-    """The mask of the full sequence: causal or not, at most `window` keys away, within documents."""
+    """The mask of the full sequence: causal or not, limited to `window` keys on each side and to the query's document."""
 
     causal: bool = False
     window: int | None = None
@@ -62,7 +63,7 @@ class Sight:
 
     @staticmethod
     def of(causal: bool, window: int | None, documents: Sequence[int] | Tensor | None, total: int) -> Sight:
-        """The mask, checked against the length of the full sequence."""
+        """Make a mask, after checking it against the length of the full sequence."""
         if window is not None and window < 0:
             raise LayoutError(
                 f"window={window}: must be the number of keys that a query sees on each side, 0 or more, or None for all"
@@ -86,16 +87,16 @@ class Sight:
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is neither a window nor a document, so that scaled_dot_product_attention has the mask."""
+        """Whether the mask has neither a window nor documents, so that scaled_dot_product_attention supports it."""
         return self.window is None and self.documents is None
 
     @property
     def behind(self) -> int | None:
-        """The number of keys that a query sees behind its own position."""
+        """The number of keys that a query sees after its own position; None: all."""
         return 0 if self.causal else self.window
 
     def pieces(self, parts: Parts, at: int, other: int) -> list[AttentionBlock]:
-        """The blocks between the queries of rank `at` and the keys of rank `other`, as few as possible."""
+        """Return the blocks between the queries of rank `at` and the keys of rank `other`, as few as possible."""
         query_runs, key_runs = ([run for run in parts.segments[rank] if run.length] for rank in (at, other))
         if not self.is_plain:
             pairs = ((queries, keys) for queries in query_runs for keys in key_runs)
@@ -144,7 +145,7 @@ class Sight:
 
 
 class Turn(NamedTuple):
-    """One step of the ring: keys are sent `ahead` ranks forward and attended to there."""
+    """One step of the ring: each rank sends keys `ahead` ranks forward, and attends to the keys that it receives."""
 
     ahead: int
     sent: slice
@@ -157,10 +158,12 @@ class Turn(NamedTuple):
 
 @lru_cache(maxsize=256)
 def ring_turns(sight: Sight, parts: Parts, at: int) -> list[Turn]:
-    """The turns of rank `at`, its own keys first. Cached, because every layer of a model has the same.
+    """Return the steps of the ring for rank `at`, its own keys first.
 
-    Turns without work on any rank are left out; in the others every rank sends at least one row, so that sends and receives
-    match.
+    Cached, because all layers of a model have the same steps.
+
+    Steps without work on any rank are left out. In the others every rank sends at least one row, so that sends and
+    receives match.
     """
     size, turns = len(parts.lengths), []
     for ahead in range(size):

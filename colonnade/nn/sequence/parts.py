@@ -1,4 +1,4 @@
-"""The distribution of a sequence's tokens over the sequence group: contiguous or balanced parts, of any lengths."""
+"""The split of a sequence's tokens over the sequence group: contiguous or balanced parts, of any lengths."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from colonnade.parallel.collectives import all_gather
 from colonnade.parallel.wire import members_of
 
 _FORWARD = -1
-"""Torch's id of the running backward pass, outside of one."""
+"""The id that torch reports for the running backward pass if there is none."""
 
 
 class Segment(NamedTuple):
@@ -35,10 +35,11 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Parts:
-    """The tokens of one sequence on the ranks of a group.
+    """The split of one sequence's tokens over the ranks of a group.
 
     Contiguous: rank i has the i-th run of tokens, of any length. Balanced: the sequence is split into twice as many
-    near-equal runs as there are ranks, and rank i has runs i and -1-i, so that a causal mask gives all ranks the same work.
+    near-equal runs as there are ranks, and rank i has runs i and -1-i, so that a causal mask gives all ranks the same
+    work.
     """
 
     lengths: tuple[int, ...]
@@ -54,7 +55,7 @@ class Parts:
 
     @staticmethod
     def of(total: int, size: int, balanced: bool = False) -> Parts:
-        """Parts of `total` tokens on `size` ranks, as equal as possible, longer ones first."""
+        """Split `total` tokens over `size` ranks as equally as possible, with longer parts first."""
         return Parts(_lengths(total, size, balanced), balanced)
 
     @cached_property
@@ -71,7 +72,7 @@ class Parts:
         ]
 
     def positions(self, rank: int, device: torch.device | None = None) -> Tensor:
-        """The positions of a rank's tokens in the full sequence."""
+        """Return the positions of a rank's tokens in the full sequence."""
         runs = [torch.arange(run.start, run.start + run.length, device=device) for run in self.segments[rank]]
         return torch.cat(runs)
 
@@ -79,10 +80,10 @@ class Parts:
 def split_sequence(
     x: Tensor, dim: int = 1, *, balanced: bool = False, context: ParallelContext | None = None
 ) -> Tensor:
-    """This rank's part of a tensor that every rank of the sequence group has in full. No communication.
+    """Return this rank's part of a tensor that every rank of the sequence group has in full. No communication.
 
-    In backward the other parts of `x` get zeros here, so gradients of parameters before this call are partial. A parameter that
-    is replicated over the sequence group is all-reduced there anyway.
+    In backward the other parts of `x` get zeros here, so gradients of parameters before this call are partial. A
+    parameter that is replicated over the sequence group is all-reduced over this group anyway.
 
     Args:
         x: The full tensor.
@@ -139,7 +140,7 @@ def sequence_positions(
     device: torch.device | None = None,
     context: ParallelContext | None = None,
 ) -> Tensor:
-    """The positions in the full sequence of this rank's `length` tokens, for position embeddings.
+    """Return the positions in the full sequence of this rank's `length` tokens, for position embeddings.
 
     Collective over the sequence group if `lengths` is not given.
     """
@@ -149,14 +150,14 @@ def sequence_positions(
 
 
 def sequence_rank(context: ParallelContext) -> tuple[int, int]:
-    """(size of the sequence group, this rank's index in it); (1, 0) without one."""
+    """Return (size of the sequence group, this rank's index in it); (1, 0) without a sequence group."""
     if not context.is_initialized(ParallelMode.SEQUENCE):
         return 1, 0
     return context.get_world_size(ParallelMode.SEQUENCE), context.get_local_rank(ParallelMode.SEQUENCE)
 
 
 def parts_of(length: int, lengths: Sequence[int] | None, balanced: bool, context: ParallelContext) -> Parts:
-    """The parts of all ranks, given that this rank has `length` tokens.
+    """Return the parts of all ranks, given that this rank has `length` tokens.
 
     Without `lengths` the ranks exchange them: a small collective that synchronizes with the device.
     """
@@ -175,11 +176,11 @@ def parts_of(length: int, lengths: Sequence[int] | None, balanced: bool, context
 
 
 class SharedLengths:
-    """The lengths of the parts, exchanged once per pass for all layers of a model.
+    """The lengths of all ranks' parts, exchanged once per pass for all layers of a model.
 
-    The first layer of a pass exchanges them. A pass ends when a layer is called a second time or, in forward, when layers are
-    called out of order (pipeline stages may alternate). Only the order of calls decides this, so all ranks take part in the
-    same exchanges.
+    The first layer of a pass exchanges them. A pass ends when a layer is called a second time or, in forward, when
+    layers are called out of order (pipeline stages may alternate). Only the order of calls determines this, so all
+    ranks take part in the same exchanges.
     """
 
     def __init__(self) -> None:
@@ -194,7 +195,7 @@ class SharedLengths:
         return self._layers
 
     def of(self, layer: int, length: int, context: ParallelContext) -> tuple[int, ...]:
-        """The lengths of all parts, for the layer with this number; `length` is that of this rank's part."""
+        """Return the lengths of all parts, for the layer with this number; `length` is that of this rank's part."""
         # Activation checkpointing calls layers again inside a backward pass, in another order.
         this_pass = torch._C._current_graph_task_id()
         known = self._pass == this_pass and self._called and layer not in self._called

@@ -41,16 +41,16 @@ def ring_attention(
     balanced: bool = False,
     context: ParallelContext | None = None,
 ) -> Tensor:
-    """softmax(q k^T) v over the full sequence, of which every rank of the sequence group has a part.
+    """Compute softmax(q k^T) v over the full sequence, of which every rank of the sequence group has a part.
 
     Without a sequence group, this is plain attention.
 
     Args:
-        q: Queries (batch, heads, local length, width), as for scaled_dot_product_attention; so is the result.
+        q: Queries (batch, heads, local length, width), as for scaled_dot_product_attention; the result has the same shape.
         k: Keys; they may have fewer heads.
         v: Values, of the shape of k.
         causal: Whether a query sees only its own and earlier keys.
-        window: The number of keys that a query sees before its own and, if not causal, behind it; None for all.
+        window: The number of keys that a query sees before its own and, if not causal, after it; None for all.
         documents: Cumulative lengths of the documents in the full sequence, such as [0, 5, 9]; a query sees its own document.
         dropout: Dropout of attention weights, from 0 to below 1; pass 0 in evaluation.
         scale: Factor of the scores; defaults to width ** -0.5.
@@ -88,7 +88,7 @@ def attention_over(
     members: Members | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention over the ring of `members`, or local attention if there are none."""
+    """Compute attention over the ring of `members`, or local attention if `members` is None."""
     if not 0 <= dropout < 1:
         raise LayoutError(f"dropout={dropout} of attention weights: must be from 0 to below 1")
     if members is None and sight.is_plain and sinks is None:
@@ -118,14 +118,14 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 class Softmax:
-    """The softmax of local queries over the keys of one block after another, in float32 at least."""
+    """Combines the attention of local queries to the keys of one block after another, in float32 or float64."""
 
     def __init__(self, q: Tensor) -> None:
         self._q = q
         self._known: tuple[Tensor, Tensor] | None = None
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Combine with the softmax of these query rows over further keys."""
+        """Add the attention output and log-sum-exp of these query rows over further keys."""
         if self._known is None and out.shape == self._q.shape:
             self._known = out, lse
             return
@@ -136,13 +136,13 @@ class Softmax:
         torch.logaddexp(sums, lse, out=sums)
 
     def dilute(self, sinks: Tensor) -> None:
-        """Combine with one further key per head, whose value is 0."""
+        """Add one further key per head, whose value is 0 and whose score is `sinks`."""
         out, lse = self.result(working(self._q))
         total = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
         self._known = out * torch.exp(lse - total).unsqueeze(-1), total
 
     def result(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(output, log-sum-exp); 0 and -inf for a query that has seen no key."""
+        """Return (output, log-sum-exp); 0 and -inf for a query that has seen no key."""
         out, lse = self._known or (
             torch.zeros_like(self._q),
             self._q.new_full(self._q.shape[:-1], float("-inf"), dtype=working(self._q)),
@@ -182,7 +182,7 @@ class _Ring:
     members: Members | None
 
     def blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[Turn, Tensor, Tensor]]:
-        """(turn, keys, values), this rank's own first. The next block is received while the caller computes on this one.
+        """Yield (turn, keys, values), this rank's own keys first. The next block is received while the caller computes.
 
         A block is sent directly from its owner to the rank that needs it, keys and values in one message.
         """
@@ -198,7 +198,7 @@ class _Ring:
                 keys, values = receiving.wait()
 
     def swap(self, block: Tensor, received: slice, ahead: int) -> Swap:
-        """Start sending a block `ahead` ranks forward, and receiving `received` rows from the rank as far behind."""
+        """Start sending a block `ahead` ranks forward, and receiving `received` rows from the rank `ahead` places before."""
         members = self.members
         assert members is not None
         shape = [*block.shape]

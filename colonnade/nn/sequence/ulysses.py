@@ -31,10 +31,11 @@ def ulysses_attention(
     lengths: Sequence[int] | None = None,
     context: ParallelContext | None = None,
 ) -> Tensor:
-    """softmax(q k^T) v over the full sequence, of which every rank of the sequence group has a contiguous part.
+    """Compute softmax(q k^T) v over the full sequence, of which every rank of the sequence group has a contiguous part.
 
-    Arguments are those of `ring_attention`. Each rank attends over full sequences for 1/ranks of the heads, so the number of
-    heads (of k and v too) must be a multiple of the number of ranks, and memory is that of full sequences.
+    Arguments are those of `ring_attention`. Each rank attends over full sequences for 1/ranks of the heads, so the
+    number of heads (of k and v too) must be a multiple of the number of ranks, and each rank needs memory for full
+    sequences.
 
     Collective over the sequence group.
     """

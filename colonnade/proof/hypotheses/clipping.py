@@ -48,7 +48,7 @@ def by_the_norm_that_was_found(case: ClipCase) -> Iterator[Claim]:
 
 @hypothesis("clipped")
 def by_the_norm_of_some_ranks(case: ClipCase) -> Iterator[Claim]:
-    """Mistake: the norm by which ranks clip is not summed over some modes (tensor ranks, stages).
+    """Mistake: the norm by which a rank clips is not all-reduced over some modes (tensor ranks, stages).
 
     Signature: the clip coefficient of the norm of these ranks' shards.
     """
@@ -76,7 +76,7 @@ def by_the_norm_of_some_ranks(case: ClipCase) -> Iterator[Claim]:
 
 @hypothesis("clipped")
 def by_its_own_norm(case: ClipCase) -> Iterator[Claim]:
-    """Mistake: the clip is called for one parameter after another.
+    """Mistake: each parameter is clipped separately, by its own norm.
 
     Signature: each coefficient is that of the parameter's own norm.
     """
@@ -92,9 +92,10 @@ def by_its_own_norm(case: ClipCase) -> Iterator[Claim]:
 
 @hypothesis("clipped")
 def by_another_factor(case: ClipCase) -> Iterator[Claim]:
-    """Mistake: unknown, but the same wrong coefficient everywhere.
+    """Mistake: unknown; all gradients have the same wrong coefficient.
 
-    Signature: a constant times the gradient. Its rank puts it after every claim that explains more.
+    Signature: a constant times the gradient. The claim has the highest `rank`, so every claim that explains more comes
+    first.
     """
     row = case.rows[0]
     gradient = case.step.gradients[row.name]

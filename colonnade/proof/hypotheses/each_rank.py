@@ -17,16 +17,19 @@ from colonnade.proof.compare import LocalValue, at_positions, flat, length
 _FEW = 4
 """Every subset of ranks is tried up to this many ranks."""
 _LAST = 82
-"""After every claim that explains more."""
+"""The rank of claims that come after every claim that explains more."""
 
 
 def summed(case: GradientCase, change: Callable[[Tensor], Tensor]) -> Candidate:
-    """The gradient that a rank would have if `change` had been applied to each local gradient before the reduction."""
+    """Return the candidate "`change` is applied to each local gradient, and the results are reduced as required"."""
     return together(case, lambda rows: torch.stack([change(row) for row in rows]).sum(0) / case.divisor)
 
 
 def together(case: GradientCase, join: Callable[[Tensor], Tensor | None]) -> Candidate:
-    """The gradient that a rank would have if `join` had reduced the local gradients of the required ranks, one in each row."""
+    """Return the candidate "`join` reduces the local gradients of all required ranks".
+
+    `join` gets these gradients stacked, one rank per row.
+    """
 
     def candidate(part: LocalValue) -> Tensor | None:
         rows = case.required_raws(part)
@@ -42,7 +45,7 @@ def _is_summed_wrongly(case: GradientCase) -> bool:
 
 @hypothesis("gradient")
 def another_operation(case: GradientCase) -> Iterator[Claim]:
-    """Mistake: a reduction with another operation than a sum, or of signs.
+    """Mistake: gradients are reduced by another operation than a sum, or only their signs are summed.
 
     Signature: the element-wise maximum, minimum or product of the local gradients, or the sum of their signs.
     """
@@ -72,7 +75,7 @@ def another_operation(case: GradientCase) -> Iterator[Claim]:
 def mean_of_those_who_have_it(case: GradientCase) -> Iterator[Claim]:
     """Mistake: rows of a sparse gradient (an embedding) are divided by the number of ranks that used them.
 
-    Signature: element by element, the mean over the ranks where it is not zero.
+    Signature: element by element, the mean over the ranks whose local gradient is not zero there.
     """
     if not _is_summed_wrongly(case):
         return
@@ -91,7 +94,8 @@ def mean_of_those_who_have_it(case: GradientCase) -> Iterator[Claim]:
 def clipped_by_value(case: GradientCase) -> Iterator[Claim]:
     """Mistake: each rank clips the elements of its local gradient (clip by value) before the reduction.
 
-    Signature: the sum of gradients clamped at one limit, which is read off the elements with the largest error.
+    Signature: the sum of gradients that are clamped at one limit. The limit is inferred from the elements with the
+    largest error.
     """
     rows = case.required_raws(case.wrong[0]) if _is_summed_wrongly(case) else None
     if rows is None:
@@ -121,7 +125,8 @@ _ORDER = "the order of clipping and gradient handlers"
 def clipped_first(case: GradientCase) -> Iterator[Claim]:
     """Mistake: each rank clips its local gradient by its own norm before the reduction.
 
-    Signature: the sum with the clip coefficients of the local norms: of all passes, of each pass, or of the sum so far.
+    Signature: the sum with the clip coefficients of local norms. The norm is that of all passes, of each pass, or of
+    the sum so far.
     """
     if case.evidence.max_norm is None or not _is_summed_wrongly(case):
         return
@@ -196,7 +201,7 @@ def _weighed(case: GradientCase, weights: dict[int, list[float]]) -> Candidate:
 def whole_numbers(case: GradientCase) -> Iterator[Claim]:
     """Mistake: gradients are quantized to integers of 8 or 4 bits without error feedback.
 
-    Signature: the sum of gradients in units of each rank's largest element.
+    Signature: the sum of gradients that are rounded to multiples of each rank's largest element / the largest integer.
     """
 
     def quantized(row: Tensor, levels: int) -> Tensor:
@@ -214,9 +219,9 @@ def whole_numbers(case: GradientCase) -> Iterator[Claim]:
 
 @hypothesis("gradient")
 def of_some_something_else(case: GradientCase) -> Iterator[Claim]:
-    """Mistake: some ranks send the gradient of the previous step, or of another parameter, instead of or in addition to theirs.
+    """Mistake: some ranks send the gradient of the previous step or of another parameter, instead of theirs or added.
 
-    Signature: the sum with these gradients. Every subset of ranks is tried, up to a few ranks.
+    Signature: the sum with these gradients. In small groups, every subset of ranks is tried.
     """
     ranks = case.groups.joint(tuple(case.required), case.wrong[0].rank) if _is_summed_wrongly(case) else ()
     if not 1 < len(ranks) <= _FEW:
@@ -275,7 +280,7 @@ def of_some_something_else(case: GradientCase) -> Iterator[Claim]:
 
 @hypothesis("gradient")
 def weights_inside(case: GradientCase) -> Iterator[Claim]:
-    """Mistake: weight decay (or something similar) is added to the gradient before the reduction.
+    """Mistake: weight decay (or a similar term) is added to the gradient before the reduction.
 
     Signature: the truth plus a constant times the weight.
     """
@@ -333,7 +338,7 @@ def thinned_out(case: GradientCase) -> Iterator[Claim]:
 
 @hypothesis("gradient")
 def own_factor(case: GradientCase) -> Iterator[Claim]:
-    """Mistake: each rank scales or clips its own shards by a number of its own.
+    """Mistake: each rank scales or clips its shards by a factor that differs between ranks.
 
     Signature: the shards of a rank are the true ones times one factor for each rank.
     """
@@ -376,9 +381,10 @@ def own_factor(case: GradientCase) -> Iterator[Claim]:
 
 @hypothesis("gradient")
 def scaled_with_more_in_it(case: GradientCase) -> Iterator[Claim]:
-    """Mistake: a backward pass or a hook scales the local gradient, to which the script adds something afterwards.
+    """Mistake: a backward pass or a hook scales the local gradient, and the script later adds a term to the gradient.
 
-    Signature: the local gradients are a multiple of the reference's, and the total has the difference.
+    Signature: the local gradients are a multiple of those of the reference, and the final gradient contains the
+    difference.
     """
     factor = case.local_factor
     if factor is None or abs(factor - 1) <= 1e-6:

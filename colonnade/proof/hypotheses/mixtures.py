@@ -1,7 +1,7 @@
-"""A gradient as a weighted sum of the gradients of passes or ranks. In a healthy run every weight is one.
+"""A gradient as a weighted sum of the gradients of passes or ranks. In a healthy run every weight is 1.
 
-The weights are solved for, not guessed, so every such mistake is seen; an entry here only gives its pattern a name. The last
-part is about batches with different token counts, whose means need unequal weights.
+The weights are solved for, not guessed, so every such mistake is seen; a hypothesis here only gives its pattern a name.
+The last part is about batches with different token counts, whose means need unequal weights.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SOME, _ODD = 40, 60
 
 
 def solved(columns: Sequence[Tensor], value: Tensor, allowed: float) -> list[float] | None:
-    """The weights with which columns add up to a value, if there is exactly one set of them; else None."""
+    """Solve for the weights with which the columns add up to a value; None unless exactly one set of weights does."""
     if not columns or len(value) < 3 * len(columns):
         return None
     stride = -(-len(value) // _SAMPLED)
@@ -42,7 +42,7 @@ def solved(columns: Sequence[Tensor], value: Tensor, allowed: float) -> list[flo
 
 
 def mixture(wholes: Sequence[Tensor], weights: Sequence[float]) -> Candidate:
-    """The elements that a rank would have of the weighted sum of full tensors."""
+    """Return the candidate "weighted sum of these full tensors", read at the elements of each rank."""
 
     def candidate(part: LocalValue) -> Tensor:
         some = [w * at_positions(x, part.positions) for w, x in zip(weights, wholes, strict=True)]
@@ -52,7 +52,10 @@ def mixture(wholes: Sequence[Tensor], weights: Sequence[float]) -> Candidate:
 
 
 def similar(case: GradientCase) -> Iterator[GradientCase]:
-    """The case, and those of the largest other differing gradients: a small parameter may not determine the weights."""
+    """Yield the case and those of the largest other wrong gradients.
+
+    The gradient of a small parameter may not determine the weights.
+    """
     yield case
     size = length(case.compared.truth) or 1.0
     others = [name for name in case.step.gradients if name != case.name and name not in case.healthy]
@@ -74,7 +77,10 @@ class _Pattern:
     sizes: Mapping[str, int]
 
     def named(self) -> tuple[str, str, str] | None:
-        """(cause, what, where)"""
+        """Return (cause, what, where) for the claim.
+
+        Returns None if a weight is negative, or if all weights are equal (`wrong_factor` explains these).
+        """
         weights, count = self.weights, len(self.weights)
         present = [at for at, weight in enumerate(weights) if weight > self.within]
         if not present or min(weights) < -self.within:
@@ -114,9 +120,9 @@ class _Pattern:
 
 @hypothesis("gradient")
 def passes(case: GradientCase) -> Iterator[Claim]:
-    """Mistake: a micro-batch is lost, comes twice, or is scaled.
+    """Mistake: a micro-batch is lost, counts twice, or is scaled.
 
-    Signature: the gradient is a sum of passes with weights, solved for, that are not all 1.
+    Signature: the gradient is a weighted sum of the passes, and the weights that solve for it are not all 1.
     """
     count = len(case.gradient.truth_of_passes)
     if count < 2:
@@ -173,7 +179,8 @@ _Weights = dict[tuple[int, ...], float]
 def ranks(case: GradientCase) -> Iterator[Claim]:
     """Mistake: a rank is left out of the sum, or counts more than another.
 
-    Signature: the gradient is a sum of the ranks' local gradients with weights, solved for, that are not all 1.
+    Signature: the gradient is a weighted sum of the ranks' local gradients, and the weights that solve for it are not
+    all 1.
     """
     if not case.raws or not case.wrong or case.reduction_is_right:
         return
@@ -214,9 +221,9 @@ def ranks(case: GradientCase) -> Iterator[Claim]:
 
 @hypothesis("gradient")
 def passes_of_ranks(case: GradientCase) -> Iterator[Claim]:
-    """Mistake: one pass of one rank is lost or counts twice; or some passes of other ranks never arrive.
+    """Mistake: one pass of one rank is lost or counts twice; or some passes of other ranks are never added.
 
-    Signature: the weights of each pass of each rank, solved for, are 0 or 2 for these passes.
+    Signature: the weights of the passes of all ranks that solve for the gradient are 0 or 2 for these passes.
     """
     if len(case.gradient.raw) < 2 or not case.wrong or case.reduction_is_right:
         return
@@ -297,7 +304,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 @hypothesis("gradient")
 def mean_of_means(case: GradientCase) -> Iterator[Claim]:
-    """Mistake: the batch of each data rank counts the same, although some have more tokens.
+    """Mistake: the batches of all data ranks have equal weight, although some have more tokens.
 
     Signature: the plain mean of the gradients of these batches.
     """
@@ -334,9 +341,9 @@ def mean_of_means(case: GradientCase) -> Iterator[Claim]:
 
 @hypothesis("gradient")
 def means_of_passes_and_ranks(case: GradientCase) -> Iterator[Claim]:
-    """Mistake: each pass of each rank counts the same, although some have more tokens.
+    """Mistake: all passes of all ranks have equal weight, although some have more tokens.
 
-    Signature: other weights of the passes and ranks, solved for, would give the truth.
+    Signature: a weighted sum of the passes and ranks equals the truth, with unequal weights.
     """
     if case.reduction_is_right is not True:
         return
@@ -392,7 +399,7 @@ def _contributions(case: GradientCase, name: str) -> list[Tensor] | None:
 def weights_of_data_ranks(case: GradientCase) -> Iterator[Claim]:
     """Mistake: each rank divides its loss by a different number.
 
-    Signature: the batches of the data ranks have other weights, solved for, than in the truth.
+    Signature: the gradient is a weighted sum over the batches of the data ranks, with other weights than the truth.
     """
     for like in similar(case):
         shares = [flat(x) for x in like.gradient.truth_of_data_ranks]
@@ -417,9 +424,9 @@ def weights_of_data_ranks(case: GradientCase) -> Iterator[Claim]:
 
 @hypothesis("gradient")
 def batch_of_one_data_rank(case: GradientCase) -> Iterator[Claim]:
-    """Mistake: no reduction over the ranks that see distinct data.
+    """Mistake: no reduction over the ranks that see distinct data. For runs without recorded local gradients.
 
-    Signature: the gradient of one data rank's batch, or its term of the mean. For runs without local gradients.
+    Signature: the gradient of one data rank's batch, or its term of the mean.
     """
     truths = [flat(x) for x in case.gradient.truth_of_data_ranks]
     if case.raws or len(truths) < 2 or not case.wrong:

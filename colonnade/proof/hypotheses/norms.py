@@ -63,9 +63,9 @@ def summed_over_some_ranks(case: NormCase) -> Iterator[Claim]:
 
 @hypothesis("norm")
 def replicas_of_a_mode(case: NormCase) -> Iterator[Claim]:
-    """Mistake: elements that are replicated over a mode count once for each of its ranks.
+    """Mistake: elements that are replicated over a mode count once for each rank of the mode.
 
-    Signature: the true norm with these parameters' powers times the size of the mode.
+    Signature: the true norm, with the powers |x|^p of these parameters multiplied by the size of the mode.
     """
     if case.p == inf:
         return
@@ -84,7 +84,7 @@ def replicas_of_a_mode(case: NormCase) -> Iterator[Claim]:
 def some_parameters(case: NormCase) -> Iterator[Claim]:
     """Mistake: one kind of parameter (by placement, by name) is left out, or counts several times or in part.
 
-    Signature: the true norm with the powers of that kind removed or multiplied.
+    Signature: the true norm, with the powers |x|^p of that kind removed or multiplied.
     """
     if case.p == inf:
         return
@@ -140,9 +140,10 @@ def some_parameters(case: NormCase) -> Iterator[Claim]:
 
 @hypothesis("norm")
 def shares_of_the_norm(case: NormCase) -> Iterator[Claim]:
-    """Mistake: each rank has its contribution to the norm, and nothing adds them up.
+    """Mistake: each rank has its contribution to the norm, and the contributions are never added.
 
-    Signature: the ranks' norms differ, and their powers add up to that of the true norm, perhaps with replicas of one kind.
+    Signature: the ranks' norms differ, and their powers add up to that of the true norm, perhaps with replicas of one
+    kind.
     """
     if case.p == inf or len(set(case.found.values())) < 2:
         return
@@ -216,7 +217,7 @@ def off_by_a_factor(case: NormCase) -> Iterator[Claim]:
 
 @hypothesis("norm")
 def norms_of_norms(case: NormCase) -> Iterator[Claim]:
-    """Mistake: norms are added or averaged instead of their powers.
+    """Mistake: norms are added or averaged, instead of the powers |x|^p.
 
     Signature: the sum or mean of the norms of parameters, of ranks or of groups.
     """
@@ -259,7 +260,7 @@ def _local_norm(case: NormCase, modes: Sequence[str], rank: int) -> float:
 
 @hypothesis("norm")
 def another_type(case: NormCase) -> Iterator[Claim]:
-    """Mistake: a wrong p-norm, or different p for the powers and the root.
+    """Mistake: a wrong p in the p-norm, or different p for the powers and the root.
 
     Signature: the norm with that p.
     """
@@ -280,9 +281,9 @@ def another_type(case: NormCase) -> Iterator[Claim]:
 
 @hypothesis("norm")
 def of_something_else(case: NormCase) -> Iterator[Claim]:
-    """Mistake: the norm of other tensors: the local gradients, the last micro-batch, an earlier step, clipped gradients, none.
+    """Mistake: the norm of wrong tensors (local gradients, last micro-batch, earlier step, clipped gradients) or of none.
 
-    Signature: the norm of these.
+    Signature: the norm of these tensors.
     """
     if not any(case.found.values()) and case.truth:
         what = "is zero: it is computed while there are no gradients"

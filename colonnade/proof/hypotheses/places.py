@@ -17,7 +17,7 @@ from colonnade.proof.compare import LocalValue, at_positions, distance, flat, in
 @hypothesis("gradient")
 @hypothesis("tensor")
 def swapped(case: Case) -> Iterator[Claim]:
-    """Mistake: the ranks of a group have a different order where a tensor is sharded or gathered.
+    """Mistake: the ranks of a group are in a wrong order where a tensor is sharded or gathered.
 
     Signature: each wrong rank has the elements of another rank's shard.
     """
@@ -114,7 +114,7 @@ def _one_of_each(case: Case) -> list[LocalValue]:
 @hypothesis("gradient")
 @hypothesis("tensor")
 def replicas_differ(case: Case) -> Iterator[Claim]:
-    """Mistake: something makes replicas unlike: data, random numbers, a reduction that some skip.
+    """Mistake: replicas get different data or random numbers, or some of them skip a reduction.
 
     Signature: ranks that store the same elements differ; some are right, or no two agree.
     """
@@ -177,7 +177,7 @@ def _place_in(row: Tensor, value: Tensor, allowed: float) -> int | None:
 
 @hypothesis("tensor")
 def a_sum_is_missing(case: Case) -> Iterator[Claim]:
-    """Mistake: the ranks of a mode have partial sums, and nothing adds them.
+    """Mistake: the ranks of a mode have partial sums that are never added.
 
     Signature: the partial sums add up to the truth.
     """
@@ -201,7 +201,7 @@ def a_sum_is_missing(case: Case) -> Iterator[Claim]:
 
 @hypothesis("tensor")
 def times_a_number(case: Case) -> Iterator[Claim]:
-    """Mistake: a factor too many or too few.
+    """Mistake: the tensor is multiplied by a wrong factor.
 
     Signature: a constant times the truth.
     """
@@ -218,7 +218,7 @@ def times_a_number(case: Case) -> Iterator[Claim]:
 
 @hypothesis("tensor")
 def as_before(case: Case) -> Iterator[Claim]:
-    """Mistake: it was not updated in this step.
+    """Mistake: the tensor was not updated in this step.
 
     Signature: the value before the step.
     """

@@ -29,7 +29,7 @@ _BY_HAND = "custom backward passes and hooks between it and the parameters whose
 def nothing_arrived(case: GradientCase) -> Iterator[Claim]:
     """Mistake: the parameter is disconnected from the loss, or its gradient is zeroed before the step.
 
-    Signature: all zero, or absent.
+    Signature: the gradient is all zero, or absent.
     """
     if not case.compared.found and case.gradient.held:
         what = "is accumulated by FSDP on every rank, but not reduced: gradient synchronization is off when the optimizer steps"
@@ -61,7 +61,7 @@ def _is_zero(case: GradientCase) -> bool:
 
 @hypothesis("gradient")
 def of_the_step_before(case: GradientCase) -> Iterator[Claim]:
-    """Mistake: gradients are not cleared, or a buffer is read too late.
+    """Mistake: gradients are not cleared, or a buffer is read before the reduction of this step has written it.
 
     Signature: the gradient of the previous step, instead of this step's or added to it.
     """
@@ -92,9 +92,9 @@ def of_the_step_before(case: GradientCase) -> Iterator[Claim]:
 
 @hypothesis("gradient")
 def wrong_factor(case: GradientCase) -> Iterator[Claim]:
-    """Mistake: a divisor too many, too few or of the wrong group; a scaled loss.
+    """Mistake: a missing or additional divisor, a divisor of the wrong group, or a scaled loss.
 
-    Signature: a constant times the truth. The constant, and which other gradients share it, name the mistake.
+    Signature: a constant times the truth. The constant and the other gradients with the same constant name the mistake.
     """
     fitted = case.fit(case.truth)
     if fitted is None or case.residual(case.truth, fitted[0]) > 1:
@@ -315,7 +315,7 @@ def _name_sum(case: GradientCase, modes: Sequence[str], missing: Sequence[str], 
 
 @hypothesis("gradient")
 def with_another_parameter(case: GradientCase) -> Iterator[Claim]:
-    """Mistake: gradients are summed by their number over ranks that store different parameters, such as pipeline stages.
+    """Mistake: gradients are summed by their index over ranks that store different parameters, such as pipeline stages.
 
     Signature: the sum with the n-th gradient of the other ranks.
     """
@@ -368,7 +368,7 @@ def _counterpart(case: GradientCase, rank: int, other: int) -> str | None:
 def parts_that_add_up(case: GradientCase) -> Iterator[Claim]:
     """Mistake: a required sum that no placement declares, or that a layer should make in its backward pass.
 
-    Signature: the values that ranks have for the same elements add up to the truth.
+    Signature: the ranks' values for the same elements add up to the truth.
     """
     if len(case.wrong) < 2 or len({part.value.numel() for part in case.wrong}) > 1:
         return
@@ -393,7 +393,8 @@ def parts_that_add_up(case: GradientCase) -> Iterator[Claim]:
 def lost_on_the_way_down(case: GradientCase) -> Iterator[Claim]:
     """Mistake: a backward pass between the loss and this parameter is wrong.
 
-    Signature: by elimination. Forward pass and loss are right, all required reductions are made, and the gradient is wrong.
+    Signature: none; found by elimination. Forward pass and loss are right, all required reductions are made, and the
+    gradient is wrong.
     """
     if case.backward_is_right is not False or not case.reduction_is_right or not case.forward_is_right:
         return

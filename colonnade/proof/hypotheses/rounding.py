@@ -17,14 +17,14 @@ _WHERE = "casts on the way, and the dtype of the reduction"
 _USUAL, _SPREAD = 0.2, 8.0
 """Rounding moves a number by 0.2 of the dtype's eps on average; later operations make that up to 8 times more or less."""
 _RANK = 70
-"""After every claim that explains more."""
+"""The rank of these claims: after every claim that explains more."""
 
 
 def narrower(value: Tensor, truth: Tensor, dtype: str, exactly: bool = False) -> str | None:
-    """The dtype, narrower than the run's, whose rounding explains the difference.
+    """Return the dtype, narrower than that of the run, whose rounding explains the difference; None if there is none.
 
-    Either every element is a number of that dtype or, unless `exactly`, no element is further off than its rounding: sums
-    of rounded numbers are not numbers of the dtype.
+    A dtype explains it if every element is representable in the dtype. Unless `exactly`, it is enough that no element
+    differs by more than the dtype's rounding error: sums of rounded numbers need not be representable.
     """
     size, off, own = length(truth), (value - truth).abs().max(), torch.finfo(getattr(torch, dtype)).eps
     narrow = {
@@ -46,9 +46,9 @@ def narrower(value: Tensor, truth: Tensor, dtype: str, exactly: bool = False) ->
 @hypothesis("gradient")
 @hypothesis("tensor")
 def rounded(case: Case) -> Iterator[Claim]:
-    """Mistake: a cast to a narrower dtype on the way.
+    """Mistake: values are cast to a narrower dtype.
 
-    Signature: as near to the truth as that dtype can be, and no nearer.
+    Signature: the difference from the truth is the rounding error of that dtype.
     """
     found, some_are_right = set(), len(case.wrong) < len(case.compared.found)
     exactly = some_are_right or case.row.quantity == WEIGHTS  # weights are not summed after they are written
@@ -90,7 +90,7 @@ def rounded_before(case: Case) -> Iterator[Claim]:
 def rounded_norm(case: NormCase) -> Iterator[Claim]:
     """Mistake: the norm is cast to a narrower dtype.
 
-    Signature: as near to the true norm as that dtype can be.
+    Signature: the difference from the true norm is the rounding error of that dtype.
     """
     values = torch.tensor(list(case.found.values()), dtype=torch.float64)
     if dtype := narrower(values, torch.full_like(values, case.truth), case.evidence.dtype):
@@ -102,9 +102,9 @@ def rounded_norm(case: NormCase) -> Iterator[Claim]:
 
 @hypothesis("weights")
 def another_step_size(case: Case) -> Iterator[Claim]:
-    """Mistake: a wrong learning rate, or something else that scales the step.
+    """Mistake: a wrong learning rate, or another factor that scales the step.
 
-    Signature: the weight moved in the right direction, but not by the right distance.
+    Signature: the weight moved in the right direction, but by a wrong distance.
     """
     old = case.before
     if old is None or case.compared.truth.numel() < 2:

@@ -1,1 +1,1 @@
-"""See a job before it runs: its groups, memory, collectives and step time, from the code that runs it."""
+"""`plan`: estimate groups, memory, collectives and step time of a job, by running its code on fake tensors."""

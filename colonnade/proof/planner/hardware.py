@@ -1,7 +1,8 @@
-"""How long things take on a machine, by a stated model; and the files that describe machines.
+"""The time model of a machine, and the TOML files that describe machines.
 
-An operator takes a latency, and the longer of its products at the reached part of the peak and its memory at the bandwidth.
-A collective takes a latency for each step of its algorithm and its bytes over the slowest link: the faster of a ring and a tree.
+An operator takes a latency plus the longer of two times: its matrix products at the reachable part of the peak, and its
+memory traffic at the memory bandwidth. A collective takes a latency for each step of its algorithm plus its bytes over
+the slowest link; an all-reduce takes the faster of a ring and a tree.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ _MAY_BE_ZERO = ("operator_latency", "node_latency", "network_latency", "overlap"
 
 
 def known_hardware() -> list[str]:
-    """The machines that have a file here."""
+    """Return the names of the machines with a file in this package."""
     return sorted(path.stem for path in _FOLDER.glob("*.toml"))
 
 
 def load_hardware(name: str) -> Hardware:
-    """A machine by its name, or the path of a TOML file with the same keys."""
+    """Load a machine by its name, or from the path of a TOML file with the same keys."""
     path = local_path(name, "--hardware") if name.endswith(".toml") else _FOLDER / f"{name}.toml"
     if not path.exists():
         raise ConfigError(
@@ -73,29 +74,32 @@ def _checked(given: dict[str, Any], path: Path) -> Hardware:
 
 
 class Clock:
-    """Says how long things take on one kind of machine. Ranks fill nodes one after another."""
+    """Estimates the time of operators and collectives on one kind of machine. Ranks fill nodes in order."""
 
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
         self._links: dict[tuple[int, ...], tuple[Link, int]] = {}
 
     def operator(self, flops: float, moved: float, dtype: torch.dtype) -> float:
-        """An operator that does so many flops, in products, and reads and writes so many bytes."""
+        """Return the seconds of an operator with these flops in matrix products, and `moved` bytes of memory traffic."""
         machine = self.hardware
         computed = flops / (self.peak(dtype) * machine.matmul_efficiency) if flops else 0.0
         return machine.operator_latency + max(computed, moved / machine.memory_bandwidth)
 
     def peak(self, dtype: torch.dtype) -> float:
-        """Flop/s of products of a dtype; of one that the machine's file does not name, of the slowest."""
+        """Return the peak flop/s of matrix products in a dtype.
+
+        For a dtype that the machine's file lacks, this is the peak of the slowest dtype.
+        """
         flops = self.hardware.matmul_flops
         return flops.get(str(dtype).removeprefix("torch."), min(flops.values()))
 
     def link(self, ranks: Sequence[int]) -> Link:
-        """Where messages between these ranks go."""
+        """Return the slowest link between these ranks: "node" or "network"."""
         return self._link(tuple(ranks))[0]
 
     def collective(self, op: str, nbytes: int, ranks: Sequence[int]) -> float:
-        """Seconds of one call over these ranks; `nbytes` as of `plan_records.PlannedCollective`."""
+        """Return the seconds of one call over these ranks; `nbytes` is defined as in `plan_records.PlannedCollective`."""
         key = tuple(ranks)
         size = len(key)
         if size < 2:
@@ -150,7 +154,10 @@ _DTYPES = {"cpu": ("float32", "float64", "bfloat16"), "cuda": ("bfloat16", "floa
 
 
 def measure_machine(nproc: int) -> Hardware:
-    """Time products, memory and collectives between `nproc` processes of this machine: gloo on CPUs, NCCL on GPUs."""
+    """Measure matrix products, memory and collectives with `nproc` processes on this machine.
+
+    The backend is gloo on CPUs and NCCL on GPUs.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # More than there are would take turns, and a message wait for its turn: plans know of turns by themselves.
     ranks = min(nproc, torch.cuda.device_count() if device == "cuda" else len(os.sched_getaffinity(0)))
@@ -163,7 +170,7 @@ def measure_machine(nproc: int) -> Hardware:
 
 
 def measured(device: str) -> dict[str, Any]:
-    """What one rank finds; on all ranks of a world alike."""
+    """Measure on one rank; returns the values of the hardware file. All ranks of the world must call."""
     size = dist.get_world_size()
     latency, bandwidth = _link(device) if size > 1 else (0.0, 1e12)
     flops = {name: _products(getattr(torch, name), device) for name in _DTYPES[device]}
@@ -190,7 +197,7 @@ def measured(device: str) -> dict[str, Any]:
 
 
 def to_toml(machine: Hardware) -> str:
-    """The file that `load_hardware` reads."""
+    """Return the text of the file that `load_hardware` reads."""
     lines = ["# Measured by `colonnade plan --measure`. Bytes and seconds."]
     for key, value in asdict(machine).items():
         if key != "matmul_flops":

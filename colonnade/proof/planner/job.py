@@ -1,4 +1,4 @@
-"""What a user gives a plan: the functions that make the model, its batch, its loss and its optimizer."""
+"""The input of a plan: functions that make the model, a batch, the loss and the optimizer."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ ASSUMED_LOSS = "no criterion was given and the model has none, so its loss is as
 
 @dataclass(frozen=True)
 class Job:
-    """Functions of `config` and `context`, either or none of them, as the training script has them.
+    """The functions of a training script that `plan` calls.
 
-    `build` returns the model, or what `colonnade.split` returns. `batch` returns what one rank gets for one pass: (data, label),
-    a tensor or a dict. `criterion` returns the loss function; without it, the model's `criterion()`. `optimizer` takes parameters.
+    Each may have the parameters `config` and `context`, or none.
+
+    `build` returns the model, or the result of `colonnade.split`. `batch` returns the data of one rank for one pass:
+    (data, label), a tensor or a dict. `criterion` returns the loss function; default: the model's `criterion()`.
+    `optimizer` is called with parameters.
     """
 
     build: Callable[..., Any]
@@ -32,7 +35,7 @@ class Job:
     optimizer: Callable[..., Any] | None = None
 
     def loaded(self, context: ParallelContext) -> Any:
-        """What the loader gives a rank for one pass."""
+        """Return the batch of one rank for one pass. Raises ConfigError if the batch has no tensor."""
         batch = _called(self.batch, context, "batch")
         if not any(isinstance(leaf, Tensor) and leaf.dim() for leaf in tree_leaves(batch)):
             raise ConfigError(
@@ -42,14 +45,14 @@ class Job:
         return batch
 
     def given_criterion(self, model: nn.Module, context: ParallelContext) -> Any:
-        """The criterion of the job, or the one that the model makes by `criterion()`; None where there is neither."""
+        """Return the criterion of the job, or the result of the model's `criterion()`; None if there is neither."""
         if self.criterion is not None:
             return _called(self.criterion, context, "criterion")
         own = getattr(model, "criterion", None)
         return own() if callable(own) else None
 
     def stepper(self, model: nn.Module, notes: dict[str, None]) -> Any:
-        """The optimizer of a model that is on the meta device."""
+        """Make the optimizer for a model on the meta device; AdamW, with a note, if the job has none."""
         if self.optimizer is None:
             notes[ASSUMED_OPTIMIZER] = None
             return torch.optim.AdamW(model.parameters())
@@ -61,6 +64,6 @@ def _called(function: Callable[..., Any], context: ParallelContext, what: str) -
 
 
 def no_loss(*outputs: Any) -> Tensor:
-    """A loss that reads what the model gives."""
+    """Return a loss that depends on all outputs of the model, for jobs without a criterion."""
     found = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
     return torch.stack([each.mean().float() for each in found]).sum()

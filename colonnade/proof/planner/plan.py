@@ -1,4 +1,4 @@
-"""A whole job before it runs: groups, memory, collectives, timeline and step time, from the records that a run uses."""
+"""`plan`: estimate groups, memory, collectives, timeline and step time of a job before it runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from colonnade.proof.roles import stage_of
 from colonnade.texts import pattern_of
 
 GROUPS_SHOWN = 16
-"""Of a mode whose groups follow from digits, so many are listed."""
+"""The number of groups that are listed of a mode with `digits`."""
 
 
 def plan(
@@ -30,10 +30,11 @@ def plan(
     context: ParallelContext | None = None,
     known: Known | None = None,
 ) -> Plan:
-    """Plan a job of so many ranks on such machines. Starts no process, and needs no device.
+    """Plan a job on `world_size` ranks of a machine. Starts no process and needs no device.
 
-    Without a `job`: the groups and communicators alone. `context` is each kind of rank in turn, as long as its model is built
-    and run; by default the global one, which a model's code may ask. `known` has passes of other plans of the same job.
+    Without a `job`, the plan has only groups and communicators. `context` simulates each kind of rank in turn while the
+    model is built and run; default: the global context, which the model's code may read. `known` caches passes between
+    plans of the same job.
     """
     if context is None:
         from colonnade.core import global_context  # what a model's own code asks

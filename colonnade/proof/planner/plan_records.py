@@ -1,7 +1,7 @@
-"""What a plan holds: plain records, all of them frozen, that become JSON by `to_dict()`.
+"""The records of a plan: frozen dataclasses that `to_dict()` converts to JSON values.
 
-Bytes are bytes, times are seconds, and everything "per step" is of one optimizer step of one rank, unless it says
-otherwise. Ranks that differ only in coordinates that do not matter are one `RankClass`.
+Memory is in bytes and times are in seconds. Everything "per step" is of one optimizer step of one rank, unless stated
+otherwise. Ranks that differ only in coordinates without influence on the plan are one `RankClass`.
 """
 
 from __future__ import annotations
@@ -10,57 +10,58 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 Link = Literal["node", "network"]
-"""Where a message goes: inside one node, or between nodes. A group that is in several nodes is "network"."""
+"""The slowest link of a message: inside one node, or between nodes. A group with ranks in several nodes is "network"."""
 
 When = Literal["forward", "backward", "pipeline", "gradients", "step"]
-"""In which part of a step a collective is called."""
+"""The part of a step in which a collective is called."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """The stated model of the machines: what one device computes, and what links carry. From a TOML file."""
+    """The time model of the machines: the speed of one device and of the links. Read from a TOML file."""
 
     name: str
     devices_per_node: int
     memory: int
     """Bytes of one device that a job may use."""
     matmul_flops: dict[str, float]
-    """Peak of a matrix product, in flop/s, by dtype ("bfloat16", "float32", ...)."""
+    """Peak of matrix products in flop/s, by dtype ("bfloat16", "float32", ...)."""
     matmul_efficiency: float
-    """The part of that peak that large products reach."""
+    """The fraction of this peak that large products reach."""
     memory_bandwidth: float
-    """Bytes/s that an operator which only moves memory reads and writes."""
+    """Bytes/s that an operator without matrix products reads and writes."""
     operator_latency: float
-    """Seconds that any operator takes at least."""
+    """The shortest time of any operator in seconds."""
     node_bandwidth: float
-    """Bytes/s that a device sends to another of its node, and receives at once."""
+    """Bytes/s that a device sends to another device of its node, while it receives as many."""
     node_latency: float
     network_bandwidth: float
-    """Bytes/s of a device's part of what goes out of its node."""
+    """Bytes/s that one device sends to other nodes."""
     network_latency: float
     overlap: float = 1.0
-    """The part of a collective that may run behind computation and costs no time there: 1 with engines of its own."""
+    """The fraction of a collective that may overlap with computation at no cost; 1: communication has its own hardware."""
     at_once: int = 0
-    """How many devices of a node compute at full speed at once, where they share cores; 0: all."""
+    """The number of devices of a node that compute at full speed concurrently, if they share cores; 0: all."""
     backend: str = "nccl"
     device: str = "cuda"
     source: str = ""
-    """Where the numbers are from."""
+    """The origin of the numbers."""
 
 
 @dataclass(frozen=True)
 class ModeGroups:
     """The groups of one mode.
 
-    `digits` say all of them: (stride, size) slowest first; a rank's group are the ranks that differ from it in these digits
-    only. Where groups are no such product `digits` is None, and `groups` lists all; else the first few.
+    `digits` describe all groups: (stride, size), slowest first. The group of a rank are the ranks that differ from it
+    only in these digits. If the groups are no such product, `digits` is None and `groups` lists all of them; otherwise
+    `groups` has the first few.
     """
 
     mode: str
     size: int
     count: int
     data: str
-    """"same" or "distinct": what the ranks of a group see; "" for the world."""
+    """Whether the ranks of a group see the "same" or "distinct" data; "" for the world."""
     digits: tuple[tuple[int, int], ...] | None
     groups: tuple[tuple[int, ...], ...]
     link: Link
@@ -70,21 +71,23 @@ class ModeGroups:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of one rank of a class, on its device, at the fullest moment of a step."""
+    """Device memory of one rank of a class, in bytes, at the peak of a step."""
 
     parameters: int
     gradients: int
     state: int
-    """The optimizer's, with master copies."""
+    """Optimizer state, with master copies."""
     activations: int
-    """What is kept for backward by all micro-batches in flight, and the most that operators hold beyond that; or what the
-    optimizer's step holds, where that is the fullest moment."""
+    """Activations for backward of all micro-batches in flight, and temporary memory.
+
+    Temporary memory is the largest of the operators or, if the peak is there, that of the optimizer's step.
+    """
     communication: int
-    """Buffers of gradients on their way that are no gradients, and what collectives of the model keep."""
+    """Communication buffers that are no gradients, and memory that the model's collectives keep."""
     buffers: int = 0
-    """Of the model: running means, masks, tables."""
+    """Buffers of the model: running means, masks, tables."""
     host: int = 0
-    """On the host, beside the device: what was offloaded."""
+    """Offloaded memory on the host, not part of `total`."""
 
     @property
     def total(self) -> int:
@@ -95,8 +98,8 @@ class MemoryPlan:
 class PlannedCollective:
     """Calls of one kind that one rank of a class makes in a step.
 
-    `bytes` are those of one call: the tensor that is reduced, the whole that is gathered or scattered, what is sent point
-    to point. `seconds` is the time of all `count` calls by the stated model, of which `exposed` is not hidden behind
+    `bytes` is the size of one call: the reduced tensor, the full gathered or scattered tensor, or the sent message.
+    `seconds` is the estimated time of all `count` calls; `exposed` is the part of it that does not overlap with
     computation.
     """
 
@@ -110,34 +113,40 @@ class PlannedCollective:
     exposed: float
     when: When
     what: str = ""
-    """What it is for, in words: the layer's call, the handler, the clip."""
+    """The purpose in words: the layer's call, the handler, the clip."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one micro-batch costs on one stage: seconds (with the collectives that nothing hides), and what they are of."""
+    """The cost of one micro-batch on one stage.
+
+    The seconds include collectives that do not overlap with computation.
+    """
 
     stage: int
     forward: float
     backward_input: float
     backward_weight: float
     flops: float
-    """Of forward and backward."""
+    """Flops of forward and backward."""
     recomputed: float
-    """Of these, what backward computes a second time."""
+    """The part of `flops` that backward recomputes (activation checkpointing)."""
     moved: float
-    """Bytes that operators read and write, forward and backward."""
+    """Bytes that operators read and write in forward and backward."""
     kept: int
     """Bytes kept from forward to backward."""
     peak: int
-    """Bytes that backward or forward hold for a moment, beyond what is kept."""
+    """The largest temporary memory of forward or backward in addition to `kept`, in bytes."""
     output: int
-    """Bytes that go to the next stage."""
+    """Bytes sent to the next stage."""
 
 
 @dataclass(frozen=True)
 class RankClass:
-    """Ranks that have the same parameters, groups of the same shape and the same work: `rank` is the first of `count`."""
+    """Ranks with the same parameters, the same work and groups of the same shape.
+
+    `rank` is the first of `count` ranks.
+    """
 
     name: str
     rank: int
@@ -145,19 +154,19 @@ class RankClass:
     pipeline_rank: int
     stages: tuple[int, ...]
     parameters: int
-    """Elements on one of these ranks."""
+    """The number of elements on one of these ranks."""
     memory: MemoryPlan
     collectives: tuple[PlannedCollective, ...]
     work: tuple[Work, ...]
     step_seconds: float
-    """The optimizer's step itself (clipping and update), without collectives."""
+    """The time of the optimizer's step (clipping and update) without collectives."""
     live: float = 1.0
-    """Of how many micro-batches activations are kept at once, at most."""
+    """The largest number of micro-batches whose activations are kept at the same time."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """One action of a pipeline rank: `kind` is F, B, I or W."""
+    """One action of a pipeline rank. `kind` is F (forward), B (backward), I (input gradient) or W (weight gradient)."""
 
     kind: str
     stage: int
@@ -168,7 +177,10 @@ class Interval:
 
 @dataclass(frozen=True)
 class PlannedTimeline:
-    """When each pipeline rank computes what. `bubble`: the pipeline bubble, as `schedule.simulate.bubble_of` has it."""
+    """The start and end of each action of each pipeline rank.
+
+    `bubble` is the pipeline bubble as in `schedule.simulate.bubble_of`.
+    """
 
     schedule: str
     num_microbatches: int
@@ -177,51 +189,54 @@ class PlannedTimeline:
     makespan: float
     bubble: float
     equal_bubble: float
-    """The bubble of this table were every pass of a stage as long as every other, and transfers free."""
+    """The bubble of the same schedule if all passes took equally long and transfers took no time."""
 
 
 @dataclass(frozen=True)
 class LedgerLine:
-    """Parameters of one pattern of names that lie alike, and one sum that their gradients owe."""
+    """One required gradient reduction of the parameters with a name pattern and a placement."""
 
     parameters: str
     count: int
-    """On one rank: the one that has most of them."""
+    """The number of these parameters on the rank that has most of them."""
     elements: int
-    """On that rank, all `count` together."""
+    """The number of elements of these parameters on that rank."""
     stages: tuple[int, ...]
     placement: str
     mode: str
-    """"" where nothing is owed."""
+    """"" if no reduction is required."""
     ranks: int
-    """The size of the group that is summed over."""
+    """The size of the group over which the gradients are reduced."""
     divisor: float
     done_by: str
 
 
 @dataclass(frozen=True)
 class Totals:
-    """The whole step. `step_seconds` is the sum of the four parts that follow; what the passes take is the mean of the pipeline's
-    ranks, what comes after them that of the slowest class of ranks."""
+    """The totals of a step.
+
+    `step_seconds` is the sum of the four parts that follow. Times of passes are means over the pipeline ranks; times
+    after the passes are those of the slowest class of ranks.
+    """
 
     world_size: int
     parameters: int
-    """Elements of the whole model."""
+    """The number of elements of the full model."""
     step_seconds: float
     compute_seconds: float
     exposed_seconds: float
-    """Collectives that nothing hides."""
+    """The time of collectives that do not overlap with computation."""
     bubble_seconds: float
-    """Of the pipeline: `Timeline.bubble` of the makespans of a step."""
+    """Pipeline bubble: `Timeline.bubble` of the makespans of a step."""
     optimizer_seconds: float
     samples: int
-    """Samples of one step of the world."""
+    """Samples of all ranks in one step."""
     tokens: int
-    """Tokens of one step of the world; 0 where the batch has no tokens."""
+    """Tokens of all ranks in one step; 0 if the batch has no tokens."""
     flops: float
-    """Of all ranks, in one step, with what is computed a second time."""
+    """Flops of all ranks in one step, including recomputation."""
     model_flops: float
-    """Without it."""
+    """`flops` without recomputation."""
     mfu: float
     """Model flops utilisation: model_flops / (step_seconds x ranks x peak)."""
     hfu: float
@@ -229,16 +244,16 @@ class Totals:
     peak_memory: int
     fits: bool
     bytes_inside_nodes: int
-    """Sent by all ranks in a step."""
+    """Bytes that all ranks send in a step to ranks of the same node."""
     bytes_between_nodes: int
     communicators: int
-    """To create, in the whole world."""
+    """The number of communicators that the whole world creates."""
     communicators_per_rank: int
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A whole job, before it runs."""
+    """The result of `plan`: the estimate of a job."""
 
     config: dict[str, Any]
     axes: dict[str, int]
@@ -250,10 +265,13 @@ class Plan:
     totals: Totals
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
-    """What `initialize` would refuse."""
+    """The errors that `initialize` would raise."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON; `Memory.total` is written out, and a row of the timeline is a list of lists."""
+        """Return plain values, for JSON.
+
+        `MemoryPlan.total` is included, and a row of the timeline is a list of lists.
+        """
         plain = {each.name: _plain(getattr(self, each.name)) for each in fields(self) if each.name != "timeline"}
         for one, made in zip(self.classes, plain["classes"], strict=True):
             made["memory"]["total"] = one.memory.total
@@ -262,7 +280,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One layout that `search` looked at: its sizes, what it would take, and why it was cut (or "")."""
+    """One layout that `search` examined: its sizes, its estimated cost, and the reason for its rejection ("": it fits)."""
 
     layout: dict[str, Any]
     reason: str
@@ -276,21 +294,21 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Layouts that fit, fastest first; and those that were cut, with the reason of each."""
+    """The layouts that fit, fastest first, and the rejected layouts (`cut`) with the reason of each."""
 
     world_size: int
     hardware: Hardware
     fitting: tuple[Candidate, ...]
     cut: tuple[Candidate, ...]
     config: str
-    """The winner as a config to paste; "" where nothing fits."""
+    """The config of the fastest layout as text; "" if no layout fits."""
     verify: str
-    """Commands that write the config of its small twin, and verify it on this machine."""
+    """Shell commands that write the config of a small version of this layout, and verify it on this machine."""
     best: Plan | None = None
     notes: tuple[str, ...] = field(default=())
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         plain = {each.name: _plain(getattr(self, each.name)) for each in fields(self) if each.name != "best"}
         return {**plain, "best": None if self.best is None else self.best.to_dict()}
 

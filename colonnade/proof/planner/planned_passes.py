@@ -1,4 +1,4 @@
-"""One micro-batch through one stage, forward and backward, on fake tensors: what is computed, sent and kept."""
+"""The cost of one micro-batch on one stage: its forward and backward pass run on fake tensors and are recorded."""
 
 from __future__ import annotations
 
@@ -25,14 +25,20 @@ from colonnade.texts import pattern_of
 
 @dataclass(frozen=True)
 class StagePass:
-    """What a micro-batch costs on a stage. `kept`: bytes from forward to backward; `waiting`: between the two parts of backward,
-    where they are apart; `extra`: the most for a moment beyond that, in forward, backward and its two parts. `output`: what goes
-    to the next stage; `counted`: the loss is (sum, count)."""
+    """The cost of one micro-batch on one stage.
+
+    Attributes:
+        kept: Bytes kept from forward to backward.
+        waiting: Bytes kept between the two parts of a split backward.
+        extra: The largest temporary memory in addition to `kept`: in forward, backward, and the two parts of backward.
+        output: The output of the stage, the input of the next one.
+        counted: Whether the loss is (sum, count).
+    """
 
     forward: Cost
     backward: Cost
     input_part: float
-    """The part of backward that the stage before waits for, where the two are apart."""
+    """The fraction of backward that computes input gradients, for which the previous stage waits."""
     kept: int
     waiting: int
     extra: tuple[int, int, int, int]
@@ -42,15 +48,15 @@ class StagePass:
     returned: int
     counted: bool
     rank: int = 0
-    """The rank that ran it, among those that are alike: its calls are to that rank's groups."""
+    """The rank that ran the pass, on behalf of all ranks of its kind; its calls have the groups of this rank."""
     result: int = 0
-    """Bytes that the last stage gives back to the caller, and so keeps to the end of the step."""
+    """Bytes that the last stage returns to the caller, which keeps them to the end of the step."""
     pending: int = 0
-    """Bytes of large gradients that wait beside their bucket until it is full, where `extra` does not have them."""
+    """Bytes of large gradients that are held next to their bucket until it is full, if `extra` does not contain them."""
 
 
 def fake_module(module: nn.Module, device: str = "cpu") -> None:
-    """Give every parameter and buffer of a module memory that is not there; to be called in a fake mode."""
+    """Replace every parameter and buffer of a module by a fake tensor. Call it in a fake mode. Ties are kept."""
     places = [(each, name, p) for each in module.modules() for name, p in each._parameters.items() if p is not None]
     module._apply(lambda tensor: torch.empty_like(tensor, device=device))
     first: dict[int, nn.Parameter] = {}
@@ -71,10 +77,21 @@ def run_stage(
     fresh: Collection[int] = (),
     pending: Sequence[tuple[Collection[int], Collection[int]]] = (),
 ) -> StagePass:
-    """Run a stage as the executor does. `criterion`: at the last stage. `apart`: the table has I and W. `fresh`: the ids of
-    parameters that have no gradient before it: theirs come one after another, as a part of what the pass takes. The gradients of
-    all others lie in buckets, or are there from the pass before, and are counted elsewhere. `pending`: for each bucket that moves
-    large gradients only when it is full, the ids of its large parameters and of all that it has."""
+    """Run a stage on a micro-batch like the executor, and return the cost.
+
+    Args:
+        stage: The number of the stage.
+        module: The stage, on fake tensors.
+        micro_batch: The micro-batch.
+        inputs: The output of the previous stage.
+        criterion: The criterion; used at the last stage.
+        recorder: Records the operators and their memory.
+        apart: Whether the schedule splits backward into I (input gradients) and W (weight gradients).
+        fresh: The ids of parameters without a gradient before this pass: autograd allocates their gradients during the pass, so
+            the pass has this memory. The memory of all other gradients is counted elsewhere: in buckets, or by an earlier pass.
+        pending: For each bucket that copies large gradients only when it is full: (ids of its large parameters, ids of all its
+            parameters).
+    """
     for parameter in module.parameters():
         parameter.grad = None
     with _elsewhere([p for p in module.parameters() if p.requires_grad and id(p) not in fresh], recorder, pending):
@@ -258,7 +275,7 @@ _FEWEST = 3
 
 @dataclass(frozen=True)
 class Repeat:
-    """Layers [start, start + unit x times) of a container are the same `unit` layers so many times."""
+    """`times` repetitions of the same `unit` layers in a container, from the layer with the index `start` on."""
 
     container: nn.Module
     start: int
@@ -267,7 +284,7 @@ class Repeat:
 
     @contextmanager
     def shortened(self, times: int) -> Iterator[None]:
-        """The container with this many repetitions."""
+        """Remove repetitions from the container until the end of the block, so that `times` of them are left."""
         stop, end = self.start + self.unit * times, self.start + self.unit * self.times
         if isinstance(self.container, Stage):
             names = self.container.layer_names
@@ -289,9 +306,10 @@ class Repeat:
 
 
 def run_repeated(module: nn.Module, run: Callable[[], StagePass], sharded: bool = False) -> StagePass:
-    """`run()`, which passes once through the module; of many equal blocks only a few are run.
+    """Return the cost of `run()`, one pass through the module, by running only a few of its repeated layers.
 
-    `sharded`: FSDP2 must see all of them when it starts, and its first pass is not like the others.
+    `sharded`: the module uses FSDP2, which must see all layers when it starts, and whose first pass differs from the
+    others.
     """
     found = find_repeat(module)
     if sharded:
@@ -308,7 +326,7 @@ def run_repeated(module: nn.Module, run: Callable[[], StagePass], sharded: bool 
 
 
 def find_repeat(module: nn.Module) -> Repeat | None:
-    """The longest run of equal layers in a list, a sequence or a stage."""
+    """Return the longest sequence of repeated layers in a container or stage; None if there is none."""
     best: Repeat | None = None
     for each in module.modules():
         layers = _layers(each)
@@ -319,7 +337,7 @@ def find_repeat(module: nn.Module) -> Repeat | None:
 
 
 def signature(module: nn.Module) -> Any:
-    """What two modules have in common whose passes cost the same: their layers and parameters, but for numbers in names."""
+    """Return a value that is equal for modules with equal cost: their layers and parameters, without numbers in names."""
     layers = tuple(
         (type(each).__name__, str(vars(each).get("_colonnade_runs")))
         if next(each.children(), None) is not None
@@ -355,7 +373,11 @@ def _runs(container: nn.Module, kinds: list[Any]) -> Iterator[Repeat]:
 
 
 def extended(one: StagePass, two: StagePass, more: int) -> StagePass:
-    """The pass that comes `more` steps after `two`, which comes one after `one`: every number goes on as it did."""
+    """Extrapolate the cost of a pass linearly.
+
+    `one` and `two` are passes with one and two repetitions of some layers; the result has `more` repetitions than
+    `two`.
+    """
 
     def on(first: float, second: float) -> Any:
         return second + more * (second - first)

@@ -1,4 +1,4 @@
-"""The sums of gradients of one rank, planned: handlers, ledger and buckets as `initialize` makes them, on memory that is not there."""
+"""The gradient reductions of one rank in a plan: the code of `initialize` makes them for fake tensors."""
 
 from __future__ import annotations
 
@@ -30,25 +30,29 @@ from colonnade.parallel.placement import local_part
 from colonnade.proof.planner.recorder import OperatorRecorder, PlannedCall
 
 NOTE_BYTES = 16
-"""What each rank of a group says of its gradients at every step, where the host waits for sums: the step and a digest."""
+"""Bytes of the message about its gradients that each rank of a group sends in every step, if the host waits for reductions.
+"""
 
 
 @dataclass(frozen=True)
 class BucketCalls:
-    """The collectives of one bucket, and whether they may start in backward."""
+    """The collectives of one bucket, and whether they may start during backward (`early`)."""
 
     calls: tuple[PlannedCall, ...]
     early: bool
     numel: int
     every_pass: bool = False
     beside: int = 0
-    """Bytes that are held as long as they are under way, beside the bucket."""
+    """Bytes that are held in addition to the bucket while its collectives run."""
 
 
 @dataclass(frozen=True)
 class PendingGradients:
-    """The large gradients of one bucket, which on the CPU are beside it from backward until it is full. `large` and `members`
-    (all parameters of the bucket) are places among the module's parameters; `nbytes` is the size of the large gradients."""
+    """The large gradients of one bucket on the CPU, where they are held next to the bucket until it is full.
+
+    `large` are the indices of these parameters in the module, `members` those of all parameters of the bucket; `nbytes`
+    is the size of the large gradients.
+    """
 
     large: frozenset[int]
     members: frozenset[int]
@@ -57,8 +61,10 @@ class PendingGradients:
 
 @dataclass
 class GradientPlan:
-    """What one rank sums and holds; `rank` is the one that it was planned for, among those that are alike. `buckets` in the
-    order in which they start; `gathers` bring parameters back (ZeRO)."""
+    """The gradient reductions and the memory of one rank. `rank` represents all ranks of its kind.
+
+    `buckets` are in the order in which they start; `gathers` all-gather parameters (ZeRO).
+    """
 
     ledger: Ledger
     rank: int = 0
@@ -74,17 +80,20 @@ class GradientPlan:
     stepped: int = 0
     """Bytes that the optimizer's step reads and writes."""
     beside: int = 0
-    """Bytes that the last sum and the gathers keep for a moment, when all passes have ended."""
+    """Temporary bytes of the last reduction and the gathers, after all passes."""
     stepping: int = 0
-    """Bytes that the optimizer's step keeps for a moment."""
+    """Temporary bytes of the optimizer's step."""
     loose: frozenset[int] = frozenset()
-    """Places, among the module's parameters, of those whose gradients autograd makes anew in each step: they lie in no bucket."""
+    """The indices of parameters whose gradients are in no bucket, so that autograd allocates them in each step."""
     loose_bytes: int = 0
-    """Of `gradients`, what these take."""
+    """The part of `gradients` that belongs to `loose`."""
     pending: tuple[PendingGradients, ...] = ()
-    """By bucket, on the CPU; a device moves all gradients of a bucket when it is full, and `largest` stands for them."""
+    """By bucket, on the CPU.
+
+    On a GPU, all gradients of a bucket are copied when it is full, and `largest` has their memory.
+    """
     carries_counts: bool = False
-    """Whether counts of losses ride with a bucket."""
+    """Whether a bucket also reduces the counts of losses."""
 
 
 class _Queued(DeviceCollectiveTransport):
@@ -116,7 +125,10 @@ def plan_gradients(
     notes: dict[str, None],
     problems: dict[str, None],
 ) -> GradientPlan:
-    """The sums that this rank's part of a model needs; what `initialize` would refuse goes into `problems`."""
+    """Return the gradient reductions of this rank's part of a model.
+
+    Errors that `initialize` would raise are added to `problems`.
+    """
     rank, config = context.get_global_rank(), context.config
     try:
         optimizer = prepare_optimizer(optimizer, model, context)

@@ -1,4 +1,4 @@
-"""What the ranks of a world have and do, planned once for each kind: stages, passes, sums of gradients."""
+"""The plan of every kind of rank in a world: its stages, passes and gradient reductions, computed once per kind."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from colonnade.proof.roles import built, first_ranks, stage_of
 
 
 class FakeGroups(ProcessGroups):
-    """The groups that one rank asks for, made when it does: of a large world these are few."""
+    """The process groups of one rank, created on demand: in a large world, a rank needs only a few."""
 
     def group(self, ranks: Iterable[int]) -> Any:
         key = tuple(ranks)
@@ -62,13 +62,13 @@ class FakeGroups(ProcessGroups):
         return super().group(key)
 
     def second_group(self, ranks: Iterable[int], rank_sets: Iterable[Iterable[int]], backend: str) -> Any:
-        """The fake backend moves every kind of memory, so the first group does."""
+        """Return the first group again, because the fake backend supports all devices."""
         return self.group(ranks)
 
 
 @contextmanager
 def fake_rank(config: Config, world_size: int, rank: int, context: ParallelContext) -> Iterator[FakeGroups]:
-    """`context` is this rank of a world that is not there, but in which it can talk."""
+    """Make `context` simulate a rank of a world without processes, in which collectives return at once."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # the backend "fake" comes with it
 
     hook = sys.excepthook
@@ -94,7 +94,7 @@ NOT_PLANNED = {
 
 @dataclass(frozen=True)
 class PlannedParameter:
-    """One parameter that a kind of rank has: elements there, and of the whole."""
+    """A parameter of a kind of rank: the number of elements on the rank (`elements`) and of the full tensor (`whole`)."""
 
     name: str
     elements: int
@@ -104,9 +104,10 @@ class PlannedParameter:
 
 @dataclass
 class Kinds:
-    """The kinds of ranks of a world, one for each pipeline rank (more where some ranks are in no group of a mode).
+    """The kinds of ranks of a world: one for each pipeline rank, or more if some ranks are in no group of a mode.
 
-    `of_rank`: first rank of a kind -> what it has. `passes`: by stage. `table`: the order of passes; None without a pipeline.
+    `models`, `gradients` and `parameters` are by the first rank of a kind, `passes` by stage. `table` is the order of
+    passes; None without a pipeline.
     """
 
     layout: Layout
@@ -120,13 +121,13 @@ class Kinds:
     parameters: dict[int, list[PlannedParameter]] = field(default_factory=dict)
     data: Any = None
     one_pass: bool = False
-    """Whether a step is one pass, so that gradients in no bucket come with it, and the pass's memory has them."""
+    """Whether a step has only one pass. Then the memory of the pass contains the gradients that are in no bucket."""
     notes: dict[str, None] = field(default_factory=dict)
     problems: dict[str, None] = field(default_factory=dict)
 
 
 class Known:
-    """Passes that were run for other plans of one job, which may be asked again."""
+    """A cache of the passes that other plans of the same job have run."""
 
     def __init__(self) -> None:
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -136,7 +137,7 @@ class Known:
 def plan_ranks(
     config: Config, world_size: int, job: Job, clock: Clock, context: ParallelContext, known: Known | None = None
 ) -> Kinds:
-    """Build the model on the meta device, plan the sums of each kind of rank, and run each kind of stage on fake tensors."""
+    """Plan the gradient reductions of each kind of rank, and run each stage on fake tensors."""
     return _Planning(config, world_size, job, clock, context, known or Known()).run()
 
 
@@ -374,7 +375,10 @@ def _joined(one: GradientPlan | None, other: Any) -> GradientPlan:
 
 
 def samples_of(data: Any) -> tuple[int, int]:
-    """(rows, tokens) of what a rank gets for a pass; tokens are integers of two dimensions."""
+    """Return (rows, tokens) of a rank's data for one pass.
+
+    Tokens are the elements of the first two-dimensional integer tensor.
+    """
     tensors = [leaf for leaf in tree_leaves(data) if isinstance(leaf, Tensor) and leaf.dim()]
     tokens = next((t.numel() for t in tensors if t.dim() == 2 and not t.is_floating_point()), 0)
     return len(tensors[0]), tokens

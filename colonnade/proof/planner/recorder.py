@@ -1,6 +1,6 @@
-"""Records what runs under it: collectives with their bytes, products with their flops, memory that is alive.
+"""Records operators: collectives with their bytes, matrix products with their flops, and live memory.
 
-The same recorder counts a real run and a planned one, which runs on fake tensors: it sees what torch is asked to do.
+The same recorder is used for a real run and for a plan, which runs on fake tensors.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ OPS = {
     "send": "send",
     "recv_": "receive",
 }
-"""Torch's names of collectives, and ours."""
+"""torch's names of collectives, and the names in a plan."""
 
 _WHOLE_OF = {"all_gather": 0, "reduce_scatter": 1, "all_to_all": 1}
-"""Which argument of a call is the larger tensor, where there are two; all_to_all: what is sent."""
+"""The index of the larger tensor among the arguments of a call with two tensors; for all_to_all, that of the sent tensor."""
 
 
 @dataclass(frozen=True)
 class PlannedCall:
-    """One collective: the bytes of its tensor (of the whole, where parts are gathered or scattered), and its group's ranks."""
+    """One collective: the bytes of its tensor (of the full tensor for a gather or scatter), and the ranks of its group."""
 
     op: str
     bytes: int
@@ -62,21 +62,22 @@ class PlannedCall:
 
 @dataclass
 class Cost:
-    """What operators did: seconds by the hardware's model, and what these are of."""
+    """The cost of operators: their estimated seconds, flops, memory traffic and collectives."""
 
     seconds: float = 0.0
     flops: float = 0.0
     graded: float = 0.0
-    """Flops that were done with gradients on: in a backward pass, what is computed a second time."""
+    """Flops that ran with gradients enabled: in a backward pass, recomputation."""
     moved: float = 0.0
     operators: int = 0
     calls: list[PlannedCall] = field(default_factory=list)
 
 
 class OperatorRecorder(TorchDispatchMode):
-    """Counts what this thread does while it is on. `clock` says how long an operator takes: (flops, bytes, dtype) -> s.
+    """Records the operators of this thread while it is active.
 
-    `resizes`: memory is given back and taken again without a new tensor, as FSDP2 does.
+    `clock` estimates the seconds of an operator from (flops, bytes, dtype). `memory`: whether live memory is recorded.
+    `resizes`: storages are freed and allocated again under the same tensor, as FSDP2 does.
     """
 
     def __init__(self, clock: Any = None, memory: bool = False, resizes: bool = False) -> None:
@@ -107,16 +108,19 @@ class OperatorRecorder(TorchDispatchMode):
         return found
 
     def take(self) -> Cost:
-        """What was counted since the last time."""
+        """Return the cost since the last call."""
         cost, self.cost = self.cost, Cost()
         return cost
 
     def start_peak(self) -> None:
-        """The peak is that of what follows."""
+        """Reset the peak to the current live memory."""
         self.peak = self.live
 
     def hold(self, tensor: Tensor, in_place: bool = False) -> None:
-        """Count the memory of a tensor until it goes. `in_place`: a real run would write to what it was made of, which goes now."""
+        """Count the memory of a tensor until it is freed.
+
+        `in_place`: a real run would write into an input that is freed now, so the peak does not grow.
+        """
         if self._resizes:
             self.look_again()
         storage = tensor.untyped_storage()
@@ -130,7 +134,7 @@ class OperatorRecorder(TorchDispatchMode):
             self.peak = max(self.peak, self.live)
 
     def look_again(self) -> None:
-        """Count all memory anew that was given another size."""
+        """Update the sizes of storages that have been resized."""
         for key, (size, reference) in list(self._alive.items()):
             storage = reference()
             if storage is not None and (now := storage.nbytes()) != size:
@@ -236,12 +240,17 @@ _FREE = frozenset(
         *(_aten._unsafe_view, _aten.lift, _aten.detach_, _aten.record_stream),
     ]
 )
-"""What touches no memory, beside views: new memory as it is, and other names of the same memory whose schema does not say so."""
+"""Operators, in addition to views, that touch no memory: allocations without a value, and aliases whose schema shows no
+alias.
+"""
 _IN_PLACE_ELSEWHERE = frozenset(
     [_aten.scatter_add, _aten.scatter, _aten.index_add, _aten.index_put, _aten.masked_fill, _aten.masked_scatter]
 )
-"""What autograd does out of place for fake tensors, to memory that it has just made, and in place for others. Where what it was
-done to stays after all, the next tensor's peak has both."""
+"""Operators that autograd runs out of place for fake tensors and in place for real ones.
+
+A real run writes into memory that autograd has just allocated. If that input stays alive after all, the peak of the
+next tensor includes both.
+"""
 
 
 @cache
@@ -271,7 +280,7 @@ Calls = Counter[tuple[str, int, int]]
 
 @dataclass(frozen=True)
 class Observed:
-    """One rank's step: its collectives, the bytes of its fullest moment, and the seconds of a step."""
+    """The measurements of one rank: collectives of a step, peak memory in bytes, and seconds of a step."""
 
     rank: int
     calls: Calls
@@ -280,10 +289,10 @@ class Observed:
 
 
 def observe(engine: Engine, step: Callable[[], Any], warm: int = 3, timed: int = 5, counted: bool = True) -> Observed:
-    """Run steps of an engine, and count one of them. On every rank alike; `step` runs zero_grad to step.
+    """Run steps of an engine and measure them. All ranks must call; `step` runs one step, from zero_grad to step.
 
-    The first steps are others: buckets are arranged anew, batches compared, memory and messages made ready. `counted`: whether
-    its collectives are noted, which compiled code would be compiled anew for.
+    The first `warm` steps are not measured, because buckets are arranged and memory is allocated in them. `counted`:
+    whether one step runs under an `OperatorRecorder`, which would make compiled code recompile.
     """
     for _ in range(warm):
         step()
@@ -304,7 +313,7 @@ def observe(engine: Engine, step: Callable[[], Any], warm: int = 3, timed: int =
 
 
 def planned_calls(one: RankClass) -> Calls:
-    """The collectives of a plan, counted alike."""
+    """Return the collectives of a plan in the form of `Observed.calls`, for a comparison."""
     found: Calls = Counter()
     for call in (call for call in one.collectives if call.op != "receive"):
         found[call.op, call.bytes, call.ranks] += call.count

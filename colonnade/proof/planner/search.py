@@ -1,4 +1,4 @@
-"""All layouts of a job on so many devices: those that fit memory, fastest first, and why the others were cut."""
+"""`search`: all layouts of a job on a number of devices, the fitting ones by speed, the others with a reason."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from colonnade.proof.roles import built
 
 Layout = dict[str, Any]
 MICRO_BATCHES = (2, 8)
-"""So many times the stages of a pipeline are tried as its number of micro-batches."""
+"""The tried numbers of micro-batches, as multiples of the number of pipeline stages."""
 
 
 def search(
@@ -36,11 +36,11 @@ def search(
     context: ParallelContext | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> SearchResult:
-    """Rank the layouts of data, tensor, pipeline, expert and sequence with stages of ZeRO, micro-batches and checkpointing.
+    """Rank the possible layouts of a job by estimated step time.
 
-    What the config says of other things stays; `parallel`, `zero`, `num_microbatches`, `schedule` and `activation_checkpoint`
-    are chosen here. The job's `batch` is asked for every layout: one that keeps the batch of the world divides it by
-    `context.data_parallel_size`. `say` is told of each layout that is looked at.
+    The search chooses `parallel`, `zero`, `num_microbatches`, `schedule` and `activation_checkpoint`; all other keys of
+    the config are kept. The job's `batch` is called for every layout: to keep the global batch size, it divides that by
+    `context.data_parallel_size`. `say` is called with a line for each examined layout.
     """
     if context is None:
         from colonnade.core import global_context  # what a model's own code asks

@@ -1,4 +1,4 @@
-"""One step in time and memory: the table of passes with their costs, what overlaps, and the fullest moment of each rank."""
+"""Time and memory of one step: the cost of each pass in schedule order, overlapping collectives, and the peak memory."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ from colonnade.proof.planner.recorder import PlannedCall
 from colonnade.proof.roles import stage_of
 
 _SENT = {Kind.SENT_FORWARD: Kind.SEND_FORWARD, Kind.SENT_BACKWARD: Kind.SEND_BACKWARD}
-"""The end of a send, and the send."""
+"""Maps the action that ends a send to the send."""
 _IDLE = 0.5
-"""Of the latency of a message, the part in which a core is free for other ranks (gloo on two cores: 0.45)."""
+"""The fraction of a message's latency in which a core is free for other ranks (gloo on two cores: 0.45)."""
 _PARTS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
-"""In the order of `StagePass.extra`."""
+"""The kinds of passes in the order of `StagePass.extra`."""
 COUNT_BYTES = 16
-"""What ranks add up where losses are (sum, count): two numbers in float64."""
+"""Bytes of the numbers that ranks add up if losses are (sum, count): two numbers in float64."""
 
 
 @dataclass(frozen=True)
 class Times:
-    """Parts of a step; `step` is all of them together."""
+    """The seconds of a step and of its parts; `step` is their sum."""
 
     step: float
     compute: float
@@ -64,7 +64,7 @@ class Times:
 
 
 class Steps:
-    """Puts the passes of all stages into the order of the schedule, and everything else of a step around them."""
+    """Computes the time and memory of a step from the costs of all stages and their order in the schedule."""
 
     def __init__(self, kinds: Kinds, clock: Clock, config: Config) -> None:
         self.kinds, self.clock = kinds, clock
@@ -82,7 +82,7 @@ class Steps:
 
     @cached_property
     def rows(self) -> dict[int, list[TimedAction]]:
-        """When each pipeline rank does what, in one run of the schedule."""
+        """The actions of each pipeline rank with start and end, for one run of the schedule."""
         return replay(self.table, self._cost, self._transfer).rows
 
     @cached_property
@@ -90,7 +90,7 @@ class Steps:
         return max(row[-1].end for row in self.rows.values())
 
     def timeline(self) -> PlannedTimeline:
-        """The picture of it."""
+        """Return the timeline of one run of the schedule."""
         rows = tuple(
             tuple(Interval(t.action.kind.value, t.action.stage, t.action.micro_batch, t.start, t.end) for t in row)
             for _, row in sorted(self.rows.items())
@@ -99,7 +99,10 @@ class Steps:
         return PlannedTimeline(self.kinds.schedule, self.kinds.num_microbatches, rows, self.makespan, bubble, equal)
 
     def times(self) -> Times:
-        """The parts of a step. Where ranks share cores, no less than all work over the cores: computing takes so much longer."""
+        """Return the parts of a step.
+
+        If ranks share CPU cores, a step takes at least the total work divided by the cores.
+        """
         ends = {}
         for rank, gradients in self.kinds.gradients.items():
             ends[rank] = self._row(rank)[-1].end + self._exposed(gradients, rank)
@@ -186,7 +189,7 @@ class Steps:
     # -- kinds of ranks -----------------------------------------------------------------------------------
 
     def classes(self) -> Iterator[RankClass]:
-        """Every kind of rank."""
+        """Yield every kind of rank."""
         layout = self.kinds.layout
         stages = len(self.table)
         for rank, gradients in self.kinds.gradients.items():
@@ -208,11 +211,11 @@ class Steps:
             )
 
     def flops(self, one: RankClass) -> float:
-        """Of one rank of a kind, in a step."""
+        """Return the flops of one rank of this kind in a step."""
         return sum(work.flops for work in one.work) * self.kinds.num_microbatches * self.accumulation
 
     def recomputed(self, one: RankClass) -> float:
-        """Of these, what backward passes compute a second time."""
+        """Return the part of `flops` that backward passes recompute."""
         return sum(work.recomputed for work in one.work) * self.kinds.num_microbatches * self.accumulation
 
     def _work(self, stage: int) -> Work:

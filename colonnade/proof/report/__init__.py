@@ -1,4 +1,4 @@
-"""Pages and pictures of runs and plans: one HTML file each, without network. uPlot draws the charts of runs."""
+"""HTML reports and figures of runs and plans, one file each, without network. uPlot draws the charts of runs."""
 
 from __future__ import annotations
 

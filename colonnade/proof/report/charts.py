@@ -20,16 +20,19 @@ if TYPE_CHECKING:
     from colonnade.proof.report.runs import Column
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31", "#7f7f7f", "#d6c000")
-"""Distinguishable by colour-blind readers (after Okabe and Ito); the style sheet has a lighter set for dark pages."""
+"""Colours that colour-blind readers can distinguish (after Okabe and Ito).
+
+The style sheet has a lighter set for dark pages.
+"""
 
 MOST_POINTS = 2000
-"""Of one line. On a screen, a chart is about 600 pixels wide; the others are for zooming."""
+"""The largest number of points of a line. On a screen, a chart is about 600 pixels wide; more points are for zooming."""
 
 Points = Sequence[tuple[float, float]]
 
 
 class Thin(NamedTuple):
-    """The values of several neighbouring steps: the last of these steps, and what their values are."""
+    """The values of neighbouring steps in one point: the last of the steps, and mean, smallest and largest value."""
 
     step: float
     mean: float
@@ -39,10 +42,10 @@ class Thin(NamedTuple):
 
 @dataclass(frozen=True)
 class Series:
-    """Points of one name: (step, value), or `Thin`, whose smallest and largest values become an area around the line.
+    """The points of one line: (step, value), or `Thin`, whose range of values becomes an area around the line.
 
-    A `level` is a dashed line, a `curve` a line with a mark at each point, `dots` are marks only. `color` is an index of `COLORS`.
-    `run` is the run whose tokens and times the steps have.
+    Of the kinds, a `level` is a dashed line, a `curve` a line with a mark at each point, and `dots` are marks only.
+    `color` is an index of `COLORS`. `run` is the index of the run whose tokens and times belong to the steps.
     """
 
     name: str
@@ -56,14 +59,14 @@ class Series:
 
 
 def buckets(steps: Sequence[float], most: int = MOST_POINTS) -> list[float]:
-    """The last step of each bucket: every step, or `most` buckets of equally many steps."""
+    """Return the last step of each bucket: every step, or `most` buckets with equal numbers of steps."""
     if len(steps) <= most:
         return list(steps)
     return [steps[round((at + 1) * len(steps) / most) - 1] for at in range(most)]
 
 
 def thinned(column: Column, lasts: Sequence[float]) -> list[Thin]:
-    """The values of a column in each bucket that has any; `lasts` are the last steps of the buckets."""
+    """Return one point for each bucket with values of a column; `lasts` are the last steps of the buckets."""
     edges = [0, *(bisect_right(column.steps, last) for last in lasts)]
     points = []
     for begin, end in pairwise(edges):
@@ -85,7 +88,7 @@ def plot(
     smooth: bool = False,
     second: tuple[str, float] | None = None,
 ) -> str:
-    """Values over steps as a part of a page whose script has uPlot.
+    """Return an HTML chart of values over steps, for a page whose script contains uPlot.
 
     Args:
         series: the lines, in the order of the legend.
@@ -133,7 +136,7 @@ def plot(
 
 
 def data_block(data: Any, name: str = "") -> str:
-    """Values for a script, as an element that a browser does not run."""
+    """Return an HTML element that contains values as JSON, for a script of the page."""
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     return f'<script type="application/json"{f" id={json.dumps(name)}" if name else ""}>{text}</script>'
 
@@ -150,7 +153,10 @@ _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 800, 320, 64, 64
 
 
 def line_chart(series: Sequence[Series], *, x: str = "step", y: str, logarithmic: bool = False) -> str:
-    """Values over steps as a file, with labelled axes. With `logarithmic`, only positive values are drawn."""
+    """Return an SVG file with values over steps and labelled axes.
+
+    With `logarithmic`, only positive values are drawn.
+    """
     shown = [
         (one, [(at, value) for at, value, *_ in one.points if math.isfinite(value) and (value > 0 or not logarithmic)])
         for one in series
@@ -211,7 +217,10 @@ def bar_chart(
     page: bool = False,
     colors: Sequence[int] = (),
 ) -> str:
-    """Horizontal bars of several parts: `rows` are (label, a value for each name). A file, or with `page` a part of a page."""
+    """Return horizontal stacked bars as an SVG file or, with `page`, as a part of a page.
+
+    `names` are the parts of each bar; `rows` are (label, one value for each part).
+    """
     colors = colors or [at % len(COLORS) for at in range(len(names))]
     left, width, line = 16 + 7.4 * max((len(label) for label, _ in rows), default=0), 560 if page else 800, 30
     left = min(left, width / 3)
@@ -264,7 +273,7 @@ def _file(width: float, height: float, parts: Sequence[str]) -> str:
 
 
 def round_numbers(low: float, high: float, about: int = 5) -> list[float]:
-    """About so many round numbers between two."""
+    """Return about so many round numbers between two values, for the ticks of an axis."""
     if not high > low:
         return [low]
     step = 10.0 ** math.floor(math.log10((high - low) / about))
@@ -273,7 +282,7 @@ def round_numbers(low: float, high: float, about: int = 5) -> list[float]:
 
 
 def decades(low: float, high: float) -> list[float]:
-    """The powers of ten around the values; with 2 and 5 between them if there are few."""
+    """Return the powers of ten around the values, and if there are few, also their multiples by 2 and 5."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     steps = (1.0,) if len(powers) > 4 else (1.0, 2.0, 5.0)
     found = [factor * 10.0**power for power in powers for factor in steps]

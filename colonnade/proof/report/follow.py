@@ -1,4 +1,4 @@
-"""Serves the page of a run that goes on, to this machine alone."""
+"""An HTTP server on the loopback interface for the report of a live run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from colonnade.proof.report.page_of_run import run_page
 from colonnade.proof.report.shell import page, policy, script_of
 
 SECONDS = 5
-"""After which a page that is looked at is made anew."""
+"""Seconds after which the browser loads the report again."""
 
 
 def serve(sources: Sequence[str | Path], port: int, say: Callable[[str], Any]) -> None:
-    """Serve the page until Ctrl-C. Loopback only: whoever can open it is on this machine."""
+    """Serve the report on the loopback interface until Ctrl-C. `say` is called with the address."""
     with make_server(sources, port) as server:
         say(f"http://127.0.0.1:{server.server_address[1]}/ (made anew every {SECONDS} seconds; Ctrl-C ends it)")
         try:
@@ -27,7 +27,7 @@ def serve(sources: Sequence[str | Path], port: int, say: Callable[[str], Any]) -
 
 
 def make_server(sources: Sequence[str | Path], port: int) -> ThreadingHTTPServer:
-    """A server that makes the page when it is asked for it."""
+    """Make a server that writes the report again for each request."""
 
     class Page(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -1,6 +1,6 @@
-"""The page of a plan: mesh, memory, communication, timeline, ledger, and the layouts that a search looked at.
+"""The HTML report of a plan: mesh, memory, communication, timeline, ledger, and the layouts that a search examined.
 
-A plan is plain values here, as `Plan.to_dict()` and `SearchResult.to_dict()` of the planner give them, or their JSON.
+A plan is given as plain values: the result of `Plan.to_dict()` or `SearchResult.to_dict()`, or their JSON.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from colonnade.texts import format_bytes, format_count, format_seconds
 # --- Pictures as SVG files: the mesh by modes, the ledger as a matrix, the timeline of the pipeline ---
 
 MOST_RANKS = 256
-"""That a picture of the mesh shows of a larger world."""
+"""The number of ranks that the picture of a mesh shows of a larger world."""
 
 
 def mesh_svg(plan: Values) -> str:
-    """A panel for each mode: a cell is a rank, and the ranks of a group have one colour."""
+    """Draw one panel for each mode: a cell is a rank, and the ranks of a group have the same colour."""
     modes = [mode for mode in plan["modes"] if mode["size"] > 1 and mode["mode"] != "GLOBAL"]
     world = plan["totals"]["world_size"]
     count = min(world, MOST_RANKS)
@@ -68,7 +68,7 @@ def mesh_svg(plan: Values) -> str:
 
 
 def ledger_svg(plan: Values) -> str:
-    """Parameters by modes: a filled cell is a sum that is owed, with its divisor."""
+    """Draw a table of parameters by modes: a filled cell is a required gradient reduction, with its divisor."""
     modes = list(dict.fromkeys(line["mode"] for line in plan["ledger"] if line["mode"]))
     names = list(dict.fromkeys(line["parameters"] for line in plan["ledger"]))
     left, wide, line = 20 + 7 * max(map(len, names), default=0), 130, 20
@@ -87,7 +87,7 @@ def ledger_svg(plan: Values) -> str:
 
 
 def timeline_svg(plan: Values) -> str:
-    """When each pipeline rank computes what; blank is waiting."""
+    """Draw the actions of each pipeline rank over time; blank areas are idle time."""
     timeline = plan["timeline"]
     colors = {"F": COLORS[0], "B": COLORS[4], "I": COLORS[4], "W": COLORS[2]}
     left, wide, line = 40, 1100, 22
@@ -129,11 +129,11 @@ def _whole(width: float, height: float, parts: list[str]) -> str:
 
 MOST_ROWS = 60
 _PARTS = 20_000
-"""Of a makespan: what a time on the page is rounded to."""
+"""Times on the page are rounded to makespan / this number."""
 
 
 def plan_page(values: Values) -> str:
-    """The page of a plan, or of a search with its best plan, as HTML."""
+    """Return the HTML report of a plan, or of a search and its fastest plan."""
     search, plan = (values, values["best"]) if "fitting" in values else (None, values)
     parts = [] if search is None else [cards([_search(search)])]
     if plan is None:
@@ -144,7 +144,7 @@ def plan_page(values: Values) -> str:
 
 
 def write_plan_pictures(values: Values, folder: str | Path) -> list[Path]:
-    """Write mesh, ledger, memory, communication and timeline as SVG files; returns them."""
+    """Write mesh, ledger, memory, communication and timeline as SVG files; returns their paths."""
     target = local_path(folder, "the folder of the plan's pictures")
     plan = values["best"] if "fitting" in values else values
     if plan is None:

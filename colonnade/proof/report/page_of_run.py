@@ -1,4 +1,4 @@
-"""The page of a run, or of several in comparison: loss, norms, throughput, memory, and the events of the run."""
+"""The HTML report of a run, or a comparison of several runs: loss, norms, throughput, memory and events."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ PHASE_COLORS = {
 }  # fmt: skip
 """Indices of `charts.COLORS`: no two phases have a similar colour."""
 STILL_GOING = 60.0
-"""Seconds without a new line after which a run without an end counts as killed; at least twenty of its steps."""
+"""Seconds without a new line after which a run without an end counts as killed; at least the time of twenty steps."""
 
 
 def write_run_page(sources: Sequence[str | Path], out: str | Path) -> Path:
-    """Write the page of one run, or one page that compares several; returns it."""
+    """Write the report of one run, or one report that compares several runs; returns its path."""
     target = local_path(out, "the page's file")
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(run_page(sources), encoding="utf-8")
@@ -49,7 +49,10 @@ def write_run_page(sources: Sequence[str | Path], out: str | Path) -> Path:
 
 
 def run_page(sources: Sequence[str | Path], refresh: int | None = None) -> str:
-    """The page as HTML. A source is the log of a `JsonlHook`, or its folder."""
+    """Return the report as HTML. A source is the log file of a `JsonlHook`, or the folder of that file.
+
+    `refresh`: the browser loads the page again after so many seconds.
+    """
     runs = _named([read_run(source) for source in sources])
     first, several = runs[0], len(runs) > 1
     title = "Runs: " + ", ".join(run.name for run in runs) if several else first.name

@@ -1,7 +1,7 @@
-"""The numbers of a plan as text, once: figures and tables. `colonnade plan` prints them on a terminal, `page_of_plan` on a page.
+"""The numbers of a plan as text: figures and tables, which `colonnade plan` and the HTML report (`page_of_plan`) share.
 
-A plan is plain values here, as `Plan.to_dict()` and `SearchResult.to_dict()` of the planner give them, or their JSON. Only
-pictures (the mesh, bars, timelines) are drawn by each printer in its own way.
+A plan is given as plain values: the result of `Plan.to_dict()` or `SearchResult.to_dict()`, or their JSON. Pictures
+(the mesh, bars, timelines) are drawn separately for the terminal and for the report.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FORMULAS = (
 
 
 class Figure(NamedTuple):
-    """One of the numbers to see first."""
+    """A main number of a plan, for the top of the report."""
 
     value: str
     meaning: str
@@ -34,31 +34,32 @@ class Figure(NamedTuple):
 
 @dataclass(frozen=True)
 class PlanTable:
-    """Rows of text under heads. `numbers`: the columns that are set to the right."""
+    """A table with text cells. `numbers` are the indices of right-aligned columns."""
 
     title: str
     heads: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
     numbers: tuple[int, ...] = ()
     note: str = ""
-    """What is left out."""
+    """A note below the table, for example on omitted rows."""
 
 
 # --- The whole plan ---
 
 
 def title_of(plan: Values) -> str:
-    """The axes of several ranks."""
+    """Return the sizes of all axes with several ranks, as "data 2 x pipeline 2"."""
     return " x ".join(f"{name} {count}" for name, count in plan["axes"].items() if count > 1) or "one process"
 
 
 def hardware_line(values: Values) -> str:
+    """Return one line on the hardware: name, devices in a node, memory of a device."""
     hardware = values["hardware"]
     return f"{hardware['name']}, {hardware['devices_per_node']} to a node, {format_bytes(hardware['memory'])} each"
 
 
 def figures(plan: Values) -> list[Figure]:
-    """The numbers to see first. Without a model only communicators are known."""
+    """Return the main numbers of a plan. Without a model, only the numbers of communicators are known."""
     totals, step = plan["totals"], plan["totals"]["step_seconds"]
     each = f"communicators on a rank, {totals['communicators']:,} in all"
     communicators = Figure(f"{totals['communicators_per_rank']:,}", each)
@@ -87,7 +88,7 @@ def figures(plan: Values) -> list[Figure]:
 
 
 def groups(plan: Values) -> PlanTable:
-    """The groups of each mode."""
+    """Return the table of the process groups of each mode."""
     heads = ("mode", "size", "groups", "data", "link", "communicator", "the first")
     rows = []
     for mode in plan["modes"]:
@@ -107,7 +108,7 @@ def groups(plan: Values) -> PlanTable:
 
 
 def timeline_words(timeline: Values) -> str:
-    """The schedule and its bubbles."""
+    """Describe the schedule and its bubbles in words."""
     return (
         f"{timeline['schedule']}, {timeline['num_microbatches']} micro-batches in {format_seconds(timeline['makespan'])}; pipeline "
         f"bubble {timeline['bubble']:.1%} ({timeline['equal_bubble']:.1%} were all passes equally long and transfers free)"
@@ -118,25 +119,25 @@ def timeline_words(timeline: Values) -> str:
 
 
 def spread(items: Sequence[Any], most: int) -> list[Any]:
-    """At most so many, evenly, with the first and the last."""
+    """Return at most `most` items at even distances, including the first and the last."""
     if len(items) <= most:
         return list(items)
     return [items[round(at * (len(items) - 1) / (most - 1))] for at in range(most)]
 
 
 def memory_words(kind: Values) -> str:
-    """The parts of a rank's memory."""
+    """List the parts of the memory of a kind of rank."""
     return ", ".join(f"{name} {format_bytes(kind['memory'][name])}" for name in MEMORY if kind["memory"][name])
 
 
 def slowest_kind(plan: Values) -> Values:
-    """The kind of rank that communicates longest."""
+    """Return the kind of rank whose collectives take longest."""
     kinds: list[Values] = plan["classes"]
     return max(kinds, key=lambda one: sum(call["seconds"] for call in one["collectives"]))
 
 
 def collectives(kinds: Sequence[Values], most: int) -> PlanTable:
-    """The collectives of a step on a rank of each of these kinds, the longest first."""
+    """Return the table of the collectives in a step on these kinds of ranks, the longest first."""
     found = [(one["name"], call) for one in kinds for call in one["collectives"]]
     found.sort(key=lambda each: -each[1]["seconds"])
     rows = [
@@ -164,7 +165,7 @@ def collectives(kinds: Sequence[Values], most: int) -> PlanTable:
 
 
 class OwedSum(NamedTuple):
-    """A sum that gradients owe."""
+    """A required gradient reduction, as text: group size, divisor and handler."""
 
     ranks: str
     divisor: str
@@ -173,7 +174,7 @@ class OwedSum(NamedTuple):
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """Parameters that lie alike, and the sums that their gradients owe, by mode."""
+    """Parameters with the same name pattern and placement, and their required gradient reductions by mode."""
 
     parameters: str
     count: str
@@ -184,7 +185,7 @@ class LedgerEntry:
 
 
 def ledger_entries(plan: Values) -> list[LedgerEntry]:
-    """One for each kind of parameter."""
+    """Return one ledger entry for each kind of parameter."""
     rows: dict[tuple[str, str], list[Values]] = {}
     for line in plan["ledger"]:
         rows.setdefault((line["parameters"], line["placement"]), []).append(line)
@@ -209,13 +210,13 @@ def ledger_entries(plan: Values) -> list[LedgerEntry]:
 
 
 def layout_text(layout: Values) -> str:
-    """A layout in few words: without axes of one rank, and without what is off."""
+    """Describe a layout in a few words, without axes of size 1 and without disabled features."""
     off = {"zero": 0, "checkpoint": "none"}
     return ", ".join(f"{key} {value}" for key, value in layout.items() if value != off.get(key, 1)) or "one rank"
 
 
 def search_title(search: Values) -> str:
-    """How many layouts there are."""
+    """Return the numbers of examined, fitting and rejected layouts as a title."""
     return (
         f"{search['world_size']:,} x {search['hardware']['name']}: {len(search['fitting'])} layouts fit, "
         f"{len(search['cut'])} were cut"
@@ -223,7 +224,7 @@ def search_title(search: Values) -> str:
 
 
 def layouts(search: Values, most: int) -> PlanTable:
-    """The layouts that fit, fastest first."""
+    """Return the table of the layouts that fit, fastest first."""
 
     def known(value: Any, text: Any) -> str:
         return "" if value is None else text(value)
@@ -249,7 +250,7 @@ def layouts(search: Values, most: int) -> PlanTable:
 
 
 def cut_layouts(search: Values, most: int) -> PlanTable:
-    """Why layouts were cut, the most usual reason first."""
+    """Return the table of the reasons for rejected layouts, the most frequent reason first."""
     reasons: dict[str, list[str]] = {}
     for one in search["cut"]:
         reasons.setdefault(one["reason"], []).append(layout_text(one["layout"]))

@@ -1,4 +1,4 @@
-"""A run as its log tells it: what a `JsonlHook` wrote, read back."""
+"""`Run`: the steps, metrics and events of a run, read from the log of a `JsonlHook`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_KNOTS = 400
 Line = dict[str, Any]
 MARKS = ("clipped", "skipped")
 RATES = {"samples/s": "samples", "tokens/s": "tokens"}
-"""Columns that are made of others: a count for each second of the step."""
+"""Columns of rates: each is a count divided by the seconds of the step."""
 _KNOWN = re.compile(
     r"(loss|lr|grad_norm|samples|tokens|seconds|memory|clipped|skipped|samples/s|tokens/s)$|(time|busy|grad_norm|marked)[/ ]"
 )
@@ -33,11 +33,11 @@ _NEEDED = {
     "end": ("time", "how"),
     "run": ("time", "world_size", "device", "parameters", "colonnade", "torch", "ledger", "config"),
 }
-"""What a line of each kind has beside its kind and step."""
+"""The keys that a line of each kind must have, in addition to `kind` and `step`."""
 
 
 class Column:
-    """Numbers of steps, in order, in little memory: a log may have a million of them."""
+    """The values of one quantity by step, in arrays: a log may have a million steps."""
 
     def __init__(self) -> None:
         self.steps, self.values = array("q"), array("d")
@@ -47,18 +47,22 @@ class Column:
         self.values.append(value)
 
     def cut(self, step: int) -> None:
-        """Forget this step and what follows it."""
+        """Remove this step and all later ones."""
         at = bisect_left(self.steps, step)
         del self.steps[at:], self.values[at:]
 
 
 @dataclass
 class Run:
-    """Steps, metrics and events of a run in order; `facts` is what it said of itself when it last began.
+    """The steps, metrics and events of a run in order.
 
-    `first` and `last` are numbers of steps. `damaged` is how many lines could not be read. `end` is what it said when it ended,
-    None of one that goes on or was killed; `written` is when its log was written last, `quiet` for how many seconds then nothing
-    was written, and `cut` whether the log ends inside a line.
+    Attributes:
+        facts: The facts that the log has about the last start of the run.
+        damaged: The number of lines that could not be read.
+        end: The last line of a finished run; None if the run continues or was killed.
+        written: The time of the last write to the log.
+        quiet: The seconds since that write when the log was read.
+        cut: Whether the log ends in the middle of a line.
     """
 
     name: str
@@ -78,28 +82,32 @@ class Run:
 
     @property
     def first(self) -> int:
+        """The number of the first step."""
         return self.steps.steps[0]
 
     @property
     def last(self) -> int:
+        """The number of the last step."""
         return self.steps.steps[-1]
 
     def column(self, key: str) -> list[tuple[float, float]]:
-        """(step, value) of every step that has such a number, and a finite one."""
+        """Return (step, value) of all steps with a finite value of this quantity."""
         found = self.columns.get(key, Column())
         return list(zip(found.steps, found.values, strict=True))
 
     def marked(self, mark: str) -> list[tuple[float, float]]:
-        """The steps that were "clipped", "skipped", or had a loss that is not finite ("loss"), with their norms: 1 where none
-        is known."""
+        """Return (step, gradient norm) of the steps with a mark: "clipped", "skipped", or "loss" (the loss is not finite).
+
+        The norm is 1 if it is unknown.
+        """
         return self.column(f"marked {mark}")
 
     def test(self, key: str) -> list[tuple[float, float]]:
-        """The same of evaluations."""
+        """Return (step, value) of all evaluations with a finite value of this metric."""
         return _points(self.tests, key)
 
     def metrics(self) -> dict[str, dict[str, list[tuple[float, float]]]]:
-        """The metrics of epochs and evaluations by name, then by "training" and "validation", without the loss."""
+        """Return the metrics by name, then by "training" (epochs) and "validation" (evaluations), without the loss."""
         kinds = {"training": self.epochs, "validation": self.tests}
         names = dict.fromkeys(key for lines in kinds.values() for line in lines for key in line)
         found = {
@@ -110,11 +118,11 @@ class Run:
         return {name: kinds for name, kinds in found.items() if kinds}
 
     def own_numbers(self) -> list[str]:
-        """The columns that hooks and scripts have logged by their own names."""
+        """Return the names of quantities that hooks and scripts have logged themselves."""
         return [name for name in self.columns if not _KNOWN.match(name)]
 
     def axes(self) -> dict[str, list[float]]:
-        """Steps with the seconds, and tokens or samples, that the run had used up: at most a few hundred, to interpolate between."""
+        """Return a few hundred steps with the seconds, and tokens or samples, since the start, to interpolate between."""
         steps, seconds = self.steps.steps, self.columns.get("seconds", Column())
         axes: dict[str, list[float]] = {"step": [self.first - 1, *buckets(steps, _MOST_KNOTS)]}
         counted = next((name for name in ("tokens", "samples") if name in self.columns), "")
@@ -126,17 +134,20 @@ class Run:
         return axes
 
     def layers(self) -> list[str]:
-        """What has a gradient norm of its own, in the order of their numbers."""
+        """Return the names of the norm groups (such as layers) with a logged gradient norm, sorted by the numbers in them."""
         found = [name.removeprefix("grad_norm/") for name in self.columns if name.startswith("grad_norm/")]
         return sorted(found, key=_by_numbers)
 
     def layout(self) -> str:
-        """The sizes of the modes, as `data 2 x pipeline 2`."""
+        """Return the sizes of the modes, as `data 2 x pipeline 2`."""
         sizes = self.facts.get("layout") or {}
         return " x ".join(f"{name} {size}" for name, size in sizes.items()) or "one process"
 
     def add_step(self, line: Line) -> None:
-        """A step that was made, or made again: then what the log has from it on was lost."""
+        """Add the line of a step.
+
+        If the step exists already (after a resume), the old values from it on are removed.
+        """
         step = line["step"]
         if self.steps.steps and step <= self.last:
             for column in (self.steps, *self.columns.values()):
@@ -162,7 +173,7 @@ class Run:
 
 
 def read_run(source: str | Path) -> Run:
-    """The run of a log, or of the folder it is in. Lines that are damaged are left out, and counted."""
+    """Read the run from its log, or from the folder of the log. Damaged lines are counted and left out."""
     path = find_log(local_path(source, "the run"))
     run = Run(path.absolute().parent.name if path.stem == "log" else path.stem, path, written=path.stat().st_mtime)
     run.quiet = time.time() - run.written
@@ -207,7 +218,7 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 
 def find_log(path: Path) -> Path:
-    """The log of a run: itself, or the only one in its folder or one level down."""
+    """Return the log of a run: the file itself, or the only log in the folder or one level below."""
     if path.is_file():
         return path
     if not path.is_dir():

@@ -1,4 +1,4 @@
-"""The frame of a page: style and script inside it, a heading, figures, cards and tables."""
+"""The parts of an HTML report: the frame with style and script, heading, figures, cards and tables."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ def page(
 
 
 def policy(script: str) -> str:
-    """A browser runs this script only, and loads nothing. Colours and widths are styles of single elements, which no hash can allow."""
+    """Return the content security policy: the browser runs only this script, and loads nothing.
+
+    Inline styles are allowed, because colours and widths are styles of single elements, which have no hash.
+    """
     digest = b64encode(sha256(script.encode()).digest()).decode()
     return (
         f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:; "
@@ -57,7 +60,7 @@ def policy(script: str) -> str:
 
 @cache
 def script_of(name: str) -> str:
-    """The script of the pages of a kind: "run" or "plan"."""
+    """Return the script for one kind of report: "run" or "plan"."""
     if name == "plan":
         return _read("page.js") + _read("plan.js")
     # uPlot draws at the resolution of the screen. At least twice that of a usual screen, a chart is sharp in print too.
@@ -66,7 +69,7 @@ def script_of(name: str) -> str:
 
 
 def style_of_runs() -> str:
-    """The style sheet of uPlot."""
+    """Return the style sheet of uPlot."""
     return _read("uplot/uPlot.min.css")
 
 
@@ -76,7 +79,7 @@ def _read(name: str) -> str:
 
 
 def tiles(figures: Sequence[tuple[str, str] | tuple[str, str, bool]]) -> str:
-    """The figures to see first: (value, what it is), and whether it is bad."""
+    """Return the main figures as HTML. A figure is (value, meaning), or (value, meaning, whether the value is bad)."""
     made = [
         f'<div class="tile{" bad" if len(each) > 2 and each[2] else ""}"><b>{escape(each[0])}</b><span>{escape(each[1])}</span></div>'
         for each in figures
@@ -85,18 +88,18 @@ def tiles(figures: Sequence[tuple[str, str] | tuple[str, str, bool]]) -> str:
 
 
 def cards(parts: Iterable[str]) -> str:
-    """Cards beside each other where there is room."""
+    """Return cards side by side if the window is wide enough."""
     return f'<div class="cards">{"".join(parts)}</div>'
 
 
 def card(title: str, content: str, note: str = "", wide: bool = False) -> str:
-    """One part of the page, with a sentence below its title."""
+    """Return one part of the report, with a title and a note below it."""
     told = f"<p>{escape(note)}</p>" if note else ""
     return f'<section class="card{" wide" if wide else ""}"><h2>{escape(title)}</h2>{told}{content}</section>'
 
 
 def folded(title: str, content: str, is_open: bool = False) -> str:
-    """A part that a click opens and closes."""
+    """Return a part of the report that opens and closes with a click."""
     return (
         f'<details class="card wide"{" open" if is_open else ""}><summary>{escape(title)}</summary>{content}</details>'
     )
@@ -105,7 +108,9 @@ def folded(title: str, content: str, is_open: bool = False) -> str:
 def table(
     heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = (), names: Sequence[int] = ()
 ) -> str:
-    """Rows of text; columns of `numbers` are set to the right, those of `names` in a fixed width.
+    """Return a table of text cells.
+
+    `numbers` are the indices of right-aligned columns, `names` those of monospaced ones.
 
     On a phone, each row of a table with many columns becomes a list of its cells, with their heads.
     """
@@ -129,11 +134,11 @@ def table(
 
 
 VIRIDIS = ("#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30", "#fde725")
-"""Dark is small, light is large: the order is seen without telling colours apart."""
+"""A colour scale from dark (small) to light (large), which is readable without distinguishing colours."""
 
 
 def shade(part: float) -> str:
-    """A colour from small (0) to large (1), between those of the scale."""
+    """Return a colour for a fraction from 0 (small) to 1 (large)."""
     at = min(max(part, 0.0), 1.0) * (len(VIRIDIS) - 1)
     low = min(int(at), len(VIRIDIS) - 2)
     pairs = zip(_channels(VIRIDIS[low]), _channels(VIRIDIS[low + 1]), strict=True)
@@ -141,7 +146,7 @@ def shade(part: float) -> str:
 
 
 def heat_map(names: Sequence[str], steps: Sequence[float], rows: Sequence[Sequence[float | None]]) -> str:
-    """A row for each name, a column for each step, by the logarithm of the value; None is left blank."""
+    """Return a heat map with one row per name and one column per step, on a logarithmic scale; None is a blank cell."""
     values = [value for row in rows for value in row if value is not None and 0 < value < math.inf]
     if not values:
         return '<p class="empty">no values in the log</p>'

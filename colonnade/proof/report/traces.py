@@ -1,4 +1,4 @@
-"""The traces of all ranks as one file for Perfetto or chrome://tracing, on one clock."""
+"""Joins the profiler traces of all ranks into one file for Perfetto or chrome://tracing, on a common clock."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from colonnade.errors import ConfigError
 from colonnade.paths import local_path
 
 NAME = "trace-rank-{:05d}.json"
-"""What the trace of a rank is called."""
+"""The file name of a rank's trace."""
 
 
 def merge_traces(folder: str | Path, out: str | Path) -> Path:
-    """Join `trace-rank-*.json` of a folder into `out` (gzipped if it ends in .gz): a process for each rank, in order.
+    """Join `trace-rank-*.json` of a folder into `out` (gzipped if it ends in .gz): one process per rank, in order.
 
-    Times of a trace are those of its own machine's clock. Each rank has noted them at moments that were the same for all
-    (ends of barriers), so how much the clocks differ is known, and taken out.
+    A trace has the time of its machine's clock. Each rank has noted this time at common moments (the ends of barriers),
+    from which the differences between the clocks are computed and subtracted.
     """
     files = sorted(local_path(folder, "the folder of the traces").glob("trace-rank-*.json"))
     if not files:

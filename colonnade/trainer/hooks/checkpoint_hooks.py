@@ -92,8 +92,9 @@ class SaveCheckpointHook(BaseHook):
 class LoadCheckpointHook(BaseHook):
     """Resumes from the newest intact checkpoint of a folder, or from that of `step`, before all other hooks.
 
-    Without a checkpoint the run starts from the beginning, unless `required`. An interrupted epoch continues exactly as
-    without the interruption; on another layout, with the same remaining samples and new random streams.
+    If the folder has no checkpoint, the run starts from the beginning, unless `required`. An interrupted epoch
+    continues exactly as without the interruption; on another layout, with the same remaining samples and new random
+    streams.
     """
 
     def __init__(
@@ -196,7 +197,7 @@ class EMAHook(BaseHook):
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Put the average in place of the weights, on all ranks together."""
+        """Put the average in place of the weights in the block. All ranks must enter the block together."""
         self._swap_in()
         try:
             yield

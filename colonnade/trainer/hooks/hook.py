@@ -41,64 +41,67 @@ class BaseHook:
         self.priority = priority
 
     def after_hook_is_attached(self, trainer: Trainer) -> None:
-        """The hook was attached to a trainer; check arguments here."""
+        """Called when the hook is attached to a trainer; check arguments here."""
 
     def before_train(self, trainer: Trainer) -> None:
-        """`fit` starts."""
+        """Called when `fit` starts."""
 
     def after_train(self, trainer: Trainer) -> None:
-        """`fit` ends, also after an error on all ranks (`trainer.failed`); not after an error on this rank only."""
+        """Called when `fit` ends, also after an error on all ranks (`trainer.failed`).
+
+        Not called after an error on this rank only.
+        """
 
     def before_train_epoch(self, trainer: Trainer) -> None:
-        """An epoch starts or is resumed."""
+        """Called when an epoch starts or is resumed."""
 
     def after_train_epoch(self, trainer: Trainer) -> None:
-        """An epoch ends, or `max_steps` ends it."""
+        """Called when an epoch ends, also if `max_steps` ends it."""
 
     def before_train_iter(self, trainer: Trainer) -> None:
-        """Before training on a batch."""
+        """Called before training on a batch."""
 
     def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: Tensor | None) -> None:
-        """After training on a batch; `trainer.step_done`: the batch completed an optimizer step."""
+        """Called after training on a batch. `trainer.step_done`: whether the batch completed an optimizer step."""
 
     def before_test(self, trainer: Trainer) -> None:
-        """An evaluation starts."""
+        """Called when an evaluation starts."""
 
     def after_test(self, trainer: Trainer) -> None:
-        """An evaluation ends."""
+        """Called when an evaluation ends."""
 
     def before_test_epoch(self, trainer: Trainer) -> None:
-        """The loop over the test data starts."""
+        """Called when the loop over the test data starts."""
 
     def after_test_epoch(self, trainer: Trainer) -> None:
-        """The loop over the test data ends."""
+        """Called when the loop over the test data ends."""
 
     def before_test_iter(self, trainer: Trainer) -> None:
-        """Before the forward pass of a test batch."""
+        """Called before the forward pass of a test batch."""
 
     def after_test_iter(self, trainer: Trainer, output: Any, label: Any, loss: Tensor | None) -> None:
-        """After the forward pass of a test batch."""
+        """Called after the forward pass of a test batch."""
 
     def on_record(self, trainer: Trainer, record: StepRecord) -> None:
-        """The numbers of a step are known on every rank; one step later, to avoid a device synchronization."""
+        """Called when the numbers of a step are known on every rank: one step later, to avoid a device synchronization."""
 
     def close(self) -> None:
         """Called last, after any error too. Must not communicate, because other ranks may have exited."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state for checkpoints. Called on all ranks together, so it may communicate."""
+        """Return the state for checkpoints. Called on all ranks together, so the method may communicate."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the result of `state_dict`."""
+        """Load a state that `state_dict` returned."""
 
     def init_runner_states(self, trainer: Trainer, key: str, value: Any) -> None:
-        """Set a shared state to `value` unless it is set already."""
+        """Set an entry of `trainer.states` to `value` unless the entry exists."""
         trainer.states.setdefault(key, value)
 
 
 def checked_interval(interval: int) -> int:
-    """`interval`, if it is an int >= 1."""
+    """Return `interval` if it is an int >= 1; raise ConfigError otherwise."""
     if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
         raise ConfigError(f"interval must be an int >= 1 (epochs or steps), not {interval!r}", code="C092")
     return interval
@@ -129,7 +132,7 @@ HookLike = BaseHook | Mapping[str, Any]
 
 
 class HookList:
-    """Calls hooks in order. A hook that raises is not called again; the other hooks are."""
+    """Calls hooks in order. A hook that has raised is not called again; the other hooks are."""
 
     def __init__(self, trainer: Any, hooks: Iterable[HookLike]) -> None:
         self._trainer = trainer
@@ -146,7 +149,10 @@ class HookList:
         }
 
     def call(self, point: str, *args: Any) -> None:
-        """Call every hook that overrides `point`; errors stay pending."""
+        """Call the method `point` of every hook that overrides it.
+
+        Errors stay pending until all ranks can raise them together.
+        """
         for hook, method in tuple(self._calls[point]):
             try:
                 method(self._trainer, *args)
@@ -154,14 +160,14 @@ class HookList:
                 self._fail(hook, point, error)
 
     def hold(self, error: TrainerError) -> None:
-        """Keep an error pending until all ranks can raise it together; the first one wins."""
+        """Keep an error pending until all ranks can raise it together. Only the first error is kept."""
         if self.pending is None:
             self.pending = error
         else:
             get_dist_logger().warning(f"after an error: {error}")
 
     def close(self) -> None:
-        """Call `close` of every hook; errors become warnings."""
+        """Call `close` of every hook; errors are logged as warnings."""
         for hook in self.hooks:
             try:
                 hook.close()
@@ -169,7 +175,7 @@ class HookList:
                 get_dist_logger().warning(f"{type(hook).__name__}.close(): {type(error).__name__}: {error}")
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of all hooks, by class name; hooks of the same class are numbered."""
+        """Return the states of all hooks, by class name; hooks of the same class are numbered."""
         states = {}
         for name, hook in self._named():
             try:
@@ -181,7 +187,7 @@ class HookList:
         return states
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        """Load the state of every hook that has one in `states`."""
+        """Load the state of every hook with an entry in `states`."""
         for name, hook in self._named():
             if name in states:
                 try:
@@ -211,7 +217,7 @@ class HookList:
 
 
 def build_hook(hook: HookLike) -> BaseHook:
-    """Build a hook from a dict of a config; a hook is returned unchanged."""
+    """Build a hook from a dict as in a config; return a hook unchanged."""
     if isinstance(hook, Mapping):
         settings = dict(hook)
         if "type" not in settings:

@@ -49,7 +49,8 @@ _SECONDS_PER_MEMORY = 1.0
 class Sink(BaseHook, ABC):
     """Base class of hooks that write the numbers of a run to one destination, on rank 0.
 
-    Kinds of numbers: "step", the record of a step; "train" and "test", the metrics of an epoch and of an evaluation.
+    `put` receives numbers of three kinds: "step", the record of a step; "train" and "test", the metrics of an epoch and
+    of an evaluation.
     """
 
     @abstractmethod
@@ -82,7 +83,7 @@ class LogByEpochHook(BaseHook):
         self.logger, self.interval = logger, checked_interval(interval)
 
     def write(self, trainer: Trainer, text: str) -> None:
-        """Log one line about this epoch on rank 0, if the epoch is due."""
+        """Log a line about this epoch on rank 0, if it is one of the `interval`-th epochs."""
         epoch = trainer.cur_epoch + trainer.is_fitting
         if epoch % self.interval == 0 and trainer.context.get_global_rank() == 0:
             (self.logger or trainer.logger).info(f"epoch {epoch} {text}")
@@ -99,7 +100,7 @@ class LogMetricByEpochHook(LogByEpochHook, Sink):
 
 @HOOKS.register_module
 class LogMetricByStepHook(Sink):
-    """Stores the numbers of the last step in `trainer.states["step_metrics"]`, and logs every `interval`-th step."""
+    """Stores the numbers of the last step in `trainer.states["step_metrics"]`, and logs those of every `interval`-th step."""
 
     def __init__(self, interval: int | None = None, logger: Any = None, priority: int = 10) -> None:
         super().__init__(priority)
@@ -125,7 +126,7 @@ def _as_text(numbers: Mapping[str, float]) -> str:
 class MemoryHook(LogByEpochHook):
     """Stores the largest peak memory of any rank in `trainer.states["memory"]`, in MiB, after every epoch.
 
-    On CUDA it is the allocator peak within the epoch, elsewhere the peak of the process since its start.
+    On CUDA this is the allocator peak within the epoch, elsewhere the peak of the process since its start.
     """
 
     def before_train_epoch(self, trainer: Trainer) -> None:
@@ -139,7 +140,7 @@ class MemoryHook(LogByEpochHook):
 
 @HOOKS.register_module
 class LogMemoryByEpochHook(MemoryHook):
-    """A MemoryHook that also logs the peak."""
+    """Stores the peak memory like a MemoryHook, and logs it."""
 
     def after_train_epoch(self, trainer: Trainer) -> None:
         super().after_train_epoch(trainer)
@@ -148,7 +149,7 @@ class LogMemoryByEpochHook(MemoryHook):
 
 
 def peak_memory(device: torch.device) -> float:
-    """Peak memory of this rank in MiB: of the CUDA allocator since its last reset, elsewhere of the process."""
+    """Return the peak memory of this rank in MiB: of the CUDA allocator since its last reset, elsewhere of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -172,7 +173,7 @@ class _LineFile(Sink, ABC):
 
     @abstractmethod
     def kept(self, lines: list[str], trainer: Trainer) -> list[str]:
-        """The lines of an existing file that this run does not repeat."""
+        """Return the lines of an existing file that this run does not write again."""
 
     def before_train(self, trainer: Trainer) -> None:
         if trainer.context.get_global_rank() != 0:
@@ -328,7 +329,7 @@ class _Warnings(logging.Handler):
 
 
 def run_facts(trainer: Trainer) -> dict[str, Any]:
-    """The facts about a run for its report; those of rank 0 if ranks differ."""
+    """Return the facts about a run for its report. If ranks differ, the facts are those of rank 0."""
     engine, context = trainer.engine, trainer.context
     memory = engine.memory()
     return {
@@ -351,7 +352,10 @@ def run_facts(trainer: Trainer) -> dict[str, Any]:
 
 
 def world_facts(trainer: Trainer) -> dict[str, Any]:
-    """The facts that no single rank knows: the parameters of all stages, and the number of devices. Collective over the world."""
+    """Return the facts that no single rank knows: the parameters of all stages, and the number of devices.
+
+    Collective over the world.
+    """
     context, model = trainer.context, trainer.engine.model
     sizes = {mode: context.get_world_size(mode) for mode in context.layout.modes if context.is_initialized(mode)}
     held = held_tensors(model, context)
@@ -383,9 +387,9 @@ def _clip_level(setting: Any) -> float | None:
 
 @HOOKS.register_module
 class CsvHook(_LineFile):
-    """One row per step, with the columns step, epoch, loss, lr, grad_norm, samples and seconds.
+    """Writes one row per step, with the columns step, epoch, loss, lr, grad_norm, samples and seconds.
 
-    `columns` adds further numbers of the record by name.
+    `columns` are the names of additional numbers of the record.
     """
 
     def __init__(self, path: str | Path, columns: tuple[str, ...] = (), priority: int = 10) -> None:

@@ -70,7 +70,7 @@ class _Measures(BaseHook, ABC):
 
 @HOOKS.register_module
 class LossHook(_Measures):
-    """The mean loss of an epoch, weighted by the rows of each batch, or by the count of a (sum, count) criterion."""
+    """Computes the mean loss of an epoch, weighted by the rows of each batch, or by the count of a (sum, count) criterion."""
 
     needs_loss = True
 
@@ -102,7 +102,7 @@ class _NeedsOutput(_Measures):
 
 @HOOKS.register_module
 class AccuracyHook(_NeedsOutput):
-    """The fraction of correct predictions.
+    """Computes the fraction of correct predictions.
 
     Args:
         accuracy_func: function of (output, label) that returns the number of correct rows, or (correct, count). Default: the
@@ -133,7 +133,7 @@ class AccuracyHook(_NeedsOutput):
 
 @HOOKS.register_module
 class MetricHook(_NeedsOutput):
-    """Any metric object with update(output, label), compute() and reset().
+    """Computes a metric object with update(output, label), compute() and reset(), such as a torchmetrics metric.
 
     Args:
         metric: an object, which is copied for training and testing, or a class or function that creates one.
@@ -167,10 +167,10 @@ class MetricHook(_NeedsOutput):
 
 @HOOKS.register_module
 class ThroughputHook(BaseHook):
-    """Samples per second over all ranks, as the metric "Throughput" of an epoch.
+    """Computes the samples per second over all ranks, as the metric "Throughput" of an epoch.
 
     Args:
-        ignored_steps: steps at the start of a run that do not count.
+        ignored_steps: the number of steps at the start of a run that do not count.
         tflop_per_step: work of a step over all ranks; if set, there is a metric "TFLOPS".
         priority: hooks with a lower priority run first.
     """

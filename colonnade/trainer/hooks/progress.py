@@ -1,4 +1,4 @@
-"""A progress bar on a terminal, about ten plain lines per epoch elsewhere, on rank 0; and hooks that stop a run."""
+"""Hooks for rank 0: a progress bar on a terminal, or about ten plain lines per epoch elsewhere; and hooks that stop a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _LINES_PER_EPOCH = 10
 _SECONDS_PER_LINE = 5.0
-"""If the length of an epoch is unknown."""
+"""Seconds between two lines if the length of an epoch is unknown."""
 _SECONDS_PER_DRAWING = 0.5
 _LEAST_BAR = 9
 _VALUE = 9
@@ -34,7 +34,7 @@ _VALUE = 9
 
 @HOOKS.register_module
 class ProgressHook(BaseHook):
-    """Shows the numbers of the steps, on `stream` or stdout."""
+    """Prints the progress and the numbers of the steps, to `stream` or stdout."""
 
     def __init__(self, stream: TextIO | None = None, priority: int = 1000) -> None:
         super().__init__(priority)
@@ -121,9 +121,9 @@ def _numbers(record: StepRecord, speed: float | None, left: float | None, room: 
 
 @HOOKS.register_module
 class StopOnSignal(BaseHook):
-    """Stops the run in order after a signal to any rank; a second signal ends the process at once.
+    """Stops all ranks after the current step if any rank receives a signal; a second signal ends the process at once.
 
-    All ranks finish the step and save, if there is a SaveCheckpointHook. Then `fit` exits the process with code 75.
+    If there is a SaveCheckpointHook, the ranks save a checkpoint. Then `fit` exits the process with code 75.
     """
 
     def __init__(self, signals: Sequence[int] = (signal.SIGTERM,), priority: int = 10) -> None:
@@ -165,9 +165,9 @@ class EarlyStopHook(BaseHook):
 
     Args:
         metric: the name of the metric.
-        patience: epochs (or evaluations) without improvement before the run stops.
+        patience: the number of epochs (or evaluations) without improvement before the run stops.
         min_delta: the smallest change that counts as an improvement.
-        mode: "min" or "max". Default: declared by the metric.
+        mode: "min" or "max". Default: as the metric declares.
         on: "test", after each evaluation, or "train", after each epoch.
         priority: hooks with a lower priority run first.
     """
