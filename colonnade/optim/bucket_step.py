@@ -43,7 +43,7 @@ from colonnade.parallel.placement import is_dtensor, local_part
 
 
 class BucketStep:
-    """Measures the norm of, and steps on, the gradients in buckets and those in no bucket.
+    """Measures this rank's gradient norm and runs the step, for gradients in buckets and for gradients in no bucket.
 
     `flat` is the `FlatStep`; None before it exists.
 
