@@ -16,7 +16,7 @@ class Counted(dist.Store):
 
     def _count(self, name: str, first: Any, *rest: Any) -> Any:
         keys = first if isinstance(first, list) else [first]
-        if not (name in ("add", "check") and keys[0].endswith(("launch/arrivals", "colonnade/verdict"))):
+        if not (name in ("add", "check") and keys[0].endswith(("launch/arrivals", "colonnade/outcome"))):
             self._of.keys += len(keys)
         return getattr(self._own, name)(first, *rest)
 

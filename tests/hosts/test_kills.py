@@ -38,7 +38,10 @@ def test_a_job_on_two_hosts_comes_back_after_each_kill_under_torchrun_and_colonn
 @needs_hosts
 def test_on_two_hosts_shards_lie_inside_a_host_urls_are_refused_and_the_store_is_asked_for_few_keys(
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # With DETAIL, torch makes a second gloo group for every group, through the store.
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "OFF")
     found = counts(tmp_path / "run", "colonnade")
     assert [told["host"] for told in found] == ["alpha", "alpha", "beta", "beta"]
     assert [told["shards"] for told in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
