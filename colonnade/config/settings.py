@@ -485,9 +485,9 @@ class ZeroSettings(
     offload: bool = key(
         False, any_of(BOOL, TEXT, NONE), "'cpu' or True: keep the shards on the host between steps", read=_offload
     )
-    bucket_mb: float | None = key(None, POSITIVE, "bucket size in MiB")
+    bucket_mb: float | None = key(None, POSITIVE, "bucket size in MiB; None: 4 to 100, by the transport")
     gather_ahead: bool = key(False, BOOL, "stages 1, 2: all-gather parameters during the next forward pass")
-    prefetch: int = key(0, int_from(0), "stage 3: number of modules to all-gather ahead", read=int)
+    prefetch: int = key(0, int_from(0), "stage 3: number of modules to all-gather ahead; 0: chosen by torch", read=int)
     master_weights: bool = key(True, BOOL, "the optimizer steps on fp32 weights")
     replicate: str | None = key(None, any_of(TEXT, NONE), "stage 3: axis over which shards are replicated (HSDP)")
     wrap: tuple[str, ...] = key(
