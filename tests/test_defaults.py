@@ -81,7 +81,7 @@ optim.clip.ZClip: z_max=2.5 alpha=0.97 warmup=25 max_norm=inf
 optim.clip.ClipPolicy: group_of=(0,) nonfinite='skip'
 optim.norm.Meter: p=2.0 slots=1 once=False
 optim.norm.powsums: p=2.0 slots=1
-optim.norm.reduce_norms: p=2.0 piggybacked=0 whole=False
+optim.norm.reduce_norms: p=2.0 piggybacked=0 measures_full_gradient=False
 optim.bucket_step.scale_all: divide=False
 optim.zero.formula.bytes_held: width=4 state=8 master=0 largest=0
 optim.zero.formula.bytes_moved: width=4 passes=1
