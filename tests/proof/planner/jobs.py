@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from colonnade.config import Config
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.models import GPT, MoEGPT
 from colonnade.nn.moe import TopKRouter
+from colonnade.nn.moe.dispatch import counted
+from colonnade.nn.moe.router import Routing
 from colonnade.proof.planner.job import Job
 
 SMALL = dict(rows=8, length=64, vocabulary=512, hidden=64)
@@ -31,7 +34,7 @@ def even(context: ParallelContext) -> Any:
     """Experts that get equal shares of the tokens, whatever the data are: what a plan assumes."""
     model = _moe(context)
     for router in (each for each in model.modules() if isinstance(each, TopKRouter)):
-        router._of_best_groups = _dealt  # type: ignore[method-assign]
+        router.__class__ = _EvenRouter
     return _cut(model, context)
 
 
@@ -95,10 +98,22 @@ def _moe(context: ParallelContext) -> MoEGPT:
     )
 
 
-def _dealt(ranking: torch.Tensor) -> torch.Tensor:
-    """Scores by which tokens choose experts (0, 1), (2, 3), (0, 1), and so on."""
-    token, expert = torch.arange(len(ranking)).unsqueeze(1), torch.arange(ranking.size(1))
-    return ranking + (token % 2 == expert // 2)
+class _EvenRouter(TopKRouter):
+    """Tokens choose experts (0, 1), (2, 3), (0, 1), and so on."""
+
+    def forward(self, x: torch.Tensor) -> Routing:
+        routing = super().forward(x)
+        token, expert = torch.arange(len(x)).unsqueeze(1), torch.arange(self.experts)
+        experts = (routing.scores + (token % 2 == expert // 2)).topk(self.k, dim=-1).indices
+        weights = routing.scores.gather(1, experts)
+        counts = counted(experts.T.contiguous(), self.experts)
+        return replace(
+            routing,
+            experts=experts.T.contiguous(),
+            weights=(weights / weights.sum(-1, keepdim=True)).T,
+            counts=counts,
+            chosen=counts.sum(0),
+        )
 
 
 def _cut(model: Any, context: ParallelContext) -> Any:
