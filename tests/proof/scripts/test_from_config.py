@@ -94,5 +94,5 @@ def test_batches_and_losses_of_ones_own(config: Path) -> None:
     assert "dropout was set to 0" in done.stdout
     done = colonnade("verify", config, "--model", "net.py:norm", timeout=350)
     assert done.returncode == 2
-    assert "the model of net.py:norm under" in done.stderr
+    assert "the model of net.py:norm with" in done.stderr
     assert "its first layer is a LayerNorm. Pass --batch" in done.stderr
