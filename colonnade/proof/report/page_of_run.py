@@ -110,7 +110,7 @@ def _named(runs: list[Run]) -> list[Run]:
 
 def _state(run: Run) -> tuple[str, str, bool]:
     """(how the run stands, in a few words and in a sentence, whether that is bad)."""
-    steps = [value for _, value in run.column("seconds")]
+    steps = run.values("seconds")
     if run.end is not None:
         why = f" ({run.end['reason']})" if run.end.get("reason") else ""
         return run.end["how"], f"{run.end['how']} {_clock(run.end['time'])}{why}", run.end["how"] == "failed"
@@ -147,24 +147,24 @@ def _figures(run: Run) -> str:
     if lost and lost[-1][0] == run.last:
         figures.append(("not finite", "loss of the last step", True))
     else:
-        figures += [(f"{value:.3g}", "loss of the last step") for _, value in run.column("loss")[-1:]]
+        figures += [(f"{value:.3g}", "loss of the last step") for value in run.values("loss")[-1:]]
     figures += [(f"{value:.3g}", "validation loss") for _, value in run.test("Loss")[-1:]]
     figures += [(_median(run, rate), f"{rate}, median") for rate in ("tokens/s", "samples/s")]
     figures += _utilisation(run)
     figures.append((_seconds(run), "step time, median"))
-    if norms := run.column("grad_norm"):
+    if norms := run.values("grad_norm"):
         figures.append((f"{len(run.marked('clipped')) / len(norms):.0%}", "of steps clipped"))
     figures.append((str(len(skipped)), "steps skipped", bool(skipped)))
     figures.append((str(len(run.starts[1:])), "restarts", len(run.starts) > 1))
-    figures += [(format_bytes(value * 2**20), "peak memory, rank 0") for _, value in run.column("memory")[-1:]]
-    if late := Counter(int(rank) for _, rank in run.column("busy/slowest_rank")).most_common(1):
+    figures += [(format_bytes(value * 2**20), "peak memory, rank 0") for value in run.values("memory")[-1:]]
+    if late := Counter(int(rank) for rank in run.values("busy/slowest_rank")).most_common(1):
         figures.append((f"rank {late[0][0]}", f"slowest, in {late[0][1] / len(run.steps.steps):.0%} of steps"))
     return tiles([each for each in figures if each[0]])
 
 
 def _flops(run: Run) -> tuple[float, str]:
     """(flops of the model for each token, or sample without tokens, in words how they are known); 0 if they are not."""
-    counts = [value for _, value in run.column(_count_name(run))]
+    counts = run.values(_count_name(run))
     if given := run.facts.get("tflop_per_step"):
         return given * 1e12 / (median(counts) or 1.0) if counts else 0.0, "by tflop_per_step"
     elements = run.facts.get("elements")
@@ -188,7 +188,7 @@ def _peak(run: Run) -> float:
 
 def _utilisation(run: Run) -> list[tuple[str, str]]:
     """MFU, if the flops of the model and the peak of the devices are known; flop/s without a peak."""
-    (flops, how), rates = _flops(run), [value for _, value in run.column(f"{_count_name(run)}/s")]
+    (flops, how), rates = _flops(run), run.values(f"{_count_name(run)}/s")
     if not flops or not rates:
         return []
     reached, peak = flops * median(rates), _peak(run)
@@ -207,7 +207,7 @@ def _compared(runs: list[Run]) -> str:
     rates = [name for name in ("tokens/s", "samples/s") if any(name in run.columns for run in runs)]
     mfu = any(_utilisation(run) for run in runs)
     for run in runs:
-        memory = [format_bytes(value * 2**20) for _, value in run.column("memory")[-1:]]
+        memory = [format_bytes(value * 2**20) for value in run.values("memory")[-1:]]
         level = run.facts.get("clip")
         rows.append(
             [
@@ -215,7 +215,7 @@ def _compared(runs: list[Run]) -> str:
                 _state(run)[0],
                 run.layout(),
                 f"{run.last:,}",
-                "".join(f"{value:.4g}" for _, value in run.column("loss")[-1:]),
+                "".join(f"{value:.4g}" for value in run.values("loss")[-1:]),
                 "".join(f"{value:.4g}" for _, value in run.test("Loss")[-1:]),
                 *(_median(run, rate) for rate in rates),
                 *("".join(value for value, _ in _utilisation(run)) for _ in range(mfu)),
@@ -309,7 +309,7 @@ def _charts(runs: list[Run]) -> list[str]:
         made.append(card("Slowest rank" if several else "Slowest and fastest rank", chart, note))
 
     # The log has MiB. All numbers of the page are in powers of 1,000.
-    peaks = [value * 2**20 for run in runs for _, value in run.column("memory")[-1:]]
+    peaks = [value * 2**20 for run in runs for value in run.values("memory")[-1:]]
     unit, name = (1e9, "GB") if max(peaks, default=0.0) >= 1e9 else (1e6, "MB")
     held = "; ".join(f"{run.name}: " * several + text for run in runs if (text := _held(run)))
     memory = plot(lines("memory", "peak", unit=2**20 / unit), y=name, from_zero=True)
@@ -361,12 +361,9 @@ def _time_chart(runs: list[Run]) -> str:
     names = [phase for phase in PHASES if any(f"time/{phase}" in run.columns for run in runs)]
     if not names:
         return '<p class="empty">this log has no times</p>'
-    unit, unit_name = _time_unit(median(value for run in runs for _, value in run.column("seconds")))
+    unit, unit_name = _time_unit(median(value for run in runs for value in run.values("seconds")))
     if len(runs) > 1:
-        bars = [
-            (run.name, [unit * fmean([v for _, v in run.column(f"time/{phase}")] or [0.0]) for phase in names])
-            for run in runs
-        ]
+        bars = [(run.name, [unit * fmean(run.values(f"time/{phase}") or [0.0]) for phase in names]) for run in runs]
         return bar_chart(
             names, bars, x=f"{unit_name} in a step, mean", page=True, colors=[PHASE_COLORS[name] for name in names]
         )
@@ -477,13 +474,11 @@ def _held(run: Run) -> str:
 
 
 def _median(run: Run, key: str) -> str:
-    return "".join(format_count(median(values)) for values in [[value for _, value in run.column(key)]] if values)
+    return "".join(format_count(median(values)) for values in [run.values(key)] if values)
 
 
 def _seconds(run: Run) -> str:
-    return "".join(
-        format_seconds(median(values)) for values in [[value for _, value in run.column("seconds")]] if values
-    )
+    return "".join(format_seconds(median(values)) for values in [run.values("seconds")] if values)
 
 
 def _at_norm(run: Run, marks: Points) -> Points:

@@ -8,6 +8,7 @@ import re
 import time
 from array import array
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -94,6 +95,10 @@ class Run:
         """Return (step, value) of all steps with a finite value of this quantity."""
         found = self.columns.get(key, Column())
         return list(zip(found.steps, found.values, strict=True))
+
+    def values(self, key: str) -> Sequence[float]:
+        """Return the finite values of this quantity without their steps, as stored: a list of a million steps is large."""
+        return self.columns[key].values if key in self.columns else ()
 
     def marked(self, mark: str) -> list[tuple[float, float]]:
         """Return (step, gradient norm) of the steps with a mark: "clipped", "skipped", or "loss" (the loss is not finite).
