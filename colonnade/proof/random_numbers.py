@@ -600,6 +600,13 @@ class ReplayedDraws(RandomNumbers):
             return f"no rank calls {draw.operator} there as often as a single process"
         if len(numbers) < len(draws):
             return next(one.unknown for one in draws.values() if one.unknown)
+        # A module of several pipeline stages (an encoder that draws once for each of its layers) draws other numbers on each
+        # stage: the order in a single process is not known.
+        stages = {
+            group.index(rank) for group in self._of_ranks.groups.get("PIPELINE", ()) for rank in draws if rank in group
+        }
+        if len(stages) > 1 and name != LOOP:
+            return "several pipeline stages draw numbers there, each for its own layers"
 
         # The places of the ranks' numbers in those of the single process. Only the first step has inputs, so later ones use the
         # places found there.
