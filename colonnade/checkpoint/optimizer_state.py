@@ -209,8 +209,8 @@ class OptimizerLoader:
                     code="C083",
                 )
 
-            # Every option of this optimizer must be among the saved ones and of their type. A missing one would step with a
-            # default that nobody chose for this run; another type shows another kind of optimizer, or a changed file.
+            # Every option of this optimizer must be in the checkpoint, with the same type. For a missing option, the optimizer
+            # would silently use its default. A different type means a different optimizer class, or an edited file.
             own = _options(group)
             options = next(iter(found), own)
             unknown = [key for key in own if key not in options and key not in _IMPLEMENTATION]

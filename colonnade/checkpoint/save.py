@@ -351,7 +351,7 @@ class RankNote:
 
     Each line of `tensors` is a JSON list of `TensorRecord`s that are divided in the same way: a weight, or all state tensors of a
     parameter. Each record has one part, which the ranks divide among them; its `cut` is not set yet. The rank's piece of line n is
-    [spans[2n], spans[2n + 1]) of this part; an empty piece means that the rank writes nothing.
+    the range of elements from spans[2n] up to, but not including, spans[2n + 1]. If this range is empty, the rank writes nothing.
     """
 
     rank: int

@@ -251,7 +251,7 @@ def write_tensors(
     The hash is computed from the bytes as they are written. `after_chunk` is called after each chunk of 8 MiB, where a background
     thread can rest.
     """
-    # The table comes first in the file, which is possible because the sizes are known before the contents.
+    # The table of entries is written before the data: the sizes of all entries are already known.
     ordered = in_file_order(entries)
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # some readers require it
     start = 0
