@@ -71,6 +71,7 @@ from colonnade.proof.record import (
     micro_batches,
     name_in_full_model,
     on_cpu,
+    recorded,
     sketchable,
     sketched_record,
 )
@@ -362,6 +363,7 @@ def _true_run(
     with torch.random.fork_rng(), world_of_one(engine.context):
         dropping = ReplayedDraws(drawn_by(records, off))
         single, start, names = _one_process(engine, reference, criterion, records, dropping, whole)
+        start = {name: recorded(value.to(engine.context.device), copy=False) for name, value in start.items()}
         steps, apart = joined_steps(given, engine.accumulation, [record.run for record in records])
         same_host = all(record.run.host == records[0].run.host for record in records)
         short = partial(_short, records=records, names=names)
@@ -400,14 +402,15 @@ def _true_run(
 
 def _short(truth: Truth, records: Sequence[Record], names: Mapping[str, str]) -> Truth:
     """A step of the reference with the sketches that the ranks have."""
-    blocks = sketched_blocks(records, names)
-    return sketched_truth(truth, blocks, records[0].run.norm_type) if blocks else truth
+    return sketched_truth(truth, sketched_blocks(records, names), records[0].run.norm_type)
 
 
 def _side_by_side(records: Sequence[Record], truth: TrueRun) -> Evidence:
     """The records of the ranks and the reference, with the sketches that the ranks have."""
     blocks = sketched_blocks(records, truth.names)
-    start = {name: sketches(value, blocks[name]) if name in blocks else value for name, value in truth.start.items()}
+    start = {
+        name: sketches(value, blocks[name]) if name in blocks else value.cpu() for name, value in truth.start.items()
+    }
     return assemble(
         records, replace(truth, steps=[_short(step, records, truth.names) for step in truth.steps], start=start)
     )

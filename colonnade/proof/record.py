@@ -335,7 +335,7 @@ class StepRecorder:
         changed = any(
             (pieces := before.get(entry.name)) is None
             or len(pieces) != 1
-            or not torch.equal(pieces[0].value, self._kept(entry.name, piece.value))
+            or not torch.equal(pieces[0].value, self._kept(entry.name, piece.value).to(pieces[0].value.device))
             for entry, piece in after
         )
         if changed:
@@ -419,7 +419,7 @@ class StepRecorder:
             self._room -= size
             grad = grad.to_dense() if grad.is_sparse else grad
             before, value = self._step.raw.setdefault(name, {}).get(at), self._kept(name, grad)
-            self._step.raw[name][at] = value if before is None else before + value
+            self._step.raw[name][at] = value if before is None else before + value.to(before.device)
 
     def _on_input(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Module hook: the inputs of the first call in the first step, before the module can change them."""
@@ -474,7 +474,7 @@ class StepRecorder:
 
     def _kept(self, name: str, value: Tensor) -> Tensor:
         """The record of a value of a tracked tensor: a copy or a sketch."""
-        return sketches(value, self.sketched[name]) if name in self.sketched else copied(value)
+        return sketches(value, self.sketched[name]) if name in self.sketched else recorded(value)
 
     def _own_gradients(self) -> Iterator[tuple[Tracked, Piece]]:
         for entry in self.tracked:
@@ -519,23 +519,32 @@ def sketchable(record: Record) -> dict[str, Block | None]:
 
 
 def sketched_record(record: Record, sketched: Mapping[str, Block | None]) -> Record:
-    """Return a copy of a record in which the given tensors are replaced by their sketches."""
-    names = sketched.keys()
+    """Return a copy of a record in which the given tensors are replaced by their sketches, and all others are on the CPU."""
+
+    def short_value(name: str, value: Tensor) -> Tensor:
+        return sketch(value) if name in sketched else value.cpu()
 
     def short(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: sketch(value) if name in names else value for name, value in tensors.items()}
+        return {name: short_value(name, value) for name, value in tensors.items()}
 
     def short_pieces(pieces: Mapping[str, list[Piece]]) -> dict[str, list[Piece]]:
         return {
-            name: [Piece(sketch(piece.value)) for piece in some] if name in names else some
+            name: [
+                Piece(short_value(name, piece.value), None if name in sketched else piece.positions) for piece in some
+            ]
             for name, some in pieces.items()
         }
 
     def short_raw(raw: Mapping[str, dict[int, Tensor]]) -> dict[str, dict[int, Tensor]]:
         return {
-            name: {number: sketch(value) for number, value in by_pass.items()} if name in names else by_pass
+            name: {number: short_value(name, value) for number, value in by_pass.items()}
             for name, by_pass in raw.items()
         }
+
+    # The positions of the elements in a shard take twice the memory of the shard. The block of a sketch has the same information.
+    tensors = {
+        name: replace(note, positions=None) if name in sketched else note for name, note in record.tensors.items()
+    }
 
     steps = [
         replace(
@@ -550,7 +559,8 @@ def sketched_record(record: Record, sketched: Mapping[str, Block | None]) -> Rec
         )
         for step in record.steps
     ]
-    return replace(record, start=short(record.start), steps=steps, run=replace(record.run, sketched=dict(sketched)))
+    run = replace(record.run, sketched=dict(sketched))
+    return replace(record, tensors=tensors, start=short(record.start), steps=steps, run=run)
 
 
 class CopiesOfTensors:
@@ -586,6 +596,23 @@ class CopiesOfTensors:
 
 def copied(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
+
+
+def recorded(tensor: Tensor, copy: bool = True) -> Tensor:
+    """Return a tensor for a record: on the CPU, or on its GPU if it is large and a quarter of the GPU's memory stays free.
+
+    A GPU sketches a tensor in milliseconds. Its transfer and a sketch on the CPU take seconds for each GB.
+
+    Args:
+        tensor: A weight, buffer or gradient.
+        copy: Whether the caller still changes the tensor.
+    """
+    device = torch.device("cpu")
+    if tensor.is_cuda and tensor.numel() > LARGE:
+        free, total = torch.cuda.mem_get_info(tensor.device)
+        if free - tensor.numel() * tensor.element_size() > total // 4:
+            device = tensor.device
+    return tensor.detach().to(device, copy=copy)
 
 
 def coarser(a: torch.dtype | None, b: torch.dtype) -> torch.dtype:

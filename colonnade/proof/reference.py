@@ -45,6 +45,7 @@ from colonnade.proof.record import (
     StateName,
     copied,
     first_tensor,
+    recorded,
 )
 from colonnade.proof.sketch import Blocks, Stored, sketches
 
@@ -93,10 +94,10 @@ class Truth:
 
 
 def sketched_truth(truth: Truth, sketched: Mapping[str, Blocks], norm_type: float) -> Truth:
-    """Return a copy of a step in which the tensors with blocks in `sketched` are replaced by sketches of these blocks."""
+    """Return a copy of a step with sketches of the tensors that have blocks in `sketched`, and all other tensors on the CPU."""
 
     def short(tensors: Tensors) -> Tensors:
-        return {name: sketches(x, sketched[name]) if name in sketched else x for name, x in tensors.items()}
+        return {name: sketches(x, sketched[name]) if name in sketched else x.cpu() for name, x in tensors.items()}
 
     return replace(
         truth,
@@ -359,7 +360,7 @@ def norm_of(values: Sequence[Tensor], norm_type: float, known: Sequence[float] =
 
     On a CPU, torch's sum of millions of squares in fp32 has a relative error of 1e-4.
     """
-    norms = [torch.linalg.vector_norm(value, norm_type, dtype=torch.float64) for value in values]
+    norms = [torch.linalg.vector_norm(value, norm_type, dtype=torch.float64).cpu() for value in values]
     norms += [torch.tensor(norm, dtype=torch.float64) for norm in known]
     return float(torch.linalg.vector_norm(torch.stack(norms), norm_type)) if norms else 0.0
 
@@ -437,7 +438,7 @@ class OneProcess:
             optimizer.step()
             for name, parameter in self.model.named_parameters():
                 parameter.grad = None
-                truth.weights[name] = copied(parameter)
+                truth.weights[name] = recorded(parameter)
             truth.buffers = {name: copied(buffer) for name, buffer in self.model.named_buffers()}
             before = {**truth.weights, **truth.buffers}
             yield truth
@@ -474,6 +475,7 @@ class OneProcess:
                 if name not in total:
                     total[name] = value.clone() if keep else value
                 else:
+                    value = value.to(total[name].device)
                     total[name] = total[name] + value if keep else total[name].add_(value)
             if keep:
                 by_pass.append(gradients)
@@ -663,8 +665,8 @@ def _take(model: nn.Module, into: Tensors) -> None:
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             gradient = parameter.grad.detach()
-            gradient = (gradient.to_dense() if gradient.is_sparse else gradient).cpu()
-            into[name] = into[name] + gradient if name in into else gradient
+            gradient = recorded(gradient.to_dense() if gradient.is_sparse else gradient, copy=False)
+            into[name] = into[name] + gradient.to(into[name].device) if name in into else gradient
             parameter.grad = None
 
 
