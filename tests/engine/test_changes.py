@@ -84,8 +84,23 @@ def _new_group(model: nn.Module, optimizer: Any, step: int) -> None:
         optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.02})
 
 
+def _takes_new_groups(make: Any) -> bool:
+    """Whether an optimizer of torch can step parameters of a group that was added later: Adagrad of torch 2.11 cannot."""
+    first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = make([first])
+    optimizer.add_param_group({"params": [second]})
+    second.grad = torch.ones(2)
+    try:
+        optimizer.step()
+    except KeyError:
+        return False
+    return True
+
+
 def _added() -> None:
     for name, make in OPTIMIZERS.items():
+        if not _takes_new_groups(make):
+            continue
         for config in CONFIGS:
             if name == "Adagrad" and config.get("flat_step") is False:
                 continue  # the same as without

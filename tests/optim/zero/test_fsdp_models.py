@@ -362,7 +362,8 @@ def _no_backward(model: Any) -> None:
 def _no_end(model: Any) -> None:
     with pytest.raises(KeyError):
         _fail_inside(model)
-    assert all(hasattr(parameter, "to_local") for parameter in model.parameters())
+    if hasattr(model, "reset_iter_state"):  # before torch 2.12, parameters stay gathered until the step frees them
+        assert all(hasattr(parameter, "to_local") for parameter in model.parameters())
 
 
 def _stale() -> None:
