@@ -315,6 +315,7 @@ class HostCopy:
 
     def __init__(self, tensor: Tensor) -> None:
         self._done: torch.cuda.Event | None = None
+        self._arrived = not tensor.is_cuda
         if tensor.is_cuda:
             self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
             self._copy.copy_(tensor.detach(), non_blocking=True)
@@ -330,10 +331,13 @@ class HostCopy:
 
     def ready(self) -> bool:
         """Whether `read` returns without waiting."""
-        return self._done is None or self._done.query()
+        if not self._arrived and self._done is not None:
+            self._arrived = self._done.query()
+        return self._arrived
 
     def read(self) -> Any:
         """The value as a number or a list."""
-        if self._done is not None:
+        if not self._arrived and self._done is not None:
             self._done.synchronize()
+            self._arrived = True
         return self._copy.tolist()

@@ -28,7 +28,14 @@ from torch.optim import optimizer as optimizer_module
 
 from colonnade.errors import GradientError
 from colonnade.gradients.sums import HALVES
-from colonnade.optim.norm import STEP_CHUNK, chunk_table, kernels_available, on_device, to_device
+from colonnade.optim.norm import (
+    STEP_CHUNK,
+    ScatteredGradient,
+    chunk_table,
+    kernels_available,
+    on_device,
+    to_device,
+)
 from colonnade.parallel.flat import FlatLayout, Span, padded
 
 # --- The step ---
@@ -294,35 +301,6 @@ class FlatBucket:
                 f"fit {len(self.members)} parameters and a gradient buffer of {self.grad.numel()} elements",
                 code="C070",
             )
-
-
-class ScatteredGradient:
-    """Gradients at arbitrary addresses, in place of a flat buffer.
-
-    For each gradient, the object has the address at which element 0 of a flat buffer would be that contained this gradient.
-    """
-
-    def __init__(self, layout: FlatLayout) -> None:
-        self.dtype, self.device = layout.dtype, layout.device
-        self.like = torch.empty((), dtype=layout.dtype, device=layout.device)
-        self.addresses = torch.zeros(len(layout), dtype=torch.int64, device=layout.device)
-        self.limits = to_device(torch.tensor([span.stop for span in layout.spans], device="cpu"), layout.device)
-        self._numel, self._known = layout.numel, list[int]()
-
-    def numel(self) -> int:
-        """The number of elements of the flat buffer."""
-        return self._numel
-
-    def point_to(self, addresses: list[int]) -> None:
-        """Set the addresses of the gradients for the next step."""
-        if addresses != self._known:
-            self.addresses.copy_(pinned(torch.tensor(addresses, device="cpu")), non_blocking=True)
-            self._known = addresses
-
-
-def pinned(numbers: Tensor) -> Tensor:
-    """Copy a CPU tensor to pinned memory, from which the device can copy asynchronously."""
-    return numbers.pin_memory()
 
 
 JOINED = 1 << 26
