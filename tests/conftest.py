@@ -54,6 +54,7 @@ SLOW_MODULES = (
     "trainer/test_loaders.py",
     "trainer/test_metrics.py",
     "trainer/test_resume.py",
+    "trainer/test_torchmetrics.py",
 )
 """Many worlds each: together most of the time of the tests. `make test` runs them."""
 

@@ -25,6 +25,7 @@ from colonnade.parallel.split import split
 from colonnade.testing import compare, gather_weights, run_world
 from tests.models.grid import MODELS, batch
 from tests.nn.sequence.training import EPS, RTOL, give_weights, take_weights
+from tests.ranks import on_ranks
 
 TENSOR = {"tensor": {"size": 2, "mode": "1d"}}
 EARLY = {"shared_memory": False, "overlap": True}
@@ -91,7 +92,8 @@ def test_models_that_are_split_compile_without_a_break_too():
     run_world(2, _trained, OVER_TENSOR, timeout=110)
 
 
-def _refused() -> None:
+@on_ranks(2)
+def test_a_torch_that_loses_sums_in_the_backward_pass_compiles_no_split_model():
     torch_versions.COMPILES_COLLECTIVES = False
     with launch({"parallel": TENSOR, "compile": True}, context=ParallelContext(), verbose=False) as gpc:
         model = GPT(16, 8, 16, 4, 2, context=gpc)
@@ -99,10 +101,6 @@ def _refused() -> None:
             ConfigError, match=r"omits all-reduces over .*TENSOR.* from the compiled backward.*torch 2.13 or later"
         ):
             initialize(model, torch.optim.SGD(model.parameters()), context=gpc)
-
-
-def test_a_torch_that_loses_sums_in_the_backward_pass_compiles_no_split_model():
-    run_world(2, _refused)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch.optim import SGD, AdamW
 import colonnade
 from colonnade import initialize, launch
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.testing import run_world
+from tests.ranks import on_ranks
 
 CONFIGS: list[dict[str, Any]] = [
     {"clip_grad_norm": 1.0},
@@ -72,11 +72,8 @@ def weights(config: dict[str, Any], device: str) -> list[Tensor]:
         torch.set_default_device("cpu")
 
 
-def test_steps_are_the_same_under_another_default_device() -> None:
+@on_ranks(2, timeout=100)
+def test_steps_are_the_same_under_another_default_device():
     """On the meta device a tensor that followed the default would have no values, and no collective takes it."""
-    run_world(2, compare_all, timeout=100)
-
-
-def compare_all() -> None:
     for config in CONFIGS:
         assert all(map(torch.equal, weights(config, "cpu"), weights(config, "meta"))), config

@@ -20,6 +20,7 @@ from colonnade.errors import GradientError
 from colonnade.registry import GRADIENT_HANDLER
 from colonnade.testing import run_world
 from tests.gradients.scenarios import numbers
+from tests.ranks import on_ranks
 
 CONFIGS: list[dict[str, Any]] = [
     {},
@@ -82,7 +83,9 @@ SLIPS: list[tuple[int, int, Any, str]] = [
 ]
 
 
-def _one_rank_slips(config: dict[str, Any]) -> None:
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@on_ranks(2, timeout=40)
+def test_an_error_of_one_rank_in_a_step_is_raised_on_all(config: dict[str, Any]):
     """In step 1 and in step 3, which is not compared; after it all ranks make a step together."""
     for accumulation, at, slip, said in SLIPS:
         with launch({**config, "gradient_accumulation": accumulation}, context=ParallelContext(), verbose=False) as gpc:
@@ -102,11 +105,6 @@ def _one_rank_slips(config: dict[str, Any]) -> None:
                 assert time.monotonic() - began < 5
             engine.zero_grad()
             engine.close()
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_an_error_of_one_rank_in_a_step_is_raised_on_all(config):
-    run_world(2, _one_rank_slips, config, timeout=40)
 
 
 def _changes_form(config: dict[str, Any]) -> str:

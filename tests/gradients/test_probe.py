@@ -24,6 +24,7 @@ from colonnade.gradients import probe
 from colonnade.gradients.sums import read_demands
 from colonnade.registry import GRADIENT_HANDLER
 from colonnade.testing import run_world
+from tests.ranks import on_ranks
 
 
 class Model(nn.Module):
@@ -374,7 +375,8 @@ class Stateful(OverData):
             gradient /= self.size
 
 
-def _stateful() -> None:
+@on_ranks(2)
+def test_a_handler_with_state_and_the_random_streams_are_as_before():
     numpy = pytest.importorskip("numpy")
     with launch({"gradient_handler": ["Stateful"]}, context=ParallelContext(), verbose=False) as gpc:
         model = Model()
@@ -395,10 +397,6 @@ def _stateful() -> None:
         )
         assert handler.history == ([1], deque([2]), {3})
         engine.close()
-
-
-def test_a_handler_with_state_and_the_random_streams_are_as_before():
-    run_world(2, _stateful)
 
 
 # -- marks ------------------------------------------------------------------------------------------------

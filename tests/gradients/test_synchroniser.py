@@ -30,6 +30,7 @@ from tests.gradients.summing import (
     same_gradients,
     train,
 )
+from tests.ranks import on_ranks
 
 
 def net() -> nn.Module:
@@ -69,14 +70,11 @@ class Checkpointed(nn.Module):
         return self.last(x)
 
 
-def _checkpointed() -> None:
+@on_ranks(2)
+def test_activation_checkpointing_of_both_kinds_with_a_layer_in_two_segments():
     for reentrant in (True, False):
         everywhere(partial(train, partial(Checkpointed, reentrant), square))
         everywhere(partial(train, partial(Checkpointed, reentrant), square, micro_batches=2))
-
-
-def test_activation_checkpointing_of_both_kinds_with_a_layer_in_two_segments():
-    run_world(2, _checkpointed)
 
 
 class Reused(nn.Module):
@@ -94,12 +92,9 @@ def _twice(model: nn.Module, rank: int, step: int) -> Tensor:
     return square(model, rank, step) + square(model, rank, step + 50)
 
 
-def _reused() -> None:
-    everywhere(partial(train, Reused, _twice))
-
-
+@on_ranks(2)
 def test_a_module_used_several_times():
-    run_world(2, _reused)
+    everywhere(partial(train, Reused, _twice))
 
 
 class Mixed(nn.Module):
@@ -404,7 +399,8 @@ def test_ranks_may_talk_between_backward_and_wait_whatever_else_each_has():
     assert run_world(2, _talks).values == [[2.0] * 4] * 2
 
 
-def _two_reducers_and_a_subset() -> None:
+@on_ranks(4)
+def test_two_reducers_in_one_process_and_a_group_that_is_part_of_the_world():
     groups = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3), (0, 2, 3))}
     rank = dist.get_rank()
     torch.manual_seed(5)
@@ -432,10 +428,6 @@ def _two_reducers_and_a_subset() -> None:
                     close(parameter.grad, expected)
     for reducer in reducers:
         reducer.close()
-
-
-def test_two_reducers_in_one_process_and_a_group_that_is_part_of_the_world():
-    run_world(4, _two_reducers_and_a_subset)
 
 
 def _compiled(options: SyncOptions) -> None:
@@ -482,7 +474,8 @@ def test_gradients_made_with_a_graph_of_their_own():
     run_world(2, everywhere, _create_graph)
 
 
-def _tensor_parallel() -> None:
+@on_ranks(4)
+def test_dtensor_parameters_keep_dtensor_gradients():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -508,11 +501,8 @@ def _tensor_parallel() -> None:
         close(weight.grad.full_tensor(), truth.grad)
 
 
-def test_dtensor_parameters_keep_dtensor_gradients():
-    run_world(4, _tensor_parallel)
-
-
-def _goes_away() -> None:
+@on_ranks(2)
+def test_a_reducer_that_nobody_holds_is_freed_and_so_is_the_model():
     model, _ = both(net)
     reducer = reduce_all(model)
     alive = weakref.ref(reducer), weakref.ref(model)
@@ -525,10 +515,6 @@ def _goes_away() -> None:
     del model
     gc.collect()
     assert alive[1]() is None
-
-
-def test_a_reducer_that_nobody_holds_is_freed_and_so_is_the_model():
-    run_world(2, _goes_away)
 
 
 def _closed(options: SyncOptions) -> None:

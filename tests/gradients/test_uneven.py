@@ -28,6 +28,7 @@ from tests.gradients.summing import (
     same_gradients,
     train,
 )
+from tests.ranks import on_ranks
 
 
 class Branches(nn.Module):
@@ -101,17 +102,14 @@ def test_parameters_frozen_and_thawed_in_mid_run():
     assert generations[0] == generations[1] == 3
 
 
-def _frozen_cost() -> None:
+@on_ranks(2)
+def test_frozen_parameters_take_no_memory():
     """What is frozen takes no room."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 2))
     model[0].requires_grad_(False)
     reducer = reduce_all(model)
     assert sum(bucket.numel for bucket in reducer.buckets) < 500
-
-
-def test_frozen_parameters_take_no_memory():
-    run_world(2, _frozen_cost)
 
 
 def _flip_on_one_rank(options: SyncOptions) -> None:
@@ -249,7 +247,8 @@ def test_sparse_here_and_dense_there_is_dense():
     run_world(2, everywhere, _half_sparse)
 
 
-def _unlike_options() -> None:
+@on_ranks(2)
+def test_sums_of_one_group_that_start_at_unlike_times_keep_one_order():
     """Two sums of one group, one of which is not started during backward; rank 1 misses a layer of each."""
     names = [["trunk", "branches.1", "sometimes"], ["branches.0", "branches.2", "never"]]
     model, truth = both(Branches)
@@ -270,10 +269,6 @@ def _unlike_options() -> None:
         truth.zero_grad()
 
 
-def test_sums_of_one_group_that_start_at_unlike_times_keep_one_order():
-    run_world(2, _unlike_options)
-
-
 PAIRS_OF_NOTES = [
     ((0, 0), True, {}),
     ((0, OUTSIDE), True, {}),
@@ -291,7 +286,8 @@ PAIRS_OF_NOTES = [
 """The notes of two ranks, whether the parameter has a bucket, and the ranks without a gradient where the other has one."""
 
 
-def _pairs_of_notes() -> None:
+@on_ranks(2)
+def test_a_gradient_that_no_bucket_could_reduce_has_the_sum_whatever_the_ranks_have():
     rank = dist.get_rank()
     for notes, has_bucket, missing in PAIRS_OF_NOTES:
         weight = nn.Parameter(torch.ones(4, 2))
@@ -312,7 +308,3 @@ def _pairs_of_notes() -> None:
         assert weight.grad.is_sparse == all(note in (SPARSE, MISSING) for note in notes)
         assert weight.grad.is_sparse or not has_bucket or weight.grad is bucket.grads[0]
         close(weight.grad.to_dense(), torch.full((4, 2), expected))
-
-
-def test_a_gradient_that_no_bucket_could_reduce_has_the_sum_whatever_the_ranks_have():
-    run_world(2, _pairs_of_notes)

@@ -16,6 +16,7 @@ from colonnade.engine.build import initialize
 from colonnade.errors import GradientError
 from colonnade.testing import run_world
 from tests.gradients.scenarios import numbers
+from tests.ranks import on_ranks
 
 TENSOR = {"parallel": {"tensor": {"size": 2, "mode": "1d"}}}
 
@@ -117,16 +118,14 @@ def _part_alone(part: str) -> None:
         engine.close()
 
 
-def _each_part_alone() -> None:
+@on_ranks(2, timeout=60)
+def test_one_rank_that_evaluates_a_part_of_the_model_is_named_too():
     for part in ("0", "0.0", "0.0.1"):
         _part_alone(part)
 
 
-def test_one_rank_that_evaluates_a_part_of_the_model_is_named_too():
-    run_world(2, _each_part_alone, timeout=60)
-
-
-def _together() -> None:
+@on_ranks(2, timeout=30)
+def test_ranks_that_evaluate_together_and_replicas_that_do_so_alone_have_the_numbers_of_one_process():
     """All ranks evaluate: the numbers of one process, also where one comes late; nothing stays behind."""
     with launch(TENSOR, context=ParallelContext(), verbose=False) as gpc:
         plain, model = _net(), colonnade.parallelize(_net(), {"*.up": "colwise", "*.down": "rowwise"}, context=gpc)
@@ -146,7 +145,3 @@ def _together() -> None:
             _evaluate(engine, False, False)
         _train(engine, 0)
         engine.close()
-
-
-def test_ranks_that_evaluate_together_and_replicas_that_do_so_alone_have_the_numbers_of_one_process():
-    run_world(2, _together, timeout=30)

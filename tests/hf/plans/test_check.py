@@ -18,7 +18,6 @@ from colonnade.errors import ColonnadeError, ConfigError, GradientError, Placeme
 from colonnade.hf.plan_checks import check_entries
 from colonnade.hf.plans import fits, resolve
 from colonnade.parallel.split import Split
-from colonnade.testing import run_world
 from tests.hf.plans.models import (
     CASES,
     HIDDEN,
@@ -33,6 +32,7 @@ from tests.hf.plans.models import (
     summed_loss,
     tokens,
 )
+from tests.ranks import on_ranks
 
 TENSOR = {"tensor": {"size": 2, "mode": "1d"}}
 
@@ -233,7 +233,8 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
 }
 
 
-def _wrong() -> None:
+@on_ranks(2)
+def test_every_wrong_plan_is_named_by_every_rank():
     with launch({"parallel": TENSOR}, context=ParallelContext(), verbose=False) as gpc:
         for name, (made, plan, said) in WRONG.items():
             with pytest.raises(ColonnadeError) as raised:
@@ -315,7 +316,8 @@ class Flat(Model):
         super().__init__(mlp=GatedMLP)
 
 
-def _compared() -> None:
+@on_ranks(2)
+def test_a_sample_shows_what_names_cannot_tell():
     """What only values tell, by one pass on a sample; plans that are right pass, in one stage and in two."""
     gathered = {"blocks.*.mlp.up": "colwise_gather_output", "blocks.*.mlp.down": "rowwise_split_input"}
     mixing = lambda: Model(mlp=Mixing)  # noqa: E731
@@ -338,24 +340,13 @@ def _compared() -> None:
             assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_a_sample_shows_what_names_cannot_tell():
-    run_world(2, _compared)
-
-
-def test_every_wrong_plan_is_named_by_every_rank():
-    run_world(2, _wrong)
-
-
-def _square() -> None:
+@pytest.mark.slow
+@on_ranks(4)
+def test_modes_that_cut_otherwise_are_refused():
     config = {"parallel": {"tensor": {"size": 4, "mode": "2d"}}}
     said = r"tensor\.mode='2d': a TP plan shards layers for mode '1d'"
     with launch(config, context=ParallelContext(), verbose=False) as gpc, pytest.raises(ConfigError, match=said):
         parallelize(build(), PLAN, context=gpc)
-
-
-@pytest.mark.slow
-def test_modes_that_cut_otherwise_are_refused():
-    run_world(4, _square)
 
 
 def test_a_star_stands_for_one_part_of_a_name():

@@ -13,6 +13,7 @@ from colonnade.engine.build import initialize
 from colonnade.errors import ConfigError
 from colonnade.nn.layer import Arrangement, Classifier, CrossEntropyLoss, Whole, arrange, gather_output, partition_input
 from colonnade.testing import compare, gather_weights, plain_gradients, run_world
+from tests.ranks import on_ranks
 
 CLASSES = 10
 
@@ -88,7 +89,8 @@ def test_whole_logits_too(classes, smoothing):
     assert (total.shape, count.item()) == ((), 20)
 
 
-def _counted() -> None:
+@on_ranks(4)
+def test_a_sum_with_its_count_is_the_mean_over_uneven_ranks():
     config = {"parallel": {"data": 2, "tensor": {"size": 2, "mode": "1d"}}}
     x = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     _, labels = _case(1.0, torch.float64)  # 4 of the first half are ignored, none of the second
@@ -109,10 +111,6 @@ def _counted() -> None:
         after = gather_weights(head, gpc)
         compare(truth, {name: before[name] - after[name] for name in before}, 1e-10)
         engine.close()
-
-
-def test_a_sum_with_its_count_is_the_mean_over_uneven_ranks():
-    run_world(4, _counted)
 
 
 def test_refuses_what_it_does_not_do():

@@ -30,6 +30,7 @@ from colonnade.parallel import wire
 from colonnade.parallel.wire import recorded
 from colonnade.testing import run_world
 from tests.nn.sequence.training import close, numbers, seen_keys
+from tests.ranks import on_ranks
 
 RTOL = 1e-12
 ATTENTION = {"ring": ring_attention, "ulysses": ulysses_attention}
@@ -225,14 +226,11 @@ def _low_precision(kind: str, total: int = 512, low: torch.dtype = torch.bfloat1
                 )
 
 
-def _low_precision_of_both() -> None:
+@pytest.mark.slow
+@on_ranks(4)
+def test_bfloat16_is_as_near_as_in_one_process():
     for kind in ATTENTION:
         _low_precision(kind, 64)
-
-
-@pytest.mark.slow
-def test_bfloat16_is_as_near_as_in_one_process():
-    run_world(4, _low_precision_of_both)
 
 
 def _refusals() -> list[str]:

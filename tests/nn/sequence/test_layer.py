@@ -20,6 +20,7 @@ from colonnade.nn.sequence import Parts
 from colonnade.parallel import wire
 from colonnade.testing import run_world
 from tests.nn.sequence.training import close, numbers, seen_keys, train
+from tests.ranks import on_ranks
 
 KINDS = ("ring", "ulysses")
 EVEN, UNEVEN = (3, 3, 3, 3), (5, 1, 2, 4)
@@ -114,15 +115,12 @@ def test_trained_layers_equal_one_process(size):
     run_world(size, _all_trained, size, timeout=180)
 
 
-def _beside_data() -> None:
+@on_ranks(4)
+def test_so_they_do_beside_data_parallelism_in_either_spelling():
+    """SEQUENCE_DP joins data and sequence; the factor of the loss is that of all four ranks."""
     for kind in KINDS:
         for parallel in ({"sequence": 2, "data": 2}, {"tensor": {"size": 2, "mode": "sequence"}}):
             _trained(kind, parallel, True, (2, 5), {})
-
-
-def test_so_they_do_beside_data_parallelism_in_either_spelling():
-    """SEQUENCE_DP joins data and sequence; the factor of the loss is that of all four ranks."""
-    run_world(4, _beside_data)
 
 
 def _grouped_and_masked(kind: str) -> None:
@@ -134,13 +132,10 @@ def _grouped_and_masked(kind: str) -> None:
         _trained(kind, {"sequence": 2}, True, (3, 4), {"rotary": Rotary(2), "balanced": True})
 
 
-def _both_grouped_and_masked() -> None:
+@on_ranks(2)
+def test_fewer_heads_of_keys_windows_and_documents_beside_a_split_sequence():
     for kind in KINDS:
         _grouped_and_masked(kind)
-
-
-def test_fewer_heads_of_keys_windows_and_documents_beside_a_split_sequence():
-    run_world(2, _both_grouped_and_masked)
 
 
 def _masked_and_dropped() -> str:

@@ -18,6 +18,7 @@ from colonnade.optim.zero import ZeroOptimizer
 from colonnade.testing import gather_weights, run_world
 from tests.gradients.scenarios import numbers
 from tests.optim.zero.cases import CASES, Way, engine_of, run_steps
+from tests.ranks import on_ranks
 
 State = dict[str, Tensor]
 OFF = {"TORCH_DISTRIBUTED_DEBUG": "OFF"}  # under DETAIL, gloo of torch 2.11 does not gather DTensors
@@ -152,7 +153,8 @@ def test_masters_travel_and_are_left_where_nobody_has_any(tmp_path):
     optimizer.step()  # torch's own, which takes no moments of another type
 
 
-def _torch_state() -> None:
+@on_ranks(2)
+def test_state_goes_to_and_comes_from_ordinary_optimizers():
     """The whole state goes into an ordinary optimizer and back; an optimizer with state is taken with it."""
     with launch({"zero": 2}, context=ParallelContext(), verbose=False) as gpc:
         model, plain = Small(), Small()
@@ -183,10 +185,6 @@ def _torch_state() -> None:
         for at, slots in mine["state"].items():
             assert all(torch.equal(value, again["state"][at][name]) for name, value in slots.items())
         engine.close()
-
-
-def test_state_goes_to_and_comes_from_ordinary_optimizers():
-    run_world(2, _torch_state)
 
 
 def _asked_of_the_users_own(stage: int, folder: Path) -> None:

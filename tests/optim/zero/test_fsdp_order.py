@@ -20,6 +20,7 @@ from colonnade.optim.zero.fsdp import linked
 from colonnade.testing import compare, gather_weights, run_world
 from tests.gradients.scenarios import MINE, numbers
 from tests.optim.zero.cases import Moe
+from tests.ranks import on_ranks
 
 
 class Chooser(nn.Module):
@@ -159,7 +160,8 @@ def test_ranks_that_part_are_told_in_seconds(when):
     assert max(run_world(2, _parting, when, when == 3, 0.5 if when else None, 1 + when % 2, env=env).values) < 20
 
 
-def _late_step() -> None:
+@on_ranks(2)
+def test_a_rank_that_runs_a_pass_of_its_own():
     """A rank that evaluates once more than the others, or runs a pass of its own outside the engine."""
     for extra in (torch.no_grad, torch.enable_grad):
         with engine_of(Chooser(), accumulation=2) as (engine, gpc):
@@ -178,10 +180,6 @@ def _steps(engine: Any, rank: int, count: int, extra: Any = None) -> None:
         passes(engine, 5 * step, rank, 2)
 
 
-def test_a_rank_that_runs_a_pass_of_its_own():
-    run_world(2, _late_step)
-
-
 class Sparse(nn.Module):
     """Blocks, each with experts of their own spread."""
 
@@ -197,7 +195,9 @@ class Sparse(nn.Module):
         return x
 
 
-def _parting_of_four() -> None:
+@pytest.mark.slow
+@on_ranks(4, env={"TORCH_DISTRIBUTED_DEBUG": "OFF"})
+def test_one_of_four_ranks_parts():
     """Shards that are replicas on another axis, and experts beside dense layers; one rank of four parts."""
     mine = {"parallel": {"mine": {"size": 2, "mode": "scenario_mine"}}, "zero": {**WRAP, "replicate": "mine"}}
     # Experts have collectives of their own: with those only the first step can be told before somebody waits.
@@ -219,11 +219,6 @@ def _parting_of_four() -> None:
             assert all(torch.equal(a, b) for a, b in zip(before, copy_weights(engine), strict=True))
 
 
-@pytest.mark.slow
-def test_one_of_four_ranks_parts():
-    run_world(4, _parting_of_four, env={"TORCH_DISTRIBUTED_DEBUG": "OFF"})
-
-
 def test_linked_ranks():
     sets = [[0, 1], [2, 3], [4, 5], [0, 2], [1, 3]]
     assert linked(0, sets) == linked(3, sets) == (0, 1, 2, 3)
@@ -231,7 +226,8 @@ def test_linked_ranks():
     assert linked(6, sets) == (6,)
 
 
-def _agreeing() -> None:
+@on_ranks(2)
+def test_changes_that_all_ranks_make_are_fine():
     """What all ranks do alike may change at any time: evaluations, other modules, other orders, dropped steps."""
     orders = [[0, 1, 2], [0, 1, 2], [0, 1, 2], [2, 0], [2, 0], [2, 0], [2, 0], [1, 1, 0], [0, 1, 2], [0, 1, 2]]
     with engine_of(Chooser(gain=True)) as (engine, gpc):
@@ -256,10 +252,6 @@ def _agreeing() -> None:
             assert engine.grad_norm.item() == pytest.approx(norm, rel=1e-10)
             reference.step()
         compare(dict(plain.named_parameters()), gather_weights(engine.model, gpc), 1e-10)
-
-
-def test_changes_that_all_ranks_make_are_fine():
-    run_world(2, _agreeing)
 
 
 def _steady() -> list[int]:

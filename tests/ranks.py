@@ -1,0 +1,28 @@
+"""`on_ranks`: a test whose body runs on every rank of a world."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from importlib import import_module
+from typing import Any
+
+from colonnade.testing import run_world
+
+
+def on_ranks(n: int, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Run the decorated test on `n` ranks with its fixtures and parameters; `options` are those of `run_world`."""
+
+    def decorate(test: Callable[..., Any]) -> Callable[..., None]:
+        @wraps(test)
+        def start(*args: Any, **kwargs: Any) -> None:
+            run_world(n, _run, test.__module__, test.__name__, args, kwargs, **options)
+
+        return start
+
+    return decorate
+
+
+def _run(module: str, test: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    # By name: the module holds the decorated function, whose pickle would start a world in every rank.
+    getattr(import_module(module), test).__wrapped__(*args, **kwargs)
