@@ -1,9 +1,9 @@
-"""`on_ranks`: a test whose body runs on every rank of a world."""
+"""`on_ranks`: a test whose body runs on every rank of a world; `body_of` is that body for other callers of `run_world`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from importlib import import_module
 from typing import Any
 
@@ -26,3 +26,12 @@ def on_ranks(n: int, **options: Any) -> Callable[[Callable[..., Any]], Callable[
 def _run(module: str, test: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     # By name: the module holds the decorated function, whose pickle would start a world in every rank.
     getattr(import_module(module), test).__wrapped__(*args, **kwargs)
+
+
+def body_of(test: Callable[..., None]) -> Callable[..., None]:
+    """The body of a test that `on_ranks` decorates, as a function for every rank, with positional arguments."""
+    return partial(_run_with, test.__module__, test.__name__)
+
+
+def _run_with(module: str, test: str, *args: Any) -> None:
+    _run(module, test, args, {})
