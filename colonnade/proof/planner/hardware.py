@@ -80,11 +80,17 @@ class Clock:
         self.hardware = hardware
         self._links: dict[tuple[int, ...], tuple[Link, int]] = {}
 
-    def operator(self, flops: float, moved: float, dtype: torch.dtype) -> float:
-        """Return the seconds of an operator with these flops in matrix products, and `moved` bytes of memory traffic."""
+    def operator(self, op: Operator) -> float:
+        """Return the seconds that the device is busy with one call of an operator."""
+        if self.kernels is not None:
+            return self.kernels.seconds(op)
         machine = self.hardware
-        computed = flops / (self.peak(dtype) * machine.matmul_efficiency) if flops else 0.0
-        return machine.operator_latency + max(computed, moved / machine.memory_bandwidth)
+        computed = op.flops / (self.peak(op.dtype) * machine.matmul_efficiency) if op.flops else 0.0
+        return machine.operator_latency + max(computed, op.moved / machine.memory_bandwidth)
+
+    def host_seconds(self, kind: str, forward: bool) -> float:
+        """Return the seconds that the host takes to issue one operator; 0 if the hardware file has no samples of it."""
+        return self.host.seconds(kind, forward) if self.host is not None else 0.0
 
     def peak(self, dtype: torch.dtype) -> float:
         """Return the peak flop/s of matrix products in a dtype.

@@ -295,7 +295,7 @@ class _Planning:
         kinds: Kinds,
     ) -> tuple[StagePass, Any]:
         sharded = self.zero.stage == 3
-        recorder = OperatorRecorder(self.clock.operator, memory=True, resizes=sharded)
+        recorder = OperatorRecorder(self.clock, memory=True, resizes=sharded)
         with fake_rank(self.config, self.world_size, rank, self.context):
             summed = None
             if sharded:

@@ -27,6 +27,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from colonnade.engine import Engine
 from colonnade.errors import ConfigError
+from colonnade.proof.planner.kernels import Operator, Shaped
 from colonnade.proof.planner.plan_records import RankClass
 
 OPS = {
@@ -62,9 +63,13 @@ class PlannedCall:
 
 @dataclass
 class Cost:
-    """The cost of operators: their estimated seconds, flops, memory traffic and collectives."""
+    """The cost of operators: their estimated seconds, flops, memory traffic and collectives.
+
+    `seconds` are those of the device, `host` those in which the host issues the operators.
+    """
 
     seconds: float = 0.0
+    host: float = 0.0
     flops: float = 0.0
     graded: float = 0.0
     """Flops that ran with gradients enabled: in a backward pass, recomputation."""
@@ -76,7 +81,7 @@ class Cost:
 class OperatorRecorder(TorchDispatchMode):
     """Records the operators of this thread while it is active.
 
-    `clock` estimates the seconds of an operator from (flops, bytes, dtype). `memory`: whether live memory is recorded.
+    `clock` estimates the seconds of an operator on the device and on the host. `memory`: whether live memory is recorded.
     `resizes`: storages are freed and allocated again under the same tensor, as FSDP2 does.
     """
 
@@ -99,7 +104,10 @@ class OperatorRecorder(TorchDispatchMode):
             return _read(args[0])
         grouped = func is _aten._grouped_mm.default and isinstance(args[0], FakeTensor)
         found = _grouped_mm(*args, **kwargs) if grouped else func(*args, **kwargs)
-        if not _is_view(func):
+        if _is_view(func):
+            if self._clock is not None:
+                self.cost.host += self._clock.host_seconds("view", torch.is_grad_enabled())
+        else:
             if self._clock is not None:
                 self._count(func, args, kwargs, found)
             if self._memory:
@@ -158,18 +166,24 @@ class OperatorRecorder(TorchDispatchMode):
 
     def _count(self, func: Any, args: Any, kwargs: Any, found: Any) -> None:
         if _is_free(func):
+            if func.namespace != "prim":
+                self.cost.host += self._clock.host_seconds("new memory", torch.is_grad_enabled())
             return
         counted = _FLOPS.get(func._overloadpacket)
         flops = counted(*args, **kwargs, out_val=found) if counted is not None else 0
-        outputs = list(_tensors(found))
-        moved = sum(map(_nbytes, outputs)) + sum(_nbytes(each) for each in _tensors((args, kwargs)))
-        dtype = outputs[0].dtype if outputs else torch.float32
-        cost = self.cost
-        cost.flops += flops
-        cost.graded += flops if torch.is_grad_enabled() else 0
-        cost.moved += moved
+        inputs, outputs = (tuple(map(Shaped.of, _tensors(given))) for given in ((args, kwargs), found))
+        self.add(Operator(func._opname, inputs, outputs, flops))
+
+    def add(self, op: Operator) -> None:
+        """Count one call of an operator. Call it for work that is not an operator of torch, such as a fused kernel."""
+        cost, forward = self.cost, torch.is_grad_enabled()
+        cost.flops += op.flops
+        cost.graded += op.flops if forward else 0
+        cost.moved += op.moved
         cost.operators += 1
-        cost.seconds += self._clock(flops, moved, dtype)
+        if self._clock is not None:
+            cost.seconds += self._clock.operator(op)
+            cost.host += self._clock.host_seconds(op.name, forward)
 
 
 def _read(tensor: Tensor) -> bool:
