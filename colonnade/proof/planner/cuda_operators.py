@@ -8,7 +8,7 @@ allocate, and count one operator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -16,31 +16,33 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from colonnade.proof.planner.kernels import Operator, Shaped
 from colonnade.proof.planner.recorder import OperatorRecorder
 
 
-class CudaOperators(TorchFunctionMode):
-    """Runs attention and RMSNorm as a GPU does, inside the block; `recorder` counts them."""
+class CudaOperators:
+    """Makes F.scaled_dot_product_attention and F.rms_norm run as on a GPU inside the block; `recorder` counts them.
+
+    Not a TorchFunctionMode: torch switches modes off during backward, where checkpointed blocks run again.
+    """
 
     def __init__(self, recorder: OperatorRecorder) -> None:
-        super().__init__()
         self._recorder = recorder
+        self._before: dict[str, Callable[..., Any]] = {}
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            return self._attention(func, *args, **kwargs)
-        if func in (F.rms_norm, torch.rms_norm):
-            return self._rms_norm(*args, **kwargs)
-        return func(*args, **kwargs)
+    def __enter__(self) -> None:
+        for name, own in (("scaled_dot_product_attention", self._attention), ("rms_norm", self._rms_norm)):
+            self._before[name] = getattr(F, name)
+            setattr(F, name, own)
 
-    def _attention(
-        self, func: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any
-    ) -> Tensor:
+    def __exit__(self, *_: object) -> None:
+        for name, before in self._before.items():
+            setattr(F, name, before)
+
+    def _attention(self, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Any:
+        func = self._before["scaled_dot_product_attention"]
         names = ("attn_mask", "dropout_p", "is_causal")
         options |= dict(zip(names, rest, strict=False))
         if options.get("attn_mask") is not None or query.dim() != 4:  # other kernels, which no sweep measures
@@ -54,18 +56,18 @@ class CudaOperators(TorchFunctionMode):
 
     def _rms_norm(
         self, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
-    ) -> Tensor:
+    ) -> Any:
         return _RMSNorm.apply(self._recorder, x, weight, prod(normalized_shape))
 
 
 class _Attention(Function):
     @staticmethod
     def forward(ctx: Any, recorder: OperatorRecorder, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        batch, heads, length, width = *q.shape[:3], v.shape[-1]
-        out = q.new_empty(batch, length, heads, width).transpose(1, 2)
+        batch, heads, length = q.shape[:3]
+        out = torch.empty_like(q)  # in the order of the queries' dimensions, as cuDNN has it
         sums = q.new_empty(batch, heads, length, 1, dtype=torch.float32)
         shapes = q.shape, _with_heads_of(q, k), _with_heads_of(q, v)
-        recorder.add(_operator("attention", causal, (q, k, v), (out, sums), sdpa_flop_count(*shapes)))
+        recorder.add(_operator("attention", causal, (q, k, v), (out, sums), sdpa_flop_count(*shapes)), True)
         ctx.save_for_backward(q, k, v, out, sums)
         ctx.recorder, ctx.causal, ctx.shapes = recorder, causal, shapes
         return out
@@ -98,7 +100,7 @@ class _RMSNorm(Function):
         dtype = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
         out = torch.empty_like(x, dtype=dtype)
         roots = x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
-        recorder.add(Operator("rms_norm", (Shaped.of(x),), (Shaped.of(out),)))
+        recorder.add(Operator("rms_norm", (Shaped.of(x),), (Shaped.of(out),)), True)
         ctx.save_for_backward(x, roots, *([] if weight is None else [weight]))
         ctx.recorder = recorder
         return out

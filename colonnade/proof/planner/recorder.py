@@ -9,7 +9,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from math import prod
@@ -90,11 +90,14 @@ class OperatorRecorder(TorchDispatchMode):
         self.cost = Cost()
         self.live = self.peak = 0
         self._clock, self._memory, self._resizes = clock, memory, resizes
+        self._paused = False
         self._alive: dict[int, tuple[int, Any]] = {}
         self._ranks: dict[str, tuple[int, ...]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
         if func.namespace == "c10d":
             call = self._call(func, args)
             if call is not None:
@@ -114,6 +117,15 @@ class OperatorRecorder(TorchDispatchMode):
                 for tensor in _tensors(found):
                     self.hold(tensor, in_place=func._overloadpacket in _IN_PLACE_ELSEWHERE)
         return found
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record nothing inside the block."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
 
     def take(self) -> Cost:
         """Return the cost since the last call."""
@@ -174,9 +186,14 @@ class OperatorRecorder(TorchDispatchMode):
         inputs, outputs = (tuple(map(Shaped.of, _tensors(given))) for given in ((args, kwargs), found))
         self.add(Operator(func._opname, inputs, outputs, flops))
 
-    def add(self, op: Operator) -> None:
-        """Count one call of an operator. Call it for work that is not an operator of torch, such as a fused kernel."""
-        cost, forward = self.cost, torch.is_grad_enabled()
+    def add(self, op: Operator, forward: bool | None = None) -> None:
+        """Count one call of an operator: of torch, or a kernel that several operators share.
+
+        `forward`: whether it belongs to a forward pass; None: if gradients are enabled.
+        """
+        cost, forward = self.cost, torch.is_grad_enabled() if forward is None else forward
+        if self._paused:
+            return
         cost.flops += op.flops
         cost.graded += op.flops if forward else 0
         cost.moved += op.moved
