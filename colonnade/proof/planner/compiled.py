@@ -26,10 +26,7 @@ from colonnade.proof.planner.recorder import _FLOPS, OperatorRecorder, _is_free,
 
 _READS_OF_A_CHEAP_VALUE = 4
 """A value with at most so many operands is computed again by each kernel that needs it (Inductor's realize_reads_threshold)."""
-_OWN_KERNELS = (
-    "mm addmm bmm baddbmm _scaled_mm _grouped_mm sort topk embedding_dense_backward index_put scatter_add "
-    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward"
-).split()
+_OWN_KERNELS = ["mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "sort", "topk", "embedding_dense_backward", "index_put", "scatter_add", "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"]
 
 
 class CompiledBlock:
