@@ -43,7 +43,6 @@ CASES: dict[str, Case] = {
     "long sequence": Case("llama", {**LLAMA, "length": 16384}, 1, BF16),
     "lora": Case("lora", LLAMA, 8, BF16),
     "offloaded": Case("gpt", MEDIUM, 8, {**BF16, "activation_checkpoint": dict(mode="none", offload=True)}),
-    "offloaded state": Case("gpt", MEDIUM, 8, {**BF16, "zero": dict(stage=1, offload="cpu")}),
     "compiled": Case("gpt", MEDIUM, 8, {**BF16, "compile": True}),
     "compiled, checkpointed": Case("gpt", MEDIUM, 8, {**BF16, **FULL, "compile": True}),
     "float8": Case("gpt", _gpt(2048, 16, 16), 8, {**BF16, "float8": True}),

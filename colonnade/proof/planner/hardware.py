@@ -22,6 +22,8 @@ import torch.distributed as dist
 from colonnade.config.config import read_file
 from colonnade.errors import ConfigError, did_you_mean, listed
 from colonnade.paths import local_path
+from colonnade.proof.planner.clocks import HostTimes
+from colonnade.proof.planner.kernels import KernelTimes, Operator
 from colonnade.proof.planner.plan_records import Hardware, Link
 from colonnade.testing import run_world
 
@@ -50,7 +52,7 @@ def _checked(given: dict[str, Any], path: Path) -> Hardware:
     for key in given:
         if key not in known:
             raise ConfigError(f"{path}: unknown key {key!r}; allowed are {listed(known)}.{did_you_mean(key, known)}")
-    missing = [name for name, each in known.items() if each.default is MISSING and name not in given]
+    missing = [name for name, each in known.items() if each.default is MISSING and each.default_factory is MISSING and name not in given]
     if missing:
         raise ConfigError(f"{path}: {listed(missing)} missing; {_FOLDER / 'h100.toml'} is an example")
     flops = given["matmul_flops"]
@@ -78,13 +80,21 @@ class Clock:
 
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
+        self.kernels = KernelTimes(hardware.kernels) if hardware.kernels else None
+        self.host = HostTimes(hardware.kernels) if hardware.kernels else None
         self._links: dict[tuple[int, ...], tuple[Link, int]] = {}
 
-    def operator(self, flops: float, moved: float, dtype: torch.dtype) -> float:
-        """Return the seconds of an operator with these flops in matrix products, and `moved` bytes of memory traffic."""
+    def operator(self, op: Operator) -> float:
+        """Return the seconds that the device is busy with one call of an operator."""
+        if self.kernels is not None:
+            return self.kernels.seconds(op)
         machine = self.hardware
-        computed = flops / (self.peak(dtype) * machine.matmul_efficiency) if flops else 0.0
-        return machine.operator_latency + max(computed, moved / machine.memory_bandwidth)
+        computed = op.flops / (self.peak(op.dtype) * machine.matmul_efficiency) if op.flops else 0.0
+        return machine.operator_latency + max(computed, op.moved / machine.memory_bandwidth)
+
+    def host_seconds(self, kind: str, forward: bool) -> float:
+        """Return the seconds that the host takes to issue one operator; 0 if the hardware file has no samples of it."""
+        return self.host.seconds(kind, forward) if self.host is not None else 0.0
 
     def peak(self, dtype: torch.dtype) -> float:
         """Return the peak flop/s of matrix products in a dtype.

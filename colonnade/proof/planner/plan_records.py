@@ -46,6 +46,8 @@ class Hardware:
     device: str = "cuda"
     source: str = ""
     """The origin of the numbers."""
+    kernels: dict[str, list[list[float]]] = field(default_factory=dict)
+    """Samples of a calibration sweep: table -> rows of (sizes ..., seconds); see `sweep.py`. Empty: a roofline by the numbers above."""
 
 
 @dataclass(frozen=True)

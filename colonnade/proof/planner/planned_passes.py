@@ -415,6 +415,7 @@ def _longer(one: Cost, two: Cost, more: int) -> Cost:
             calls.append(replace(grown, bytes=grown.bytes + more * (grown.bytes - call.bytes)))
     return Cost(
         two.seconds + more * (two.seconds - one.seconds),
+        two.host + more * (two.host - one.host),
         two.flops + more * (two.flops - one.flops),
         two.graded + more * (two.graded - one.graded),
         two.moved + more * (two.moved - one.moved),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -32,6 +32,7 @@ from colonnade.optim.zero.fsdp import shard_model
 from colonnade.parallel.demand import check_same_data
 from colonnade.parallel.placement import Placement, logical_shape, placement_of
 from colonnade.parallel.split import Split, build_schedule
+from colonnade.proof.planner.cuda_operators import CudaOperators
 from colonnade.proof.planner.hardware import Clock
 from colonnade.proof.planner.job import ASSUMED_LOSS, Job, no_loss
 from colonnade.proof.planner.planned_passes import (
@@ -295,7 +296,7 @@ class _Planning:
         kinds: Kinds,
     ) -> tuple[StagePass, Any]:
         sharded = self.zero.stage == 3
-        recorder = OperatorRecorder(self.clock.operator, memory=True, resizes=sharded)
+        recorder = OperatorRecorder(self.clock, memory=True, resizes=sharded)
         with fake_rank(self.config, self.world_size, rank, self.context):
             summed = None
             if sharded:
@@ -317,8 +318,11 @@ class _Planning:
                     for each in (gradients.pending if in_pass else ())
                 ]
 
+                on_gpu = CudaOperators(recorder) if self.clock.kernels is not None else nullcontext()
+
                 def run() -> StagePass:
-                    return run_stage(stage, module, self.first, value, criterion, recorder, apart, fresh, pending)
+                    with on_gpu:
+                        return run_stage(stage, module, self.first, value, criterion, recorder, apart, fresh, pending)
 
                 try:
                     found = run_repeated(module, run, sharded=sharded)

@@ -9,7 +9,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from math import prod
@@ -27,6 +27,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from colonnade.engine import Engine
 from colonnade.errors import ConfigError
+from colonnade.proof.planner.kernels import Operator, Shaped
 from colonnade.proof.planner.plan_records import RankClass
 
 OPS = {
@@ -62,9 +63,13 @@ class PlannedCall:
 
 @dataclass
 class Cost:
-    """The cost of operators: their estimated seconds, flops, memory traffic and collectives."""
+    """The cost of operators: their estimated seconds, flops, memory traffic and collectives.
+
+    `seconds` are those of the device, `host` those in which the host issues the operators.
+    """
 
     seconds: float = 0.0
+    host: float = 0.0
     flops: float = 0.0
     graded: float = 0.0
     """Flops that ran with gradients enabled: in a backward pass, recomputation."""
@@ -76,7 +81,7 @@ class Cost:
 class OperatorRecorder(TorchDispatchMode):
     """Records the operators of this thread while it is active.
 
-    `clock` estimates the seconds of an operator from (flops, bytes, dtype). `memory`: whether live memory is recorded.
+    `clock` estimates the seconds of an operator on the device and on the host. `memory`: whether live memory is recorded.
     `resizes`: storages are freed and allocated again under the same tensor, as FSDP2 does.
     """
 
@@ -85,11 +90,14 @@ class OperatorRecorder(TorchDispatchMode):
         self.cost = Cost()
         self.live = self.peak = 0
         self._clock, self._memory, self._resizes = clock, memory, resizes
+        self._paused = False
         self._alive: dict[int, tuple[int, Any]] = {}
         self._ranks: dict[str, tuple[int, ...]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
         if func.namespace == "c10d":
             call = self._call(func, args)
             if call is not None:
@@ -99,13 +107,25 @@ class OperatorRecorder(TorchDispatchMode):
             return _read(args[0])
         grouped = func is _aten._grouped_mm.default and isinstance(args[0], FakeTensor)
         found = _grouped_mm(*args, **kwargs) if grouped else func(*args, **kwargs)
-        if not _is_view(func):
+        if _is_view(func):
+            if self._clock is not None:
+                self.cost.host += self._clock.host_seconds("view", torch.is_grad_enabled())
+        else:
             if self._clock is not None:
                 self._count(func, args, kwargs, found)
             if self._memory:
                 for tensor in _tensors(found):
                     self.hold(tensor, in_place=func._overloadpacket in _IN_PLACE_ELSEWHERE)
         return found
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record nothing inside the block."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
 
     def take(self) -> Cost:
         """Return the cost since the last call."""
@@ -158,18 +178,29 @@ class OperatorRecorder(TorchDispatchMode):
 
     def _count(self, func: Any, args: Any, kwargs: Any, found: Any) -> None:
         if _is_free(func):
+            if func.namespace != "prim":
+                self.cost.host += self._clock.host_seconds("new memory", torch.is_grad_enabled())
             return
         counted = _FLOPS.get(func._overloadpacket)
         flops = counted(*args, **kwargs, out_val=found) if counted is not None else 0
-        outputs = list(_tensors(found))
-        moved = sum(map(_nbytes, outputs)) + sum(_nbytes(each) for each in _tensors((args, kwargs)))
-        dtype = outputs[0].dtype if outputs else torch.float32
-        cost = self.cost
-        cost.flops += flops
-        cost.graded += flops if torch.is_grad_enabled() else 0
-        cost.moved += moved
+        inputs, outputs = (tuple(map(Shaped.of, _tensors(given))) for given in ((args, kwargs), found))
+        self.add(Operator(func._opname, inputs, outputs, flops))
+
+    def add(self, op: Operator, forward: bool | None = None) -> None:
+        """Count one call of an operator: of torch, or a kernel that several operators share.
+
+        `forward`: whether it belongs to a forward pass; None: if gradients are enabled.
+        """
+        cost, forward = self.cost, torch.is_grad_enabled() if forward is None else forward
+        if self._paused:
+            return
+        cost.flops += op.flops
+        cost.graded += op.flops if forward else 0
+        cost.moved += op.moved
         cost.operators += 1
-        cost.seconds += self._clock(flops, moved, dtype)
+        if self._clock is not None:
+            cost.seconds += self._clock.operator(op)
+            cost.host += self._clock.host_seconds(op.name, forward)
 
 
 def _read(tensor: Tensor) -> bool:

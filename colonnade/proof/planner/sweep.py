@@ -36,11 +36,11 @@ _SHARE = {"products": 0.35, "other products": 0.15, "attention": 0.2, "memory": 
 class Sweep:
     """Measures one device. `found` has the samples, `failed` the tables that the device or torch does not support."""
 
-    def __init__(self, seconds: float = 60.0, small: bool = False) -> None:
+    def __init__(self, seconds: float = 60.0, small: bool = False, parts: Sequence[str] = tuple(_SHARE)) -> None:
         self.found: Samples = {}
         self.failed: dict[str, str] = {}
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._budget, self._small = seconds, small
+        self._budget, self._small, self._parts = seconds, small, parts
         self._end = math.inf
         self._stream = torch.cuda.Stream() if self.device == "cuda" else None
         self._pool = torch.cuda.graph_pool_handle() if self.device == "cuda" else None
@@ -61,9 +61,10 @@ class Sweep:
             "memory": self._memory,
             "host": self._host,
         }
-        for name, part in parts.items():
-            self._end = time.perf_counter() + self._budget * _SHARE[name]
-            self._try(name, part)
+        whole = sum(_SHARE[name] for name in self._parts)
+        for name in self._parts:
+            self._end = time.perf_counter() + self._budget * _SHARE[name] / whole
+            self._try(name, parts[name])
         return self.found
 
     # -- matrix products ----------------------------------------------------------------------------------
@@ -133,11 +134,11 @@ class Sweep:
 
     def _attention(self) -> None:
         """(heads of all sequences, key heads, length, width, causal), forward and backward."""
-        lengths = (128, 256) if self._small else (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
-        for width, length, heads, causal in itertools.product((64, 128), lengths, (12, 48, 128, 512), (1, 0)):
+        lengths = (128, 256) if self._small else (512, 2048, 8192, 32768, 256, 1024, 4096, 16384)
+        for length, heads, width, causal in itertools.product(lengths, (12, 48, 128, 512), (128, 64), (1, 0)):
             if not 1 << 22 <= heads * length * length * width <= 1 << 40 or heads * length * width > 1 << 28:
                 continue
-            for shared in (1, 4) if width == 128 else (1,):
+            for shared in (1, 4) if causal and width == 128 else (1,):
                 sizes = (heads, heads // shared, length, width, causal)
                 self._add("attention", sizes, lambda s: _attend(*s))
                 self._add("attention backward", sizes, lambda s: _attend_backward(*s))
@@ -194,11 +195,13 @@ class Sweep:
     def _seconds(self, call: Callable[[], Any], graph: bool) -> float:
         """Seconds of the device for one call."""
         call()
-        self._wait()
-        begin = time.perf_counter()
-        call()
-        self._wait()
-        once = time.perf_counter() - begin
+        once = math.inf
+        for _ in range(1 if self.device == "cpu" else 3):
+            self._wait()
+            begin = time.perf_counter()
+            call()
+            self._wait()
+            once = min(once, time.perf_counter() - begin)
         if self.device == "cpu":
             return once
         count = max(3, min(20, int(2e-3 / once)))
