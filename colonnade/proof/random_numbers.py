@@ -368,8 +368,9 @@ class RandomNumbers(TorchFunctionMode):
 
     def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a random operator; returns its result, or the replacement that `drawn` returns."""
-        names = [argument.name for argument in func._schema.arguments]
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        arguments = func._schema.arguments
+        given = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+        given |= {**dict(zip((argument.name for argument in arguments), args, strict=False)), **kwargs}
         tensors = [value for value in given.values() if isinstance(value, Tensor)]
         name = func._schema.name.removeprefix("aten::")
 

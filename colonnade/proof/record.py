@@ -407,8 +407,13 @@ class StepRecorder:
 
     # --- Hooks ---
 
-    def _on_gradient(self, name: str, grad: Tensor) -> None:
-        """Tensor hook: the local gradient of this backward pass, before it is accumulated or reduced."""
+    def _on_gradient(self, name: str, grad: Tensor | None) -> None:
+        """Tensor hook: the local gradient of this backward pass, before it is accumulated or reduced.
+
+        Custom backward passes may return None; torch then calls the hook without a gradient.
+        """
+        if grad is None:
+            return
         # Usually the last recorded loss is that of this backward pass. A pipeline runs several forward passes before the first
         # backward pass, so there the calls of the hook are counted.
         at = self._fired.get(name, -1) + 1 if self._by_count else len(self._step.losses) - 1

@@ -269,6 +269,12 @@ FIELD = {
 }
 """By kind. The last four are one row of the list that they come from, so these are 38 rows."""
 
+FIRST_RUN = (41, 32, 21, 1, 40)
+"""The first run, on the version that no script here had been run with: (scripts, found, cause and place right, something
+innocent blamed, equal without the mistake). Of the others, 7 were called equal or uncertain, 1 crashed in `verify`, and 1
+script (muon) was uncertain in both versions, as a batch of 6 rows leaves its update undetermined; it has 24 rows now.
+chunks_alike drew its head after the chunks, so the head differed too; it is drawn first now."""
+
 
 def reports(kinds: list[str], *arguments: str) -> dict[str, Report | ParityError]:
     """The report on each of these scripts, or the reason why there is none. Scripts of one file share a warm process."""
@@ -293,7 +299,7 @@ def main(chosen: list[str]) -> int:
     for kind in kinds:
         report, other = wrong[kind], right[kind]
         faults = judged(kind, report, FIELD[kind]) if isinstance(report, Report) else [f"no report: {report}"]
-        detected += isinstance(report, Report) and not report.ok
+        detected += isinstance(report, Report) and bool(report.findings)
         named += not faults
         blamed += any("is in it" in fault for fault in faults)
         is_equal = isinstance(other, Report) and other.ok
@@ -303,8 +309,8 @@ def main(chosen: list[str]) -> int:
             print(f"    WITHOUT THE MISTAKE: {other}")
         for finding in report.findings if isinstance(report, Report) else ():
             print(f"    {finding.cause} (step {finding.step}): {finding.sentence}", flush=True)
-        if isinstance(report, Report) and report.ok:
-            print("".join(f"    note: {note}\n" for note in report.notes), end="")
+        if isinstance(report, Report) and not report.findings:
+            print("".join(f"    note: {note}\n" for note in [*([report.uncertain] if report.uncertain else []), *report.notes]), end="")
     print(
         f"{len(kinds)} bugs: found {detected}, cause and place right {named}, something innocent blamed in {blamed}; "
         f"equal without the mistake {equal}"

@@ -105,7 +105,7 @@ def muon():
                 parameter.grad = None
             return super().step(closure)
 
-    train(model, batches(0), optimizer=Muon(model.parameters(), lr=0.1))
+    train(model, batches(0, rows=24), optimizer=Muon(model.parameters(), lr=0.1))
 
 
 class Loaded(nn.Module):
@@ -169,8 +169,8 @@ def chunks_alike():
     class Chunks(nn.Module):
         def __init__(self):
             super().__init__()
-            self.first, self.second = Chunk(1), Chunk(1 if wrong else 2)
             self.head = nn.Linear(8, 4)
+            self.first, self.second = Chunk(1), Chunk(1 if wrong else 2)
 
         def forward(self, x):
             return self.head(self.second(self.first(x)))
