@@ -347,6 +347,8 @@ class _SideBySide:
         ]
         self.axes = records[0].run.axes or ()
         self._places: dict[Any, Tensor] = {}
+        self._known_cuts: set[tuple[tuple[int, str], ...]] = set()
+        """Shardings, as (dimension, axis) pairs, that some output of a module has been found to have."""
         self._blocks = sketched_blocks(records, names)
 
     def positions(self, record: Record, name: str, key: str, own: Tensor | None) -> Tensor | None:
@@ -623,20 +625,27 @@ class _SideBySide:
             is_wrong = any(distance(part, truth) > 1e-3 * length(truth) for part in known)
             if not is_wrong or truth.dim() <= 2 or any(part.positions is None for part in known):
                 return compared
-            tokens = torch.cat([part.value.double().norm(dim=-1).flatten() for part in known]).sort().values
-            wanted = truth.double().norm(dim=-1).flatten().sort().values
-            if len(tokens) != len(wanted) or bool((tokens - wanted).norm() > 1e-6 * wanted.norm()):
+            if not _same_slices(known, truth):
                 return compared
             return Unplaced(tuple(values[0][1].shape), tuple(truth.shape))
 
         # Any other sharding (of channels, or without a batch dimension) is not known. If the usual one, in blocks, gives the
-        # values of the reference, it is the sharding; otherwise values and sharding cannot be told apart.
-        for part in self._in_blocks(values, truth):
+        # values of the reference, it is the sharding; otherwise values and sharding cannot be told apart, unless another value
+        # of the step is sharded in the same dimensions, none of which are channels.
+        supposed = None
+        for cut, part in self._in_blocks(values, truth):
             if all(distance(one, truth) <= 1e-6 * length(truth) for one in part):
+                self._known_cuts.add(cut)
                 return self._compared(truth, part, spread, "activations", name)
+            if cut in self._known_cuts and all(dim < truth.dim() - 1 for dim, _ in cut):
+                supposed = supposed or part
+        if supposed is not None and not _same_slices(supposed, truth):
+            return self._compared(truth, supposed, spread, "activations", name)
         return Unplaced(tuple(values[0][1].shape), tuple(truth.shape))
 
-    def _in_blocks(self, values: Sequence[tuple[Record, Tensor]], truth: Tensor) -> Iterator[list[LocalValue]]:
+    def _in_blocks(
+        self, values: Sequence[tuple[Record, Tensor]], truth: Tensor
+    ) -> Iterator[tuple[tuple[tuple[int, str], ...], list[LocalValue]]]:
         """The values as blocks along the dimensions in which they are shorter than the reference, for each choice of axes."""
         shape = values[0][1].shape
         if len(shape) != truth.dim() or any(value.shape != shape for _, value in values):
@@ -646,7 +655,8 @@ class _SideBySide:
         for chosen in permutations(axes, len(shorter)) if shorter else ():
             if all(shape[dim] * axis.size == truth.shape[dim] for dim, axis in zip(shorter, chosen, strict=True)):
                 cut = list(zip(shorter, chosen, strict=True))
-                yield [LocalValue(record.rank, value, self._block(record, truth, cut)) for record, value in values]
+                blocks = [LocalValue(record.rank, value, self._block(record, truth, cut)) for record, value in values]
+                yield tuple((dim, axis.name) for dim, axis in cut), blocks
 
     def _block(self, record: Record, truth: Tensor, cut: Sequence[tuple[int, BatchAxis]]) -> Tensor:
         """The indices of a rank's block of a tensor, which is sharded along dimensions over axes. Many tensors share them."""
@@ -720,6 +730,13 @@ def _tokens_of(values: Sequence[tuple[Record, Tensor]], truth: Tensor) -> Tokens
             return None
         found[record.rank] = tuple(at.tolist())
     return len(whole), found
+
+
+def _same_slices(parts: Sequence[LocalValue], truth: Tensor) -> bool:
+    """Whether the slices along the last dimension (tokens) have the lengths of those of the reference, in any order."""
+    tokens = torch.cat([part.value.double().norm(dim=-1).flatten() for part in parts]).sort().values
+    wanted = truth.double().norm(dim=-1).flatten().sort().values
+    return len(tokens) == len(wanted) and bool((tokens - wanted).norm() <= 1e-6 * wanted.norm())
 
 
 def _error(compared: Compared) -> float:

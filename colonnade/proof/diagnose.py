@@ -614,7 +614,9 @@ class _Diagnosis:
             # Many claims name the ranks themselves.
             named_ranks = re.search(r"ranks? \[?\d|(every|each|this) rank", best.what)
             where = "" if named_ranks else f" on {self._ranks(ranks[names[0]])}"
-            sentence = f"{thing} {_shortened(names)}{where} {what}; look at {best.where}{_ledger_line(self.evidence, names[0], best)}."
+            first = f"{_reached_first(names)} first, which the backward pass reaches before the others, and at "
+            look = f"{first if best.is_upstream and len(names) > 1 else ''}{best.where}"
+            sentence = f"{thing} {_shortened(names)}{where} {what}; look at {look}{_ledger_line(self.evidence, names[0], best)}."
             found.append(Finding(known or best.cause, names, step, sentence, best.factor))
             left = {name: some for name, some in left.items() if name not in names}
         if left:
@@ -623,7 +625,7 @@ class _Diagnosis:
             worst = max((row for row in rows if row.name in left), key=lambda row: row.error)
             look = f"the code that writes {_shortened(names)}, and the collectives that it needs"
             if "gradient" in thing:
-                look = f"{names[-1]} first, which the backward pass reaches before the others"
+                look = f"{_reached_first(names)} first, which the backward pass reaches before the others"
             sentence = (
                 f"{thing} {_shortened(names)} differs by up to {worst.error:.3g} tolerances on {self._ranks(worst.ranks)}, and no "
                 f"hypothesis explains it; look at {look}{_ledger_line(self.evidence, names[-1])}."
@@ -665,6 +667,12 @@ def _shortened(names: Sequence[str]) -> str:
     if len(names) <= 3:
         return ", ".join(names)
     return f"{names[0]}, {names[1]} and {len(names) - 2} more"
+
+
+def _reached_first(names: Sequence[str]) -> str:
+    """The first parameter of the last module, whose backward pass runs before those of the other modules."""
+    module = names[-1].rpartition(".")[0]
+    return next(name for name in names if name.rpartition(".")[0] == module) if module else names[-1]
 
 
 def _simplest(some: Sequence[Claim]) -> Claim | None:

@@ -284,8 +284,8 @@ class StepRecorder:
         self._coarsest: torch.dtype | None = None
         self.note_start()
         for entry in self.tracked:
-            if entry.is_parameter and entry.tensor.requires_grad and not is_dtensor(entry.tensor):
-                hook = partial(self._on_gradient, entry.name)
+            if entry.is_parameter and entry.tensor.requires_grad:
+                hook = partial(self._on_gradient, entry.name, getattr(entry.tensor, "placements", None))
                 self._handles.append(entry.tensor.register_hook(hook))
         for name, module in model.named_modules():
             # A copy of the model (an average, a teacher) or a pickle of it must not record its outputs, so the hook does not
@@ -407,13 +407,16 @@ class StepRecorder:
 
     # --- Hooks ---
 
-    def _on_gradient(self, name: str, grad: Tensor | None) -> None:
+    def _on_gradient(self, name: str, placements: Any, grad: Tensor | None) -> None:
         """Tensor hook: the local gradient of this backward pass, before it is accumulated or reduced.
 
-        Custom backward passes may return None; torch then calls the hook without a gradient.
+        `placements`: those of the parameter, if it is a DTensor.
         """
-        if grad is None:
+        # A custom backward pass may return None, and torch calls the hook all the same. The partial gradient of a DTensor has no
+        # place among the elements of the parameter.
+        if grad is None or getattr(grad, "placements", placements) != placements:
             return
+        grad = local_part(grad)
         # Usually the last recorded loss is that of this backward pass. A pipeline runs several forward passes before the first
         # backward pass, so there the calls of the hook are counted.
         at = self._fired.get(name, -1) + 1 if self._by_count else len(self._step.losses) - 1

@@ -97,12 +97,11 @@ def muon():
     class Muon(torch.optim.SGD):
         @torch.no_grad()
         def step(self, closure=None):
-            for parameter, dim in ((model.up, 0), (model.down, 1)):
-                grad = parameter.grad.to_local() if wrong else parameter.grad.full_tensor()
-                left, _, right = torch.linalg.svd(grad, full_matrices=False)
-                update = left @ right if wrong else own_chunk(left @ right, dim)
-                parameter.to_local().sub_(0.05 * update)
-                parameter.grad = None
+            grad = model.up.grad.to_local() if wrong else model.up.grad.full_tensor()
+            left, _, right = torch.linalg.svd(grad, full_matrices=False)
+            update = left @ right if wrong else own_chunk(left @ right, 0)
+            model.up.to_local().sub_(0.05 * update)
+            model.up.grad = None
             return super().step(closure)
 
     train(model, batches(0, rows=24), optimizer=Muon(model.parameters(), lr=0.1))
