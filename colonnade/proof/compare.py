@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from colonnade.errors import listed
-from colonnade.proof.random_numbers import LOOP, DrawsOfRanks
-from colonnade.proof.record import BatchAxis, Event, Loss, Piece, Record, RecordedStep
+from colonnade.proof.random_numbers import LOOP, DrawsOfRanks, Replays
+from colonnade.proof.record import BatchAxis, Event, Loss, Piece, Record, RecordedStep, StateName
 from colonnade.proof.reference import RoundingSpread, TrueRun, Truth, norm_of
 from colonnade.proof.sketch import SUMS, Block
 
@@ -136,6 +136,8 @@ class StepEvidence:
     """For each option of the optimizer (with its parameter group) that differs between ranks: the ranks, by value."""
     evaluations: Sequence[int] = ()
     """For each rank: the number of forward passes without gradients since the previous step."""
+    passes: tuple[int, int] | None = None
+    """The number of backward passes on every rank and in the reference; None: not known, or not the same on the ranks."""
     root_losses: bool = False
     """Whether the losses are the values on which `backward` was called, because the script reports none."""
 
@@ -167,6 +169,8 @@ class Evidence:
     parameters: Mapping[str, ParameterInfo]
     weights_at_start: Mapping[str, Compared]
     steps: Sequence[StepEvidence]
+    state_at_start: Mapping[str, Compared] = field(default_factory=dict)
+    """The optimizer's state before the first step, as "key of parameter". A rank without it has zeros."""
     dtype: str = "float64"
     accumulation: int = 1
     max_norm: float | None = None
@@ -229,6 +233,7 @@ def assemble(records: Sequence[Record], truth: TrueRun) -> Evidence:
     notes = [
         *(note for record in records for note in record.notes),
         *truth.notes,
+        *notes_of_equal_draws(truth.replays),
         *warn_of_parameters_without_optimizer(records, truth.names),
         *warn_of_equal_stages(records),
     ]
@@ -246,6 +251,7 @@ def assemble(records: Sequence[Record], truth: TrueRun) -> Evidence:
             for at, (step, spread) in enumerate(zip(truth.steps, truth.spreads, strict=True))
             if all(at < len(record.steps) for record in records)
         ],
+        state_at_start=side_by_side.state_at_start(truth.state),
         dtype=run.dtype,
         accumulation=run.accumulation,
         max_norm=run.max_norm,
@@ -293,6 +299,16 @@ def warn_of_equal_stages(records: Sequence[Record]) -> list[str]:
         f"warning: all {len(stages)} pipeline stages have the parameters {listed(shown[:3])}{', ...' if len(shown) > 3 else ''}: "
         f"if each stage is the full model, a step runs {len(stages)} models one after another. Split the model before "
         f"initialize(): model = colonnade.split(model, num_stages={len(stages)})"
+    ]
+
+
+def notes_of_equal_draws(replays: Replays) -> list[str]:
+    """Return a note for each module whose shards get equal random numbers on several ranks."""
+    return [
+        f"{f'module {name}' if name else 'the model'}: ranks {short_ranks(ranks)} draw the same random numbers for different shards "
+        f"of one tensor, for dropout for example. In a single process they are independent: give each of these ranks a seed of "
+        f"its own there, and restore the generator of each rank after a resume"
+        for name, ranks in replays.equal_shards.items()
     ]
 
 
@@ -375,6 +391,33 @@ class _SideBySide:
                 found.append(LocalValue(record.rank, tensors[key], positions))
         return found
 
+    def state_at_start(self, truth: Mapping[StateName, Tensor] | None) -> dict[str, Compared]:
+        """The optimizer's state before the first step. A rank that has none for a parameter gets zeros."""
+        if truth is None or any(record.state is None for record in self.records):
+            return {}
+        here = [{own: name for name, own in local.items()} for local in self.local]
+        known = dict(truth)
+        for record, by_own in zip(self.records, here, strict=True):
+            for (key, own), value in (record.state or {}).items():
+                shape = record.tensors[own].shape if value.dim() and own not in record.run.sketched else value.shape
+                known.setdefault((key, by_own[own]), torch.zeros(shape))
+        found: dict[str, Compared] = {}
+        for (key, name), whole in known.items():
+
+            def state(record: Record, key: str = key, whole: Tensor = whole) -> dict[str, Tensor]:
+                empty = (
+                    {} if record.run.has_engine else record.start
+                )  # ZeRO spreads the state of replicas over their ranks
+                zeros = {
+                    own: torch.zeros_like(value) if whole.dim() else torch.zeros(()) for own, value in empty.items()
+                }
+                return zeros | {own: value for (of, own), value in (record.state or {}).items() if of == key}
+
+            parts = self.local_values(name, state)
+            parts = parts if whole.dim() else [LocalValue(part.rank, part.value) for part in parts]
+            found[f"{key} of {name}"] = Compared(whole, parts)
+        return found
+
     def step(self, at: int, truth: Truth, spread: RoundingSpread) -> StepEvidence:
         steps = [record.steps[at] for record in self.records]
 
@@ -388,7 +431,10 @@ class _SideBySide:
             some = [loss for loss, other in zip(losses, at_axes, strict=True) if other == own]
             mean = mean_of(some)
             found_loss.append(None if mean is None else mean[0])
+        counts = {len(step.losses) for step in steps if step.losses}
+        is_counted = len(counts) == 1 and truth.losses and not any(record.run.has_engine for record in self.records)
         return StepEvidence(
+            passes=(counts.pop(), len(truth.losses)) if is_counted else None,
             loss=truth.loss,
             found_loss=found_loss,
             gradients={
@@ -872,7 +918,8 @@ def _rounding(dtype: torch.dtype) -> float:
 
 # --- Rows ---
 
-WEIGHTS_AT_START, LOSS, ACTIVATION, RECOMPUTED = "weights at start", "loss", "activation", "recomputed activation"
+WEIGHTS_AT_START, STATE_AT_START = "weights at start", "optimizer state at start"
+LOSS, ACTIVATION, RECOMPUTED = "loss", "activation", "recomputed activation"
 GRADIENT, NORM, NORMS, CLIPPED = "gradient", "norm", "norm of a part", "clipped gradient"
 _REPLICAS_DIFFER = "replicas differ: ranks"
 UNCERTAIN = "uncertain"
@@ -885,6 +932,7 @@ def compare(evidence: Evidence) -> list[Row]:
     """Compare every recorded value; returns one row each, in the order in which a step computes the values."""
     tolerance = Tolerance.for_run(evidence)
     rows = list(_tensors(WEIGHTS_AT_START, None, evidence.weights_at_start, tolerance))
+    rows += _tensors(STATE_AT_START, None, evidence.state_at_start, tolerance)
     for name, ranks in evidence.differing_draws.items():
         rows.append(Row(RANDOM, name, None, "differs" if ranks else "equal", inf if ranks else 0.0, 0.0, ranks))
     rounding_only = set[str]()
@@ -950,7 +998,9 @@ def compare(evidence: Evidence) -> list[Row]:
     first = next((at for at, name in enumerate(order) if name in modules), len(order)) if modules else 0
     certain = {(ACTIVATION, name) for name in order[:first]}
     certain |= {
-        (row.quantity, row.name) for row in rows if row.quantity in (WEIGHTS_AT_START, RECOMPUTED, RANDOM, MODE, STATE)
+        (row.quantity, row.name)
+        for row in rows
+        if row.quantity in (WEIGHTS_AT_START, STATE_AT_START, RECOMPUTED, RANDOM, MODE, STATE)
     }
     return [
         replace(row, status=UNCERTAIN)

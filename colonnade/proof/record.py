@@ -227,6 +227,8 @@ class Record:
     rank: int
     tensors: dict[str, TensorNote] = field(default_factory=dict)
     start: dict[str, Tensor] = field(default_factory=dict)
+    state: dict[StateName, Tensor] | None = field(default_factory=dict)
+    """The optimizer's state before the first step: empty, unless the run resumes. None: its elements are not those of parameters."""
     steps: list[RecordedStep] = field(default_factory=list)
     groups: list[tuple[dict[str, Any], list[str]]] = field(default_factory=list)
     """The parameter groups of the optimizer: options, and names of the parameters."""
@@ -398,12 +400,23 @@ class StepRecorder:
     def _begin_step(self) -> None:
         """Record the weights, buffers and state that changed since the previous step, before a forward pass changes them."""
         self._begun = True
+        if not self.record.steps:
+            self.record.state = self._first_state()
         now = dict(self._checksums())
         for entry in self.tracked:
             if now[entry.name] != self._bits.get(entry.name):
                 self._step.changed[entry.name] = self._kept(entry.name, local_part(entry.tensor))
         changed = [name for name, bits in self._bits.items() if bits != now.get(name)]
         self._step.changed_state = [name for name in changed if isinstance(name, tuple)]
+
+    def _first_state(self) -> dict[StateName, Tensor] | None:
+        """The tensors of the optimizer's state that have the elements of a parameter, and numbers; None if there are others."""
+        sizes, found = {entry.name: local_part(entry.tensor).numel() for entry in self.tracked}, {}
+        for key, value in self.state():
+            if key[1] not in sizes or value.numel() not in (1, sizes[key[1]]):
+                return None
+            found[key] = self._kept(key[1], value) if value.dim() else copied(value)
+        return found
 
     # --- Hooks ---
 
