@@ -219,6 +219,21 @@ def in_forward(engine: Any, change: Change, dice: random.Random, share: float, n
     return planted
 
 
+def _clipped(engine: Any) -> Planted:
+    """What a mistake in clipping can change: nothing, unless a step of the run is clipped."""
+    planted, policy = Planted(), engine._stepper.policy
+    decide = policy.decide
+
+    def watched(norms: Any) -> Any:
+        decision = decide(norms)
+        if bool((decision.divisor > 1).any()):
+            planted.share = float("inf")
+        return decision
+
+    policy.decide = watched
+    return planted
+
+
 PLACES = {"gradients": in_gradients, "backward": in_backward, "weights": in_weights, "forward": in_forward}
 
 
@@ -311,11 +326,11 @@ def judge(one: Plant) -> tuple[str, float, str]:
         try:
             here = one.rank is None or one.rank == rank
             if one.place == "mistake":
+                planted = _clipped(engine) if "clip" in one.change else Planted(float("inf"))
                 try:
                     plant(engine, one.change)
                 except NotHere:
                     return "no place", 0.0, ""
-                planted = Planted(float("inf"))
             else:
                 dice = random.Random(one.seed)
                 planted = PLACES[one.place](engine, CHANGES[one.change], dice, one.share, one.parameter, here)

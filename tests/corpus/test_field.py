@@ -56,7 +56,8 @@ def test_what_the_first_run_missed_is_named(kind: str) -> None:
 
 def test_equal_masks_of_shards_are_noted() -> None:
     report = all_reports(("one_stream",))["one_stream"]
-    assert isinstance(report, Report) and report.ok
+    assert isinstance(report, Report)
+    assert report.ok, str(report)
     assert any("ranks [0, 1] draw the same random numbers for different shards" in note for note in report.notes)
 
 
@@ -72,4 +73,5 @@ def test_cause_and_place_are_named(kind: str) -> None:
 @pytest.mark.parametrize("kind", FIELD)
 def test_without_the_bug_it_is_equal(kind: str) -> None:
     report = all_reports(tuple(FIELD), "right")[kind]
-    assert isinstance(report, Report) and report.ok, str(report)
+    assert isinstance(report, Report), report
+    assert report.ok, str(report)
