@@ -415,7 +415,8 @@ class StepRecorder:
         for key, value in self.state():
             if key[1] not in sizes or value.numel() not in (1, sizes[key[1]]):
                 return None
-            found[key] = self._kept(key[1], value) if value.dim() else copied(value)
+            is_sketched = key[1] in self.sketched and value.dim()
+            found[key] = sketches(value, self.sketched[key[1]]) if is_sketched else copied(value)
         return found
 
     # --- Hooks ---

@@ -222,6 +222,8 @@ def in_forward(engine: Any, change: Change, dice: random.Random, share: float, n
 def _clipped(engine: Any) -> Planted:
     """What a mistake in clipping can change: nothing, unless a step of the run is clipped."""
     planted, policy = Planted(), engine._stepper.policy
+    if policy is None:
+        return planted
     decide = policy.decide
 
     def watched(norms: Any) -> Any:
