@@ -58,7 +58,7 @@ from colonnade.proof.compare import (
 )
 from colonnade.texts import pattern_of
 
-_SURE = 80
+_SURE = 79
 """Claims of this rank and above state that something differs, but hardly why."""
 _FEW = 8
 _TESTED_ELEMENTS = 20_000_000
@@ -453,7 +453,7 @@ class _Diagnosis:
             how += ", and differs between ranks"
         unplaced = list(self.step.forward.unplaced.items())
         seen = "all recorded activations agree" if self.step.activations else "no activation was recorded"
-        where = "how the loss is averaged over micro-batches, tokens and ranks"
+        where = "how the loss is averaged over micro-batches, tokens and ranks, and at the labels that each rank passes to it"
         if unplaced:
             names, (_, first) = [name or "the model" for name, _ in unplaced], unplaced[0]
             seen = (
