@@ -294,11 +294,13 @@ class Outcomes:
     hidden: list[str] = field(default_factory=list)
     """Plants above the visible share that were called equal."""
     failed: list[str] = field(default_factory=list)
+    cpu: float = 0.0
+    """CPU seconds of all ranks."""
 
 
-def judge_all(plants: list[Plant]) -> list[tuple[str, float, str]]:
-    """On a rank: (verdict, share, what was said) of each plant."""
-    return [judge(one) for one in plants]
+def judge_all(plants: list[Plant]) -> tuple[list[tuple[str, float, str]], float]:
+    """On a rank: (verdict, share, what was said) of each plant, and the CPU seconds of the rank."""
+    return [judge(one) for one in plants], time.process_time()
 
 
 def judge(one: Plant) -> tuple[str, float, str]:
@@ -361,7 +363,8 @@ def sweep(first: int, count: int, seed: int = 0) -> Outcomes:
         if not some:
             continue
         result = run_world(ranks, judge_all, some, timeout=LIMIT, env={"TORCH_DISTRIBUTED_DEBUG": "OFF"})
-        for one, (verdict, share, said) in zip(some, result.values[0], strict=True):
+        outcomes.cpu += sum(seconds for _, seconds in result.values)
+        for one, (verdict, share, said) in zip(some, result.values[0][0], strict=True):
             is_visible = share >= VISIBLE[one.run.dtype]
             kind = verdict if is_visible or verdict in ("refused", "no place", "not compared") else f"below, {verdict}"
             outcomes.counts[kind] += 1
@@ -379,12 +382,18 @@ def main(count: int = 1000, seed: int = 0, first: int = 0) -> int:
         total.counts += found.counts
         total.hidden += found.hidden
         total.failed += found.failed
-        print(f"{start}: {dict(found.counts)} ({time.monotonic() - began:.0f} s)", flush=True)
+        total.cpu += found.cpu
+        print(
+            f"{start}: {dict(found.counts)} ({found.cpu:.0f} CPU s, {time.monotonic() - began:.0f} s so far)",
+            flush=True,
+        )
         for text in found.hidden:
             print(f"EQUAL {text}", flush=True)
         for text in found.failed:
             print(f"NOT COMPARED {text}", flush=True)
-    print(f"{count} plants: {dict(total.counts)}; {len(total.hidden)} above the visible share called equal")
+    print(
+        f"{count} plants: {dict(total.counts)}; {len(total.hidden)} above the visible share called equal; {total.cpu:.0f} CPU s"
+    )
     return int(bool(total.hidden))
 
 

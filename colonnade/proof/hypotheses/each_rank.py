@@ -327,6 +327,8 @@ def weights_inside(case: GradientCase) -> Iterator[Claim]:
 
     what = f"has {factor:.4g} times the weight added to it"
     where = "code that adds weight decay to gradients, in addition to the optimizer's own"
+    if abs(factor - 1) <= 1e-6:
+        where += ", and at a gradient buffer that is not zeroed after it held the weights"
     yield Claim("weights-in-gradient", what, where, factor, residual=case.residual(candidate))
 
 
