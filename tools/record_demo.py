@@ -22,7 +22,7 @@ from pathlib import Path
 import pyte
 
 COLUMNS, ROWS = 100, 26
-LONGEST_PAUSE, LAST_PAUSE, MOST_FRAMES = 0.6, 6.0, 64
+LONGEST_PAUSE, LAST_PAUSE, MOST_FRAMES = 0.25, 4.0, 64
 CELL, LINE, EDGE = 7.8, 17, 14
 COLOURS = {
     "default": "#d6deeb", "black": "#0b1220", "red": "#ff7b72", "green": "#7ee787", "brown": "#f2cc60", "blue": "#79c0ff",
