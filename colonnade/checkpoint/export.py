@@ -419,7 +419,7 @@ def _set(options: dict[str, Any], path: list[str], value: Any) -> None:
 
 
 def _listed(value: Any, key: str = "") -> Any:
-    """A flattened list as a list, and betas as a tuple, their type in every optimizer."""
+    """Convert a flattened list to a list, and betas to a tuple, which is their type in every optimizer."""
     found = [value[at] for at in sorted(value)] if isinstance(value, dict) else value
     return tuple(found) if key == "betas" and isinstance(found, list) else found
 

@@ -112,7 +112,7 @@ def tensors_in(path: Path, trust: bool = False) -> dict[str, AnyTensor]:
                 # `place_folder` removes the index first, so a killed save leaves none.
                 text = f"{path} has no weights: it has neither model.safetensors nor {INDEX}"
                 for aside in sorted(path.glob(".old-*"))[:1]:
-                    text += f". A save was killed while it replaced them: save again, or move the files in {aside} back"
+                    text += f". A save was killed while it replaced these files: save again, or move the files in {aside} back"
                 raise CheckpointError(text, code="C081")
             (found,) = others
         files = [found]
@@ -341,7 +341,7 @@ def _raw(tensor: Tensor, device: torch.device = _CPU) -> Tensor:
 
 
 def _set_bytes(target: Tensor, raw: Tensor) -> None:
-    """Copy the bytes into the tensor unless they are its own memory."""
+    """Copy the bytes into the tensor, unless they already are its memory."""
     if raw.data_ptr() != target.data_ptr():
         target.copy_(raw.view(target.dtype).view(target.shape))
 

@@ -328,7 +328,7 @@ def _check(manifest: Manifest) -> None:
     for cut in manifest.cuts:
         ends = (0, *cut.stops)
         if len(cut.stops) != len(cut.files) or not all(map(lt, ends, cut.stops)):
-            raise Damaged(f"{MANIFEST} has a cut whose {len(cut.files)} pieces are not adjacent")
+            raise Damaged(f"{MANIFEST} has a sharded tensor whose {len(cut.files)} pieces are not adjacent")
         if not places.issuperset(cut.files):
             raise Damaged(f"{MANIFEST} refers to file {max(cut.files)} but lists only {len(files)} files")
     for tensor in manifest.tensors:

@@ -306,7 +306,7 @@ class WaitWatch:
                 if exited:
                     stuck = f"rank {listed(exited)} has exited"
                 elif now > began + limit:
-                    stuck = f"{complete - count} have not called it for {limit:g} s"
+                    stuck = f"{complete - count} ranks did not call it within {limit:g} s"
                 else:
                     stuck = ""
                 # A rank at the end of a step that this rank has not made waits for this rank. That explains more than
@@ -316,7 +316,7 @@ class WaitWatch:
                 step = place.step if place is not None and place.what in NEEDS_ALL else None
                 if step is not None and step >= (self.step or 0):
                     stuck = (
-                        f"rank {at_end} is {place}, for which it needs this rank: make the call on every rank, not "
+                        f"rank {at_end} is {place} and waits for this rank: make the call on every rank, not "
                         f"under a condition such as `if rank == 0`"
                     )
                 if stuck:
@@ -515,7 +515,7 @@ class WaitWatch:
 
 
 def _ask_store(ask: Callable[[], Any]) -> Any:
-    """The result of `ask`; raises TimeoutError if the store does not answer, as one on a cut-off host never does."""
+    """The result of `ask`; raises TimeoutError if the store does not answer, for example because its host is cut off."""
     return call_within(_ANSWER_SECONDS, ask, "no answer")
 
 

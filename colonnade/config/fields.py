@@ -227,7 +227,7 @@ def _check_section(section: type[AnySection], path: KeyPath, values: dict[Any, A
         elif section.others is None and section.further is None:
             text = allowed
         elif section.others is not None and known and not isinstance(value, dict):
-            text = f"{allowed}, or a further one as {section.others.allows}"
+            text = f"{allowed}, or a name of your own with {section.others.allows}"
 
         if text is not None:
             yield Problem((*path, name), text, value)

@@ -303,7 +303,10 @@ class _BlockCall:
 
 
 def _unpack(kept: Tensor | _Kept) -> Tensor:
-    """Return a saved tensor to backward. All of its block come back with the first, and the block before is prefetched."""
+    """Return a saved tensor to backward.
+
+    The first one of a block copies back all tensors of the block, and prefetches those of the block before.
+    """
     if isinstance(kept, Tensor):
         return kept
     current = torch.cuda.current_stream(kept.device)

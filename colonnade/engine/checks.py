@@ -72,8 +72,8 @@ def refuse_lazy(models: Iterable[nn.Module]) -> None:
     lazy = [repr(name) for model in models for name, parameter in model.named_parameters() if is_lazy(parameter)]
     if lazy:
         raise ConfigError(
-            f"{listed(lazy)} have no shape yet, like those of LazyLinear before its first call; make a forward pass of a batch "
-            f"before initialize(), and build the optimizer after it"
+            f"{listed(lazy)} have no shape yet, because lazy layers such as LazyLinear get their shapes in the first "
+            f"forward pass; run one before initialize(), and build the optimizer after that pass"
         )
 
 
@@ -123,8 +123,9 @@ def refuse_non_elementwise(optimizer: Any, model: nn.Module, context: ParallelCo
             if kind not in tried and _steps_otherwise(optimizer, first, *kind):
                 raise GradientError(
                     f"{type(optimizer).__name__} steps differently on a shard of a tensor than on the full tensor, and "
-                    f"{held.name!r} is sharded ({held.placement}): it would not be trained as in a single process. Use AdamW, SGD "
-                    f"or another element-wise optimizer for it. (A custom optimizer that combines the shards itself declares "
+                    f"{held.name!r} is sharded ({held.placement}), so this step would differ from a single process. "
+                    f"Use AdamW, SGD or another element-wise optimizer for this parameter. (A custom optimizer that "
+                    f"combines the shards itself declares "
                     f"this by an attribute steps_on_parts = True.)",
                     code="C070",
                 )
@@ -319,8 +320,9 @@ class LoopWatch:
         for name, parameter in model.named_parameters() if model is not None else ():
             if id(parameter) not in self._names and name in self._names.values():
                 raise GradientError(
-                    f"{name!r} is another parameter than at initialize(), so the optimizer would step on a tensor that the "
-                    f"model no longer has. Load weights without assign=True, or write them into the parameter in place",
+                    f"{name!r} was replaced by another parameter after initialize(), so the optimizer would update a "
+                    f"tensor that the model no longer uses. Load weights without assign=True, or copy them into the "
+                    f"parameter in place",
                     code="C046",
                 )
 
@@ -504,7 +506,7 @@ class SameBatch:
         if all(forms.values()):
             forms_text = "; ".join(f"{_FORMS[form]} on ranks {listed(ranks)}" for form, ranks in forms.items())
             raise GradientError(
-                f"step {self._step}: the loss is not of one form on all ranks: {forms_text}; {USE_ONE_FORM}",
+                f"step {self._step}: the loss does not have the same form on all ranks: {forms_text}; {USE_ONE_FORM}",
                 code="C045",
             )
 
@@ -533,8 +535,9 @@ class SameBatch:
                     else ""
                 )
                 raise ScheduleError(
-                    f"step {self._step}: ranks {other} and {rank} differ on the axis {axes} alone, whose ranks see the same data, "
-                    f"but were given different {kind}: {other_rows} rows on rank {other}, {rows} on rank {rank}"
+                    f"step {self._step}: ranks {other} and {rank} differ only on the axis {axes}, so they must get "
+                    f"the same data, but they got different {kind}: {other_rows} rows on rank {other}, {rows} on rank "
+                    f"{rank}"
                     f"{'' if other_rows != rows else ', of other content'}. {SAME_BATCHES_ADVICE}{own_groups}. If the ranks of this axis "
                     f"should get different batches, set compare_batches=False in the config",
                     code="C044",
@@ -786,7 +789,7 @@ class _Meeting:
             self._gloo = own_gloo(self._group)
 
     def _look(self, began: float) -> None:
-        """Raise if a rank stands in a step that it cannot finish without this rank, or if the time limit has passed."""
+        """Raise if a rank is in a step that it cannot finish without this rank, or if the time limit has passed."""
         for rank in self._ranks:
             place = stalled_position(rank) if rank != self._rank else None
             if place is None or place.what.startswith(OUTSIDE) or (place.step or 0) < (self._waits.step or 0):
@@ -797,7 +800,8 @@ class _Meeting:
 
     def _error(self, what: str) -> GradientError:
         return GradientError(
-            f"the model is called without training on rank {self._rank}, and {what}. Its parameters are sharded over ranks "
+            f"the model is called outside of a training step on rank {self._rank}, and {what}. Its parameters are "
+            f"sharded over ranks "
             f"{listed(self._ranks)} of {self._mode.name}, so a forward pass needs all of them: evaluate and generate on every "
             f"rank, and only print and log under a condition such as `if rank == 0`",
             code="C130",

@@ -277,11 +277,12 @@ def _plans_apart(apart: dict[int, dict[int, list[int]]], reports: dict[int, Any]
         plans = [(ranks, reports[ranks[0]]["planned"].get(str(key))) for ranks in opinions.values()]
         (first, plan), *others = plans
         for other, other_plan in others if plan is not None else ():
-            ended = None, "another number of sums"
+            ended = None, "a different number of reductions"
             differing = ((left, right) for left, right in zip(plan, other_plan, strict=False) if left != right)
             (_, left), (_, right) = next(differing, (ended, ended))
             yield (
-                f"the planned sums: rank {listed(first)} starts that of {left!r} where rank {listed(other)} starts that of {right!r}"
+                f"the planned reductions: rank {listed(first)} starts that of {left!r} where rank {listed(other)} "
+                f"starts that of {right!r}"
             )
 
 
@@ -341,7 +342,7 @@ Entry = tuple[str, str, tuple[int, ...]]
 Steps = list[tuple[Entry, ...]]
 """The calls of each step."""
 
-_PLANNED = "does its planned sums"
+_PLANNED = "runs its planned reductions"
 
 
 class CallLog:

@@ -227,7 +227,7 @@ def _run(
     except Exception as error:
         raise LedgerError(
             f"{name}.handle_gradient() raised {type(error).__name__} on gradients of small integers: {error}. "
-            f"If it needs other gradients, define covers() on the handler.",
+            f"If the handler needs other gradients, define covers() on it.",
             code="C042",
         ) from error
     finally:

@@ -52,7 +52,8 @@ def open_groups(sums: Sequence[Sum], log: Log) -> dict[tuple[int, ...], RankGrou
         for name, parameter in zip(sum_.names, sum_.parameters, strict=True):
             if id(parameter) in names:
                 raise GradientError(
-                    f"{name!r} is in two sums (as {names[id(parameter)]!r} before); join them into one over all their ranks"
+                    f"{name!r} is in two reductions (in the first as {names[id(parameter)]!r}); join them into one "
+                    f"reduction over all their ranks"
                 )
             names[id(parameter)] = name
         if not sum_.divisor > 0:

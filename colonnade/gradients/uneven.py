@@ -230,8 +230,8 @@ def by_kind(kinds: Sequence[Kind], bucketed: Sequence[bool]) -> dict[Kind, list[
 
 
 USE_ONE_FORM = (
-    "use one form. A cross-entropy mean counts as (sum, count); multiplied by 1.0 it is a plain mean. A rank without labels "
-    "gives (0 * output.sum(), 0)"
+    "use one form on all ranks. The mean of F.cross_entropy counts as (sum, count); `1.0 * mean` makes it a plain mean. "
+    "On a rank without labels, give (0 * output.sum(), 0)"
 )
 _STEP = Struct("<q")
 _NO_STEP = 1 << 48
@@ -426,8 +426,8 @@ def finish_uneven(state: SumState, reports: Sequence[bytes], factor: float | Ten
 def explain(sum_: Sum, position: int, ranks: Sequence[int], step: int) -> str:
     """The log message for a parameter that had no gradient on some ranks."""
     return (
-        f"step {step}: no gradient for {sum_.names[position]!r} on ranks {listed(ranks)}, "
-        f"but on others of {listed(sum_.ranks)}: counted as zero (logged once)"
+        f"step {step}: no gradient for {sum_.names[position]!r} on ranks {listed(ranks)}, but other ranks of "
+        f"{listed(sum_.ranks)} have one; the missing gradients count as zero (logged once)"
     )
 
 
@@ -495,14 +495,16 @@ class PiggybackedFlags:
         deviates, unsteady, *slots = self._pending.popleft().read()
         if sum(count > 0 for count in slots) > 1:
             raise GradientError(
-                f"ranks were not at the same step {_LAG} steps ago; a rank has skipped or repeated one. That step was skipped",
+                f"ranks were at different steps {_LAG} steps ago, because a rank has skipped or repeated a step. All "
+                f"ranks skipped that step",
                 code="C043",
             )
         if deviates > 0 and not self._uneven:
             self._uneven = True
             message = (
                 f"step {self._step - _LAG} was skipped: on some rank, the set of parameters with a gradient has changed. "
-                f"From now on the ranks compare these sets in every step, so that no other step is skipped for this"
+                f"From now on the ranks compare these sets in every step, so that no other step is skipped for this "
+                f"reason"
             )
         self.steady = not self._uneven and unsteady == 0
         return message

@@ -213,7 +213,7 @@ def base_model(model: Any) -> nn.Module:
 
 
 def _times(mean: Tensor, count: Tensor) -> Tensor:
-    """The sum. A mean over no terms is NaN, and counts as a sum of 0 without a gradient."""
+    """Convert a mean to the sum. A mean over no terms is NaN; its sum is 0, without a gradient."""
     return torch.where(count > 0, mean * count, 0.0)
 
 

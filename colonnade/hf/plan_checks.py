@@ -392,8 +392,8 @@ def record_unsharded(
                         f"that in the full model (by {float((value - reference).abs().max()):.3g}, values up to "
                         f"{float(size):.3g}); up to {last_equal} outputs are equal. An operation in between treats sharded "
                         f"features as all features: around a softmax or a norm over features use 'colwise_gather_output' and "
-                        f"'rowwise_split_input'; if the output of a layer is divided (chunk, split), 'packed_colwise' with its "
-                        f"'sections'",
+                        f"'rowwise_split_input'; if the output of a layer is divided (chunk, split), use "
+                        f"'packed_colwise' with its 'sections'",
                         code="C060",
                     )
                 last_equal = repr(name)

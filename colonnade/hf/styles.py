@@ -357,7 +357,7 @@ def _embedding(target: Target) -> nn.Embedding:
 
 @style("replicated_with_grad_allreduce")
 def replicated_with_grad_allreduce(target: Target) -> None:
-    """Keep parameters (of a norm per head, for example) replicated that each rank applies to its own features.
+    """Replicate parameters that each rank applies to its own features, such as those of a norm per head.
 
     Their gradients are partial. They are all-reduced with all other gradients, once per step.
     """
@@ -367,7 +367,7 @@ def replicated_with_grad_allreduce(target: Target) -> None:
 
 @style("sequence_parallel", options=("sequence",))
 def sequence_parallel(target: Target) -> None:
-    """Keep parameters (of a norm, for example) replicated that each rank applies to its own tokens.
+    """Replicate parameters that each rank applies to its own tokens, such as those of a norm.
 
     Their gradients are partial.
     """
@@ -403,7 +403,7 @@ def gather_sequence(target: Target) -> None:
 
 @style("replicate")
 def keep_replicated(target: Target) -> None:
-    """Keep parameters replicated that have the same full gradient on every rank."""
+    """Replicate parameters that have the same full gradient on every rank."""
     for name in _own_parameters(target):
         replicate(target, name, partial_gradient=False)
 
@@ -428,7 +428,7 @@ def all_reduce(target: Target) -> None:
 
 @style("mla_kv_a_proj")
 def mla_kv_a_proj(target: Target) -> None:
-    """Keep a layer replicated whose last `qk_rope_head_dim` outputs, the rotary key, bypass all `colwise` layers.
+    """Replicate a layer whose last `qk_rope_head_dim` outputs, the rotary key, bypass all `colwise` layers.
 
     The gradient of these outputs on a rank comes from this rank's heads only, so it is all-reduced here.
     `qk_rope_head_dim` is read from the parent module or from the model's config.

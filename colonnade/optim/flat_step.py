@@ -107,7 +107,7 @@ class FlatStep:
             )
         devices = {bucket.grad.device for bucket in buckets}
         if len(devices) != 1:
-            found = ", ".join(sorted(map(str, devices))) or "no bucket at all"
+            found = ", ".join(sorted(map(str, devices))) or "no buckets were given; give at least one"
             raise GradientError(f"a flat step needs all buckets on one device, got: {found}", code="C070")
         for number, group in enumerate(optimizer.param_groups):
             for index, param in enumerate(group["params"]):

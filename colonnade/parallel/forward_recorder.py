@@ -80,7 +80,7 @@ class _Tree:
                 yield prefix + name, child
 
     def has_blocks(self, module: nn.Module) -> bool:
-        """Whether it is a list of blocks, or has one inside, outside of blocks."""
+        """Whether the module is a list of blocks, or contains such a list that is not inside a block."""
         return self._is_block_list(module) or any(self.has_blocks(child) for child in module.children())
 
 

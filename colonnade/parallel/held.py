@@ -65,7 +65,7 @@ def replicated_parameters(model: nn.Module, context: ParallelContext, mode: Para
 
     @cache
     def is_distributed(placement: Placement) -> bool:
-        """Whether it is sharded, or has partial gradients, over at least two ranks of this group of `mode`."""
+        """Whether the tensor is sharded, or has partial gradients, over at least two ranks of this group of `mode`."""
         return any(
             len(ranks.intersection(layout.group_of(other, rank))) > 1
             for other, spec in placement.modes.items()

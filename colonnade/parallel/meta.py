@@ -78,7 +78,8 @@ def meta_init() -> Iterator[None]:
         if is_expanded(parameter):
             raise PlacementError(
                 f"{name} of {type(module).__name__} is an expanded tensor, of shape {tuple(parameter.shape)} and strides "
-                f"{parameter.stride()}: its elements share memory, so they cannot be trained apart. Give it memory of its own: "
+                f"{parameter.stride()}: its elements share memory, so they cannot be trained separately. Give the "
+                f"parameter its own memory: "
                 f"nn.Parameter(tensor.expand(...).clone())",
                 code="C034",
             )
@@ -164,7 +165,10 @@ class _ReadableMeta(_GivenValuesOnCPU):
 def _truncated_normal(
     tensor: Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
 ) -> Tensor:
-    """By the inverse of the distribution function; torch repeats draws until all are inside, which cannot be recorded."""
+    """Truncated normal numbers by the inverse of the distribution function.
+
+    (torch repeats draws until all are inside the limits, which cannot be recorded.)
+    """
     low, high = (math.erf((bound - mean) / (std * math.sqrt(2))) for bound in (a, b))
     return tensor.uniform_(low, high).erfinv_().mul_(std * math.sqrt(2)).add_(mean).clamp_(a, b)
 
@@ -357,8 +361,9 @@ class InitRecording(TorchDispatchMode):
         touched = {memory_of(value) for op in ops for value in (*op.inputs, *op.outputs) if value.is_meta}
         if touched & self.owned and any(op.is_random for op in ops):
             raise PlacementError(
-                "inside meta_init() a buffer, or code of the model, needs the values of a parameter, which is drawn only in "
-                "initialize(). Build this module outside meta_init(), or `with torch.device('cpu')` inside it.",
+                "inside meta_init() a buffer, or code of the model, needs the values of a parameter, but these are "
+                "drawn only in initialize(). Build this module outside meta_init(), or `with torch.device('cpu')` "
+                "inside it.",
                 code="C034",
             )
 
@@ -435,7 +440,7 @@ def row_strides(shape: Sequence[int]) -> list[int]:
 
 
 def _merged(shape: Sequence[int], strides: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The same with as few dimensions as possible: contiguous neighbours are merged."""
+    """The same shape, offset and strides with as few dimensions as possible: contiguous neighbours are merged."""
     sizes: list[int] = []
     steps: list[int] = []
     for size, stride in zip(shape, strides, strict=True):
@@ -826,8 +831,9 @@ def parameter_inits(stages: Iterable[nn.Module], prefix: str = "") -> dict[int, 
         ops = [start.recording.ops[at] for at in start.recording.needed_for(start.tensor)]
         if any(op in start.recording.read_from for op in ops):
             raise PlacementError(
-                f"{name} starts with random numbers that a buffer, or code of the model, has read inside meta_init(); those of "
-                f"parameters are drawn only in initialize(). Build its module outside, or `with torch.device('cpu'):` inside.",
+                f"{name} is initialized with random numbers that a buffer, or code of the model, has read inside "
+                f"meta_init(), but the random numbers of parameters are drawn only in initialize(). Build the module "
+                f"outside of meta_init(), or inside it `with torch.device('cpu'):`.",
                 code="C034",
             )
         drawn[name] = {memory_of(made) for op in ops if op.is_random for made in op.outputs}
@@ -912,8 +918,9 @@ def refuse_meta_state(optimizer: Any) -> None:
                 name = type(optimizer).__name__
                 raise GradientError(
                     f"{name} has state ({key}) of parameters that were built inside meta_init() and have no memory yet, so its values are "
-                    f"lost: some optimizers create state when they are built, and load_state_dict() creates it in all. Pass initialize() a "
-                    f"function, lambda parameters: {name}(parameters, ...), and load state afterwards, with CheckpointManager or "
+                    f"lost: some optimizers create state when they are built, and load_state_dict() creates state in "
+                    f"all optimizers. Pass initialize() a function, lambda parameters: {name}(parameters, ...), and "
+                    f"load state afterwards, with CheckpointManager or "
                     f"engine.optimizer.load_state_dict()",
                     code="C034",
                 )

@@ -367,7 +367,8 @@ class StageRun:
         if at >= len(spec.unit_names) or spec.unit_names[at] != name:
             expected = f"{spec.unit_names[at]!r} was expected" if at < len(spec.unit_names) else "no call was expected"
             raise ScheduleError(
-                f"the forward pass calls {name!r} where {expected}, by the pass recorded when the model was split into stages. A "
+                f"the forward pass calls {name!r} where {expected}, according to the pass recorded when the model was "
+                f"split into stages. A "
                 f"pipeline needs the same calls in every pass, without layer dropout. If your inputs lead to other calls than "
                 f"those recorded, pass a batch of them to parallelize(sample=) or split(sample=)",
                 code="C050",

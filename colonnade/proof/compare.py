@@ -1119,7 +1119,9 @@ def _recomputed(at: int, step: StepEvidence, tolerance: Tolerance) -> Iterator[R
 
 
 def _loss(at: int, step: StepEvidence, tolerance: Tolerance) -> Row:
-    """The row of the loss: equal if every rank has the loss of the global batch, or if the mean of their losses is that."""
+    """The row of the loss: equal if every rank has the loss of the global batch, or if the mean of the ranks' losses
+    equals it.
+    """
     allowed = tolerance.of_size(abs(step.loss), step.loss_spread)
     found = {rank: value for rank, value in enumerate(step.found_loss) if value is not None}
     mean = sum(found.values()) / len(found) if found else step.loss
@@ -1132,7 +1134,7 @@ def _loss(at: int, step: StepEvidence, tolerance: Tolerance) -> Row:
 
 
 def _scale_of_loss(evidence: Evidence, step: StepEvidence) -> str:
-    """The factor of the loss, if it is the size of a group: a scale that the script takes out of the gradients."""
+    """The factor of the loss, if it is the size of a group: a scale that the script removes from the gradients."""
     found = [value for value in step.found_loss if value is not None]
     factor = sum(found) / len(found) / step.loss if found and step.loss else 0.0
     sizes = {evidence.world_size, *(len(group) for groups in evidence.groups.values() for group in groups)}

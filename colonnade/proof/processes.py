@@ -203,7 +203,7 @@ class Processes:
                 return None
 
     def _take(self, timeout: float) -> bool:
-        """Read what the warm process has sent, for at most so many seconds; returns whether there was something."""
+        """Read the messages of the warm process, and wait at most `timeout` seconds for one; returns whether there was one."""
         assert self._link is not None
         if not select.select([self._link], [], [], timeout)[0]:
             return False

@@ -197,8 +197,8 @@ class SingleProcessScript:
                 *warn_of_same_batches(records),
                 *warn_of_uncleared_gradients(self._truth),
                 *(
-                    f"warning: the ranks took unequal numbers of passes: {counts}. The single process had the batches of the "
-                    f"ranks that took one"
+                    f"warning: the ranks took unequal numbers of passes: {counts}. In each pass the single process "
+                    f"was given the batches of the ranks that took this pass"
                     for counts in unequal_passes(records)
                 ),
             ],

@@ -481,7 +481,8 @@ def cuda_mps() -> Iterator[bool]:
     """
     if shutil.which(_MPS) is None:
         warnings.warn(
-            f"{_MPS} is not on the PATH, so ranks that share a GPU take turns. The NVIDIA driver contains it.",
+            f"{_MPS} is not on the PATH, so ranks that share a GPU take turns. It is part of the NVIDIA driver: "
+            f"install that, or add its folder to the PATH.",
             stacklevel=3,
         )
         yield False

@@ -133,7 +133,7 @@ def interleaved_zero_bubble(num_ranks: int, num_microbatches: int, num_chunks: i
 
 
 def _one_for_one(p: int, m: int, v: int, backward: Kind, lead: int) -> Table:
-    """Warm-up of forward passes, then one forward and one backward in turn, then the backward passes left."""
+    """Warm-up forward passes, then one forward and one backward pass in turn, then the remaining backward passes."""
     largest, *_ = _group_sizes(p, m)
     warm_up = (v - 1) * largest
     table: Table = {}

@@ -423,8 +423,8 @@ def _virtual_rank_switch(context: ParallelContext, stage_ranks: Sequence[int]) -
 def _transfer_groups(context: ParallelContext) -> tuple[Any, Any]:
     """Groups of this rank's pipeline for transfers: one for all, and one more for tensors to lower ranks over NCCL.
 
-    Apart from the pipeline's own group, in which TORCH_DISTRIBUTED_DEBUG=DETAIL compares the collectives of all ranks, and so that
-    headers can travel on the CPU next to NCCL.
+    They are separate from the pipeline's own group, in which TORCH_DISTRIBUTED_DEBUG=DETAIL compares the collectives of
+    all ranks; and they can send headers on the CPU in addition to tensors over NCCL.
 
     Collective over the world.
     """

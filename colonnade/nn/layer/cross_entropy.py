@@ -202,7 +202,8 @@ class LinearCrossEntropyLoss(CrossEntropyLoss):
         if is_dtensor(weight):
             raise PlacementError(
                 "LinearCrossEntropyLoss got a DTensor as weight, but takes the gathered weight inside a forward pass: at "
-                "ZeRO stage 3, return it from the module that is gathered (`zero.wrap`), and set keeps_gathered=True on that"
+                "ZeRO stage 3, return the weight from the module that is gathered (`zero.wrap`), and set "
+                "keeps_gathered=True on that module"
             )
         check_input(self, here, hidden, "outer")
         entered = here.enter(hidden)

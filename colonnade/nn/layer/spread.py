@@ -169,7 +169,7 @@ def check_input(
         raise PlacementError(
             f"{name} takes {width} of {features} features here, because its input is {_text(spread)}, but got "
             f"{x.shape[-1]}. Linear(split='column') is followed by Linear(split='row'), or has gather_output=True; "
-            f"partition_input(x) and gather_output(x) lead into the sharded part of a model and out of it",
+            f"partition_input(x) shards a replicated activation, and gather_output(x) makes it replicated again",
             code="C033",
         )
 
@@ -261,7 +261,8 @@ class FirstPass:
                 raise PlacementError(
                     f"{layer} takes an activation that is {_text(expected)}, but got the output of {source}, which is "
                     f"{_text(found)}. Linear(split='column') is followed by Linear(split='row'), or has gather_output=True; "
-                    f"partition_input(x) and gather_output(x) lead into the sharded part of a model and out of it",
+                    f"partition_input(x) shards a replicated activation, and gather_output(x) makes it replicated "
+                    f"again",
                     code="C033",
                 )
         plain = [self._replicated[id(leaf)] for leaf in leaves if id(leaf) in self._replicated]

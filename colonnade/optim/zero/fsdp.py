@@ -391,7 +391,7 @@ def shard_modes_of(parameter: Tensor, layout: Layout, rank: int, axis: ParallelM
 
 
 def _usual_modes(shard_modes: Mapping[int, ShardModes | None], root: nn.Module) -> ShardModes | None:
-    """The modes of the root: those of most elements, preferably over DATA."""
+    """The modes over which most elements are sharded, which become the modes of the root; DATA is preferred."""
     counts: Counter[ShardModes] = Counter()
     for parameter in root.parameters():
         key = shard_modes.get(id(parameter))
@@ -404,7 +404,9 @@ def _usual_modes(shard_modes: Mapping[int, ShardModes | None], root: nn.Module) 
 def _sharded_apart(
     module: nn.Module, shard_modes: Mapping[int, ShardModes | None], usual: ShardModes | None
 ) -> list[nn.Module]:
-    """The largest modules whose parameters are all sharded over the same modes, and not the usual ones: the experts."""
+    """The largest modules whose parameters are all sharded over the same modes, if these are not the usual modes: the
+    experts.
+    """
     keys = {shard_modes.get(id(p)) for p in module.parameters() if id(p) in shard_modes} - {None}
     if not keys or keys == {usual}:
         return []

@@ -210,7 +210,8 @@ class ZeroOptimizer(EngineOptimizer, Optimizer):
         if not shared or own != self._sizes:
             raise GradientError(
                 f"the parameter groups of the optimizer are not those that were sharded: they had {self._sizes} parameters and have "
-                f"{original if own == self._sizes else own} now. Other parameters would not be updated; add parameters before "
+                f"{original if own == self._sizes else own} now. Later parameters would not be updated; add "
+                f"parameters before "
                 f"initialize(), and change options in the existing groups",
                 code="C070",
             )

@@ -253,7 +253,7 @@ def _communication_chart(plan: Values, page: bool = True) -> str:
 
 
 def _ledger(plan: Values) -> str:
-    """Parameters by modes: which gradient owes a sum over which mode, divided by what, done by whom."""
+    """A table of parameters by modes. A cell is a required gradient reduction: its ranks, divisor and handler."""
     entries = ledger_entries(plan)
     modes = list(dict.fromkeys(mode for entry in entries for mode in entry.sums))
     numbers = {name: at for at, names in enumerate(_shown(plan)) for name in names.split(", ")}
@@ -292,22 +292,23 @@ def _folded_table(made: PlanTable) -> str:
 
 
 def _search(search: Values) -> str:
-    """The layouts that fit, fastest first, and why others were cut."""
+    """The layouts that fit, fastest first, and the reasons for rejected layouts."""
     fitting, cut = layouts(search, MOST_ROWS), cut_layouts(search, MOST_ROWS)
     parts = [_printed(fitting) if fitting.rows else '<p class="empty">no layout fits</p>']
     if cut.rows:
         parts.append(f"<details><summary>{escape(cut.title)}</summary>{_printed(cut)}</details>")
     if search["config"]:
         parts.append(
-            f"<details open><summary>The first as a config</summary><pre>{escape(search['config'])}</pre></details>"
+            f"<details open><summary>Config of the fastest "
+            f"layout</summary><pre>{escape(search['config'])}</pre></details>"
         )
     if search["verify"]:
-        parts.append(f"<p>Verify its small twin on this machine:</p><pre>{escape(search['verify'])}</pre>")
+        parts.append(f"<p>Verify a scaled-down configuration on this machine:</p><pre>{escape(search['verify'])}</pre>")
     return card("Search", "".join(parts), f"{fitting.title}; fastest first", wide=True)
 
 
 def _data(plan: Values) -> str:
-    """What the script draws from."""
+    """The data that the script of the page draws."""
     timeline = plan["timeline"]
     data = {
         "world_size": plan["totals"]["world_size"],

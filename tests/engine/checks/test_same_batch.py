@@ -164,7 +164,7 @@ def test_batches_of_ones_own_are_fine_and_ranks_that_do_not_do_the_same_are_name
     )
     assert "has waited" not in result.stderr[1]
     for said in result.values:
-        assert "the loss is not of one form on all ranks: a mean on ranks 0; (sum, count) on ranks 1" in said
+        assert "the loss does not have the same form on all ranks: a mean on ranks 0; (sum, count) on ranks 1" in said
 
 
 def test_a_digest_tells_batches_apart():
