@@ -100,14 +100,14 @@ def launch_from_torch(config: ConfigSource, backend: str | None = None, **option
 def launch_from_slurm(
     config: ConfigSource, host: str, port: int, backend: str | None = None, **options: Any
 ) -> ParallelContext:
-    """`launch` for processes started by srun; `host` and `port` are those of rank 0."""
+    """`launch` for processes started by srun; `host` and `port` are the address of rank 0."""
     return _start(config, read(SLURM, host=host, port=port), backend, **options)
 
 
 def launch_from_openmpi(
     config: ConfigSource, host: str, port: int, backend: str | None = None, **options: Any
 ) -> ParallelContext:
-    """`launch` for processes started by mpirun; `host` and `port` are those of rank 0."""
+    """`launch` for processes started by mpirun; `host` and `port` are the address of rank 0."""
     return _start(config, read(OPENMPI, host=host, port=port), backend, **options)
 
 

@@ -150,8 +150,8 @@ def export_checkpoint(
     """Convert a checkpoint to a file or folder of another format. The checkpoint is verified first.
 
     Args:
-        checkpoint: A checkpoint; or a run's folder, of which the newest intact checkpoint or the checkpoint of `step` is exported.
-        target: The file or folder to write; an existing one is replaced.
+        checkpoint: A checkpoint; or a run's folder, from which the newest intact checkpoint, or the checkpoint of
+        `step`, is exported. target: The file or folder to write; an existing one is replaced.
         kind: The format, as in `import_checkpoint`.
         step: The step to export from a run's folder.
         config: For "hf", a folder with config.json and tokenizer files to copy.

@@ -3,10 +3,10 @@
 A folder has `model.safetensors`, or several files and an index from tensor names to files. `tensors_in` lists the tensors without
 reading their elements; `write_folder` and `publish_folder` write a staging folder and put it in place.
 
-At run time the full tensors are gathered one at a time to one rank, to all ranks, or into files. The code is that of a save:
-the ranks make the same notes as for a save, and merge them into the records of the full tensors. But then they send the pieces to
-each other instead of writing them to a checkpoint. `save_full` writes one file, `save_pretrained` a folder in the format of
-transformers, both during training.
+At run time the full tensors are gathered one at a time to one rank, to all ranks, or into files. This uses the code of
+a save: the ranks make the same notes as for a save, and merge them into the records of the full tensors. But then they
+send the pieces to each other instead of writing them to a checkpoint. `save_full` writes one file, `save_pretrained` a
+folder in the format of transformers, both during training.
 """
 
 from __future__ import annotations
@@ -447,7 +447,7 @@ def save_pretrained(
 
 
 def _file_name(record: TensorRecord, model: Any) -> str:
-    """The name under which transformers writes a tied weight: the one that is not tied to another."""
+    """The file name of a tensor. A tied weight gets the name that transformers does not list as tied to another one."""
     tied = getattr(model, "all_tied_weights_keys", None) or getattr(model, "_tied_weights_keys", None) or ()
     return next((name for name in record.names if name not in tied), record.names[0])
 

@@ -133,8 +133,8 @@ class TensorPart:
 class TensorRecord:
     """A full tensor: a weight or buffer (`state_name` is ""), or the optimizer state `state_name` of a weight.
 
-    `names` are all names of the weight (a tied weight has several), `label` is the first name. A `SavePlan` makes a record with the
-    single part of which this rank writes a piece; `merge_tensors` makes a record with all parts.
+    `names` are all names of the weight (a tied weight has several), `label` is the first name. A `SavePlan` makes a
+    record with a single part, a piece of which this rank writes; `merge_tensors` makes a record with all parts.
     """
 
     label: str

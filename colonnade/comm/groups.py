@@ -256,7 +256,7 @@ def connect(
 
 
 def _check_user(connection: socket.socket) -> None:
-    """Raise if the peer is a process of another user: abstract names are visible to all users of the host."""
+    """Raise if the peer process belongs to another user, because abstract socket names are visible to all users of the host."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(credentials)
     if user != os.getuid():

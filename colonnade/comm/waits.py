@@ -1,8 +1,8 @@
 """Detection of hangs: a rank that does not make progress publishes its place in the program, so that a hang is explained within
 seconds.
 
-A rank records its place as it goes along (`WaitWatch.at`, `during`), which costs an assignment. A thread reads the record about
-once a second:
+A rank records each change of its place (`WaitWatch.at`, `during`), which costs one assignment. A thread reads the
+record about once a second:
 
 1. It sends a heartbeat (`peer_errors.PeerProcesses.heartbeat`).
 2. When the rank has been at one place for seconds, the thread writes the place to the store of the world, and removes the note
@@ -11,8 +11,8 @@ once a second:
    logs where the other ranks are. The others read one key. A wait of all n ranks thus costs the store n keys at a time, not n * n.
 
 The same notes are used in errors that end a wait (`note_error` adds the places of the other ranks), in calls that all ranks must
-make (`together`), and to find ranks that wait in vain (`places_of_stalled_ranks`). `PhaseClock` measures the time of a step by
-phase; the phases change at the same places.
+make (`together`), and to find ranks that wait for a call that never comes (`places_of_stalled_ranks`). `PhaseClock`
+measures the time of a step by phase; the phases change at the same places.
 """
 
 from __future__ import annotations

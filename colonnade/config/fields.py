@@ -31,7 +31,7 @@ def nothing(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Rule:
-    """The allowed values of a key: those that `accepts` accepts, a dict of `section`, or a list of `items`.
+    """The allowed values of a key: values for which `accepts` returns True, a dict of `section`, or a list of `items`.
 
     Attributes:
         allows: completes the sentence "must be ...".

@@ -476,8 +476,8 @@ class ZeroSettings(
 ):
     """The `zero` section: the ZeRO stage, which sets the kinds of state that are sharded, and options.
 
-    All stages use `offload` and `master_weights`; `refuse` lists the stages of the other keys. `gather_dtype` (all-gather of fp32
-    weights) and `reduce_dtype` (reduction of gradients) of stage 3 come from other sections.
+    All stages use `offload` and `master_weights`; Other keys need certain stages, which `refuse` checks. `gather_dtype`
+    (all-gather of fp32 weights) and `reduce_dtype` (reduction of gradients) of stage 3 come from other sections.
     """
 
     stage: int = key(0, _STAGE, "0: off, 1: optimizer state is sharded, 2: and gradients, 3: and parameters", read=int)

@@ -204,7 +204,7 @@ _UNORDERED = (ParallelMode.DATA, ParallelMode.MODEL, ParallelMode.GLOBAL, Parall
 def layout_of(axes: tuple[Axis, ...], groups: Groups, tensor_mode: str | None = None) -> Layout:
     """Build the layout of these groups.
 
-    If the groups of an axis differ from those of the grid, coordinates are read from the groups.
+    If the groups of an axis differ from the default grid, coordinates are read from the groups.
 
     `tensor_mode`: the mode of the tensor axis in the config; the initializer of this mode may list the groups of the tensor axis.
     """

@@ -163,7 +163,7 @@ def _set_outcome(store: Any, outcome: str) -> None:
 
 
 def _leave_store(store: Any, rank: int, world_size: int, key: str) -> None:
-    """Count this rank as leaving; rank 0, which may serve the store, waits up to three seconds for the others."""
+    """Count this rank as leaving. Rank 0, which may serve the store, waits up to three seconds for the other ranks."""
     left = store.add(f"colonnade/{key}", 1)
     until = time.monotonic() + _LEAVE_SECONDS
     answers = _Answers.of(store, rank) if key == "refused" else None

@@ -349,7 +349,8 @@ class LoopWatch:
 class _StepGuard:
     """Optimizer hook that raises on `optimizer.step()` with gradients that were not reduced.
 
-    One hook for all engines of an optimizer, since gradients of one engine look unprepared to the synchronisers of the others.
+    All engines of an optimizer share one hook, because the synchroniser of one engine does not know the gradients of
+    another engine.
     """
 
     only_looks = True  # the flat step is allowed although the optimizer has a hook
@@ -437,7 +438,7 @@ _Given = tuple[int, int]
 
 
 class _BatchNote(NamedTuple):
-    """The facts of one rank about its step: form of the loss; digests and rows of inputs and labels. 0 means none."""
+    """One rank's summary of its step: the form of the loss, and digests and row counts of inputs and labels. 0 means none."""
 
     form: int
     inputs: int
@@ -614,7 +615,7 @@ class SameGradients:
         self._watched, self._handles = {}, []
 
     def _add(self, name: str, gradient: Any) -> None:
-        """Add the two numbers by which gradients are compared: the projection on a fixed direction, and the squared norm."""
+        """Add the two numbers that are compared for a gradient: its projection on a fixed direction, and its squared norm."""
         if gradient.layout is not torch.strided or not gradient.numel():
             return
         with torch.no_grad():

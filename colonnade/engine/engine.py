@@ -462,7 +462,8 @@ class Engine(LastStep, WholeWeights):
                 treated as (sum, count), since it may ignore some labels.
 
         Raises:
-            GradientError: the loss has another form than the earlier ones of the step, or the step is complete already.
+            GradientError: the loss does not have the form of the earlier losses of the step, or the step is complete
+            already.
         """
         self._check_not_failed()
         # A loss of the wrong form, or a call too many, is an error of this rank only. The others would wait for its gradients.

@@ -488,7 +488,7 @@ class Synchroniser:
                 self._state_of[id(bucket)].start(bucket, early=True)
 
     def _start_rest(self, buckets: Sequence[Bucket]) -> None:
-        """Start those of the buckets that were not started during backward."""
+        """Start the buckets that were not started during backward."""
         for bucket in buckets:
             if not bucket.started:
                 self._state_of[id(bucket)].start(bucket, early=False)

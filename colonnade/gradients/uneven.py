@@ -461,8 +461,8 @@ class PiggybackedFlags:
 
     With NCCL the host runs ahead of the device, and a comparison of notes through the host would stall it in every step. So a rank
     whose gradients arrive as in earlier steps sends only a few numbers, summed with a bucket or with the norm, and the host reads
-    the sums two steps later. A step in which a rank's gradients arrive in another way (it deviates) is skipped on the device, by
-    all ranks: no weight is ever wrong. Afterwards the ranks compare notes in every step.
+    the sums two steps later. If the gradients of a rank arrive differently (the rank deviates), all ranks skip the step
+    on the device, so no weight is ever wrong. Afterwards the ranks compare notes in every step.
 
     The numbers: 1 if this rank deviates; 1 if it is not steady (it records an order, or its notes are irregular); and a 1 in the
     slot of the step's number modulo 4, which shows whether ranks are at different steps.

@@ -118,7 +118,7 @@ class ModelLoss:
         return data, labels if shifted is None else F.pad(shifted, (1, 0), value=IGNORED)
 
     def __call__(self, output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """(sum, count) of the loss of logits, or of an output with logits."""
+        """Compute the loss of logits, or of an output with logits, as (sum, count)."""
         logits = self.logits(output)
         if self.over == "problem":
             mean = self._inner.loss_function(labels=labels, pooled_logits=logits, config=self._config)

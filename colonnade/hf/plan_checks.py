@@ -1,4 +1,5 @@
-"""Checks of a TP plan: before any layer is sharded, and by comparing the sharded forward pass with that of the full model.
+"""Checks of a TP plan: of its entries before any layer is sharded, and of the sharded forward pass, compared with the
+full model.
 
 `parallelize` calls `check_mode`, then `with_ties`, which adds the entries that weight ties need, then `check_entries`.
 The generators below `check_entries` yield one sentence per problem; all problems go into one error.

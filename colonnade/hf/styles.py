@@ -234,7 +234,10 @@ def packed_rowwise(target: Target) -> None:
 
 
 def _linear(target: Target, split: Split, replicated: bool = False, packed: int = 1) -> None:
-    """Shard a linear layer. `replicated`: its sharded features (output of a column, input of a row) are full outside it."""
+    """Shard a linear layer.
+
+    `replicated`: the features that the layer shards (output of a column, input of a row) are full outside of the layer.
+    """
     module: Any = target.module
     here = target.arrangement
     transposed = type(module).__name__ == "Conv1D"
@@ -506,7 +509,7 @@ def ep_dispatch_experts(target: Target) -> None:
 
 @style("ep_router", mode=_EXPERT, options=("tensor",))
 def ep_router(target: Target) -> None:
-    """Change nothing: a router computes its full choices, by which the experts send the tokens."""
+    """Change nothing: every rank computes the choices of the full router, and the experts send the tokens accordingly."""
 
 
 @style("moe_identity_expert")

@@ -213,7 +213,7 @@ class FlatStep:
         _advance(self._state.steps, plan.counted, found_inf, -1)
 
     def _planned(self, absent: Collection[int]) -> _LaunchPlan:
-        """The launch plan for all parameters but `absent`; that of the last step if nothing has changed."""
+        """The launch plan for all parameters except `absent`; the plan of the last step is reused if nothing has changed."""
         key = (sorted(absent), self._state.names())
         if key == self._plan.key:
             return self._plan

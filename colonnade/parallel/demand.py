@@ -367,7 +367,7 @@ def _find_owed(layout: Layout, placement: Placement, rank: int, reach: _Reach) -
 
 
 def _region(atoms: tuple[Digit, ...], digits: Sequence[Digit], values: Sequence[int] | None = None) -> Region:
-    """All values of these digits, or the given ones."""
+    """A region: all values of these digits, or the given values."""
     inside = (atom for atom in atoms if any(stride <= atom[0] < stride * size for stride, size in digits))
     return {atom: values or range(atom[1]) for atom in inside}
 

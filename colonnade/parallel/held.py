@@ -45,8 +45,9 @@ class Held:
 
     @property
     def label(self) -> str:
-        """A name that is equal on all replicas: the key of a tied weight, whose parameter names differ between stages; else
-        the parameter name."""
+        """A name that is equal on all replicas: the parameter name; for a tied weight, whose names differ between stages, its
+        key.
+        """
         return self.placement.tie_key or self.name
 
 
@@ -242,7 +243,7 @@ def broadcast_shared(model: nn.Module, context: ParallelContext, compare: bool =
 
 
 def _seeded_alike(held: Sequence[Held], context: ParallelContext) -> dict[tuple[int, ...], list[Held]]:
-    """Parameters by those of their replica ranks that have the same seed as this rank, if there are several."""
+    """Group parameters by the replica ranks that have the same seed as this rank, if there are at least two."""
     layout = context.layout
     apart = [axis.name for axis in layout.axes if axis.seeded_apart]
     here = layout.coordinates(context.get_global_rank())

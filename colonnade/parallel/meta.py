@@ -633,7 +633,9 @@ def random_step_of(op: RecordedOp) -> ElementStep | None:
 
 
 def _after(op: RecordedOp, known: dict[int, ElementwiseInit | None]) -> ElementwiseInit | None:
-    """The initialization of the output of an operation, by those of its inputs; None if it is not element-wise."""
+    """The initialization of an operation's output, derived from the initializations of its inputs; None if it is not element-
+    wise.
+    """
     name, (made,) = op.name, op.outputs
     before = known.get(memory_of(made), ElementwiseInit())
     if name in _EMPTY:

@@ -335,7 +335,7 @@ class Absent:
 
 
 class _EndOfStage(BaseException):
-    """Ends the forward pass of a stage. Not an Exception, because forward() may catch those."""
+    """Ends the forward pass of a stage. It is not an Exception, because forward() may catch exceptions."""
 
 
 class StageRun:

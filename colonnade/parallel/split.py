@@ -261,7 +261,7 @@ def _layers_of(model: nn.Module) -> Layers:
 
 
 def _flat(model: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """The layers of a Sequential, and of those nested in it that have no hooks and no forward() of their own."""
+    """The layers of a Sequential, and of nested Sequentials without hooks and without a custom forward()."""
     for name, layer in model._modules.items():
         assert layer is not None
         if type(layer) is nn.Sequential and len(layer) and not _is_altered(layer):
@@ -300,7 +300,7 @@ _BETWEEN = "Move the operations of its forward() between the layers into one of 
 def _compare_with_stages(
     model: nn.Module, stages: nn.Module, run: Callable[[nn.Module], Any], advice: str = _BETWEEN
 ) -> None:
-    """Raise if the stages return another result than the model, from the same random state, in its current mode.
+    """Raise if the result of the stages differs from the result of the model, from the same random state, in its current mode.
 
     Random state and buffers are restored.
     """
@@ -483,7 +483,7 @@ def balanced(weights: Sequence[float], parts: int) -> list[int]:
 
     @cache
     def heaviest(start: int, parts: int) -> float:
-        """The least possible weight of the heaviest of `parts` runs of the items from `start` on."""
+        """The weight of the heaviest run if the items from `start` on are split into `parts` runs as well as possible."""
         if parts == 0:
             return 0.0
         return min(max(own, heaviest(stop, parts - 1)) for own, stop in options(start, parts))

@@ -433,7 +433,7 @@ class GradientCase(Case):
 
     @cached_property
     def local_factor(self) -> float | None:
-        """The factor by which the correctly reduced local gradients of every pass exceed those of the reference.
+        """The factor between the correctly reduced local gradients of every pass and the gradients of the reference.
 
         None if the passes have no common factor, or if their gradients are unknown.
         """
@@ -652,7 +652,7 @@ Coefficient = Callable[[str, int], float]
 
 @dataclass(frozen=True)
 class ClipCase:
-    """All clipped gradients of a step. `rows` are the rows of those that differ from the reference.
+    """All clipped gradients of a step. `rows` has the rows of the gradients that differ from the reference.
 
     Hypotheses assume one clip coefficient for all gradients, `by(norm)`.
     """

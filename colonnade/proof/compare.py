@@ -352,7 +352,7 @@ class _SideBySide:
     def positions(self, record: Record, name: str, key: str, own: Tensor | None) -> Tensor | None:
         """Return the positions of a rank's elements in the reference.
 
-        Of a sketched tensor, the reference may be a sketch of each shard.
+        For a sketched tensor, the reference may be a sketch of each shard.
         """
         if key not in record.run.sketched:
             return own
@@ -548,7 +548,9 @@ class _SideBySide:
     def _activations(
         self, seen: Sequence[Mapping[str, Tensor]], truth: Truth, spread: RoundingSpread
     ) -> tuple[dict[str, Compared], dict[str, Unplaced], dict[str, Tokens]]:
-        """The outputs of modules that can be compared; those that cannot; and the indices of sharded ones along a dimension."""
+        """Three results: the module outputs that can be compared, those that cannot be compared, and the indices of outputs
+        sharded along a dimension.
+        """
         found: dict[str, Compared] = {}
         unplaced: dict[str, Unplaced] = {}
         tokens: dict[str, Tokens] = {}

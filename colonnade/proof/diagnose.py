@@ -501,7 +501,7 @@ class _Diagnosis:
         return self._group(named, self.at, "the gradient of", "", rows)
 
     def _tested(self, case: Case, *kinds: str) -> list[Claim]:
-        """The claims that explain the whole tensor; if some of its elements are right, those that explain the others."""
+        """The claims that explain the full tensor; or, if some elements are right, the claims that explain the wrong elements."""
         found = [claim for kind in kinds for claim in claims(kind, case)]
         if all(claim.rank >= _SURE for claim in found):
             elements = differing_elements(case.compared, case.row.tolerance)
@@ -662,7 +662,7 @@ def _places(indices: Sequence[int]) -> str:
 
 
 def _shortened(names: Sequence[str]) -> str:
-    """The first names, and the number of the others."""
+    """Format a list of names: the first names, and the number of the remaining ones."""
     if len(names) <= 3:
         return ", ".join(names)
     return f"{names[0]}, {names[1]} and {len(names) - 2} more"

@@ -61,7 +61,9 @@ def unpacked(content: bytearray) -> Any:
 
 
 class _Writer:
-    """Turns a value into JSON: strings, integers, booleans and None stay as they are, all others are lists that start with a kind."""
+    """Turns a value into JSON: strings, integers, booleans and None are unchanged; every other value becomes a list that starts
+    with its kind.
+    """
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []

@@ -607,7 +607,7 @@ class Loaded:
 class Batches:
     """The batches of a plain torch script, which are recorded or replaced.
 
-    Other attributes are those of the script's object.
+    All other attributes come from the script's object.
     """
 
     def __init__(self, own: Any, script: ScriptRecorder) -> None:
@@ -632,7 +632,7 @@ class Batches:
 
 
 class Criterion:
-    """The criterion of an engine. Its arguments are recorded; in a single process, labels are those of all ranks."""
+    """The criterion of an engine. Its arguments are recorded; in a single process, it gets the labels of all ranks."""
 
     def __init__(self, own: Any, script: ScriptRecorder) -> None:
         self._own, self._script = own, script

@@ -333,7 +333,7 @@ def _check_same_model(ranks: dict[str, tuple[int, ...]], single: dict[str, tuple
 def _most_terms(records: Sequence[Record]) -> int:
     """A bound on the number of terms in an element of a gradient: the elements of everything that the ranks were given.
 
-    A script does not tell where a step ends in its batches, so those of all steps count.
+    The batches of a script do not show where a step ends, so the batches of all steps count.
     """
     given = records[0].run.given
     most = [

@@ -52,7 +52,7 @@ class StartParts:
 
     @property
     def right(self) -> list[int]:
-        """The ranks whose part equals that of the script's own weight."""
+        """The ranks whose part equals the same part of the script's own weight."""
         return [rank for rank, value in self.found.items() if torch.equal(value, self.own[rank])]
 
     def same_place(self, a: int, b: int) -> bool:

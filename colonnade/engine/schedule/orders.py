@@ -110,7 +110,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Table:
 
 @ORDERS.register_module
 def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int) -> Table:
-    """1F1B with v chunks per rank (Narayanan et al., Megatron-LM). The bubble is 1/v of that of 1F1B.
+    """1F1B with v chunks per rank (Narayanan et al., Megatron-LM). The bubble is 1/v of the bubble of 1F1B.
 
     A rank holds about p + (p - 1) / v micro-batches. Any number of micro-batches is allowed: they run in groups of at least p,
     of nearly equal size.

@@ -221,7 +221,7 @@ class PipelineSchedule(BaseSchedule):
         table: A custom order instead of `order`: a CSV file, or rows such as "0F0 0F1 0B0 0B1".
         loss_reduction: How the criterion reduces over rows. Means of unequal micro-batches are weighted by their rows. A
             criterion may also return (sum, count), which is divided once, by the count of all ranks; a mean
-            cross-entropy, which may ignore labels, is read as that.
+            cross-entropy, which may ignore labels, is read as (sum, count).
         loss_everywhere: Whether all ranks return the loss, not only the rank of the last stage.
 
     Raises:
@@ -411,7 +411,7 @@ def _watched_loss(criterion: Any, watch: DivisionWatch, output: Any, label: Any)
 
 
 def _virtual_rank_switch(context: ParallelContext, stage_ranks: Sequence[int]) -> Callable[[int], None] | None:
-    """In a loop order, a function that sets the context's virtual rank to the chunk of a stage; else None."""
+    """For a loop order: a function that sets the context's virtual rank to the chunk of a stage. None for other orders."""
     num_ranks = max(stage_ranks) + 1
     num_chunks = len(stage_ranks) // num_ranks
     if num_chunks == 1 or list(stage_ranks) != loop_stages(num_ranks, num_chunks):

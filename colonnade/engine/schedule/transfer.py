@@ -343,7 +343,9 @@ class _Layouts:
         self._predicted: dict[Action, tuple[Meta, ...]] = {}
 
     def predicted(self, key: Action) -> tuple[Meta, ...]:
-        """The expected layout of the message: that of the last two with its key, empty if these differed."""
+        """The expected layout of the message: the layout of the last two messages with the same key; empty if these two
+        differed.
+        """
         return self._predicted.get(key, ())
 
     def note(self, key: Action, layout: tuple[Meta, ...]) -> None:
@@ -354,7 +356,7 @@ class _Layouts:
 
 @dataclass
 class _Expected:
-    """A message to be received: memory for its header or frame, and its tensors if they were predicted."""
+    """A message to be received: the memory for its header or frame and, if predicted, for its tensors."""
 
     key: Action
     frame: Tensor

@@ -72,7 +72,7 @@ class Rotary:
     def __call__(self, q: Tensor, k: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Rotate queries and keys, (batch, heads, length, head_size).
 
-        `positions` are those of the tokens in the full sequence, by default 0, 1, 2, ...
+        `positions` are the positions of the tokens in the full sequence, by default 0, 1, 2, ...
         """
         length = q.size(-2)
         rotation = self.table(length, q.device)[:, :length] if positions is None else self._rotation(positions)

@@ -153,7 +153,7 @@ class _Product(Function):
 
 
 def ab(a: Tensor, b: Tensor, square: Square) -> Tensor:
-    """Return this rank's block of A B. Row and column of a block are those of its rank."""
+    """Return this rank's block of A B. A block has the row and the column of its rank."""
     return _Product.apply("ab", a, b, square)
 
 

@@ -250,7 +250,7 @@ class FirstPass:
         )
 
     def check(self, layer: str, x: Tensor, spread: Spread) -> None:
-        """Raise PlacementError if x has another spread than expected.
+        """Raise PlacementError if x does not have the expected spread.
 
         Also raises if a replicated parameter took part in computing x although x should be a shard.
         """

@@ -96,7 +96,7 @@ class Exact(Kernel):
         return totals[0], totals[1], totals[2]
 
     def _dropout_factors(self, device: torch.device) -> Callable[[Tensor], Tensor] | None:
-        """A function that draws the factors of one tile after another, the same in backward as in forward."""
+        """A function that draws the dropout factors of one tile after another; backward gets the same factors as forward."""
         if not self.dropout:
             return None
         (seed,), keep = self.state, 1.0 - self.dropout

@@ -377,7 +377,7 @@ def shard_modes_by_parameter(
 
 
 def shard_modes_of(parameter: Tensor, layout: Layout, rank: int, axis: ParallelMode | None) -> ShardModes | None:
-    """The modes over which to shard a parameter: those over which its gradient is a mean of distinct data.
+    """The modes over which to shard a parameter: the modes over which its gradient is a mean of distinct data.
 
     None if the gradient is no mean over several ranks. `axis`: a mode over which shards are replicated, or None.
     """
@@ -507,7 +507,9 @@ def outer_members(module: nn.Module) -> Iterable[nn.Module]:
 
 
 def _is_list(child: nn.Module, parent: nn.Module) -> bool:
-    """Whether a member of a container is itself a list of units: a container, or the blocks of a sequential model."""
+    """Whether a member of a container is itself a list of units, because it is a container or has the blocks of a sequential
+    model.
+    """
     if isinstance(child, nn.Sequential):
         blocks = list(child)
         alike = len({type(block) for block in blocks}) == 1 and all(any(True for _ in b.children()) for b in blocks)

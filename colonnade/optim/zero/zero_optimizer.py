@@ -440,7 +440,7 @@ def copy_options(source: Optimizer, target: Optimizer) -> None:
 
 
 def shard_of(value: Any, shard: ParameterShard, name: str) -> Any:
-    """The shard of a state value of the full parameter; for a value that is not per element, a copy of the value."""
+    """The shard of a state value of the full parameter; a value that has no entry per element is copied."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     parameter, local = shard.local, local_part(value).detach()

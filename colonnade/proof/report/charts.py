@@ -44,7 +44,7 @@ class Thin(NamedTuple):
 class Series:
     """The points of one line: (step, value), or `Thin`, whose range of values becomes an area around the line.
 
-    Of the kinds, a `level` is a dashed line, a `curve` a line with a mark at each point, and `dots` are marks only.
+    Kinds: `level` is a dashed line, `curve` is a line with a mark at each point, `dots` are marks without a line.
     `color` is an index of `COLORS`. `run` is the index of the run whose tokens and times belong to the steps.
     """
 

@@ -327,7 +327,7 @@ def _mode(names: str, mode: Values) -> dict[str, Any]:
 
 
 def _shown(plan: Values) -> dict[str, Values]:
-    """The modes that have groups of several ranks, those with the same groups as one; the world is not shown."""
+    """The modes with groups of several ranks, without the world. Modes with the same groups are combined."""
     alike: dict[str, list[Values]] = {}
     for mode in plan["modes"]:
         if mode["size"] > 1 and mode["mode"] != "GLOBAL":
