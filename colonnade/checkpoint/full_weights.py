@@ -142,8 +142,9 @@ def tensors_in(path: Path, trust: bool = False) -> dict[str, AnyTensor]:
             continue
         if not trust:
             raise CheckpointError(
-                f"{file} is a pickle, which can run code when it is read. Convert it to safetensors (load and save it with "
-                f"transformers, once, where you trust it), or pass trust=True to read it with torch's weights_only loader",
+                f"{file} is a pickle, which can run code when it is read. Convert it to safetensors (load and save it "
+                f"with transformers on a machine that may run its code), or pass trust=True to read it with torch's "
+                f"weights_only loader",
                 code="C086",
             )
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)

@@ -231,7 +231,7 @@ def layout_of(axes: tuple[Axis, ...], groups: Groups, tensor_mode: str | None = 
         if odd is not None:
             raise LayoutError(
                 f"parallel.{axis.name}: the axis has {axis.size} ranks, but {axis.mode} has the group {odd} of {len(odd)}; return "
-                f"groups of {axis.size} ranks, or register another mode for groups that are not those of an axis",
+                f"groups of {axis.size} ranks, or register a different mode for groups that do not belong to an axis",
                 code="C161",
             )
         inside = {rank for group in lists for rank in group}

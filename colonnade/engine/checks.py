@@ -637,8 +637,9 @@ def _compare(names: list[str], dtypes: list[torch.dtype], sums: Tensor) -> None:
             found.append(name)
     if found:
         raise GradientError(
-            f"the plan leaves {listed(map(repr, found[:8]))}{' ...' if len(found) > 8 else ''} replicated, but the ranks of the "
-            f"tensor group have different gradients of it: each rank uses it for its own shard of the features. Give its layer "
+            f"the plan leaves {listed(map(repr, found[:8]))}{' ...' if len(found) > 8 else ''} replicated, but its "
+            f"gradient differs between the ranks of the tensor group, because each rank uses the parameter for its "
+            f"own shard of the features. Give its layer "
             f"the style 'replicated_with_grad_allreduce' in the plan, so that the gradients are all-reduced",
             code="C047",
         )

@@ -284,8 +284,8 @@ def _plans_apart(apart: dict[int, dict[int, list[int]]], reports: dict[int, Any]
             differing = ((left, right) for left, right in zip(plan, other_plan, strict=False) if left != right)
             (_, left), (_, right) = next(differing, (ended, ended))
             yield (
-                f"the planned reductions: rank {listed(first)} starts that of {left!r} where rank {listed(other)} "
-                f"starts that of {right!r}"
+                f"the planned reductions: rank {listed(first)} starts the reduction of {left!r} where rank {listed(other)} "
+                f"starts the reduction of {right!r}"
             )
 
 

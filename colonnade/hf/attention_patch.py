@@ -294,9 +294,9 @@ def find_documents(batch: Mapping[str, Any]) -> tuple[tuple[tuple[tuple[int, ...
             if wrong:
                 # Padding attends to padding here, so these predictions would differ from a single process.
                 raise LayoutError(
-                    f"context parallelism: row {row} has {wrong} labels to be predicted from padding, for which the "
-                    f"result would differ from that of a single process; set these labels to {IGNORED} (and if padding comes "
-                    f"before the tokens, the label of the first token)",
+                    f"context parallelism: row {row} has {wrong} labels that would be predicted from padding, with a "
+                    f"different result than in a single process; set them to {IGNORED}. If padding comes before the "
+                    f"tokens, also set the label of the first token",
                     code="C061",
                 )
         ends = [[0, start, stop, total] if count else [0, total] for start, stop, count, _ in rows]

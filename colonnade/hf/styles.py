@@ -492,8 +492,8 @@ def grouped_gemm(target: Target) -> None:
         # Expert groups that span tensor ranks split the tokens between these ranks, which needs routed tokens.
         if len(inspect.signature(type(target.module).forward).parameters) < 4:
             raise LayoutError(
-                f"{target.name!r}: a {type(target.module).__name__} gets every token for every expert, and expert groups that "
-                f"span tensor ranks cannot split those; let parallel.expert span data ranks only"
+                f"{target.name!r}: a {type(target.module).__name__} gets every token for every expert, and expert "
+                f"groups that span tensor ranks cannot split these tokens; let parallel.expert span only data ranks"
             )
         place(shard, {**placement_of(shard).modes, _TENSOR: Replicate(owes="sum")}, placement_of(shard).shape)
     if hasattr(target.module, "num_experts"):

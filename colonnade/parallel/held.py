@@ -273,9 +273,10 @@ def _compare_weights(ranks: tuple[int, ...], entries: list[Held], context: Paral
     modes = [mode for mode in context.layout.modes if context.is_initialized(mode)]
     mode = next((mode for mode in reversed(modes) if context.get_ranks_in_group(mode) == list(ranks)), None)
     advice = (
-        "A parameter without a placement is replicated on these ranks, which have the same seed. If each has a shard of its "
-        f"own, declare it where the parameter is made: place(parameter, {{ParallelMode.{mode.name if mode else 'TENSOR'}: "
-        "Shard(0)}). If the model was built before launch, build it after, so that the ranks draw the same numbers. If the "
+        "A parameter without a placement is replicated on these ranks, which have the same seed. If each rank has its "
+        "own shard, declare the shard where the parameter is created: place(parameter, "
+        f"{{ParallelMode.{mode.name if mode else 'TENSOR'}: Shard(0)}}). "
+        "If the model was built before launch, build it after, so that the ranks draw the same numbers. If the "
         "weights differ on purpose and all ranks are to get those of the first, set compare_weights=False in the config."
     )
     try:

@@ -812,8 +812,8 @@ def parameter_inits(stages: Iterable[nn.Module], prefix: str = "") -> dict[int, 
                 )
             if start.version != parameter._version:
                 raise PlacementError(
-                    f"{name} was changed after meta_init(), on the meta device, where that has no effect: initialise it inside "
-                    f"the block, or after initialize()",
+                    f"{name} was changed on the meta device after meta_init(), which has no effect: initialise it "
+                    f"inside the block, or after initialize()",
                     code="C034",
                 )
             # Stages that were built one by one may have equal names.
@@ -892,8 +892,8 @@ def _refuse_tensors_without_values(stages: Iterable[nn.Module]) -> None:
             # A tensor with a graph is computed from parameters; the old weight_norm does so again in each forward pass.
             if not leaf.requires_grad:
                 raise PlacementError(
-                    f"{name} holds a tensor without values, as it was built inside "
-                    f"meta_init(). Make it a buffer (register_buffer), or build it `with torch.device('cpu'):`.",
+                    f"{name} holds a tensor without values, because it was built inside meta_init(). Make it a buffer "
+                    f"(register_buffer), or build it `with torch.device('cpu'):`.",
                     code="C034",
                 )
 

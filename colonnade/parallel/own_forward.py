@@ -615,8 +615,9 @@ def _call_with_small_inputs(model: nn.Module) -> Call:
     others = [name for name in inspect.signature(model.forward).parameters if name.startswith(_OTHER_MODALITIES)]
     if main == "input_ids" and others:
         raise ScheduleError(
-            f"a {type(model).__name__} takes {others[0]!r} in addition to {main!r}, and calls other layers with it than without: "
-            f"pass sample=, a batch with the inputs of your run (tensors of any values), to parallelize or split",
+            f"a {type(model).__name__} takes {others[0]!r} in addition to {main!r}, and this input changes which "
+            f"layers it calls: pass sample=, a batch with the inputs of your run (tensors of any values), to "
+            f"parallelize or split",
             code="C050",
         )
     return lambda function: function(**inputs)

@@ -304,7 +304,7 @@ def _compare_with_stages(
 
     Random state and buffers are restored.
     """
-    differs = f"the layers of {type(model).__name__}, called in order, give another result than its forward pass"
+    differs = f"the layers of {type(model).__name__}, called in order, give a different result than its forward pass"
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     devices = sorted({parameter.device.index for parameter in model.parameters() if parameter.is_cuda})
     results = []

@@ -206,7 +206,7 @@ class _Diagnosis:
             elif row.name not in step.changed_in_reference:
                 how = f"changed {since} on {self._ranks(ranks)}, but not in a single process"
             else:
-                how = f"changed {since} on {self._ranks(ranks)} in another way than in a single process"
+                how = f"changed {since} on {self._ranks(ranks)} differently than in a single process"
             kinds.setdefault((how, ranks), []).append(row.name)
         return [
             Finding(

@@ -219,8 +219,9 @@ class ScriptRecorder:
                 differs = f"{key} is {on_ranks} on the ranks and {here} in a single process, because it depends on the number of ranks"
                 if key == "gradient_accumulation":
                     raise ParityError(
-                        f"{differs}. The single process is given the global batch of each pass, so it must make as many passes "
-                        f"in a step: set {key} to a fixed value for the comparison, {on_ranks} in this case",
+                        f"{differs}. The single process is given the global batch of each pass, so it must take the "
+                        f"same number of passes in a step: set {key} to a fixed value for the comparison, {on_ranks} "
+                        f"in this case",
                         code="C100",
                     )
                 self.notes.append(f"{differs}: each used its own value")

@@ -140,7 +140,7 @@ def judge_start(records: Sequence[Record], own: OwnStart) -> tuple[list[Finding]
                 "the rank, or the index in its process group, by which each rank chooses its shard",
             )
         elif parts.right and all(rank not in wrong_on for rank in parts.right):
-            what = f"is that of the script on {_ranks(parts.right)} only, and not on {_ranks(wrong)}"
+            what = f"agrees with the script only on {_ranks(parts.right)}, not on {_ranks(wrong)}"
             add(f"some {parts.right} {wrong}", parts, what, "which ranks load weights, and whether the others get them")
         elif same_as:
             what = f"has the same values as {listed(sorted(same_as)[:3])}, but not in a single process"

@@ -68,7 +68,7 @@ def test_padding_and_documents_are_read_from_the_batch() -> None:
     assert find_documents({"attention_mask": torch.tensor([[0, 1, 1, 0]])}) == ((((0,), (0, 1, 3, 4)),), False)
     with pytest.raises(LayoutError, match="row 0 masks positions"):
         find_documents({"attention_mask": torch.tensor([[1, 0, 1]])})
-    with pytest.raises(LayoutError, match="row 1 has 2 labels to be predicted from padding"):
+    with pytest.raises(LayoutError, match="row 1 has 2 labels that would be predicted from padding"):
         find_documents({"attention_mask": rows[:2], "labels": torch.ones(2, 6, dtype=torch.int64)})
     positions = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5]])
     assert find_documents({"position_ids": positions}) == ((((0,), (0, 3, 6)), ((1,), (0, 6))), False)

@@ -269,8 +269,9 @@ class FirstPass:
         if expected.modes and plain:
             raise PlacementError(
                 f"{layer} takes an activation that is {_text(expected)}, but its input was computed with {plain[0]!r}, a "
-                f"parameter replicated on every rank: the layer of that parameter took a shard for the full activation, or "
-                f"its result is replicated. Replace it by the layer of colonnade.nn, or place() the parameter, or shard a "
+                f"parameter replicated on every rank: the layer of that parameter treated a shard as the full "
+                f"activation, or its result is replicated. Replace it by the layer of colonnade.nn, or place() the "
+                f"parameter, or shard a "
                 f"replicated result with partition_input(x); in a TP plan, give the layer of {plain[0]!r} the style "
                 f"'replicated_with_grad_allreduce'",
                 code="C033",
@@ -300,7 +301,8 @@ class _PlainLayer:
                 kind = type(module).__name__
                 raise PlacementError(
                     f"{self._name!r} is a plain {kind}, replicated on every rank ({self._parameter!r} is not placed), but got "
-                    f"the output of {source}, which is {_text(spread)}, and would take a shard for the full activation. "
+                    f"the output of {source}, which is {_text(spread)}, and would treat the shard as the full "
+                    f"activation. "
                     f"Replace it by the layer of colonnade.nn, or call gather_output(x) before it; in a TP plan, give "
                     f"{self._name!r} the style 'rowwise', or 'replicated_with_grad_allreduce' if it treats each shard alike "
                     f"(a norm of each head)",

@@ -129,8 +129,8 @@ class RunOrder:
                 replay()
         except RuntimeError as error:  # the other ranks have failed, or wait in a collective of the model itself
             raise GradientError(
-                f"zero stage 3, step {self._steps + 1}: this rank {event} where in earlier steps it "
-                f"{self._plan[self._at][0]}, and the other ranks did not take part. {_ADVICE}",
+                f"zero stage 3, step {self._steps + 1}: this rank {event}, but in earlier steps it "
+                f"{self._plan[self._at][0]} at this point; the other ranks did not take part. {_ADVICE}",
                 code="C070",
             ) from error
         rows = self._receive(self._send(1 + self._at, event.code))

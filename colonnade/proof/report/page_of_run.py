@@ -388,7 +388,9 @@ def _layers(run: Run, several: bool) -> list[str]:
     """The norm of each layer over time."""
     names, title = run.layers(), "Gradient norm of each layer" + f", {run.name}" * several
     if len(names) < 2:
-        note = 'not measured: clip_grad_norm=dict(max_norm=..., report="layer") in the config and a GradientNormHook give it'
+        note = (
+            'not measured: needs clip_grad_norm=dict(max_norm=..., report="layer") in the config and a GradientNormHook'
+        )
         return [] if several else [card(title, "", note, wide=True)]
     together = -(-len(names) // MOST_LAYERS)
     rows = [names[at : at + together] for at in range(0, len(names), together)]

@@ -290,7 +290,7 @@ def test_mistakes_are_named():
     with pytest.raises(PlacementError, match=r"extra was never given values inside meta_init"):
         parameter_inits([forgotten])
     nn.init.zeros_(changed.weight)
-    with pytest.raises(PlacementError, match=r"weight was changed after meta_init"):
+    with pytest.raises(PlacementError, match=r"weight was changed on the meta device after meta_init"):
         parameter_inits([changed])
     with meta_init():
         layer = nn.Linear(2, 2)
