@@ -337,7 +337,7 @@ class FullTensors:
 
 
 def _raw(tensor: Tensor, device: torch.device = _CPU) -> Tensor:
-    """The bytes of a tensor on a device; a copy only if the tensor is elsewhere or not contiguous."""
+    """The bytes of a tensor on a device. They are a copy only if the tensor is on another device or not contiguous."""
     return tensor.detach().to(device).contiguous().view(-1).view(torch.uint8)
 
 

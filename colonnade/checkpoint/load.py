@@ -136,7 +136,7 @@ def load_checkpoint(
 
 @dataclass(frozen=True)
 class _Stateful:
-    """An object of the user, by the functions that get and set its state."""
+    """The functions that get and set the state of a user's object."""
 
     name: str
     get_state: Callable[[], Any]

@@ -456,7 +456,10 @@ def verify(checkpoint: str | Path, content: bool = True) -> Manifest:
 
 
 def newest_good(folder: Path, step: int | None = None, content: bool = True) -> tuple[Found | None, list[str]]:
-    """The newest checkpoint of a run's folder (or of `step`) that passes `verify`, or None; and the errors of newer checkpoints."""
+    """Find the newest checkpoint of a run's folder (or of `step`) that passes `verify`.
+
+    Returns it, or None, and the errors of newer checkpoints.
+    """
     problems: list[str] = []
     for found in reversed(published(folder)):
         if step in (None, found.step):

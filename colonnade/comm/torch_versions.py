@@ -118,7 +118,7 @@ class _MeetingStore(Store):
         self._tables.clear()
 
     def _address(self, key: str) -> tuple[str, int | None]:
-        """(Key without the number, the number if this is the address of a rank.)"""
+        """Split a key: (the key without its number, the number). The number is None unless the key is the address of a rank."""
         base, _, number = key.rpartition("/")
         return base, int(number) if base in self._own and number.isdigit() else None
 
@@ -343,7 +343,7 @@ def dtensor_like(dtensor: Any, local: Tensor) -> Tensor:
 
 @torch.no_grad()
 def refresh_shards(module: Any) -> None:
-    """Make an FSDP2 module use the present memory of its parameters after that was replaced, as FSDP2's own `_apply` does."""
+    """After the memory of parameters was replaced, make their FSDP2 module use the new memory, as FSDP2's own `_apply` does."""
     state = module._get_fsdp_state()
     for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
         for parameter in group.fsdp_params:

@@ -414,7 +414,7 @@ class WaitWatch:
             store = self._store = default_store().clone()
 
             def read_if_reader(place: RankPosition, before: str, claim: str) -> tuple[str, str | None]:
-                """(The reader, the text to log if that is this rank.)"""
+                """Returns (the reader, the text to log). The text is None if another rank is the reader."""
                 current = store.compare_set(_READER, before, claim).decode()
                 return current, self._explain(rank, world_size, place, store) if current == claim else None
 
@@ -564,7 +564,7 @@ def stalled_details(rank: int) -> tuple[str, Any] | None:
 
 
 def places_of_stalled_ranks(here: int, world_size: int) -> dict[str, int]:
-    """The places of ranks that have not moved for `PUBLISH_AFTER` seconds; for each place, one rank that is there.
+    """The places at which ranks have not moved for `PUBLISH_AFTER` seconds, each with one of the ranks at this place.
 
     If several ranks call this function at the same time, one of them reads all notes, and the others use its result.
     """

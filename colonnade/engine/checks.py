@@ -385,7 +385,7 @@ def _look(watch: weakref.ref[LoopWatch]) -> None:
 
 
 def guard_of(model: nn.Module, optimizer: Any, context: ParallelContext, sync: GradientSync | None) -> Guard | None:
-    """Build the replica check (`Guard`); None if the config does not enable it or there is no second rank.
+    """Build the replica check (`Guard`); None if the config does not enable it, or in a world of one rank.
 
     Collective over the world.
     """

@@ -432,7 +432,7 @@ class CallLog:
 
 
 def _noted(handler: str, name: str, group: Any, of: str | int) -> tuple[Entry, str] | None:
-    """The entry of a call, and the position of the rank during it; None for a group of one rank."""
+    """The recorded entry of a call, and the position of the rank during the call as text; None for a group of one rank."""
     ranks = tuple(dist.get_process_group_ranks(group))
     what = f"of {of!r}" if isinstance(of, str) else f"of {of} elements"
     at = f"in {handler}, at {name} {what} over ranks {list(ranks)}"

@@ -356,7 +356,7 @@ class SameCalls(TorchDispatchMode):
 
 
 def find_difference(rank: int, ranks: Sequence[int], states: Mapping[int, Any], unchanged: bool) -> str | None:
-    """The reason why the other ranks of a collective will never arrive, for which `rank` waits; None if they may still arrive.
+    """The reason why the ranks that `rank` waits for will never arrive at its collective; None if they may still arrive.
 
     Args:
         rank: The waiting rank.

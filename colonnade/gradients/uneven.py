@@ -309,7 +309,7 @@ class GroupNotes:
 
 
 def notes_of_all(groups: Sequence[GroupNotes], step: int, counts: bool = False) -> list[list[bytes]]:
-    """For each sum, the notes of every rank; in the order of the groups and their sums.
+    """The notes of every rank, for each sum, in the order of the groups and their sums.
 
     Collective over the ranks of each group; the host waits.
     """

@@ -83,7 +83,7 @@ class _Splitting:
 
 
 class _Current:
-    """The batch of the running forward pass: transformers' functions for masks do not get it as an argument."""
+    """Stores the batch of the running forward pass, because transformers' mask functions do not get it as an argument."""
 
     batch: SplitSequence | None = None
 

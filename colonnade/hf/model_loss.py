@@ -261,7 +261,9 @@ def join_router_loss(model: nn.Module, context: ParallelContext) -> None:
 
 
 def _router_sums(logits: tuple[Tensor, ...], mask: Tensor | None, choices: int) -> Tensor:
-    """(3, experts): assignments, summed probabilities, and the number of tokens (the same for all), over all layers."""
+    """A tensor (3, experts), summed over all layers: assignments, probabilities, and the number of tokens (equal for all
+    experts).
+    """
     joined = torch.cat([layer.to(logits[0].device) for layer in logits])
     scores = joined.softmax(-1, dtype=torch.promote_types(joined.dtype, torch.float32))
     weights = scores.new_ones(len(scores)) if mask is None else mask.reshape(-1).to(scores).repeat(len(logits))

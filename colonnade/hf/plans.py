@@ -178,7 +178,7 @@ def from_torch(value: Any, module: nn.Module, name: str) -> tuple[str, dict[str,
 
 
 def _layout(layouts: Any) -> str:
-    """A placement of torch as one of the three constants above; other placements as their own text."""
+    """Convert a torch placement to one of the three constants above; any other placement to its text."""
     layout = layouts[0] if isinstance(layouts, (tuple, list)) and len(layouts) == 1 else layouts
     if layout is None or type(layout).__name__ == "Replicate":
         return _FULL if layout is not None else "None"

@@ -615,7 +615,7 @@ def _parallelize_experts(target: Target) -> None:
 
 
 def _forward(self: Any, before: Any, hidden: Tensor, *routing: Any) -> Tensor:
-    """`routing`: the chosen experts and their weights, (tokens, choices), if the module takes them."""
+    """The forward pass. `routing` has the chosen experts and their weights, (tokens, choices), if the module takes them."""
     mixture: _Mixture = self.mixture
     if not mixture.splits_experts:
         return _reduced(self, before, hidden, *routing)

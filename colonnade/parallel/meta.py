@@ -453,7 +453,7 @@ def _merged(shape: Sequence[int], strides: Sequence[int]) -> tuple[list[int], li
 
 
 def _fractions(key: int, positions: Tensor) -> Tensor:
-    """52 random bits each (splitmix64 of position and key), as numbers between 0 and 1, both exclusive."""
+    """A random number between 0 and 1 (both exclusive) for each position: 52 bits of splitmix64 of position and key."""
     bits = positions.mul(_signed(_GAMMA)).add_(_signed(key))
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
         bits.bitwise_xor_(_shifted(bits, shift)).mul_(_signed(factor))
@@ -552,7 +552,7 @@ class ElementStep:
         return f"{self.kind}{self.values}{'' if self.region is None else ' in a part'}"
 
     def apply(self, values: Tensor, positions: Tensor, key: int) -> Tensor:
-        """The values of elements after this step, as if all of them were in its region."""
+        """The values of the elements after this step, if all of them are in its region."""
         if self.call is not None:
             return self.call(values.clone())
         if self.kind == "fill":
@@ -633,9 +633,7 @@ def random_step_of(op: RecordedOp) -> ElementStep | None:
 
 
 def _after(op: RecordedOp, known: dict[int, ElementwiseInit | None]) -> ElementwiseInit | None:
-    """The initialization of an operation's output, derived from the initializations of its inputs; None if it is not element-
-    wise.
-    """
+    """The initialization of an operation's output, derived from those of its inputs; None if it is not element-wise."""
     name, (made,) = op.name, op.outputs
     before = known.get(memory_of(made), ElementwiseInit())
     if name in _EMPTY:

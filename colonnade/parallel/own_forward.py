@@ -255,7 +255,7 @@ def why_no_cut(recording: Recording, at: int) -> str:
 
 
 def _values_from_before(recording: Recording, at: int) -> Iterator[tuple[str, Value]]:
-    """(unit, value) of the arguments of calls from `at` on that depend on results from before `at`."""
+    """Yield (unit, value) for arguments of calls from `at` on, if they depend on results of calls before `at`."""
     begin = recording.calls[at].time
     for call in recording.calls[at:]:
         for value in call.inputs.values() if call.form is not None else ():
@@ -264,7 +264,7 @@ def _values_from_before(recording: Recording, at: int) -> Iterator[tuple[str, Va
 
 
 def _values_at_hand(recording: Recording, at: int) -> Iterator[tuple[int, tuple[int, str | int]]]:
-    """(number, (call, place)) of the values that a stage ending before call `at` can send.
+    """The values that a stage ending before call `at` can send, as (number, (call, place)).
 
     These are the arguments and results of the calls before it, and the arguments of the call itself.
     """
@@ -493,7 +493,10 @@ def result_of(output: Any) -> Any:
 
 
 class _PartlyAbsent:
-    """A list or dict of modules with absent members: iteration yields these, too, but they are not among its modules."""
+    """A list or dict of modules with absent members.
+
+    Iteration yields the absent members too, but they are not registered as modules.
+    """
 
     _colonnade_members: dict[str, Absent | None]
     _modules: dict[str, nn.Module]

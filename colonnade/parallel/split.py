@@ -391,7 +391,9 @@ def _require_chain(model: nn.Module, layers: Layers) -> None:
 
 
 def _not_a_chain(model: nn.Module, layers: Layers) -> str:
-    """The first operation of forward(), from its end, that is not the call of the next layer; empty if there is none."""
+    """Search forward() from its end for an operation that is not the call of the next layer, and return its description; empty
+    if there is none.
+    """
     try:
         graph = _Tracer(layers).trace(model)
     except Exception as error:  # forward() depends on values
@@ -416,7 +418,7 @@ def _not_a_chain(model: nn.Module, layers: Layers) -> str:
 
 
 def _source(call: Node) -> Any:
-    """The single value that a layer is called with: alone, or a tuple's items by position, or a dict's by keyword."""
+    """The single value that a layer is called with: directly, as a tuple passed by position, or as a dict passed by keyword."""
     if len(call.args) == 1 and not call.kwargs:
         (value,) = call.args
         return value
@@ -490,7 +492,7 @@ def balanced(weights: Sequence[float], parts: int) -> list[int]:
 
     @cache
     def evenest(start: int, parts: int) -> tuple[float, tuple[int, ...]]:
-        """(sum of squares, starts) of the most even runs, none heavier than `limit`."""
+        """The most even runs of which none is heavier than `limit`, as (sum of squares, starts)."""
         if parts == 0:
             return 0.0, ()
         found = [(own, evenest(stop, parts - 1)) for own, stop in options(start, parts) if own <= limit]

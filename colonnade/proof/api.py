@@ -315,7 +315,7 @@ def _unjoinable_dropout(
         everyone = gather_to_first((recorder.record, [[_pieces(engine, batch)]]), engine.context)
 
         def replay(everyone: Sequence[tuple[Record, Any]]) -> dict[str, str]:
-            """The modules in which the masks of this forward pass cannot be joined, on rank 0."""
+            """Run one forward pass on rank 0; returns the modules whose masks cannot be joined."""
             records, given = [record for record, _ in everyone], [given for _, given in everyone]
             with torch.random.fork_rng(), world_of_one(engine.context), torch.no_grad():
                 replaying = ReplayedDraws(drawn_by(records, off or {}))

@@ -245,7 +245,7 @@ class Case:
         return candidate
 
     def within(self, elements: Tensor) -> Case:
-        """Return the same case for a part of the tensor: the elements with these indices."""
+        """Return a copy of the case for a part of the tensor: the elements with these indices."""
         before = None if self.before is None else flat(self.before)[elements]
         return replace(self, compared=_within(self.compared, elements), before=before)
 
@@ -347,7 +347,7 @@ class GradientCase(Case):
         )
 
     def within(self, elements: Tensor) -> GradientCase:
-        """Return the same case for a part of the parameter: the elements with these indices."""
+        """Return a copy of the case for a part of the parameter: the elements with these indices."""
         gradient = replace(
             self.gradient,
             raw=[[part for x in some if (part := _part_within(x, elements)) is not None] for some in self.gradient.raw],
@@ -392,7 +392,7 @@ class GradientCase(Case):
         return None if not some or any(x is None for x in some) else torch.stack(some)  # type: ignore[arg-type]
 
     def of_pass(self, raw: Sequence[LocalValue]) -> GradientCase:
-        """Return the same case as if the step had only the pass with these local gradients."""
+        """Return a copy of the case in which the step has only one pass, with these local gradients."""
         return replace(self, gradient=replace(self.gradient, raw=[raw]))
 
     def raw_sum(self, modes: Sequence[str]) -> Candidate:
@@ -525,7 +525,7 @@ _SAME_DIRECTION = 0.03
 
 
 def raw_scale(evidence: Evidence, groups: Groups, step: StepEvidence, wrong: Collection[str]) -> float:
-    """Return the factor between reduced local gradients and the final gradients, as read off up to 20 right gradients.
+    """Return the factor between reduced local gradients and final gradients, measured on up to 20 right gradients.
 
     Returns 1 if these parameters have different factors.
     """

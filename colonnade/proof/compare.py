@@ -338,7 +338,7 @@ def sketched_blocks(records: Sequence[Record], names: Names) -> dict[str, list[B
 
 
 class _SideBySide:
-    """Finds the values of the ranks for each tensor of the reference, by its name there."""
+    """Finds the values of the ranks for each tensor of the reference, by the tensor's name in the reference."""
 
     def __init__(self, records: Sequence[Record], names: Names, terms: int) -> None:
         self.records, self.terms = records, terms
@@ -610,7 +610,7 @@ class _SideBySide:
     def _placed(
         self, values: Sequence[tuple[Record, Tensor]], truth: Tensor, spread: RoundingSpread, name: str
     ) -> Compared | Unplaced | None:
-        """The values of ranks at their places in the value of the reference; None: some rows ran on no rank."""
+        """Put the values of the ranks at their places in the reference value; None if some rows ran on no rank."""
         if not values:
             return None
         parts = [self._place_output(record, value, truth) for record, value in values]
@@ -639,7 +639,9 @@ class _SideBySide:
         return Unplaced(tuple(values[0][1].shape), tuple(truth.shape))
 
     def _in_blocks(self, values: Sequence[tuple[Record, Tensor]], truth: Tensor) -> Iterator[list[LocalValue]]:
-        """The values as blocks along the dimensions in which they are shorter than the reference, for each choice of axes."""
+        """Treat the values as blocks along the dimensions in which they are shorter than the reference; one result for each
+        choice of axes.
+        """
         shape = values[0][1].shape
         if len(shape) != truth.dim() or any(value.shape != shape for _, value in values):
             return
@@ -662,7 +664,10 @@ class _SideBySide:
         return self._places[key]
 
     def _place_output(self, record: Record, output: Tensor, truth: Tensor) -> LocalValue | None:
-        """The output of a rank as its rows of the global batch and its tokens of the sequences; None: sharded otherwise."""
+        """Locate the output of a rank: its rows of the global batch and its tokens of the sequences.
+
+        None if it is sharded in any other way.
+        """
         if output.shape == truth.shape:
             return LocalValue(record.rank, output)
         axes = [axis for axis in self.axes if axis.distinct and axis.size > 1]
@@ -702,7 +707,7 @@ _MOST_TOKENS, _MOST_ELEMENTS = 4096, 1 << 20
 
 
 def _tokens_of(values: Sequence[tuple[Record, Tensor]], truth: Tensor) -> Tokens | None:
-    """The indices at which each rank's slices are in the reference, if a value is sharded along one dimension but the last."""
+    """The indices of each rank's slices in the reference, if a value is sharded along one dimension that is not the last."""
     if not values:
         return None
     shape = values[0][1].shape
@@ -1103,7 +1108,9 @@ def _tensors(
 
 
 def _recomputed(at: int, step: StepEvidence, tolerance: Tolerance) -> Iterator[Row]:
-    """The recomputed outputs of each rank's modules, compared with its own first outputs, right or wrong."""
+    """Compare the recomputed outputs of each rank's modules with the first outputs on the same rank, whether these are right or
+    wrong.
+    """
     typical = typical_spread(step.recomputed.values())
     for name, again in step.recomputed.items():
         if tolerance.hides_errors(again.spread, length(again.truth), 0.0):

@@ -581,7 +581,7 @@ class _Diagnosis:
         rows: Sequence[Row],
         always: bool = False,
     ) -> list[Finding]:
-        """The smallest set of claims that explains all parameters, the claim that explains most of them first.
+        """The smallest set of claims that explains all parameters; the claim that explains most parameters comes first.
 
         `cause` replaces causes that are not in `CAUSES`; with `always`, all of them.
         """

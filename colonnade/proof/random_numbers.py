@@ -169,7 +169,7 @@ def _at(whole: Tensor, place: Place) -> Tensor:
 
 
 def _numbers(ranks: Sequence[int], groups: Groups) -> dict[str, dict[int, int]]:
-    """By mode in which these ranks differ: the position of each rank in its group, from 0 without gaps."""
+    """For each mode in which these ranks differ: the position of each rank in its group, numbered from 0 without gaps."""
     found = {}
     for mode, lists in groups.items():
         at = {rank: list(group).index(rank) for group in lists for rank in group if rank in ranks}

@@ -265,7 +265,10 @@ class ScriptRecorder:
         return clip
 
     def _changed(self, config: Config) -> Config:
-        """The config without half precision in fp64; in a single process every size is 1, and the keys for ranks are gone."""
+        """The config for this process.
+
+        In fp64, half precision is removed. In a single process, every size is 1 and keys for several ranks are removed.
+        """
         changed = config.copy()
         half = [key for key in _HALF if changed.get(key)] if self.part.dtype == "fp64" else []
         for key in half:

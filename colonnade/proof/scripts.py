@@ -428,7 +428,7 @@ def join_batches(records: Sequence[Record], path: Path, data_rank: int | None) -
 
 
 def _shards_of_batches(records: Sequence[Record], key: str) -> Iterator[tuple[int, list[Any]]]:
-    """For each batch that ranks took at a place, in order: its step, and the parts of the data ranks (None: took none)."""
+    """For each batch that ranks took at a place, in order: its step, and the part of each data rank (None if it took no batch)."""
     runs = [record.run for record in records]
     # Batches belong together by their number within a step, because some ranks may take fewer of them in a step.
     by_step: dict[int, list[list[Any]]] = {}

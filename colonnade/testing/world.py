@@ -302,7 +302,7 @@ class _Shown:
 
 
 def _full_texts(files: list[Path], seconds: float = 2.0) -> list[str]:
-    """The contents of files that are being written, once all have text and stop growing, or at the timeout."""
+    """Wait until all files have text and stop growing, or until the timeout, and return their contents."""
     end, before = time.monotonic() + seconds, [-1] * len(files)
     while time.monotonic() < end:
         sizes = [file.stat().st_size if file.exists() else 0 for file in files]

@@ -160,7 +160,7 @@ def _check_groups(lengths: Lengths, context: ParallelContext, joins: Callable[[A
 
 
 def _other_distinct(context: ParallelContext) -> list[str]:
-    """Axes whose ranks see distinct data and communicate in forward passes; with experts, the data axis is one."""
+    """The axes whose ranks see distinct data and communicate in forward passes. With experts, this includes the data axis."""
     experts = context.is_initialized(ParallelMode.EXPERT) and context.get_world_size(ParallelMode.EXPERT) > 1
     return [
         axis.name

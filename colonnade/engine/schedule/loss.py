@@ -75,7 +75,9 @@ def _counted_mean(mean: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def _below(node: Any, branch: int, *chain: str) -> Any:
-    """The node below a chain of nodes of these kinds, from `node` through its `branch`-th input; None if a kind differs."""
+    """Follow a chain of nodes of these kinds, from `node` through its `branch`-th input, and return the node after it; None if
+    a kind differs.
+    """
     for kind in chain:
         if node is None or not node.name().startswith(kind):
             return None

@@ -149,7 +149,7 @@ def _one_for_one(p: int, m: int, v: int, backward: Kind, lead: int) -> Table:
 
 
 def _in_groups(p: int, m: int, chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(chunk, micro-batch): a group of micro-batches goes through all chunks before the next group starts."""
+    """Yield (chunk, micro-batch) in groups: a group of micro-batches goes through all chunks before the next group starts."""
     sizes = _group_sizes(p, m)
     for stop, size in zip(accumulate(sizes), sizes, strict=True):
         for chunk in chunks:

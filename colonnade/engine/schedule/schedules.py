@@ -401,7 +401,10 @@ class PipelineSchedule(BaseSchedule):
 
 
 def _watched_loss(criterion: Any, watch: DivisionWatch, output: Any, label: Any) -> Any:
-    """The loss of a micro-batch; in training, examined for a division that the engine makes as well."""
+    """Return the loss of a micro-batch.
+
+    In training, warn if the user's code divides the loss by a number by which the engine divides it too.
+    """
     loss = call_criterion(criterion, output, label)
     if torch.is_grad_enabled():
         watch.look(
@@ -421,7 +424,8 @@ def _virtual_rank_switch(context: ParallelContext, stage_ranks: Sequence[int]) -
 
 
 def _transfer_groups(context: ParallelContext) -> tuple[Any, Any]:
-    """Groups of this rank's pipeline for transfers: one for all, and one more for tensors to lower ranks over NCCL.
+    """The process groups of this rank's pipeline for transfers: one for all transfers; over NCCL, a second one for tensors that
+    are sent to lower ranks.
 
     They are separate from the pipeline's own group, in which TORCH_DISTRIBUTED_DEBUG=DETAIL compares the collectives of
     all ranks; and they can send headers on the CPU in addition to tensors over NCCL.

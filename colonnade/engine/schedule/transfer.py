@@ -540,7 +540,10 @@ class Link:
             self._arriving[expected.key] = _Arriving(description, tensors, pending)
 
     def _read_text(self, number: int, size: int) -> str:
-        """The text after a header: a new description, or the reason of a failure, which is raised."""
+        """Receive the text after a header.
+
+        It is a new description, which is returned, or the reason of a failure, which is raised.
+        """
         data = torch.empty(size, dtype=torch.uint8, device="cpu")
         wait(self._cpu_wire.fill(data, _TEXT), self._patience)
         text = bytes(data.tolist()).decode(errors="replace")

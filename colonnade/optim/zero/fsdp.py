@@ -325,7 +325,7 @@ def place_as_sharded(model: nn.Module, layout: Layout, rank: int, settings: Zero
 
 
 def _other_modes(old: nn.Parameter, shard_modes: ShardModes | None) -> dict[ParallelMode, Spec]:
-    """The placement on modes that FSDP2 does not know; over data the gradient is final, also for expert-data shards."""
+    """The placement on modes that FSDP2 does not handle. Over data the gradient is final; this includes expert-data shards."""
     modes: dict[ParallelMode, Spec] = dict(placement_of(old).modes)
     # FSDP2 returns reduced gradients. A shard over DATA shows that itself; where another group stands for DATA, the placement
     # must say that the gradient needs no reduction over DATA.

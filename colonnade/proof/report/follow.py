@@ -66,7 +66,7 @@ def make_server(sources: Sequence[str | Path], port: int) -> ThreadingHTTPServer
 
 @cache
 def _guards() -> tuple[tuple[str, str], ...]:
-    """Headers of every answer: the policy of the page itself, and no other site may show the page in a frame."""
+    """Headers of every answer: the content security policy of the page, and a ban on frames of other sites."""
     return (
         ("Content-Security-Policy", f"{policy(script_of('run'))}; frame-ancestors 'none'"),
         ("X-Frame-Options", "DENY"),

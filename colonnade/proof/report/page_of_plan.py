@@ -350,5 +350,5 @@ def _compact(timeline: Values) -> dict[str, Any]:
 
 
 def _unit(largest: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
-    """The unit of an axis: the largest one that is not above all values."""
+    """The unit of an axis: the largest unit that is not larger than all values."""
     return next((each for each in units if largest >= each[0]), units[-1])
