@@ -283,7 +283,7 @@ def test_a_port_in_use_is_said():
         with pytest.raises(LaunchError, match=f"port {port} on 127.0.0.1 is in use"):
             launch({}, 0, 2, "127.0.0.1", port, context=ParallelContext(), timeout=5)
         # The other ranks reach a stranger; torch alone would wait for ever.
-        with pytest.raises(LaunchError, match="something listens there but gave no answer"):
+        with pytest.raises(LaunchError, match="a process listens there but did not answer"):
             launch({}, 1, 2, "127.0.0.1", port, context=ParallelContext(), timeout=1)
 
 

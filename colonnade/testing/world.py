@@ -302,7 +302,7 @@ class _Shown:
 
 
 def _full_texts(files: list[Path], seconds: float = 2.0) -> list[str]:
-    """The contents of files that are being written, once all have text and stop growing, or at the timeout."""
+    """Wait until all files have text and stop growing, or until the timeout, and return their contents."""
     end, before = time.monotonic() + seconds, [-1] * len(files)
     while time.monotonic() < end:
         sizes = [file.stat().st_size if file.exists() else 0 for file in files]
@@ -481,7 +481,8 @@ def cuda_mps() -> Iterator[bool]:
     """
     if shutil.which(_MPS) is None:
         warnings.warn(
-            f"{_MPS} is not on the PATH, so ranks that share a GPU take turns. The NVIDIA driver contains it.",
+            f"{_MPS} is not on the PATH, so ranks that share a GPU take turns. It is part of the NVIDIA driver: "
+            f"install that, or add its folder to the PATH.",
             stacklevel=3,
         )
         yield False

@@ -34,7 +34,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"parallel": {"tp": 2}}, "parallel.tp = 2   unknown key. Did you mean `tensor`?"),
     (
         {"parallel": {"mine": 2}},
-        f"parallel.mine = 2   unknown key; allowed: {AXES}, or a further one as dict(size=..., mode=..., ...)",
+        f"parallel.mine = 2   unknown key; allowed: {AXES}, or a name of your own with dict(size=..., mode=..., ...)",
     ),
     (
         {"parallel": {"mode": "3d"}},

@@ -221,7 +221,7 @@ def test_what_differs_is_named(ranks, dtype, found):
     with pytest.raises(GradientError) as error:
         compare(*ranks, dtype=dtype)
     assert str(error.value).startswith(
-        f"the plan leaves {found} replicated, but the ranks of the tensor group have different"
+        f"the plan leaves {found} replicated, but its gradient differs between the ranks of the tensor group"
     )
 
 

@@ -153,7 +153,7 @@ def test_of_several_kinds_of_files_the_whole_one_is_taken_and_what_was_interrupt
         tensors_in(tmp_path)
     assert str(error.value).startswith(
         f"{tmp_path} has no weights: it has neither model.safetensors nor {INDEX}. A save was killed while it replaced "
-        f"them: save again, or move the files in {tmp_path / '.old-1'} back"
+        f"these files: save again, or move the files in {tmp_path / '.old-1'} back"
     )
     for name in ("a", "b"):
         save_file({name: torch.ones(1)}, tmp_path / f"{name}.safetensors")

@@ -94,7 +94,7 @@ def note_them() -> list[Entry]:
     assert log.steps[0] is log.steps[1]  # kept once
     over = " over ranks [0, 1]"
     begins, *called, ends = log.steps[0]
-    assert (begins, ends) == (("Mixed", "begins", ()), ("Planned", "does its planned sums", ()))
+    assert (begins, ends) == (("Mixed", "begins", ()), ("Planned", "runs its planned reductions", ()))
     assert called[:2] == [
         ("Mixed", f"{what}", (0, 1)) for what in ("all_reduce of 'weight'", "broadcast of 2 elements")
     ]

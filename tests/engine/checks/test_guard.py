@@ -154,7 +154,9 @@ def check_order_of_groups(split: dict[str, Any], build: Any) -> None:
         mine = [at for at, bucket in enumerate(buckets) if len(bucket.sum.ranks) == 2]
         buckets[mine[0]], buckets[mine[1]] = buckets[mine[1]], buckets[mine[0]]
     told = said(engine._watch._guard.check)
-    assert re.search(r"the planned sums: rank 0 starts that of '.*' where rank 2 starts that of '.*'", told)
+    assert re.search(
+        r"the planned reductions: rank 0 starts the reduction of '.*' where rank 2 starts the reduction of '.*'", told
+    )
     engine.close()
     gpc.destroy()
 

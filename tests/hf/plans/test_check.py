@@ -217,7 +217,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "summed twice": (
         Model,
         {**PLAN, "blocks.*.mlp": "all_reduce"},
-        r"'blocks\.0\.mlp' is 'all_reduce', .*'blocks\.0\.mlp\.up'",
+        r"'blocks\.0\.mlp' has the style 'all_reduce', .*'blocks\.0\.mlp\.up'",
     ),
     "sequence": (
         Model,
