@@ -118,14 +118,15 @@ def test_saved_under_stage_2_on_4_ranks_loads_anywhere_bitwise(tmp_path):
 
 
 @pytest.mark.slow
+@on_ranks(2, env=OFF)
 def test_every_stage_loads_every_other_and_goes_on_alike(tmp_path):
     for saved in (0, 1, 3):
         folder = tmp_path / str(saved)
-        truth = run_world(2, save, folder, saved, torch.float32, env=OFF).values[0]
-        after = [run_world(2, load, folder, stage, torch.float32, 2, env=OFF).values[0] for stage in (0, 1, 2, 3)]
-        assert same(truth, run_world(2, load, folder, 2, torch.float32).values[1]) == []
-        for other in after[1:]:
-            for name, value in after[0].items():
+        truth = save(folder, saved, torch.float32)
+        assert same(truth, load(folder, 2, torch.float32)) == []
+        first, *others = (load(folder, stage, torch.float32, 2) for stage in (0, 1, 2, 3))
+        for other in others:
+            for name, value in first.items():
                 assert torch.allclose(value, other[name], rtol=1e-5, atol=1e-6), name
 
 

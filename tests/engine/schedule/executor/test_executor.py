@@ -146,8 +146,14 @@ def test_values_of_every_form(kind: models.Kind) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", FORMS)
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("num_ranks", "kind"),
+    [
+        *((2, kind) for kind in FORMS),
+        *((4, kind) for kind in (models.Rich, models.Varying)),
+        *(pytest.param(4, kind, marks=pytest.mark.long) for kind in FORMS if kind not in (models.Rich, models.Varying)),
+    ],
+)
 def test_values_of_every_form_under_every_order(num_ranks: int, kind: models.Kind) -> None:
     tables = [make_table(name, num_ranks, 8, chunks_of(name) or 2) for name in ORDERS]
     run_and_compare(num_ranks, kind, tables, rows=9)
