@@ -188,7 +188,8 @@ def test_a_late_gradient_on_one_rank_alone():
     run_world(2, everywhere, _late_on_one_rank)
 
 
-def _starts_in_backward() -> tuple[list[bool], list[bool], list[bool]]:
+@on_ranks(2)
+def test_buckets_start_in_backward_on_the_last_micro_batch_alone():
     model, _ = both(net)
     reducer = reduce_all(model, **OVERLAPPED)
     seen = []
@@ -200,16 +201,12 @@ def _starts_in_backward() -> tuple[list[bool], list[bool], list[bool]]:
             reducer.wait()
             assert not any(bucket.started for bucket in reducer.buckets)
             model.zero_grad()
-    return tuple(seen)
-
-
-def test_buckets_start_in_backward_on_the_last_micro_batch_alone():
-    for recorded, not_last, last in run_world(2, _starts_in_backward).values:
-        assert not any(recorded)
-        assert not any(not_last)
-        assert all(last[:-1])
-        assert not last[-1], "the last one starts in wait()"
-        assert len(last) > 2
+    recorded, not_last, last = tuple(seen)
+    assert not any(recorded)
+    assert not any(not_last)
+    assert all(last[:-1])
+    assert not last[-1], "the last one starts in wait()"
+    assert len(last) > 2
 
 
 def _is_a_view(options: SyncOptions) -> None:
@@ -368,7 +365,8 @@ def test_experts_dense_layers_and_lone_parameters_over_their_own_groups():
     run_world(4, everywhere, _groups)
 
 
-def _talks() -> list[float]:
+@on_ranks(2)
+def test_ranks_may_talk_between_backward_and_wait_whatever_else_each_has():
     """A layer over both ranks and one on each rank alone; between backward and wait the ranks talk of something else."""
     rank = dist.get_rank()
     torch.manual_seed(3)
@@ -392,11 +390,7 @@ def _talks() -> list[float]:
         dist.all_reduce(total)
         said.append(total.item())
         synchroniser.wait()
-    return said
-
-
-def test_ranks_may_talk_between_backward_and_wait_whatever_else_each_has():
-    assert run_world(2, _talks).values == [[2.0] * 4] * 2
+    assert said == [2.0] * 4
 
 
 @on_ranks(4)
