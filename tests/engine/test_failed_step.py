@@ -109,10 +109,7 @@ def test_an_error_of_one_rank_in_a_step_is_raised_on_all(config: dict[str, Any])
 
 @pytest.mark.parametrize(
     ("config", "told"),
-    [
-        ({}, "use one form"),
-        ({"sync": {"shared_memory": False}}, "a mean on rank 1; (sum, count) on rank 0"),
-    ],
+    [({}, "use one form"), ({"sync": {"shared_memory": False}}, "a mean on rank 1; (sum, count) on rank 0")],
 )
 @on_ranks(2, timeout=30)
 def test_one_rank_that_changes_to_sums_in_a_step_that_is_not_compared_is_named(config: dict[str, Any], told):

@@ -374,10 +374,7 @@ def test_ranks_may_talk_between_backward_and_wait_whatever_else_each_has():
     options = replace(TINY, **OVERLAPPED)
     named = [tuple(zip(*layer.named_parameters(), strict=True)) for layer in (shared, lone)]
     synchroniser = Synchroniser(
-        [
-            Sum(*named[0], (0, 1), dist.group.WORLD, 2.0, options),
-            Sum(*named[1], (rank,), None, 1.0, options),
-        ]
+        [Sum(*named[0], (0, 1), dist.group.WORLD, 2.0, options), Sum(*named[1], (rank,), None, 1.0, options)]
     )
     said = []
     for step in range(4):

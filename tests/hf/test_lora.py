@@ -32,10 +32,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline": {"parallel": {"pipeline": 2}, "schedule": SCHEDULE},
 }
 ON_FOUR = {"tensor x pipeline": {"parallel": {"pipeline": 2, **TENSOR["parallel"]}, "schedule": SCHEDULE}}
-TARGETS = {
-    "llama": ["q_proj", "o_proj", "up_proj", "down_proj", "embed_tokens"],
-    "gpt2": ["c_attn", "c_proj"],
-}
+TARGETS = {"llama": ["q_proj", "o_proj", "up_proj", "down_proj", "embed_tokens"], "gpt2": ["c_attn", "c_proj"]}
 
 
 def adapted(name: str, **options: Any) -> Any:

@@ -78,10 +78,7 @@ def _splitting(dim: int, sizes: list[int]) -> dict[str, Contract]:
     said = {"sizes": sizes}
     return {
         f"gather {name}": Contract(
-            lambda x, gpc: collectives.gather(x, MODE, dim, **said, context=gpc),
-            parts,
-            _joined(dim),
-            _own(sizes, dim),
+            lambda x, gpc: collectives.gather(x, MODE, dim, **said, context=gpc), parts, _joined(dim), _own(sizes, dim)
         ),
         f"gather asking {name}": Contract(
             lambda x, gpc: collectives.gather(x, MODE, dim, context=gpc), parts, _joined(dim), _own(sizes, dim)

@@ -230,10 +230,7 @@ def test_weights_that_differ_are_shown_by_their_first_numbers_and_all_bits():
     tensors = [torch.tensor([-1]), torch.tensor([0.5, 2.0, -1.0, 7.0])]
     entries = [held.Held(name, each, Placement(), Holding((0, 1), 0)) for name, each in zip("ab", tensors, strict=True)]
     sums = {"a": "10", "b": "ff"}
-    assert held._shown(entries, sums) == {
-        "a": "[-1.0] ... (checksum 10)",
-        "b": "[0.5, 2.0, -1.0] ... (checksum ff)",
-    }
+    assert held._shown(entries, sums) == {"a": "[-1.0] ... (checksum 10)", "b": "[0.5, 2.0, -1.0] ... (checksum ff)"}
     tied = Placement({PIPELINE: Tied((0, 1), "the tie")})
     assert [held.Held("w", tensors[0], each, Holding((0,), 0)).label for each in (Placement(), tied)] == [
         "w",

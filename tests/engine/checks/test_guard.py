@@ -246,14 +246,7 @@ def test_healthy_runs_are_let_alone(first, zero):
     run_world(4, train_guarded, cases[first::4], zero, timeout=100)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"every": 0}, "every"),
-        ({"interval": 5}, "every"),
-        (7, "guard"),
-    ],
-)
+@pytest.mark.parametrize(("given", "message"), [({"every": 0}, "every"), ({"interval": 5}, "every"), (7, "guard")])
 def test_nonsense_in_the_config_is_refused(given, message):
     with pytest.raises(ConfigError, match=message):
         load_config({"guard": given})

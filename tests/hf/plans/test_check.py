@@ -106,11 +106,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         {**PLAN, "blocks.0.mlp.up": "rowwise"},
         r"'blocks\.0\.mlp\.up' two styles: .*'colwise', and .*'rowwise'",
     ),
-    "unknown": (
-        Model,
-        {"norm": "colwize"},
-        r"'norm' the unknown style 'colwize'; .*packed_rowwise.*'colwise'\?",
-    ),
+    "unknown": (Model, {"norm": "colwize"}, r"'norm' the unknown style 'colwize'; .*packed_rowwise.*'colwise'\?"),
     "no row": (
         Model,
         {"blocks.*.mlp.up": "colwise"},
@@ -188,11 +184,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     ),
     "an old weight norm": (pair(nn.utils.weight_norm), UP_DOWN, r"'up'.* 'weight' is not a parameter"),
     "a lazy layer": (lambda: nn.ModuleDict({"up": nn.LazyLinear(8), "down": nn.Linear(8, 4)}), UP_DOWN, r"'up'.*lazy"),
-    "integers": (
-        pair(quantised),
-        UP_DOWN,
-        r"'up'.*'weight' has dtype torch\.int8",
-    ),
+    "integers": (pair(quantised), UP_DOWN, r"'up'.*'weight' has dtype torch\.int8"),
     "a forward pass of its own": (
         lambda: nn.ModuleDict({"up": Scaled(4, 8), "down": nn.Linear(8, 4)}),
         UP_DOWN,

@@ -12,10 +12,7 @@ from colonnade.testing import run_world
 from tests.nn.moe.test_dispatch import by_limits, check_rows
 from tests.nn.moe.test_grouped import KINDS, by_kind, check_experts, check_ranks
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.slow]
 
 
 @by_limits
