@@ -51,23 +51,19 @@ def _branch(model: nn.Module, rank: int, step: int) -> Tensor:
     return model(data(rank, step, 5, 6), rank, step).square().mean()
 
 
-def _missing() -> list[str]:
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@on_ranks("ranks")
+def test_a_parameter_without_gradient_on_some_ranks_and_on_all(ranks):
     everywhere(partial(train, Branches, _branch))
     train(Branches, _branch, zero="zeros")
     train(Branches, _branch, replace(TINY, **OVERLAPPED), micro_batches=2)
     said: list[str] = []
     train(Branches, _branch, steps=5, log=said.append)
-    return said
-
-
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_parameter_without_gradient_on_some_ranks_and_on_all(ranks):
-    for said in run_world(ranks, _missing).values:
-        about = [line for line in said if "branches.0.weight" in line]
-        assert len(about) == 1, said
-        others = ", ".join(str(rank) for rank in range(1, ranks))
-        assert f"'branches.0.weight' on ranks {others}," in about[0]
-        assert not any("never" in line or "sometimes" in line for line in said)
+    about = [line for line in said if "branches.0.weight" in line]
+    assert len(about) == 1, said
+    others = ", ".join(str(rank) for rank in range(1, ranks))
+    assert f"'branches.0.weight' on ranks {others}," in about[0]
+    assert not any("never" in line or "sometimes" in line for line in said)
 
 
 def _flip(model: nn.Module, step: int) -> None:

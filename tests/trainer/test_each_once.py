@@ -111,7 +111,9 @@ def test_a_loader_that_leaves_out_what_fills_no_batch_keeps_the_rows_beside_a_re
         assert found[11, 3][0] == pytest.approx(truth("mean")[11, 3][0], rel=1e-12)
 
 
-def in_the_middle() -> Any:
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks("ranks")
+def test_an_evaluation_of_the_training_data_in_the_middle_of_an_epoch_sees_all_of_it(ranks):
     trainer = make_trainer({})
     loader = get_dataloader(dataset(22), True, context=trainer.context, batch_size=4)
     seen: list[list[float]] = []
@@ -136,13 +138,8 @@ def in_the_middle() -> Any:
     predicted = trainer.predict(loader)
     with torch.no_grad():
         torch.testing.assert_close(predicted, trainer.engine(samples(22)[0]), rtol=1e-12, atol=0)
-    return losses[0], trainer.evaluate(cut(range(22), 22))["Loss"]
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_an_evaluation_of_the_training_data_in_the_middle_of_an_epoch_sees_all_of_it(ranks):
-    for during, alone in run_world(ranks, in_the_middle).values:
-        assert during == pytest.approx(alone, rel=1e-12)
+    during, alone = losses[0], trainer.evaluate(cut(range(22), 22))["Loss"]
+    assert during == pytest.approx(alone, rel=1e-12)
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -29,6 +29,7 @@ from colonnade.nn.layer import Linear, arrange
 from colonnade.registry import GRADIENT_HANDLER
 from colonnade.testing import WorldError, run_world
 from tests.models.grid import GRID, Case, is_long, trained
+from tests.ranks import on_ranks
 
 
 class _ByHand(BaseGradientHandler):
@@ -193,16 +194,14 @@ def check_no_alarm(folder: str) -> None:
     gpc.destroy()
 
 
-def check_all(folder: str) -> None:
+@pytest.mark.slow
+@on_ranks(4)
+def test_what_has_come_apart_is_named_on_four_ranks(tmp_path):
+    folder = str(tmp_path)
     check_drift()
     check_parts()
     check_order()
     check_no_alarm(folder)
-
-
-@pytest.mark.slow
-def test_what_has_come_apart_is_named_on_four_ranks(tmp_path):
-    run_world(4, check_all, str(tmp_path))
 
 
 def skip_one(every: int) -> None:

@@ -128,14 +128,11 @@ def _all_cases(kind: str, size: int) -> None:
                     _case(kind, causal, Parts.of(total, size, True).lengths, gpc, balanced=True)
 
 
-def _both_kinds(size: int) -> None:
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@on_ranks("size")
+def test_outputs_and_gradients_equal_one_process(size: int):
     for kind in ATTENTION:
         _all_cases(kind, size)
-
-
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_outputs_and_gradients_equal_one_process(size):
-    run_world(size, _both_kinds, size)
 
 
 def test_in_one_process_they_are_plain_attention(monkeypatch):

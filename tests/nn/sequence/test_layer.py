@@ -18,7 +18,6 @@ from colonnade.nn import Rotary
 from colonnade.nn.layer import SelfAttention, Whole, arrange
 from colonnade.nn.sequence import Parts
 from colonnade.parallel import wire
-from colonnade.testing import run_world
 from tests.nn.sequence.training import close, numbers, seen_keys, train
 from tests.ranks import on_ranks
 
@@ -102,17 +101,14 @@ def _trained(
             assert {row.done_by for row in engine.ledger().rows} == {"SequenceParallelGradientHandler"}
 
 
-def _all_trained(size: int) -> None:
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@on_ranks("size", timeout=180)
+def test_trained_layers_equal_one_process(size: int):
     for kind in KINDS:
         for causal in (False, True):
             _trained(kind, {"sequence": size}, causal, EVEN[:size], {})
             _trained(kind, {"sequence": size}, causal, UNEVEN[:size], {})
     _trained("ring", {"sequence": size}, True, Parts.of(3 * size, size, True).lengths, {"balanced": True})
-
-
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_trained_layers_equal_one_process(size):
-    run_world(size, _all_trained, size, timeout=180)
 
 
 @on_ranks(4)

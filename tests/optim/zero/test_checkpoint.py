@@ -188,7 +188,9 @@ def test_state_goes_to_and_comes_from_ordinary_optimizers():
         engine.close()
 
 
-def _asked_of_the_users_own(stage: int, folder: Path) -> None:
+@pytest.mark.parametrize("stage", [1, 2])
+@on_ranks(2)
+def test_the_optimizer_that_was_given_says_where_its_state_is(stage: int, tmp_path: Path):
     """What was given to `initialize` says where its state is, while the engine lives and after it."""
     with launch({"zero": stage}, context=ParallelContext(), verbose=False) as gpc:
         model = nn.Linear(4, 3)
@@ -201,7 +203,7 @@ def _asked_of_the_users_own(stage: int, folder: Path) -> None:
         for ask in (
             optimizer.state_dict,
             lambda: optimizer.load_state_dict(before),
-            lambda: CheckpointManager(folder, gpc).save(1, engine.model, optimizer),
+            lambda: CheckpointManager(tmp_path, gpc).save(1, engine.model, optimizer),
         ):
             with pytest.raises(ColonnadeError, match=r"Adam.* sharded .*engine\.optimizer.*\[C121\]$"):
                 ask()
@@ -213,11 +215,6 @@ def _asked_of_the_users_own(stage: int, folder: Path) -> None:
             optimizer.state_dict()
         optimizer.load_state_dict(whole)
         assert sorted(optimizer.state_dict()["state"]) == [0, 1]
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_the_optimizer_that_was_given_says_where_its_state_is(stage, tmp_path):
-    run_world(2, _asked_of_the_users_own, stage, tmp_path)
 
 
 def _resume(name: str, folder: Path, stages: tuple[int, int]) -> None:
