@@ -145,11 +145,11 @@ def everywhere(act: Callable[[SyncOptions], Any], ways: Sequence[tuple[dict[str,
 
 
 def in_all_ways(n: int, ways: Sequence[tuple[dict[str, Any], int]] = WAYS, **options: Any) -> Any:
-    """Run the decorated test `everywhere` on `n` ranks; it takes the options of its sums."""
+    """Run the decorated test `everywhere` on `n` ranks; it takes the options of its sums. Its `body_of` takes them, too."""
 
-    def decorate(act: Callable[[SyncOptions], Any]) -> Callable[[], None]:
-        def test() -> None:
-            everywhere(act, ways)
+    def decorate(act: Callable[[SyncOptions], Any]) -> Callable[..., None]:
+        def test(*given: SyncOptions) -> None:
+            act(*given) if given else everywhere(act, ways)
 
         test.__module__, test.__name__, test.__doc__ = act.__module__, act.__name__, act.__doc__
         return on_ranks(n, **options)(test)
