@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -339,10 +339,13 @@ def _text(path: Path) -> str:
 # --- Preparation of a world: start method, call, folder, port, environments ---
 
 
-def start_server() -> ForkServerContext:
-    """Start the fork server unless it runs, without waiting for its imports; returns its multiprocessing context."""
+def start_server(also: Sequence[str] = ()) -> ForkServerContext:
+    """Start the fork server unless it runs, without waiting for its imports; returns its multiprocessing context.
+
+    `also` are further modules that it imports, for tests whose ranks all need them.
+    """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*_PRELOAD, *(_PRELOAD_UNDER_PYTEST if "pytest" in sys.modules else ())])
+    context.set_forkserver_preload([*_PRELOAD, *(_PRELOAD_UNDER_PYTEST if "pytest" in sys.modules else ()), *also])
     forkserver.ensure_running()
     return context
 

@@ -21,17 +21,9 @@ from colonnade.errors import ConfigError, GradientError, PlacementError
 from colonnade.nn import Linear
 from colonnade.nn.layer import arrange
 from colonnade.testing import compare, gather_weights, run_world
-from tests.engine.twins import twins
+from tests.engine.twins import CONFIGS, twins
 from tests.gradients.scenarios import numbers
 from tests.ranks import on_ranks
-
-CONFIGS: list[dict[str, Any]] = [
-    {},
-    {"clip_grad_norm": 0.1, "sync": {"shared_memory": False}},
-    {"flat_step": False, "sync": {"shared_memory": False, "bucket_mb": 1e-4}},
-    {"zero": 1, "clip_grad_norm": 0.1},
-    {"zero": {"stage": 2, "bucket_mb": 1e-4}},
-]
 
 
 class Net(nn.Module):

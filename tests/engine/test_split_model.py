@@ -182,8 +182,7 @@ def _stages_that_do_not_fit(second: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("second", "takes"),
-    [("narrow", "takes: Linear.forward(input: "), ("pair", "takes: Bilinear.forward(input1: ")],
+    ("second", "takes"), [("narrow", "takes: Linear.forward(input: "), ("pair", "takes: Bilinear.forward(input1: ")]
 )
 def test_a_stage_that_cannot_take_what_comes_shows_both_sides_on_every_rank(second, takes):
     for said in run_world(2, _stages_that_do_not_fit, second).values:

@@ -113,11 +113,7 @@ def test_ranks_that_see_the_same_data_and_are_given_other_batches_are_named():
 
 def _legitimate() -> None:
     """Data and sequence ranks have batches of their own; an evaluation is not compared; a key turns it off."""
-    for parallel, config in (
-        ({"data": 2}, {}),
-        ({"sequence": 2}, {}),
-        ({"tensor": 2}, {"compare_batches": False}),
-    ):
+    for parallel, config in (({"data": 2}, {}), ({"sequence": 2}, {}), ({"tensor": 2}, {"compare_batches": False})):
         with world(parallel=parallel, **config) as gpc:
             engine, own = start(gpc), dataset()[gpc.get_global_rank() :: 2]
             engine.eval()
