@@ -128,7 +128,7 @@ def lost_a_peer(text: str) -> bool:
 
 
 def consequence_of(error: BaseException) -> tuple[Consequence, tuple[int, ...]]:
-    """Whether an error is only a consequence of the failure of other ranks, and these ranks if the error names them.
+    """Whether an error is only a consequence of a failure on other ranks, and the numbers of these ranks if the error names them.
 
     "partly": this rank also failed for a reason of its own, before or while it handled the failure of another rank.
     """

@@ -10,22 +10,26 @@ from typing import Any
 from colonnade.testing import run_world
 
 
-def on_ranks(n: int, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Run the decorated test on `n` ranks with its fixtures and parameters; `options` are those of `run_world`."""
+def on_ranks(n: int | str, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Run the decorated test on `n` ranks with its fixtures and parameters; `options` are those of `run_world`.
+
+    `n` may be the name of the parameter that has the number.
+    """
 
     def decorate(test: Callable[..., Any]) -> Callable[..., None]:
         @wraps(test)
-        def start(*args: Any, **kwargs: Any) -> None:
-            run_world(n, _run, test.__module__, test.__name__, args, kwargs, **options)
+        def start(**kwargs: Any) -> None:
+            ranks = kwargs[n] if isinstance(n, str) else n
+            run_world(ranks, _run, test.__module__, test.__name__, kwargs, **options)
 
         return start
 
     return decorate
 
 
-def _run(module: str, test: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _run(module: str, test: str, kwargs: dict[str, Any]) -> None:
     # By name: the module holds the decorated function, whose pickle would start a world in every rank.
-    getattr(import_module(module), test).__wrapped__(*args, **kwargs)
+    getattr(import_module(module), test).__wrapped__(**kwargs)
 
 
 def body_of(test: Callable[..., None]) -> Callable[..., None]:
@@ -34,4 +38,4 @@ def body_of(test: Callable[..., None]) -> Callable[..., None]:
 
 
 def _run_with(module: str, test: str, *args: Any) -> None:
-    _run(module, test, args, {})
+    getattr(import_module(module), test).__wrapped__(*args)

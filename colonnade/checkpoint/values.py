@@ -232,8 +232,9 @@ class SavedValues:
         seed = derive_seed(self._manifest.step, digest.hexdigest())
         self._context.set_seed(seed)
         get_dist_logger().warning(
-            f"the random streams of step {self._manifest.step} cannot be restored: {reason}, and this is "
-            f"{LayoutRecord.of(self._context.layout)} on {self._context.device.type}. New ones were derived (seed {seed}).",
+            f"the random streams of step {self._manifest.step} cannot be restored: {reason}, and this run is on "
+            f"{LayoutRecord.of(self._context.layout)}, {self._context.device.type}. New random streams were derived, "
+            f"with seed {seed}.",
             ranks=[0],
         )
         return "re-derived"

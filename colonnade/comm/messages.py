@@ -276,7 +276,9 @@ def error_of(note: str, ranks: Iterable[int], here: int) -> ColonnadeError:
 
 
 def _differences(what: str, tables: Sequence[tuple[int, list[tuple[str, str]]]]) -> list[str]:
-    """A line for each name whose text on some rank differs from the first rank's, or for the first difference in order."""
+    """A line for each name whose text differs from the text of the first rank; or, if only the order differs, a line for the
+    first difference.
+    """
     by_rank = [(rank, dict(items)) for rank, items in tables]
     rank, first = by_rank[0]
     found = []

@@ -46,7 +46,9 @@ _CLOSED = re.compile(
 def lost_peer_error(
     error: BaseException, doing: str, processes: PeerProcesses | None, elsewhere: Callable[[], str] = lambda: ""
 ) -> ColonnadeError | None:
-    """An error that names the exited rank, to replace `error` if that reports a closed connection; None for any other error.
+    """If `error` reports a closed connection: an error that names the exited rank, to be raised instead.
+
+    None for any other error.
 
     If no exited rank is found, the message has the result of `elsewhere()`, the places of the other ranks.
     """

@@ -1,8 +1,8 @@
 """Detection of hangs: a rank that does not make progress publishes its place in the program, so that a hang is explained within
 seconds.
 
-A rank records its place as it goes along (`WaitWatch.at`, `during`), which costs an assignment. A thread reads the record about
-once a second:
+A rank records each change of its place (`WaitWatch.at`, `during`), which costs one assignment. A thread reads the
+record about once a second:
 
 1. It sends a heartbeat (`peer_errors.PeerProcesses.heartbeat`).
 2. When the rank has been at one place for seconds, the thread writes the place to the store of the world, and removes the note
@@ -11,8 +11,8 @@ once a second:
    logs where the other ranks are. The others read one key. A wait of all n ranks thus costs the store n keys at a time, not n * n.
 
 The same notes are used in errors that end a wait (`note_error` adds the places of the other ranks), in calls that all ranks must
-make (`together`), and to find ranks that wait in vain (`places_of_stalled_ranks`). `PhaseClock` measures the time of a step by
-phase; the phases change at the same places.
+make (`together`), and to find ranks that wait for a call that never comes (`places_of_stalled_ranks`). `PhaseClock`
+measures the time of a step by phase; the phases change at the same places.
 """
 
 from __future__ import annotations
@@ -306,7 +306,7 @@ class WaitWatch:
                 if exited:
                     stuck = f"rank {listed(exited)} has exited"
                 elif now > began + limit:
-                    stuck = f"{complete - count} have not called it for {limit:g} s"
+                    stuck = f"{complete - count} ranks did not call it within {limit:g} s"
                 else:
                     stuck = ""
                 # A rank at the end of a step that this rank has not made waits for this rank. That explains more than
@@ -316,7 +316,7 @@ class WaitWatch:
                 step = place.step if place is not None and place.what in NEEDS_ALL else None
                 if step is not None and step >= (self.step or 0):
                     stuck = (
-                        f"rank {at_end} is {place}, for which it needs this rank: make the call on every rank, not "
+                        f"rank {at_end} is {place} and waits for this rank: make the call on every rank, not "
                         f"under a condition such as `if rank == 0`"
                     )
                 if stuck:
@@ -414,7 +414,7 @@ class WaitWatch:
             store = self._store = default_store().clone()
 
             def read_if_reader(place: RankPosition, before: str, claim: str) -> tuple[str, str | None]:
-                """(The reader, the text to log if that is this rank.)"""
+                """Returns (the reader, the text to log). The text is None if another rank is the reader."""
                 current = store.compare_set(_READER, before, claim).decode()
                 return current, self._explain(rank, world_size, place, store) if current == claim else None
 
@@ -515,7 +515,7 @@ class WaitWatch:
 
 
 def _ask_store(ask: Callable[[], Any]) -> Any:
-    """The result of `ask`; raises TimeoutError if the store does not answer, as one on a cut-off host never does."""
+    """The result of `ask`; raises TimeoutError if the store does not answer, for example because its host is cut off."""
     return call_within(_ANSWER_SECONDS, ask, "no answer")
 
 
@@ -564,7 +564,7 @@ def stalled_details(rank: int) -> tuple[str, Any] | None:
 
 
 def places_of_stalled_ranks(here: int, world_size: int) -> dict[str, int]:
-    """The places of ranks that have not moved for `PUBLISH_AFTER` seconds; for each place, one rank that is there.
+    """The places at which ranks have not moved for `PUBLISH_AFTER` seconds, each with one of the ranks at this place.
 
     If several ranks call this function at the same time, one of them reads all notes, and the others use its result.
     """

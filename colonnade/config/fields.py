@@ -31,7 +31,7 @@ def nothing(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Rule:
-    """The allowed values of a key: those that `accepts` accepts, a dict of `section`, or a list of `items`.
+    """The allowed values of a key: values for which `accepts` returns True, a dict of `section`, or a list of `items`.
 
     Attributes:
         allows: completes the sentence "must be ...".
@@ -227,7 +227,7 @@ def _check_section(section: type[AnySection], path: KeyPath, values: dict[Any, A
         elif section.others is None and section.further is None:
             text = allowed
         elif section.others is not None and known and not isinstance(value, dict):
-            text = f"{allowed}, or a further one as {section.others.allows}"
+            text = f"{allowed}, or a name of your own with {section.others.allows}"
 
         if text is not None:
             yield Problem((*path, name), text, value)

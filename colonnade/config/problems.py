@@ -84,7 +84,10 @@ def _head(count: int, name: str) -> str:
 
 
 def _present(problem: Problem) -> KeyPath:
-    """The path of an existing key: a nested problem without a value concerns a missing key, so its parent is taken."""
+    """The path of an existing key.
+
+    If a nested problem has no value, its key is missing, so the path of the parent is returned.
+    """
     return problem.path[:-1] if problem.value is UNSAID and len(problem.path) > 1 else problem.path
 
 

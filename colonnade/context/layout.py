@@ -474,6 +474,13 @@ class Layout:
             seen *= axis.size if axis.data == "distinct" else 1
         return seen
 
+    @property
+    def sample_axes(self) -> tuple[Axis, ...]:
+        """The axes whose ranks get different samples: those with distinct data, except for the axis that shards sequences."""
+        # That is the axis of the mode SEQUENCE, or the tensor axis with mode="sequence".
+        sharded = {ParallelMode.SEQUENCE, ParallelMode.TENSOR} if self.has(ParallelMode.SEQUENCE) else set()
+        return tuple(axis for axis in self.axes if axis.data == "distinct" and axis.mode not in sharded)
+
     def digest(self) -> int:
         """A 62-bit hash of the axes and groups."""
         text = repr([(mode.value, groups.describe()) for mode, groups in self._groups.items()]) + repr(self.axes)

@@ -163,7 +163,7 @@ def _set_outcome(store: Any, outcome: str) -> None:
 
 
 def _leave_store(store: Any, rank: int, world_size: int, key: str) -> None:
-    """Count this rank as leaving; rank 0, which may serve the store, waits up to three seconds for the others."""
+    """Count this rank as leaving. Rank 0, which may serve the store, waits up to three seconds for the other ranks."""
     left = store.add(f"colonnade/{key}", 1)
     until = time.monotonic() + _LEAVE_SECONDS
     answers = _Answers.of(store, rank) if key == "refused" else None
@@ -409,7 +409,8 @@ def launchers_met(endpoint: str, limit: timedelta, connect: Callable[[], Any]) -
     except Exception as error:  # torch raises classes of its own
         cause = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise LaunchError(
-            f"the launchers of the machines cannot meet at {endpoint}: {cause}. Is the port free on the first machine, and "
+            f"the launchers of the machines cannot connect at {endpoint}: {cause}. Is the port free on the first "
+            f"machine, and "
             f"reachable from here? Choose another with --rdzv-endpoint, the same on every machine",
             code="C021",
         ) from error
@@ -421,4 +422,4 @@ def _within(limit: timedelta, connect: Callable[[], Any]) -> Any:
     A TCPStore client that reaches the port of another program waits for an answer forever, whatever its own timeout.
     """
     seconds = limit.total_seconds()
-    return call_within(seconds + 1, connect, f"something listens there but gave no answer in {seconds:.0f} s")
+    return call_within(seconds + 1, connect, f"a process listens there but did not answer within {seconds:.0f} s")

@@ -222,7 +222,7 @@ def _home(settings: ZeroSettings, device: torch.device) -> torch.device:
 
 
 def _scheduler(lr_scheduler: Any, engine: Engine) -> Any:
-    """The scheduler, wrapped if steps may be skipped: for this rank's gradient, or because another rank fails."""
+    """The scheduler; wrapped if steps may be skipped, because of this rank's gradient or a failure of another rank."""
     skips = engine.may_skip or engine.context.world_size > 1
     return SkipAwareScheduler(lr_scheduler, engine) if lr_scheduler is not None and skips else lr_scheduler
 
@@ -248,7 +248,8 @@ def numeric_settings() -> MustMatch:
     return MustMatch(
         "the setting",
         {name: str(value) for name, value in settings.items()},
-        "It changes how numbers are rounded, so replicas would drift apart: use the same value on every rank. (allow_tf32 and "
+        "This setting changes how numbers are rounded, so replicas would drift apart: use the same value on every "
+        "rank. (allow_tf32 and "
         "torch.set_float32_matmul_precision change these settings too.)",
     )
 

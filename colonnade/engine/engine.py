@@ -120,7 +120,9 @@ class WholeWeights:
         """
         to_file = to not in ("all", "first")
         if to_file and local_path(to, "the file of engine.full_state_dict()", CheckpointError).suffix != ".safetensors":
-            raise CheckpointError(f"to is 'all', 'first' or the name of a .safetensors file to write, not {str(to)!r}")
+            raise CheckpointError(
+                f"to= must be 'all', 'first' or the name of a .safetensors file to write, not {str(to)!r}"
+            )
         # Imported here, so that a run without an export does not load the checkpoint code.
         from colonnade.checkpoint.full_weights import FullTensors, save_full
 
@@ -314,7 +316,7 @@ class LossBook:
     def any_rank_has_batch(self, batch_here: bool) -> bool:
         """Whether any rank has a batch left. Collective over the world."""
         flag = torch.tensor([float(batch_here)], device=self._context.device)
-        with self._context.waits.during("asking who has a batch"):
+        with self._context.waits.during("asking which ranks have a batch"):
             dist.all_reduce(flag, group=self._context.get_group(ParallelMode.GLOBAL))
             return bool(flag.item())
 
@@ -460,7 +462,8 @@ class Engine(LastStep, WholeWeights):
                 treated as (sum, count), since it may ignore some labels.
 
         Raises:
-            GradientError: the loss has another form than the earlier ones of the step, or the step is complete already.
+            GradientError: the loss does not have the form of the earlier losses of the step, or the step is complete
+            already.
         """
         self._check_not_failed()
         # A loss of the wrong form, or a call too many, is an error of this rank only. The others would wait for its gradients.
@@ -476,7 +479,10 @@ class Engine(LastStep, WholeWeights):
 
     @contextmanager
     def _watched_pass(self) -> Iterator[None]:
-        """Around a backward pass. After an error its gradients are incomplete, and the next `zero_grad` abandons the step."""
+        """A context manager around a backward pass.
+
+        After an error, gradients are incomplete, and the next `zero_grad` abandons the step.
+        """
         try:
             with self.context.waits.during("in the backward pass", "backward"):
                 yield
@@ -500,8 +506,9 @@ class Engine(LastStep, WholeWeights):
     def _count_pass(self) -> None:
         if self._passes == self.accumulation:
             raise GradientError(
-                f"backward() was called {self._passes + 1} times for one step, which has {self.accumulation}; call "
-                f"step() after each, add up losses that belong together, or set gradient_accumulation in the config",
+                f"backward() was called {self._passes + 1} times in one step, but gradient_accumulation is "
+                f"{self.accumulation}; call step() after each backward(), add up the losses of one batch, or set "
+                f"gradient_accumulation in the config",
                 code="C046",
             )
         self._passes += 1
@@ -632,7 +639,9 @@ class Engine(LastStep, WholeWeights):
 
     @contextmanager
     def _raise_on_all_ranks(self) -> Iterator[None]:
-        """Around code that may raise on this rank only: the step is abandoned with the error, which all ranks raise."""
+        """A context manager around code that may raise on this rank only: an error abandons the step, and all ranks
+        raise it.
+        """
         try:
             yield
         except GradientError as error:
@@ -656,8 +665,9 @@ class Engine(LastStep, WholeWeights):
         others = self._ranks_without_common_sum()
         if others:
             raise GradientError(
-                f"backward failed on this rank, which shares no gradient all-reduce with ranks {listed(others)}: ranks "
-                f"{listed(others)} cannot learn of it and would step. Stop the run, and resume from a checkpoint",
+                f"backward failed on this rank. Ranks {listed(others)} share no gradient all-reduce with this rank, "
+                f"so they cannot learn of the failure and would take the step. Stop the run, and resume from a "
+                f"checkpoint",
                 code="C046",
             )
         # Gradients of the failed pass are incomplete; zeros are sent in their place.
@@ -709,8 +719,9 @@ class Engine(LastStep, WholeWeights):
             if self._total_passes == before:
                 if not self._schedule.runs_backward:
                     raise ScheduleError(
-                        f"{type(self._schedule).__name__}.forward_back_step() returned without engine.backward(loss): this batch "
-                        f"would not be learnt from. Call engine.backward, or pass forward_only=True to evaluate."
+                        f"{type(self._schedule).__name__}.forward_back_step() returned without engine.backward(loss): "
+                        f"the model would not be trained on this batch. Call engine.backward, or pass "
+                        f"forward_only=True to evaluate."
                     )
                 self._count_pass()
                 if self._passes == self.accumulation:
@@ -769,9 +780,9 @@ class Engine(LastStep, WholeWeights):
                     passes = self._total_passes - before
                     if passes != 1 or self._passes == self.accumulation:
                         raise GradientError(
-                            f"the body of a loop over engine.batches() called backward() {passes} times and left "
-                            f"{self._passes} of {self.accumulation} passes; call backward() and step() once for every batch, or the "
-                            f"ranks lose count of each other",
+                            f"the body of a loop over engine.batches() called backward() {passes} times for one "
+                            f"batch, and {self._passes} of {self.accumulation} passes wait for step(). Ranks can only "
+                            f"agree on the number of batches if every batch has one call of backward() and step()",
                             code="C046",
                         )
             # No rank has a batch left, but the last step is not full: complete it, on all ranks.

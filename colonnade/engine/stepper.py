@@ -179,7 +179,7 @@ class OwnNorms:
 
     @property
     def count(self) -> int:
-        """The number of slots that are measured: those of all replicas, and those of parameters that are not waived."""
+        """The number of measured slots: one set for the parameters that are not waived, and one set for each replica."""
         return self._slots * (1 + self._replicas)
 
     def in_replica(self, entry: Held) -> Held:
@@ -190,8 +190,9 @@ class OwnNorms:
         return replace(entry, holding=Holding(ranks, self._rank))
 
     def slot(self, entry: Held, slot: int) -> int:
-        """The slot, among all measured ones, of the entry's sum of powers and of its divisor; `slot` is its slot in a single
-        replica."""
+        """The entry's slot among all measured slots, for its sum of powers and its divisor; `slot` is its slot in a single
+        replica.
+        """
         return self._slots * (1 + self._replica) + slot if entry.name in self._waived else slot
 
     def select(self, norms: Norms) -> Norms:
@@ -235,7 +236,7 @@ class SkipReport:
     def read(self) -> int:
         """Count all flags, and wait for the flag of the last step.
 
-        Returns the number of skipped steps among those not counted before.
+        Returns the number of skipped steps that were not counted before.
         """
         return self._count(wait=True)
 

@@ -194,7 +194,7 @@ class Bucket:
     def keeps_gradients(self) -> bool:
         """Whether the bucket has its own memory.
 
-        If not, it uses a staging buffer from the time when it is full until it is reduced.
+        If not, it uses a staging buffer while it is full and not yet reduced.
         """
         return self.sum.sharding is None or self.sum.sharding.keep_full
 
@@ -615,6 +615,6 @@ class BucketValues:
 
     @torch.no_grad()
     def copy_out(self) -> None:
-        """Copy parameters from the flat memory to those that have other memory (DTensors). Called after the all-gather."""
+        """Copy values from the flat memory to parameters that have other memory (DTensors). Called after the all-gather."""
         for local, view, _ in self._elsewhere:
             local.copy_(view)

@@ -212,7 +212,10 @@ def _enter(
 
 
 def _matching(demand: Demand, reduction: Reduction, layout: Layout, rank: int) -> tuple[Owed, ...] | None:
-    """The required factors whose joint sum is over exactly these ranks; preferably the one of the same mode."""
+    """The required factors whose joint sum is over exactly these ranks.
+
+    If several match, a factor of the same mode is preferred.
+    """
     for factor in demand.owed:
         if factor.mode is reduction.mode and factor.ranks == reduction.ranks:
             return (factor,)

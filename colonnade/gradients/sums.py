@@ -1,4 +1,4 @@
-"""Records of gradient reductions, and their conversion: the reductions of handlers become the sums that are performed.
+"""Records of gradient reductions, and their conversion from the reductions of handlers to the sums that are performed.
 
 - `Demand`: one parameter and its required reductions, by mode (`Owed`).
 - `Reduction`: parameters for which a handler declares the same reduction over one mode.

@@ -96,8 +96,8 @@ class CollectiveTransport(Transport):
     """Reduction by collectives of any backend, for which the host waits (gloo).
 
     A scheme (`_plain`, `_scattered`, `_sliced`) is a generator: it starts a collective, yields its work, and continues once the
-    work is done. It runs up to its first wait when the bucket is full, and to its end in `finish`. So each rank issues the
-    collectives of its buckets in the same order.
+    work is done. It runs up to its first wait as soon as the bucket is full, and runs to its end in `finish`. So each
+    rank issues the collectives of its buckets in the same order.
     """
 
     name = "process group"

@@ -228,8 +228,8 @@ def silent_failure(rank: int, exitcode: int, seen: float) -> Outcome:
 def launch_report(outcomes: Mapping[int, Outcome], stderr: Mapping[int, Path]) -> tuple[str, int]:
     """Return the report on the failed ranks, and the exit status of the first failure.
 
-    The report lists the other ranks first. Then follows the first failure: one line that names it, and its traceback;
-    or the end of its stderr, and that line.
+    The report lists the other ranks first. The first failure follows: a line that names it, then its traceback; or,
+    without a traceback, the end of its stderr, then that line.
     """
     first = first_failure(outcomes.values())
     assert first is not None

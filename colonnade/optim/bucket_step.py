@@ -353,7 +353,7 @@ class ReplicatedBucket(OwnedBucket):
 
 
 def _fits(gradient: Tensor, place: Tensor) -> bool:
-    """Whether a gradient can be copied into its place in a bucket as it is."""
+    """Whether a gradient can be copied into its place in a bucket without a conversion."""
     plain = type(gradient) is type(place) is Tensor and gradient.layout is torch.strided
     return plain and (gradient.dtype, gradient.device) == (place.dtype, place.device)
 

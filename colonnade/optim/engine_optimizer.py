@@ -49,7 +49,9 @@ class EngineOptimizer(ABC):
     @property
     @abstractmethod
     def stepped(self) -> Any:
-        """The torch optimizer that has the state of this rank: the twin of a sharded optimizer; else the user's optimizer."""
+        """The torch optimizer that has the state of this rank: for a sharded optimizer its twin, otherwise the user's
+        optimizer.
+        """
 
     @property
     @abstractmethod

@@ -107,7 +107,7 @@ class FlatStep:
             )
         devices = {bucket.grad.device for bucket in buckets}
         if len(devices) != 1:
-            found = ", ".join(sorted(map(str, devices))) or "no bucket at all"
+            found = ", ".join(sorted(map(str, devices))) or "no buckets were given; give at least one"
             raise GradientError(f"a flat step needs all buckets on one device, got: {found}", code="C070")
         for number, group in enumerate(optimizer.param_groups):
             for index, param in enumerate(group["params"]):
@@ -213,7 +213,7 @@ class FlatStep:
         _advance(self._state.steps, plan.counted, found_inf, -1)
 
     def _planned(self, absent: Collection[int]) -> _LaunchPlan:
-        """The launch plan for all parameters but `absent`; that of the last step if nothing has changed."""
+        """The launch plan for all parameters except `absent`; the plan of the last step is reused if nothing has changed."""
         key = (sorted(absent), self._state.names())
         if key == self._plan.key:
             return self._plan

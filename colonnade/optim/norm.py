@@ -474,7 +474,7 @@ class TorchReader:
 
 
 def _row_length(numel: int) -> int:
-    """At most ROW, and a divisor of `numel` if possible: a remainder would cost a further launch."""
+    """The length of a row: at most ROW and, if possible, a divisor of `numel`, because a remainder would cost another launch."""
     return next((length for length in range(ROW, ROW // 2, -1) if numel % length == 0), ROW)
 
 

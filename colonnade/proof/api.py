@@ -6,7 +6,8 @@
    modules whose dropout a single process cannot repeat.
 2. On the ranks: `_record_steps` trains for the steps, and keeps the batches of each rank.
 3. On rank 0: `_true_run` trains the full model on the global batches (`OneProcess` in reference.py), and `_side_by_side`
-   combines the two (`compare.assemble`). Of large tensors the ranks send sketches, and whole tensors only if these differ.
+   combines the two (`compare.assemble`). For large tensors, the ranks send sketches; they send the full tensors only if
+   the sketches differ.
 
 `diagnose` then explains the differences.
 
@@ -106,7 +107,7 @@ def verify(
 ) -> Report:
     """Train `engine` for some steps, train a single process on the same data, and compare the two.
 
-    The engine is `steps` steps further afterwards. Collective over the world; every rank gets the report.
+    Afterwards, the engine has taken `steps` more steps. Collective over the world; every rank gets the report.
 
     Args:
         engine: An engine whose optimizer has no state yet.
@@ -114,7 +115,8 @@ def verify(
             world of one. Default: a copy of the engine's model, if that is unsharded.
         batches: For each step the batches of this rank, one for each pass of `gradient_accumulation`.
         steps: The number of steps to compare; default: all of `batches`.
-        criterion: The criterion of the reference, if that of the engine is for a sharded model. Default: the result of
+        criterion: The criterion of the reference, if the engine's criterion is for a sharded model. Default: the result
+        of
             the model's method `criterion`, else the engine's.
         dropout: The single process drops the same elements as the ranks, as far as possible. False: dropout is off.
 
@@ -313,7 +315,7 @@ def _unjoinable_dropout(
         everyone = gather_to_first((recorder.record, [[_pieces(engine, batch)]]), engine.context)
 
         def replay(everyone: Sequence[tuple[Record, Any]]) -> dict[str, str]:
-            """The modules in which the masks of this forward pass cannot be joined, on rank 0."""
+            """Run one forward pass on rank 0; returns the modules whose masks cannot be joined."""
             records, given = [record for record, _ in everyone], [given for _, given in everyone]
             with torch.random.fork_rng(), world_of_one(engine.context), torch.no_grad():
                 replaying = ReplayedDraws(drawn_by(records, off or {}))
@@ -358,7 +360,7 @@ def _true_run(
     before: tuple[Any, Any],
     whole: Mapping[str, Tensor],
 ) -> TrueRun:
-    """Train the single process. `whole` are the initial values of the tensors of which the records have sketches."""
+    """Train the single process. `whole` has the initial values of the tensors that the records contain as sketches."""
     # Layers are built and called in a world of one. The random numbers of the run continue as if this had not happened.
     with torch.random.fork_rng(), world_of_one(engine.context):
         dropping = ReplayedDraws(drawn_by(records, off))

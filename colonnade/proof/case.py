@@ -245,7 +245,7 @@ class Case:
         return candidate
 
     def within(self, elements: Tensor) -> Case:
-        """Return the same case for a part of the tensor: the elements with these indices."""
+        """Return a copy of the case for a part of the tensor: the elements with these indices."""
         before = None if self.before is None else flat(self.before)[elements]
         return replace(self, compared=_within(self.compared, elements), before=before)
 
@@ -347,7 +347,7 @@ class GradientCase(Case):
         )
 
     def within(self, elements: Tensor) -> GradientCase:
-        """Return the same case for a part of the parameter: the elements with these indices."""
+        """Return a copy of the case for a part of the parameter: the elements with these indices."""
         gradient = replace(
             self.gradient,
             raw=[[part for x in some if (part := _part_within(x, elements)) is not None] for some in self.gradient.raw],
@@ -392,7 +392,7 @@ class GradientCase(Case):
         return None if not some or any(x is None for x in some) else torch.stack(some)  # type: ignore[arg-type]
 
     def of_pass(self, raw: Sequence[LocalValue]) -> GradientCase:
-        """Return the same case as if the step had only the pass with these local gradients."""
+        """Return a copy of the case in which the step has only one pass, with these local gradients."""
         return replace(self, gradient=replace(self.gradient, raw=[raw]))
 
     def raw_sum(self, modes: Sequence[str]) -> Candidate:
@@ -433,7 +433,7 @@ class GradientCase(Case):
 
     @cached_property
     def local_factor(self) -> float | None:
-        """The factor by which the correctly reduced local gradients of every pass exceed those of the reference.
+        """The factor between the correctly reduced local gradients of every pass and the gradients of the reference.
 
         None if the passes have no common factor, or if their gradients are unknown.
         """
@@ -525,7 +525,7 @@ _SAME_DIRECTION = 0.03
 
 
 def raw_scale(evidence: Evidence, groups: Groups, step: StepEvidence, wrong: Collection[str]) -> float:
-    """Return the factor between reduced local gradients and the final gradients, as read off up to 20 right gradients.
+    """Return the factor between reduced local gradients and final gradients, measured on up to 20 right gradients.
 
     Returns 1 if these parameters have different factors.
     """
@@ -652,7 +652,7 @@ Coefficient = Callable[[str, int], float]
 
 @dataclass(frozen=True)
 class ClipCase:
-    """All clipped gradients of a step. `rows` are the rows of those that differ from the reference.
+    """All clipped gradients of a step. `rows` has the rows of the gradients that differ from the reference.
 
     Hypotheses assume one clip coefficient for all gradients, `by(norm)`.
     """

@@ -354,7 +354,7 @@ def sketched_blocks(records: Sequence[Record], names: Names) -> dict[str, list[B
 
 
 class _SideBySide:
-    """Finds the values of the ranks for each tensor of the reference, by its name there."""
+    """Finds the values of the ranks for each tensor of the reference, by the tensor's name in the reference."""
 
     def __init__(self, records: Sequence[Record], names: Names, terms: int) -> None:
         self.records, self.terms = records, terms
@@ -370,7 +370,7 @@ class _SideBySide:
     def positions(self, record: Record, name: str, key: str, own: Tensor | None) -> Tensor | None:
         """Return the positions of a rank's elements in the reference.
 
-        Of a sketched tensor, the reference may be a sketch of each shard.
+        For a sketched tensor, the reference may be a sketch of each shard.
         """
         if key not in record.run.sketched:
             return own
@@ -596,7 +596,9 @@ class _SideBySide:
     def _activations(
         self, seen: Sequence[Mapping[str, Tensor]], truth: Truth, spread: RoundingSpread
     ) -> tuple[dict[str, Compared], dict[str, Unplaced], dict[str, Tokens]]:
-        """The outputs of modules that can be compared; those that cannot; and the indices of sharded ones along a dimension."""
+        """Three results: the module outputs that can be compared, those that cannot be compared, and the indices of outputs
+        sharded along a dimension.
+        """
         found: dict[str, Compared] = {}
         unplaced: dict[str, Unplaced] = {}
         tokens: dict[str, Tokens] = {}
@@ -656,7 +658,7 @@ class _SideBySide:
     def _placed(
         self, values: Sequence[tuple[Record, Tensor]], truth: Tensor, spread: RoundingSpread, name: str
     ) -> Compared | Unplaced | None:
-        """The values of ranks at their places in the value of the reference; None: some rows ran on no rank."""
+        """Put the values of the ranks at their places in the reference value; None if some rows ran on no rank."""
         if not values:
             return None
         parts = [self._place_output(record, value, truth) for record, value in values]
@@ -692,7 +694,9 @@ class _SideBySide:
     def _in_blocks(
         self, values: Sequence[tuple[Record, Tensor]], truth: Tensor
     ) -> Iterator[tuple[tuple[tuple[int, str], ...], list[LocalValue]]]:
-        """The values as blocks along the dimensions in which they are shorter than the reference, for each choice of axes."""
+        """Treat the values as blocks along the dimensions in which they are shorter than the reference; one result, with its
+        (dimension, axis) pairs, for each choice of axes.
+        """
         shape = values[0][1].shape
         if len(shape) != truth.dim() or any(value.shape != shape for _, value in values):
             return
@@ -716,7 +720,10 @@ class _SideBySide:
         return self._places[key]
 
     def _place_output(self, record: Record, output: Tensor, truth: Tensor) -> LocalValue | None:
-        """The output of a rank as its rows of the global batch and its tokens of the sequences; None: sharded otherwise."""
+        """Locate the output of a rank: its rows of the global batch and its tokens of the sequences.
+
+        None if it is sharded in any other way.
+        """
         if output.shape == truth.shape:
             return LocalValue(record.rank, output)
         axes = [axis for axis in self.axes if axis.distinct and axis.size > 1]
@@ -756,7 +763,7 @@ _MOST_TOKENS, _MOST_ELEMENTS = 4096, 1 << 20
 
 
 def _tokens_of(values: Sequence[tuple[Record, Tensor]], truth: Tensor) -> Tokens | None:
-    """The indices at which each rank's slices are in the reference, if a value is sharded along one dimension but the last."""
+    """The indices of each rank's slices in the reference, if a value is sharded along one dimension that is not the last."""
     if not values:
         return None
     shape = values[0][1].shape
@@ -1168,7 +1175,9 @@ def _tensors(
 
 
 def _recomputed(at: int, step: StepEvidence, tolerance: Tolerance) -> Iterator[Row]:
-    """The recomputed outputs of each rank's modules, compared with its own first outputs, right or wrong."""
+    """Compare the recomputed outputs of each rank's modules with the first outputs on the same rank, whether these are right or
+    wrong.
+    """
     typical = typical_spread(step.recomputed.values())
     for name, again in step.recomputed.items():
         if tolerance.hides_errors(again.spread, length(again.truth), 0.0):
@@ -1186,7 +1195,9 @@ def _recomputed(at: int, step: StepEvidence, tolerance: Tolerance) -> Iterator[R
 
 
 def _loss(at: int, step: StepEvidence, tolerance: Tolerance) -> Row:
-    """The row of the loss: equal if every rank has the loss of the global batch, or if the mean of their losses is that."""
+    """The row of the loss: equal if every rank has the loss of the global batch, or if the mean of the ranks' losses
+    equals it.
+    """
     allowed = tolerance.of_size(abs(step.loss), step.loss_spread)
     found = {rank: value for rank, value in enumerate(step.found_loss) if value is not None}
     mean = sum(found.values()) / len(found) if found else step.loss
@@ -1199,7 +1210,7 @@ def _loss(at: int, step: StepEvidence, tolerance: Tolerance) -> Row:
 
 
 def _scale_of_loss(evidence: Evidence, step: StepEvidence) -> str:
-    """The factor of the loss, if it is the size of a group: a scale that the script takes out of the gradients."""
+    """The factor of the loss, if it is the size of a group: a scale that the script removes from the gradients."""
     found = [value for value in step.found_loss if value is not None]
     factor = sum(found) / len(found) / step.loss if found and step.loss else 0.0
     sizes = {evidence.world_size, *(len(group) for groups in evidence.groups.values() for group in groups)}

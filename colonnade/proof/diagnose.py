@@ -257,15 +257,16 @@ class _Diagnosis:
             elif row.name not in step.changed_in_reference:
                 how = f"changed {since} on {self._ranks(ranks)}, but not in a single process"
             else:
-                how = f"changed {since} on {self._ranks(ranks)} in another way than in a single process"
+                how = f"changed {since} on {self._ranks(ranks)} differently than in a single process"
             kinds.setdefault((how, ranks), []).append(row.name)
         return [
             Finding(
                 "changed-between-steps",
                 tuple(names),
                 self.at,
-                f"{_shortened(names)} {how}; look at code outside of the step that only some ranks run: averages of weights "
-                f"and teachers, weights that are swapped for an evaluation, and loading{self._evaluations()}.",
+                f"{_shortened(names)} {how}; look at code outside of the step that only some ranks run: weight "
+                f"averages, teacher models, weights that are swapped for an evaluation, and "
+                f"loading{self._evaluations()}.",
             )
             for (how, _), names in kinds.items()
         ]
@@ -284,14 +285,14 @@ class _Diagnosis:
         return f" (passes without gradients before this step: {shown})"
 
     def _options(self) -> list[Finding]:
-        """Options of the optimizer that differ between ranks, of which the weights follow."""
+        """Options of the optimizer that differ between ranks, so that the weights differ too."""
         return [
             Finding(
                 "optimizer-differs",
                 (),
                 self.at,
-                f"{row.name} of the optimizer is {row.detail}; look at schedulers that each rank steps by values of its own, such as "
-                f"its loss or its number of batches.",
+                f"{row.name} of the optimizer is {row.detail}; look at schedulers that each rank steps with its own "
+                f"values, such as its loss or its number of batches.",
             )
             for row in self.num_rows(OPTION)
         ]
@@ -405,7 +406,7 @@ class _Diagnosis:
         return [Finding("forward-differs", (name,), self.at, sentence, best.factor if best else None)]
 
     def _share_data(self, wrong: Sequence[int]) -> bool:
-        """Whether one of these ranks is to have the same data as a rank that is not one of them."""
+        """Whether one of these ranks must have the same data as a rank that is not among them."""
         ranks = range(self.evidence.world_size)
         return any(
             other not in wrong
@@ -415,7 +416,7 @@ class _Diagnosis:
         )
 
     def _unlike_tokens(self) -> str:
-        """Two modules whose outputs are those of the reference at different places of a dimension, on one rank."""
+        """Two modules whose outputs on one rank agree with the reference, but at different positions along a dimension."""
         tokens = list(self.step.forward.tokens.items())
         for (a, (size, own)), (b, (other_size, other)) in combinations(tokens, 2):
             for rank in own.keys() & other.keys() if size == other_size else ():
@@ -551,7 +552,7 @@ class _Diagnosis:
         return self._group(named, self.at, "the gradient of", "", rows)
 
     def _tested(self, case: Case, *kinds: str) -> list[Claim]:
-        """The claims that explain the whole tensor; if some of its elements are right, those that explain the others."""
+        """The claims that explain the full tensor; or, if some elements are right, the claims that explain the wrong elements."""
         found = [claim for kind in kinds for claim in claims(kind, case)]
         if all(claim.rank >= _SURE for claim in found):
             elements = differing_elements(case.compared, case.row.tolerance)
@@ -631,7 +632,7 @@ class _Diagnosis:
         rows: Sequence[Row],
         always: bool = False,
     ) -> list[Finding]:
-        """The smallest set of claims that explains all parameters, the claim that explains most of them first.
+        """The smallest set of claims that explains all parameters; the claim that explains most parameters comes first.
 
         `cause` replaces causes that are not in `CAUSES`; with `always`, all of them.
         """
@@ -714,7 +715,7 @@ def _places(indices: Sequence[int]) -> str:
 
 
 def _shortened(names: Sequence[str]) -> str:
-    """The first names, and the number of the others."""
+    """Format a list of names: the first names, and the number of the remaining ones."""
     if len(names) <= 3:
         return ", ".join(names)
     return f"{names[0]}, {names[1]} and {len(names) - 2} more"

@@ -158,7 +158,7 @@ def weigh_passes(engine: Engine, weight: Callable[[int, int], float]) -> bool:
 
 
 def limit_of(engine: Engine) -> float | None:
-    """Return the `max_norm` of all gradients together; None if the run clips in another way, or not at all."""
+    """Return the `max_norm` of all gradients together; None if the run clips by a different rule, or not at all."""
     settings = ClipSettings.read(engine.context.config.get("clip_grad_norm"))
     if settings is None or settings.method != "norm" or engine._stepper.policy is None or settings.clip_groups()[1:]:
         return None
@@ -232,7 +232,7 @@ MISTAKES: dict[str, Mistake] = {}
 
 
 def mistake(what: str, *causes: str) -> Callable[[Callable[[Engine], bool]], Callable[[Engine], bool]]:
-    """Register a function as a mistake. Its name is that of the function, with hyphens.
+    """Register a function as a mistake. The name of the mistake is the name of the function, with hyphens.
 
     `what` describes the mistake in tables; `causes` are the names (keys of `CAUSES`) that `verify` may give to it.
     """

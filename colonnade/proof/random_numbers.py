@@ -169,7 +169,7 @@ def _at(whole: Tensor, place: Place) -> Tensor:
 
 
 def _numbers(ranks: Sequence[int], groups: Groups) -> dict[str, dict[int, int]]:
-    """By mode in which these ranks differ: the position of each rank in its group, from 0 without gaps."""
+    """For each mode in which these ranks differ: the position of each rank in its group, numbered from 0 without gaps."""
     found = {}
     for mode, lists in groups.items():
         at = {rank: list(group).index(rank) for group in lists for rank in group if rank in ranks}
@@ -423,7 +423,7 @@ class RandomNumbers(TorchFunctionMode):
         return out
 
     def _operand(self, result: Tensor, tensors: Sequence[Tensor]) -> Tensor | None:
-        """The tensor that random numbers are for: an argument, or the one that the filled tensor was made like."""
+        """The tensor to which random numbers are applied: an argument, or x if the result fills an `empty_like(x)`."""
         likes = [source for made, source in self._like if made is result]
         for tensor in (*likes, *(tensor for tensor in tensors if tensor is not result)):
             tensor = local_part(tensor.detach())
@@ -595,7 +595,7 @@ class ReplayedDraws(RandomNumbers):
         return numbers
 
     def _joined(self, name: str, draws: Mapping[int, Draw], draw: Draw) -> Tensor | str:
-        """The numbers of the ranks as those of this draw, or the reason why they cannot be joined."""
+        """The ranks' numbers, joined for this draw; or the reason why they cannot be joined."""
         numbers = {rank: one.numbers for rank, one in draws.items() if one.numbers is not None}
         if draw.numbers is None:
             return draw.unknown
@@ -699,7 +699,7 @@ def _is_backward() -> bool:
 
 
 def _state(generator: Any, device: torch.device) -> int:
-    """The state of a torch generator, of the default one of the device if there is none."""
+    """The state of a torch generator; without a generator, the state of the device's default one."""
     if generator is not None:
         state = generator.get_state()
     elif device.type == "cpu":

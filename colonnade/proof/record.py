@@ -465,7 +465,7 @@ class StepRecorder:
             step.events.append(("in", name))
 
     def _on_output(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Module hook: the output of the first call in the first step, and that of its recomputation."""
+        """Module hook: record the output of the first call in the first step, and the output of its recomputation."""
         if not torch.is_grad_enabled():
             return
         is_recomputed = torch._C._current_graph_task_id() != -1  # inside a backward pass

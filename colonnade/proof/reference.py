@@ -123,7 +123,9 @@ class RoundingSpread:
     """By (field of `Truth`, name): the 2-norm of the distance."""
 
     def widen(self, truth: Truth, moved: Truth) -> None:
-        """Raise the distances to those between the reference (`truth`) and one more perturbed run (`moved`)."""
+        """Enlarge the distances so that they cover the distance between the reference (`truth`) and another perturbed run
+        (`moved`).
+        """
         self.loss = max(self.loss, abs(moved.loss - truth.loss))
         for kind in ("total", "clipped", "stepped", "weights", "changed", "buffers", "activations"):
             others: Tensors = getattr(moved, kind)
@@ -517,7 +519,7 @@ def load(
 ) -> None:
     """Load weights and buffers by name.
 
-    With `in_place`, tensors keep their dtype; otherwise they take that of the loaded ones.
+    With `in_place`, tensors keep their dtype; otherwise they take the dtype of the loaded tensors.
     """
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -663,7 +665,7 @@ def moved_by_an_ulp(tensor: Tensor, noise: torch.Generator | None, dtype: torch.
 
 
 def _take(model: nn.Module, into: Tensors) -> None:
-    """Move the gradients out of the model, and add them to those in `into`."""
+    """Move the gradients out of the model, and add them to the gradients in `into`."""
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             gradient = parameter.grad.detach()

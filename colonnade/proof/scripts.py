@@ -197,8 +197,8 @@ class SingleProcessScript:
                 *warn_of_same_batches(records),
                 *warn_of_uncleared_gradients(self._truth),
                 *(
-                    f"warning: the ranks took unequal numbers of passes: {counts}. The single process had the batches of the "
-                    f"ranks that took one"
+                    f"warning: the ranks took unequal numbers of passes: {counts}. In each pass the single process "
+                    f"was given the batches of the ranks that took this pass"
                     for counts in unequal_passes(records)
                 ),
             ],
@@ -336,7 +336,7 @@ def _check_same_model(ranks: dict[str, tuple[int, ...]], single: dict[str, tuple
 def _most_terms(records: Sequence[Record]) -> int:
     """A bound on the number of terms in an element of a gradient: the elements of everything that the ranks were given.
 
-    A script does not tell where a step ends in its batches, so those of all steps count.
+    The batches of a script do not show where a step ends, so the batches of all steps count.
     """
     given = records[0].run.given
     most = [
@@ -431,7 +431,7 @@ def join_batches(records: Sequence[Record], path: Path, data_rank: int | None) -
 
 
 def _shards_of_batches(records: Sequence[Record], key: str) -> Iterator[tuple[int, list[Any]]]:
-    """For each batch that ranks took at a place, in order: its step, and the parts of the data ranks (None: took none)."""
+    """For each batch that ranks took at a place, in order: its step, and the part of each data rank (None if it took no batch)."""
     runs = [record.run for record in records]
     # Batches belong together by their number within a step, because some ranks may take fewer of them in a step.
     by_step: dict[int, list[list[Any]]] = {}

@@ -49,7 +49,7 @@ def sketch(tensor: Tensor) -> Tensor:
 
 
 def _signs_for(count: int, device: torch.device) -> Tensor:
-    """The signs of so many elements, equal in every process and on every device."""
+    """The signs of this number of elements, equal in every process and on every device."""
     known = _signs.get(device)
     if known is None or len(known) < count:
         # A hash of the index instead of a generator: random numbers that are drawn here would count as the model's.

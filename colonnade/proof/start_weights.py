@@ -52,7 +52,7 @@ class StartParts:
 
     @property
     def right(self) -> list[int]:
-        """The ranks whose part equals that of the script's own weight."""
+        """The ranks whose part equals the same part of the script's own weight."""
         return [rank for rank, value in self.found.items() if torch.equal(value, self.own[rank])]
 
     def same_place(self, a: int, b: int) -> bool:
@@ -140,7 +140,7 @@ def judge_start(records: Sequence[Record], own: OwnStart) -> tuple[list[Finding]
                 "the rank, or the index in its process group, by which each rank chooses its shard",
             )
         elif parts.right and all(rank not in wrong_on for rank in parts.right):
-            what = f"is that of the script on {_ranks(parts.right)} only, and not on {_ranks(wrong)}"
+            what = f"agrees with the script only on {_ranks(parts.right)}, not on {_ranks(wrong)}"
             add(f"some {parts.right} {wrong}", parts, what, "which ranks load weights, and whether the others get them")
         elif factor := _factor(parts):
             what = f"is {factor:.6g} times that of the script in a single process"
@@ -148,7 +148,7 @@ def judge_start(records: Sequence[Record], own: OwnStart) -> tuple[list[Finding]
                 f"times {factor:.6g}", parts, what, "the scale with which it is drawn: a fan is that of the full weight"
             )
         elif same_as:
-            what = f"has the same numbers as {listed(sorted(same_as)[:3])}, and others in a single process"
+            what = f"has the same values as {listed(sorted(same_as)[:3])}, but not in a single process"
             add(
                 "stages",
                 parts,
@@ -172,15 +172,16 @@ def judge_start(records: Sequence[Record], own: OwnStart) -> tuple[list[Finding]
         if all(places is None for places in parts.places.values())
     ]
     if loaded:
-        what = f"has other numbers on the ranks than in a single process, although {_count(len(own.agreeing))} are the same"
+        what = f"has different values on the ranks than in a single process, although {_count(len(own.agreeing))} are the same"
         findings["loaded"], sentences["loaded"] = loaded, (what, "the rank that loads it, and at what it loads")
     others = [parts for parts in unrelated if parts not in loaded]
     notes = []
     if others:
         some = "none of them is equal" if not own.agreeing else "others are equal"
         notes.append(
-            f"{_names(others)} {'start' if len(others) > 1 else 'starts'} from other numbers on the ranks than the script in a single "
-            f"process, and {some}: the seed or the order of random draws depends on the ranks. If weights are loaded, check them"
+            f"{_names(others)} {'start' if len(others) > 1 else 'starts'} from different values on the ranks than in "
+            f"a single process, and {some}: the seed or the order of random draws depends on the ranks. If weights "
+            f"are loaded, check them"
         )
 
     found = []

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -302,7 +302,7 @@ class _Shown:
 
 
 def _full_texts(files: list[Path], seconds: float = 2.0) -> list[str]:
-    """The contents of files that are being written, once all have text and stop growing, or at the timeout."""
+    """Wait until all files have text and stop growing, or until the timeout, and return their contents."""
     end, before = time.monotonic() + seconds, [-1] * len(files)
     while time.monotonic() < end:
         sizes = [file.stat().st_size if file.exists() else 0 for file in files]
@@ -339,10 +339,13 @@ def _text(path: Path) -> str:
 # --- Preparation of a world: start method, call, folder, port, environments ---
 
 
-def start_server() -> ForkServerContext:
-    """Start the fork server unless it runs, without waiting for its imports; returns its multiprocessing context."""
+def start_server(also: Sequence[str] = ()) -> ForkServerContext:
+    """Start the fork server unless it runs, without waiting for its imports; returns its multiprocessing context.
+
+    `also` are further modules that it imports, for tests whose ranks all need them.
+    """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*_PRELOAD, *(_PRELOAD_UNDER_PYTEST if "pytest" in sys.modules else ())])
+    context.set_forkserver_preload([*_PRELOAD, *(_PRELOAD_UNDER_PYTEST if "pytest" in sys.modules else ()), *also])
     forkserver.ensure_running()
     return context
 
@@ -481,7 +484,8 @@ def cuda_mps() -> Iterator[bool]:
     """
     if shutil.which(_MPS) is None:
         warnings.warn(
-            f"{_MPS} is not on the PATH, so ranks that share a GPU take turns. The NVIDIA driver contains it.",
+            f"{_MPS} is not on the PATH, so ranks that share a GPU take turns. It is part of the NVIDIA driver: "
+            f"install that, or add its folder to the PATH.",
             stacklevel=3,
         )
         yield False

@@ -294,7 +294,9 @@ def test_why_memory_is_not_shared_is_said_or_raised():
     group.close()
 
 
-def _talk(opened: list[object]) -> None:
+@on_ranks(2)
+def test_small_messages_take_the_connections_that_are_there():
+    opened = []
     """Over the group where it moves CPU tensors, else over connections of their own."""
     original = groups.own_gloo
     groups.own_gloo = lambda group: opened.append(group) or original(group)
@@ -306,10 +308,6 @@ def _talk(opened: list[object]) -> None:
         group.signal(b"%d" % dist.get_rank())
         assert group.gather_objects({"rank": dist.get_rank()}) == [{"rank": 0}, {"rank": 1}]  # while that is under way
         assert group.collect() == [b"0", b"1"]
-
-
-def test_small_messages_take_the_connections_that_are_there():
-    run_world(2, _talk, [])
 
 
 @on_ranks(4, timeout=30)

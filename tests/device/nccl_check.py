@@ -52,6 +52,7 @@ from tests.optim.zero import cases as zero_cases
 from tests.optim.zero import device_check
 from tests.optim.zero import test_optimizer as zero_optimizer
 from tests.optim.zero.cases import Way
+from tests.ranks import body_of
 
 TESTS = Path(__file__).parents[1]
 MARGIN = 60
@@ -216,14 +217,26 @@ def _gradients() -> Iterator[Check]:
     yield Check("frozen", "engine, accumulated", 4, test_engine._frozen_and_thawed, (2,))
     yield Check("frozen", "sum alone", 2, _summed, (*frozen, {}, 8, True))
     yield Check("frozen", "sum alone, overlapped", 4, _summed, (*frozen, summing.OVERLAPPED, 8, True))
-    yield Check("frozen", "on one rank", 2, test_uneven._flip_on_one_rank, (summing.TINY,))
-    yield Check("frozen", "in one group of two", 4, test_uneven._one_group_changes, (summing.TINY,))
+    yield Check("frozen", "on one rank", 2, body_of(test_uneven.test_frozen_on_one_rank_alone), (summing.TINY,))
+    yield Check(
+        "frozen",
+        "in one group of two",
+        4,
+        body_of(test_uneven.test_buckets_of_one_group_change_without_the_ranks_outside_it),
+        (summing.TINY,),
+    )
     branches = (test_uneven.Branches, test_uneven._branch)
     yield Check("missing", "engine", 2, test_engine._subsets)
     for ranks in (2, 4, 8):
         yield Check("missing", "sum alone", ranks, _summed, (*branches, summing.OVERLAPPED, 4, False))
     yield Check("missing", "sparse", 2, test_uneven._sparse, (summing.TINY,))
-    yield Check("missing", "sparse on one rank", 4, test_uneven._half_sparse, (summing.TINY,))
+    yield Check(
+        "missing",
+        "sparse on one rank",
+        4,
+        body_of(test_uneven.test_sparse_here_and_dense_there_is_dense),
+        (summing.TINY,),
+    )
     for ranks in (2, 4, 8):
         yield Check("accumulation", "three passes", ranks, test_engine._loop, (3,))
     uneven: list[tuple[list[int], int]] = [([5, 2], 2), ([3, 1, 0, 2], 1), ([3, 1, 0, 2, 3, 3, 3, 3], 2)]

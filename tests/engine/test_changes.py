@@ -204,7 +204,7 @@ def test_parameters_that_were_replaced_are_refused_by_name():
         with launch(config, context=ParallelContext(), verbose=False) as gpc:
             model = net()
             engine = initialize(model, lambda p: torch.optim.AdamW(p, lr=0.1), context=gpc)[0]
-            with pytest.raises(GradientError, match=r"'0\.weight' is another parameter than at initialize"):
+            with pytest.raises(GradientError, match=r"'0\.weight' was replaced by another parameter after initialize"):
                 model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
             engine.close()
             model = net()

@@ -38,10 +38,7 @@ OVER_DATA: list[Case] = [
     ("Llama", {"data": 2}, 3, "eager"),
     ("GPT, tied", {"data": 2}, 0, "eager"),
 ]
-OVER_TENSOR: list[Case] = [
-    ("Llama", TENSOR, 0, "aot_eager"),
-    ("ViT", SPLIT, 0, "eager"),
-]
+OVER_TENSOR: list[Case] = [("Llama", TENSOR, 0, "aot_eager"), ("ViT", SPLIT, 0, "eager")]
 
 
 def _trained(cases: list[Case]) -> list[int]:

@@ -23,18 +23,10 @@ from colonnade.errors import GradientError, PlacementError
 from colonnade.nn.layer import arrange
 from colonnade.registry import GRADIENT_HANDLER
 from colonnade.testing import gather_weights, run_world
-from tests.engine.twins import twins
+from tests.engine.twins import CONFIGS, twins
 from tests.gradients import scenarios
 from tests.gradients.scenarios import numbers
 from tests.ranks import on_ranks
-
-CONFIGS: list[dict[str, Any]] = [
-    {},
-    {"clip_grad_norm": 0.1, "sync": {"shared_memory": False}},
-    {"flat_step": False, "sync": {"shared_memory": False, "bucket_mb": 1e-4}},
-    {"zero": 1, "clip_grad_norm": 0.1},
-    {"zero": {"stage": 2, "bucket_mb": 1e-4}},
-]
 
 
 class Fails(torch.autograd.Function):

@@ -182,8 +182,7 @@ def _stages_that_do_not_fit(second: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("second", "takes"),
-    [("narrow", "takes: Linear.forward(input: "), ("pair", "takes: Bilinear.forward(input1: ")],
+    ("second", "takes"), [("narrow", "takes: Linear.forward(input: "), ("pair", "takes: Bilinear.forward(input1: ")]
 )
 def test_a_stage_that_cannot_take_what_comes_shows_both_sides_on_every_rank(second, takes):
     for said in run_world(2, _stages_that_do_not_fit, second).values:
@@ -253,7 +252,7 @@ class Recomputed(nn.Module):
 
 
 def test_a_schedule_that_forgets_its_backward_pass_is_told_so():
-    assert "would not be learnt from" in run_world(1, _forgetting).values[0]
+    assert "would not be trained on this batch" in run_world(1, _forgetting).values[0]
 
 
 def _forgetting() -> str:

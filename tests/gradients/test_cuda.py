@@ -16,10 +16,7 @@ from torch import Tensor, nn
 from tests.gradients.summing import TINY, both, data, mean_loss, reduce_all, same_gradients
 from tests.ranks import on_ranks
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.slow]
 
 OPTIONS: list[tuple[dict[str, Any], float]] = [
     ({}, 1e-12),

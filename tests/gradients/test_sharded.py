@@ -211,7 +211,9 @@ def test_whole_gradients_come_back_where_they_are_wanted():
             engine.close()
 
 
-def _one_bucket(passes: int) -> None:
+@on_ranks(2)
+def test_stage_2_keeps_the_sums_of_all_passes_in_a_single_bucket():
+    passes = 3
     """With a single bucket the next pass finds the sum of the one before still under way."""
     for shared_memory in ("auto", False):
         config = {"zero": 2, "sync": {"shared_memory": shared_memory}, "gradient_accumulation": passes}
@@ -227,7 +229,3 @@ def _one_bucket(passes: int) -> None:
             engine._sum_gradients()
             compare({name: p.grad for name, p in plain.named_parameters()}, whole_gradients(engine, gpc), 1e-12)
             engine.close()
-
-
-def test_stage_2_keeps_the_sums_of_all_passes_in_a_single_bucket():
-    run_world(2, _one_bucket, 3)

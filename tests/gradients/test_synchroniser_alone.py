@@ -57,7 +57,7 @@ def test_parameters_of_two_sums_and_divisors_that_are_none_are_refused():
     one = Sum(("a",), (parameter,), (0,), None, 0.5)
     assert open_groups([one], print)
     for wrong in ([one, replace(one, names=("b",))], [replace(one, divisor=0.0)], [replace(one, divisor=-0.5)]):
-        with pytest.raises(GradientError, match=r"is in two sums|a divisor must be greater than 0"):
+        with pytest.raises(GradientError, match=r"is in two reductions|a divisor must be greater than 0"):
             open_groups(wrong, print)
 
 

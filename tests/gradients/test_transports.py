@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colonnade.testing import run_world
 from tests.gradients.summing import LARGE, TINY, data, everywhere, reduce_all, train
 from tests.ranks import on_ranks
 
@@ -89,7 +88,9 @@ def test_compressed_gradients_are_near_and_the_same_on_all_ranks(kind: torch.dty
         assert "no effect in shared memory" in said[0]
 
 
-def _bits(numels: list[int]) -> None:
+@on_ranks(4)
+def test_bits_do_not_depend_on_bucket_sizes_in_shared_memory_nor_with_fixed_order():
+    numels = [5, 1000, 33, 64, 257, 3000]
     torch.manual_seed(dist.get_rank())
     grads = [torch.randn(numel) for numel in numels]
     rows = [torch.stack(gathered(grad)) for grad in grads]
@@ -104,7 +105,3 @@ def _bits(numels: list[int]) -> None:
         got, _ = reduced(grads, **changes)
         for one, expected in zip(got, in_order, strict=True):
             assert torch.equal(one, expected), changes
-
-
-def test_bits_do_not_depend_on_bucket_sizes_in_shared_memory_nor_with_fixed_order():
-    run_world(4, _bits, [5, 1000, 33, 64, 257, 3000])

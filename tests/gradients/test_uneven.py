@@ -23,6 +23,7 @@ from tests.gradients.summing import (
     close,
     data,
     everywhere,
+    in_all_ways,
     mean_loss,
     reduce_all,
     same_gradients,
@@ -51,23 +52,19 @@ def _branch(model: nn.Module, rank: int, step: int) -> Tensor:
     return model(data(rank, step, 5, 6), rank, step).square().mean()
 
 
-def _missing() -> list[str]:
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@on_ranks("ranks")
+def test_a_parameter_without_gradient_on_some_ranks_and_on_all(ranks):
     everywhere(partial(train, Branches, _branch))
     train(Branches, _branch, zero="zeros")
     train(Branches, _branch, replace(TINY, **OVERLAPPED), micro_batches=2)
     said: list[str] = []
     train(Branches, _branch, steps=5, log=said.append)
-    return said
-
-
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_parameter_without_gradient_on_some_ranks_and_on_all(ranks):
-    for said in run_world(ranks, _missing).values:
-        about = [line for line in said if "branches.0.weight" in line]
-        assert len(about) == 1, said
-        others = ", ".join(str(rank) for rank in range(1, ranks))
-        assert f"'branches.0.weight' on ranks {others}," in about[0]
-        assert not any("never" in line or "sometimes" in line for line in said)
+    about = [line for line in said if "branches.0.weight" in line]
+    assert len(about) == 1, said
+    others = ", ".join(str(rank) for rank in range(1, ranks))
+    assert f"'branches.0.weight' on ranks {others}," in about[0]
+    assert not any("never" in line or "sometimes" in line for line in said)
 
 
 def _flip(model: nn.Module, step: int) -> None:
@@ -112,7 +109,8 @@ def test_frozen_parameters_take_no_memory():
     assert sum(bucket.numel for bucket in reducer.buckets) < 500
 
 
-def _flip_on_one_rank(options: SyncOptions) -> None:
+@in_all_ways(2)
+def test_frozen_on_one_rank_alone(options: SyncOptions):
     """Frozen on rank 1 alone: its own gradient counts as zero, and it still gets the others'."""
     model, truth = both(lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2)))
     reducer = reduce_all(model, options)
@@ -130,11 +128,8 @@ def _flip_on_one_rank(options: SyncOptions) -> None:
         same_gradients(model, truth)
 
 
-def test_frozen_on_one_rank_alone():
-    run_world(2, everywhere, _flip_on_one_rank)
-
-
-def _one_group_changes(options: SyncOptions) -> None:
+@in_all_ways(4, WAYS[:3])
+def test_buckets_of_one_group_change_without_the_ranks_outside_it(options: SyncOptions):
     """World of 4: ranks 0 and 2 freeze and thaw their expert, of which ranks 1 and 3 know nothing."""
     rank = dist.get_rank()
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -167,10 +162,6 @@ def _one_group_changes(options: SyncOptions) -> None:
                 close(parameter.grad, grad)
         else:
             assert expert.weight.grad is None
-
-
-def test_buckets_of_one_group_change_without_the_ranks_outside_it():
-    run_world(4, everywhere, _one_group_changes, WAYS[:3])
 
 
 class Words(nn.Module):
@@ -231,7 +222,8 @@ def _half(model: nn.Module, rank: int, step: int) -> Tensor:
     return model(tokens, rank == 0).square().mean()
 
 
-def _half_sparse(options: SyncOptions) -> None:
+@in_all_ways(2)
+def test_sparse_here_and_dense_there_is_dense(options: SyncOptions):
     model, truth = both(HalfSparse)
     reducer = reduce_all(model, options)
     for step in range(3):
@@ -241,10 +233,6 @@ def _half_sparse(options: SyncOptions) -> None:
         reducer.wait()
         expected = torch.autograd.grad(mean_loss(truth, _half, step), truth.table)[0]
         close(model.table.grad, expected.to_dense())
-
-
-def test_sparse_here_and_dense_there_is_dense():
-    run_world(2, everywhere, _half_sparse)
 
 
 @on_ranks(2)

@@ -470,7 +470,7 @@ class Executor:
         return step.backwards_left == 0 and len(self.modules) == 1
 
     def _take(self, step: StepState, receive: Action) -> Incoming:
-        """The value of a receive: from another stage of this rank, or over a link, where waiting counts as communication."""
+        """The received value, from another stage of this rank or over a link. Waiting for a link counts as communication."""
         if receive in step.inbox:
             return step.inbox.pop(receive)
         before = self.waits.enter("communication")
@@ -529,7 +529,7 @@ class Executor:
         return self._agree_on_batch(error, error, clean) if confirm else error
 
     def _agree_on_batch(self, own: Exception | None, error: Exception, clean: bool) -> Exception:
-        """The error to raise on this rank in a step for which some rank has no batch.
+        """The error that this rank raises if some rank has no batch for the step.
 
         `own`: the reason why this rank has none; None if it has one. `error`: raised if the ranks cannot be asked.
         `clean`: the result of `_stop`.

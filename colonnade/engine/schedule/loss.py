@@ -75,7 +75,9 @@ def _counted_mean(mean: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def _below(node: Any, branch: int, *chain: str) -> Any:
-    """The node below a chain of nodes of these kinds, from `node` through its `branch`-th input; None if a kind differs."""
+    """Follow a chain of nodes of these kinds, from `node` through its `branch`-th input, and return the node after it; None if
+    a kind differs.
+    """
     for kind in chain:
         if node is None or not node.name().startswith(kind):
             return None
@@ -96,7 +98,7 @@ def _ignored(node: Any) -> Tensor:
 
 
 def _leaves_out(node: Any) -> bool:
-    """Whether the node is a mean with ignored labels. Of compiled or checkpointed code only saved tensors can be examined."""
+    """Whether the node is a mean with ignored labels. In compiled or checkpointed code, only saved tensors can be examined."""
     if node.name() in _NLL:
         return node._saved_reduction == _MEAN and bool(_ignored(node).any())
     kept = node.saved_tensors if node.name().startswith(("CompiledFunction", "CheckpointFunction")) else ()
@@ -134,7 +136,7 @@ _MEAN_OF_MEANS = (
 
 
 class DivisionWatch:
-    """Warns once if the user divided a loss by a number by which the engine divides it, too.
+    """Warns once if the user divided a loss by a number although the engine divides it by the same number.
 
     Args:
         numbers: The divisors of the engine, by config key.
@@ -203,7 +205,7 @@ class LossForm:
         """Whether losses are (sum, count); None before the first one."""
 
     def read(self, loss: Any) -> tuple[Tensor, Count | None]:
-        """Split a loss (see `split_loss`). Raises GradientError if it has another form than the earlier losses of the run."""
+        """Split a loss (see `split_loss`). Raises GradientError if its form differs from that of earlier losses of the run."""
         value, count = split_loss(loss, self._implicit)
         self.keep(count is not None)
         if count is None:

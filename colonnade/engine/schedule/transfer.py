@@ -229,8 +229,8 @@ class Wire:
         self.device = device if backends.get(device.type, "gloo") != "gloo" else torch.device("cpu")
         if self.device.type not in backends:
             raise ScheduleError(
-                f"the process group for transfers moves {listed(backends)} memory, but it must move {self.device.type} memory, "
-                f"too. Create it with backend='{with_cpu(group)}'.",
+                f"the process group for transfers moves {listed(backends)} memory, but it must also move "
+                f"{self.device.type} memory. Create the group with backend='{with_cpu(group)}'.",
                 code="C051",
             )
         self.one_queue = backends[self.device.type] != "gloo"
@@ -285,7 +285,7 @@ def wait(pending: Pending, at_most: timedelta | None = None) -> None:
 def _started(work: dist.Work | None) -> dist.Work:
     if work is None:
         raise ScheduleError(
-            "this rank is not in the pipeline's process group; pass the group that it is in", code="C051"
+            "this rank is not in the given process group; pass the pipeline group of this rank", code="C051"
         )
     return work
 
@@ -343,7 +343,9 @@ class _Layouts:
         self._predicted: dict[Action, tuple[Meta, ...]] = {}
 
     def predicted(self, key: Action) -> tuple[Meta, ...]:
-        """The expected layout of the message: that of the last two with its key, empty if these differed."""
+        """The expected layout of the message: the layout of the last two messages with the same key; empty if these two
+        differed.
+        """
         return self._predicted.get(key, ())
 
     def note(self, key: Action, layout: tuple[Meta, ...]) -> None:
@@ -354,7 +356,7 @@ class _Layouts:
 
 @dataclass
 class _Expected:
-    """A message to be received: memory for its header or frame, and its tensors if they were predicted."""
+    """A message to be received: the memory for its header or frame and, if predicted, for its tensors."""
 
     key: Action
     frame: Tensor
@@ -377,7 +379,7 @@ class _FrameSize:
         return payload <= self.bytes
 
     def next_step(self) -> None:
-        """From the next step on, a frame has room for the largest message of this one."""
+        """End the step: in the next step, a frame has room for the largest message of this step."""
         # An evaluation may send nothing in this direction; the room then stays as it is.
         self.bytes, self._largest = self._largest or self.bytes, 0
 
@@ -462,7 +464,7 @@ class Link:
     def sent(self, key: Action) -> None:
         """Release the memory of the value sent as `key`, now or a few sends later.
 
-        Called where, by the program, the peer has used the value.
+        Called at the place of the program where the peer has used the value.
         """
         self._sends_to_end.append(key)
         while len(self._sends_to_end) > SENDS_KEPT:
@@ -538,7 +540,10 @@ class Link:
             self._arriving[expected.key] = _Arriving(description, tensors, pending)
 
     def _read_text(self, number: int, size: int) -> str:
-        """The text after a header: a new description, or the reason of a failure, which is raised."""
+        """Receive the text after a header.
+
+        It is a new description, which is returned, or the reason of a failure, which is raised.
+        """
         data = torch.empty(size, dtype=torch.uint8, device="cpu")
         wait(self._cpu_wire.fill(data, _TEXT), self._patience)
         text = bytes(data.tolist()).decode(errors="replace")

@@ -90,7 +90,8 @@ class Arrangement(ABC):
         Raises for schemes that do not multiply by single blocks, such as SUMMA.
         """
         raise PlacementError(
-            f"{type(self).__name__} does not compute a product from this rank's block of the weight and a full input"
+            f"{type(self).__name__} does not multiply a full input by one block of the weight; use mode '1d' or a "
+            f"layer that supports this mode"
         )
 
     @property

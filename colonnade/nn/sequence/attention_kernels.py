@@ -96,7 +96,7 @@ class Exact(Kernel):
         return totals[0], totals[1], totals[2]
 
     def _dropout_factors(self, device: torch.device) -> Callable[[Tensor], Tensor] | None:
-        """A function that draws the factors of one tile after another, the same in backward as in forward."""
+        """A function that draws the dropout factors of one tile after another; backward gets the same factors as forward."""
         if not self.dropout:
             return None
         (seed,), keep = self.state, 1.0 - self.dropout
@@ -271,8 +271,9 @@ def kernel_for(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask, dropou
 @cache
 def _warn_slow(dtype: str, width: int, also: str) -> None:
     get_dist_logger().warning(
-        f"context parallelism: no attention kernel of torch supports {dtype}, head size {width}{also} on this GPU; it is "
-        f"computed by plain matrix products, which are many times slower. Use bfloat16 and a head size that is a multiple of "
+        f"context parallelism: no attention kernel of torch supports {dtype}, head size {width}{also} on this GPU; "
+        f"attention is computed by plain matrix products, which are many times slower. Use bfloat16 and a head size "
+        f"that is a multiple of "
         f"8, at most 256",
         ranks=[0],
     )

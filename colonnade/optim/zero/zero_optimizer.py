@@ -210,7 +210,8 @@ class ZeroOptimizer(EngineOptimizer, Optimizer):
         if not shared or own != self._sizes:
             raise GradientError(
                 f"the parameter groups of the optimizer are not those that were sharded: they had {self._sizes} parameters and have "
-                f"{original if own == self._sizes else own} now. Other parameters would not be updated; add parameters before "
+                f"{original if own == self._sizes else own} now. Later parameters would not be updated; add "
+                f"parameters before "
                 f"initialize(), and change options in the existing groups",
                 code="C070",
             )
@@ -439,7 +440,7 @@ def copy_options(source: Optimizer, target: Optimizer) -> None:
 
 
 def shard_of(value: Any, shard: ParameterShard, name: str) -> Any:
-    """The shard of a state value of the full parameter; for a value that is not per element, a copy of the value."""
+    """The shard of a state value of the full parameter; a value that has no entry per element is copied."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     parameter, local = shard.local, local_part(value).detach()

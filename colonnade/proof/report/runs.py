@@ -197,13 +197,15 @@ def read_run(source: str | Path) -> Run:
             elif line["kind"] in homes:
                 homes[line["kind"]].append(line)
     if not run.steps.steps:
-        raise ConfigError(f"{path} has no finished step: there is nothing to show. A JsonlHook writes one line a step")
+        raise ConfigError(
+            f"{path} has no finished step, so the report would be empty. JsonlHook writes one line for each step"
+        )
     run.facts = run.starts[-1] if run.starts else {}
     return run
 
 
 def _line(text: str) -> Line | None:
-    """A line that a JsonlHook wrote, whole; else None."""
+    """The values in a complete line of a JsonlHook; None for any other text."""
     try:
         line = json.loads(text)
     except ValueError:
@@ -228,7 +230,8 @@ def find_log(path: Path) -> Path:
         return path
     if not path.is_dir():
         raise ConfigError(
-            f"{path} is neither a folder of a run nor a log; give what JsonlHook(path) was given, or its folder"
+            f"{path} is neither the folder of a run nor a log; give the path that was passed to JsonlHook, or its "
+            f"folder"
         )
     found = sorted(path.glob("*.jsonl")) or sorted(path.glob("*/*.jsonl"))
     if len(found) != 1:
@@ -237,10 +240,12 @@ def find_log(path: Path) -> Path:
             if found
             else "no log (*.jsonl)"
         )
-        raise ConfigError(f"{path} has {what}; give the path of one: JsonlHook(path) in the hooks of fit writes it")
+        raise ConfigError(
+            f"{path} has {what}; give the path of one log, as passed to JsonlHook(path) in the hooks of fit"
+        )
     return found[0]
 
 
 def _by_numbers(name: str) -> list[tuple[int, str]]:
-    """So that block2 comes before block10."""
+    """A sort key with which block2 comes before block10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

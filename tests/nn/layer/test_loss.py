@@ -12,7 +12,7 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
 from colonnade.errors import ConfigError
 from colonnade.nn.layer import Arrangement, Classifier, CrossEntropyLoss, Whole, arrange, gather_output, partition_input
-from colonnade.testing import compare, gather_weights, plain_gradients, run_world
+from colonnade.testing import compare, gather_weights, plain_gradients
 from tests.ranks import on_ranks
 
 CLASSES = 10
@@ -43,7 +43,16 @@ def _both(logits: Tensor, labels: Tensor, here: Arrangement, **options: object) 
     return found[0], found[1]
 
 
-def _compared(config: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "config"),
+    [
+        (2, {"tensor": {"size": 2, "mode": "1d"}}),
+        pytest.param(3, {"tensor": {"size": 3, "mode": "1d"}}, marks=pytest.mark.slow),
+        pytest.param(4, {"tensor": {"size": 4, "mode": "2d"}}, marks=pytest.mark.slow),
+    ],
+)
+@on_ranks("ranks")
+def test_equals_torchs(ranks, config: dict[str, object]):
     with launch({"parallel": config}, context=ParallelContext(), verbose=False) as gpc:
         here = arrange(gpc)
         for scale, dtype in ((1.0, torch.float64), (1e4, torch.float64), (3.0, torch.float32), (3.0, torch.bfloat16)):
@@ -63,18 +72,6 @@ def _compared(config: dict[str, object]) -> None:
         no_class = labels.index_fill(0, torch.tensor([0]), CLASSES)
         with pytest.raises((ConfigError, IndexError), match=rf"{CLASSES} is (not one of|out of)"):
             CrossEntropyLoss(arrangement=here)(part, no_class)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "config"),
-    [
-        (2, {"tensor": {"size": 2, "mode": "1d"}}),
-        pytest.param(3, {"tensor": {"size": 3, "mode": "1d"}}, marks=pytest.mark.slow),
-        pytest.param(4, {"tensor": {"size": 4, "mode": "2d"}}, marks=pytest.mark.slow),
-    ],
-)
-def test_equals_torchs(ranks, config):
-    run_world(ranks, _compared, config)
 
 
 @pytest.mark.parametrize("classes", [1, 5])

@@ -141,16 +141,7 @@ def test_a_steady_message_is_one_send_and_any_other_arrives_too() -> None:
     """A new form takes a header, a text and its tensor; a known one that is larger than all of the step before, a
     header and its tensor; a step with no message leaves the room as it was."""
     steps = [[100, 50, 100], [100, 50, 50], [], [50], [100, 50], [100], [300, 100], [300, 100, 0]]
-    assert run_world(2, count_sends, steps).values[0] == [
-        [3, 3, 2],
-        [1, 1, 1],
-        [],
-        [1],
-        [2, 1],
-        [1],
-        [3, 1],
-        [1, 1, 2],
-    ]
+    assert run_world(2, count_sends, steps).values[0] == [[3, 3, 2], [1, 1, 1], [], [1], [2, 1], [1], [3, 1], [1, 1, 2]]
 
 
 def begin_counted_on(steps: list[list[int]]) -> list[list[str]]:
