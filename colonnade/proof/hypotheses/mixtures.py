@@ -211,8 +211,8 @@ def ranks(case: GradientCase) -> Iterator[Claim]:
     lost = {tuple(some) for some in lacking.values()} if len(lacking) == len(known) else set()
     counted = [abs(w - len(some)) < 1e-3 for by in known.values() for some, w in by.items() if abs(w) >= 1e-3]
     if len(lost) == 1 and counted and all(counted):
-        (missing,) = lost
-        what = f"lacks the contribution of ranks {list(missing)} on every rank, while the other ranks count once"
+        (silent,) = lost
+        what = f"lacks the contribution of ranks {list(silent)} on every rank, while the other ranks count once"
         where = "what clears or disconnects it on these ranks between the backward pass and the reduction"
         yield Claim("missing-gradient", what, where, rank=_SOME, residual=case.residual(candidate), is_local=True)
     elif lacking:
