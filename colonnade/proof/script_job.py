@@ -41,6 +41,7 @@ from colonnade.engine.engine import Engine
 from colonnade.errors import ParityError
 from colonnade.parallel.placement import local_part
 from colonnade.parallel.split import Split
+from colonnade.proof.local_shards import LOCAL, LocalTensors
 from colonnade.proof.mutation import plant
 from colonnade.proof.processes import NEEDS_NEW_PYTHON, is_forked
 from colonnade.proof.random_numbers import RandomNumbers, RecordedDraws, ReplayedDraws, notes_of
@@ -429,6 +430,7 @@ class ScriptRecorder:
         if self.part.is_single:
             start = torch.load(self.folder / START, weights_only=False)
             start = {name: x.tensor() if isinstance(x, Stored) else x for name, x in start.items()}
+            start = self._with_local_shards(start)
             if self.part.noise is None and self.part.data_rank is None and self._model is not None:
                 self.recorder.record.run.own_start = own_start(self._model, start, self._rename)
             self._load(start)
@@ -445,6 +447,26 @@ class ScriptRecorder:
                     for entry in self.recorder.tracked
                     if entry.name in self.recorder.recorder.sketched
                 }
+
+    def _with_local_shards(self, start: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Join the blocks of parameters that have another shape in this process."""
+        local: LocalTensors = torch.load(self.folder / LOCAL, weights_only=False)
+        for name, parameter in self._model.named_parameters() if self._model is not None else ():
+            value = start.get(self._rename(name))
+            own = local_part(parameter.detach())
+            if value is None or value.shape == own.shape:
+                continue
+            joined = local.joined(self._rename(name), value, own)
+            if joined is None:
+                raise ParityError(
+                    f"the parameter {self._rename(name)} has the shape {tuple(value.shape)} on the ranks and {tuple(own.shape)} in a "
+                    f"single process, and it is unknown which elements each rank has: joined in the order of the ranks, its "
+                    f"initial values are not those of the single process. Make it a DTensor, place it, or draw the full weight from one "
+                    f"seed on every rank before it is sharded",
+                    code="C100",
+                )
+            start[self._rename(name)] = joined
+        return start
 
     def note_or_replace(self, key: str, value: Any, most: int | None = None) -> Any:
         """On the ranks, record a value and return it; in a single process, return the joined value of all ranks.

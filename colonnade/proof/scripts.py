@@ -37,6 +37,7 @@ from colonnade.proof.compare import (
     needed_as_a_whole,
 )
 from colonnade.proof.diagnose import diagnose
+from colonnade.proof.local_shards import LOCAL, LocalTensors, with_local_shards
 from colonnade.proof.processes import NEEDS_NEW_PYTHON, Command, Processes, Running, stop, wait_for_all
 from colonnade.proof.record import Options, Piece, Record, common_sketches
 from colonnade.proof.reference import (
@@ -159,6 +160,7 @@ class SingleProcessScript:
                     full[name] = joined[name] = Stored(str(path), stored.dtype, record.tensors[name].shape)
                 block.of(joined[name].tensor(shared=True)).copy_(stored.tensor())
         torch.save(full, folder / START)
+        torch.save(LocalTensors.of(records), folder / LOCAL)
         torch.save(drawn_by(records, script.off), folder / DRAWS)
         options, dtype = options_of_ranks(records), getattr(torch, records[0].run.dtype)
         blocks = [entry for record in records for entry in record.run.sketched.items()]
@@ -176,6 +178,8 @@ class SingleProcessScript:
         ]
         what = f"the reference and {count} run{'s' * (count > 1)} with weights moved by one ulp"
         self._truth, *self._moved = _in_single_processes(script, folder, parts, what, processes)
+        self._shapes = {name: note.shape for name, note in self._truth.tensors.items()}
+        self._records = with_local_shards(records, self._shapes)
         self.not_joined: Mapping[str, str] = self._truth.run.replays.not_joined
 
     def judge(self, records: Sequence[Record]) -> Report:
@@ -184,6 +188,7 @@ class SingleProcessScript:
         The ranks must have had the weights and batches that this reference was made for.
         """
         names = self._truth.run.names
+        records = with_local_shards(records, self._shapes)
         _check_same_model(full_shapes(records, names), full_shapes([self._truth], names))
         steps = [truth_of_step(self._truth, at) for at in range(len(self._truth.steps))]
         truth = TrueRun(
