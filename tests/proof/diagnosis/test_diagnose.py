@@ -323,6 +323,15 @@ def only_module(name):
     return change
 
 
+def of_own_columns(world, value, name, rank, **_):
+    """The tensor ranks have the whole parameter, and the gradients of their own columns only."""
+    return value + 0.3 * (1 + world.place(rank)[2]) * value.sin() if name == "down.weight" else value
+
+
+def other_on_each_rank(world, value, name, at, rank):
+    return value * (1 + 0.1 * (1 + rank) * value.sin()) if name == "down.weight" else value
+
+
 def more(world, value, **_):
     return value + 1
 
@@ -422,7 +431,10 @@ PLANTED = {
     "own-decision": [
         (World(2, 1), {"total": mean_of_own, "of_data_rank": lambda world, value: of_own_batch(value)}),
     ],
-    "changed-between-steps": [(World(2, 1), {"started": swapped_on_rank_1, "loss": more_in_step_1})],
+    "changed-between-steps": [
+        (World(2, 1), {"started": swapped_on_rank_1, "loss": more_in_step_1}),
+        (World(2, 1), {"loss": more_in_step_1}),
+    ],
     "rows-differ": [
         (
             World(2, 1),
