@@ -311,6 +311,96 @@ def order_by_rank():
     train(model, batches(), before=reduce)
 
 
+def packed_heads():
+    """Gradients that are not None are packed and reduced; each rank uses another head."""
+    model = nn.ModuleDict({"trunk": nn.Linear(8, 6), "first": nn.Linear(6, 4), "second": nn.Linear(6, 4)})
+
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x):
+            task = (x[:, 0] > 0).long()
+            hidden, out = torch.tanh(model["trunk"](x)), torch.zeros(len(x), 4)
+            for number, head in enumerate(("first", "second")):
+                rows = (task == number).nonzero().squeeze(1)
+                if len(rows):
+                    out = out.index_copy(0, rows, model[head](hidden[rows]))
+            return out
+
+    def reduce():
+        some = [p for p in model.parameters() if p.grad is not None or not wrong]
+        for parameter in some:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        flat = torch.cat([parameter.grad.flatten() for parameter in some])
+        dist.all_reduce(flat)
+        for parameter, part in zip(some, (flat / world).split([p.numel() for p in some]), strict=True):
+            parameter.grad = part.view_as(parameter).clone()
+
+    own = [(x.abs() * (1 if rank == 0 else -1), y) for x, y in batches()]
+    train(Heads(), own, before=reduce)
+
+
+class PlainExperts(nn.Module):
+    """Each rank keeps its experts in plain tensors, and runs them on the rows of all ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.experts = nn.Parameter((torch.randn(4, 8, 8) / 3).chunk(world)[rank].clone())
+
+    def forward(self, x):
+        rows = AllRows.apply(self.enter(x))
+        first = rank * len(self.experts)
+        scores = rows.softmax(-1)[:, first : first + len(self.experts)]
+        return self.head(OwnRows.apply(torch.einsum("eij,ti,te->tj", self.experts, rows, scores)))
+
+
+class AllRows(torch.autograd.Function):
+    """The rows of all ranks; in backward the sum of the gradients of this rank's rows."""
+
+    @staticmethod
+    def forward(ctx, x):
+        found = [torch.empty_like(x) for _ in range(world)]
+        dist.all_gather(found, x.contiguous())
+        return torch.cat(found)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone()
+        dist.all_reduce(grad)
+        return grad.chunk(world)[rank]
+
+
+class OwnRows(torch.autograd.Function):
+    """This rank's rows of the sum; in backward the gradients of all rows."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x = x.clone()
+        dist.all_reduce(x)
+        return x.chunk(world)[rank]
+
+    @staticmethod
+    def backward(ctx, grad):
+        found = [torch.empty_like(grad) for _ in range(world)]
+        dist.all_gather(found, grad.contiguous())
+        return torch.cat(found)
+
+
+def plain_experts():
+    """The gradients of experts, which contain those of all ranks' batches, are not divided by the number of ranks."""
+    model = PlainExperts()
+
+    def reduce():
+        average([*model.enter.parameters(), *model.head.parameters()])
+        if not wrong:
+            model.experts.grad /= world
+
+    train(model, batches(), before=reduce)
+
+
 def averaging_optimizer():
     """No mistake: the optimizer averages the gradients inside step()."""
     model = mlp()
