@@ -101,7 +101,7 @@ class BucketStep:
     def capture(self) -> None:
         """Record flat steps as CUDA graphs. Raises GradientError if steps are not flat or cannot be recorded."""
         owned = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        check_capturable(owned, wants_flat(owned, self._optimizer, True, "graph_step") and self._is_flat)
+        check_capturable(owned, wants_flat(owned, self._optimizer, True, "cuda_graph") and self._is_flat)
         self.captured = True
 
     def meter(self, norm_type: float, slots: int, device: torch.device) -> Meter:
