@@ -267,7 +267,8 @@ class LossBook:
         local, world = self._numbers(), sync.world
         with self._context.waits.during("adding up the counts of the losses"):
             if world is None:
-                dist.all_reduce(local, group=self._context.get_group(ParallelMode.GLOBAL))
+                if self._context.world_size > 1:
+                    dist.all_reduce(local, group=self._context.get_group(ParallelMode.GLOBAL))
                 return self.factor(local, scaler)
             # Between ranks of one host, sockets take a tenth of the time of a collective. A rank whose loss was a mean does not
             # come here: it sends the number of its step on the same sockets, to reduce gradients. Read as a float, that
