@@ -778,7 +778,11 @@ class Settings(Section):
         read=ActivationSettings.read,
     )
     flat_step: bool | None = key(None, BOOL, "run the optimizer on flat buffers; default: if possible")
-    graph_step: bool = key(False, BOOL, "run clipping and flat step as CUDA graphs")
+    cuda_graph: bool | str = key(
+        False,
+        any_of(BOOL, choice("step")),
+        "run steps as CUDA graphs: True: forward, backward, clipping and optimizer; 'step': clipping and optimizer",
+    )
     compile: CompileSettings | None = key(
         None,
         with_dict(BOOL, CompileSettings, "a dict of torch.compile arguments"),

@@ -114,6 +114,11 @@ def initialize(
         schedule: BaseSchedule = build_schedule(context)
         stages = read_stages(model)
         built, start = prepare_model(stages, context, schedule, device)
+        if config.get("cuda_graph") is True:
+            from colonnade.engine.schedule.graphed import graphed
+
+            handlers = config.get("gradient_handler") or config.get("gradient_handlers") or ()
+            schedule = graphed(schedule, handlers, device, context.world_size)
         criterion, own_loss = read_losses(built, criterion, schedule)
         precision.apply(built, device, zero.stage)
         if config.get("compile"):
@@ -167,7 +172,7 @@ def initialize(
             precision.around(criterion, device),
             context=context,
             sync=sync,
-            stepper=Stepper(built, sums.optimizer, context, sync, clip, scaler, bool(config.get("graph_step"))),
+            stepper=Stepper(built, sums.optimizer, context, sync, clip, scaler, bool(config.get("cuda_graph"))),
             precision=precision,
             own_loss=own_loss,
             schedule=schedule,

@@ -308,7 +308,7 @@ class Stepper:
             clip = ClipSettings(max_norm=float("inf"))  # fp16 overflows are found by the norm
         if graph and clip is not None and clip.nonfinite == "raise":
             raise ConfigError(
-                "graph_step=True is not available with clip_grad_norm=dict(nonfinite='raise'), which reads the norm on the "
+                "cuda_graph is not available with clip_grad_norm=dict(nonfinite='raise'), which reads the norm on the "
                 "host in every step; use nonfinite='skip', and engine.skipped_steps",
                 code="C003",
             )

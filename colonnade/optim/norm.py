@@ -320,7 +320,7 @@ def reduce_norms(
     order = check_order(p)
     if not measures_full_gradient and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
         dist.all_reduce(vector, dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM, group=group)
-    values, nonfinite = vector[: len(vector) - piggybacked].view(2, -1).unbind(0)
+    values, nonfinite = (vector[:-piggybacked] if piggybacked else vector).view(2, -1).unbind(0)
     if math.isinf(order):  # MAX may ignore a NaN, so the readers send it as inf with the number 2
         values = torch.where(nonfinite > 1.5, math.nan, values)
         nonfinite = nonfinite.clamp(max=1.0)
@@ -498,7 +498,7 @@ class KernelReader:
                 members_of.setdefault(storage, []).append(index)
 
         # Each launch leaves a partial sum per chunk; `ranges` has the range of partial sums of each gradient.
-        self._launches: list[tuple[Tensor, tuple[Tensor, Tensor] | None, Tensor, int]] = []
+        launches: list[tuple[Tensor, tuple[Tensor, Tensor] | None, Tensor, int]] = []
         chunks_of = [-(-row.numel() // CHUNK) for row in rows]
         ranges = torch.zeros(len(rows), 2, dtype=torch.int32, device="cpu")
         first = 0
@@ -518,12 +518,13 @@ class KernelReader:
                 starts = [int(row.storage_offset()) - origin for row in own]
                 spans = [(start, start + row.numel()) for start, row in zip(starts, own, strict=True)]
                 table = chunk_table(spans, CHUNK, self._device)
-            self._launches.append((base, places, table, first))
+            launches.append((base, places, table, first))
             for index in members:
                 ranges[index, 0], ranges[index, 1] = first, first + chunks_of[index]
                 first += chunks_of[index]
         self._host_ranges, self._ranges = ranges, to_device(ranges, self._device)
         self._partial = torch.zeros(max(first, 1), dtype=torch.float64, device=self._device)
+        self._launches = [(base, places, table, self._partial[first:]) for base, places, table, first in launches]
 
     def join(self, lengths: Sequence[int]) -> bool:
         """Return one sum for each run of so many rows from now on. False, and no change, if their chunks are not neighbours."""
@@ -540,8 +541,8 @@ class KernelReader:
 
     def __call__(self) -> Tensor:
         with on_device(self._device):
-            for base, places, table, first in self._launches:
-                self._kernels.square_sums(base, places, table, self._partial[first:])
+            for base, places, table, sums in self._launches:
+                self._kernels.square_sums(base, places, table, sums)
             return self._kernels.add_ranges(self._partial, self._ranges)
 
 

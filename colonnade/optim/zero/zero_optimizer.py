@@ -110,7 +110,7 @@ class ZeroOptimizer(EngineOptimizer, Optimizer):
         )
         return Shards(sharding, labels, settings.bucket_mb)
 
-    def needs_buckets(self, graph: bool, planned_on: str | None = None) -> bool:
+    def needs_buckets(self, planned_on: str | None = None) -> bool:
         return False  # sharded parameters are in buckets anyway, and others are not stepped on here
 
     def attach(self, synchroniser: Synchroniser, waits: WaitWatch) -> None:
