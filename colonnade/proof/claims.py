@@ -51,6 +51,8 @@ class Claim:
     doubt: int = 0
     """Evidence against the claim, such as healthy parameters that would share the mistake. Compared after `rank`."""
 
+    is_upstream: bool = False
+    """The mistake may be in any backward pass between the loss and the parameter, so the sentence names the last parameter."""
     is_local: bool = False
     """The mistake is no part of a reduction, so the sentence quotes no ledger row."""
 

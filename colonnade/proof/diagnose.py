@@ -33,6 +33,7 @@ from colonnade.proof.compare import (
     RECOMPUTED,
     STARTED,
     STATE,
+    STATE_AT_START,
     UNCERTAIN,
     WEIGHTS,
     WEIGHTS_AT_START,
@@ -49,6 +50,7 @@ from colonnade.proof.compare import (
     compare,
     compare_tensor,
     differing_elements,
+    distance,
     notes_of_rows,
     short_ranks,
     typical_spread,
@@ -56,7 +58,7 @@ from colonnade.proof.compare import (
 )
 from colonnade.texts import pattern_of
 
-_SURE = 80
+_SURE = 79
 """Claims of this rank and above state that something differs, but hardly why."""
 _FEW = 8
 _TESTED_ELEMENTS = 20_000_000
@@ -99,6 +101,7 @@ class _Diagnosis:
         buffers = {name: some for name, some in named.items() if name not in weights}
         start = self._group(weights, None, "the initial weight", "weights-differ-at-start", rows)
         start += self._group(buffers, None, "the initial buffer", "buffers-differ", rows, always=True)
+        start += self._state_at_start()
         if start:
             return start
 
@@ -120,7 +123,7 @@ class _Diagnosis:
         forward = self._masks() or ([] if again else self._forward())
 
         # Gradients follow from activations, so they are examined only if the activations are right.
-        backward = forward or again or self._first_pass() or self._gradients()
+        backward = forward or again or self._passes() or self._first_pass() or self._gradients()
 
         # A reported loss can be wrong without any effect on gradients, as a mean over the wrong ranks. But it can also be the
         # reason of gradients that no hypothesis explains; then the loss is the better thing to report.
@@ -192,6 +195,54 @@ class _Diagnosis:
             source = "; look at the data of these ranks"
         sentence = f"{_called(row)} is the first value that is not finite, on {self._ranks(row.ranks)}{source}."
         return [Finding("not-finite", (row.name,), row.step, sentence)]
+
+    def _state_at_start(self) -> list[Finding]:
+        """The optimizer's state that a resumed run starts with, if it is not that of a single process."""
+        rows, found = self.num_rows(STATE_AT_START), list[Finding]()
+        absent: dict[tuple[int, ...], list[str]] = {}
+        named: dict[str, list[Claim]] = {}
+        for row in rows:
+            compared = self.evidence.state_at_start[row.name]
+            wrong = [part for part in compared.found if part.rank in row.ranks]
+            if all(not bool(part.value.any()) for part in wrong):
+                absent.setdefault(row.ranks, []).append(row.name)
+            else:
+                named[row.name] = claims("tensor", self._case(compared, row))
+        for ranks, names in absent.items():
+            sentence = (
+                f"the initial optimizer state {_shortened(names)} is zero or missing on {self._ranks(ranks)}; look at what the checkpoint "
+                f"has for these parameters, and at names that it is loaded by."
+            )
+            found.append(Finding("optimizer-differs", tuple(names), None, sentence))
+        left = [row for row in rows if row.name in named]
+        found += self._group(named, None, "the initial optimizer state", "optimizer-differs", left, always=True)
+        return found
+
+    def _passes(self) -> list[Finding]:
+        """Another number of backward passes in the step than in a single process, if the first of them agrees."""
+        if self.step.passes is None or self.step.passes[0] == self.step.passes[1]:
+            return []
+        own, single = self.step.passes
+        tolerance = Tolerance.for_run(self.evidence)
+        for name, gradient in self.step.gradients.items():
+            if not gradient.raw or not gradient.truth_of_passes:
+                continue
+            row = Row(GRADIENT, name, self.at, "equal", 0.0, tolerance.of(gradient.total))
+            case = self._gradient_case(row, replace(gradient, raw=gradient.raw[:1]), self.step)
+            truth = gradient.truth_of_passes[0]
+            for part in gradient.total.found:
+                due = case.due(part)
+                apart = None if due is None else LocalValue(part.rank, due, part.positions)
+                if apart is None or distance(apart, truth) > 10 * tolerance.of(
+                    Compared(truth, (), gradient.total.spread)
+                ):
+                    return []
+        sentence = (
+            f"the ranks make {own} backward passes in step {self.at}, and a single process {single}, while the first pass agrees; "
+            f"look at which micro-batches a step has: windows of accumulation that are not full, and gradients that are cleared "
+            f"before they are used."
+        )
+        return [Finding("rows-differ", (), self.at, sentence)]
 
     def _between_steps(self) -> list[Finding]:
         """Weights, buffers and optimizer state that were right at the end of the previous step and are wrong at the start of this one."""
@@ -403,7 +454,7 @@ class _Diagnosis:
             how += ", and differs between ranks"
         unplaced = list(self.step.forward.unplaced.items())
         seen = "all recorded activations agree" if self.step.activations else "no activation was recorded"
-        where = "how the loss is averaged over micro-batches, tokens and ranks"
+        where = "how the loss is averaged over micro-batches, tokens and ranks, and at the labels that each rank passes to it"
         if unplaced:
             names, (_, first) = [name or "the model" for name, _ in unplaced], unplaced[0]
             seen = (
@@ -615,7 +666,9 @@ class _Diagnosis:
             # Many claims name the ranks themselves.
             named_ranks = re.search(r"ranks? \[?\d|(every|each|this) rank", best.what)
             where = "" if named_ranks else f" on {self._ranks(ranks[names[0]])}"
-            sentence = f"{thing} {_shortened(names)}{where} {what}; look at {best.where}{_ledger_line(self.evidence, names[0], best)}."
+            first = f"{_reached_first(names)} first, which the backward pass reaches before the others, and at "
+            look = f"{first if best.is_upstream and len(names) > 1 else ''}{best.where}"
+            sentence = f"{thing} {_shortened(names)}{where} {what}; look at {look}{_ledger_line(self.evidence, names[0], best)}."
             found.append(Finding(known or best.cause, names, step, sentence, best.factor))
             left = {name: some for name, some in left.items() if name not in names}
         if left:
@@ -624,7 +677,7 @@ class _Diagnosis:
             worst = max((row for row in rows if row.name in left), key=lambda row: row.error)
             look = f"the code that writes {_shortened(names)}, and the collectives that it needs"
             if "gradient" in thing:
-                look = f"{names[-1]} first, which the backward pass reaches before the others"
+                look = f"{_reached_first(names)} first, which the backward pass reaches before the others"
             sentence = (
                 f"{thing} {_shortened(names)} differs by up to {worst.error:.3g} tolerances on {self._ranks(worst.ranks)}, and no "
                 f"hypothesis explains it; look at {look}{_ledger_line(self.evidence, names[-1])}."
@@ -666,6 +719,12 @@ def _shortened(names: Sequence[str]) -> str:
     if len(names) <= 3:
         return ", ".join(names)
     return f"{names[0]}, {names[1]} and {len(names) - 2} more"
+
+
+def _reached_first(names: Sequence[str]) -> str:
+    """The first parameter of the last module, whose backward pass runs before those of the other modules."""
+    module = names[-1].rpartition(".")[0]
+    return next(name for name in names if name.rpartition(".")[0] == module) if module else names[-1]
 
 
 def _simplest(some: Sequence[Claim]) -> Claim | None:

@@ -368,8 +368,9 @@ class RandomNumbers(TorchFunctionMode):
 
     def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a random operator; returns its result, or the replacement that `drawn` returns."""
-        names = [argument.name for argument in func._schema.arguments]
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        arguments = func._schema.arguments
+        given = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+        given |= {**dict(zip((argument.name for argument in arguments), args, strict=False)), **kwargs}
         tensors = [value for value in given.values() if isinstance(value, Tensor)]
         name = func._schema.name.removeprefix("aten::")
 
@@ -532,6 +533,8 @@ class Replays:
     """For each module: the reason why its dropout masks cannot be joined."""
     redrawn: dict[str, str] = field(default_factory=dict)
     """For each module: the reason why its other random numbers cannot be joined, so that the single process draws its own."""
+    equal_shards: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """For each module: ranks with the same data that draw equal numbers for different shards of a tensor."""
 
 
 class ReplayedDraws(RandomNumbers):
@@ -629,7 +632,7 @@ class ReplayedDraws(RandomNumbers):
         first: dict[Any, int] = {}
         apart: tuple[int, ...] = ()
         for rank, place in places.items():
-            other = first.setdefault(tuple(tuple(rows.tolist()) for rows in place), rank)
+            other = first.setdefault(_key(place), rank)
             if torch.equal(numbers[rank], numbers[other]):
                 continue
             if data_rank_of.get(rank) != data_rank_of.get(other):
@@ -639,6 +642,15 @@ class ReplayedDraws(RandomNumbers):
         if name != LOOP:
             before = self.found.differing.get(name, ())
             self.found.differing[name] = (*before, *(rank for rank in apart if rank not in before))
+
+        # Shards of ranks that see the same data should have numbers of their own. With less than two to the power of 32 outcomes,
+        # numbers are equal by chance.
+        for some in self._of_ranks.data_ranks:
+            own = [rank for rank in some if rank in places and numbers[rank].numel() >= _BY_CHANCE]
+            twins = [rank for rank in own[1:] if torch.equal(numbers[rank], numbers[own[0]])]
+            twins = [rank for rank in twins if first[_key(places[rank])] != first[_key(places[own[0]])]]
+            if twins and numbers[own[0]].unique().numel() > 1:
+                self.found.equal_shards.setdefault(name, (own[0], *twins))
 
         # Indices into the rows of a rank's batch (a permutation of them, for example) are indices into the same rows of the
         # global batch.
@@ -651,6 +663,15 @@ class ReplayedDraws(RandomNumbers):
                 return f"the ranks draw numbers below {sorted(map(str, bounds))[0]}, and a single process below {draw.bound}"
             numbers = {rank: some + starts[rank] for rank, some in numbers.items()}
         return joined(numbers, places, shape)
+
+
+_BY_CHANCE = 32
+"""Fewer numbers, which may be bits, are equal on two ranks by chance."""
+
+
+def _key(place: tuple[Tensor, ...]) -> Any:
+    """A place as a key: equal for ranks with the same part of a tensor."""
+    return tuple(tuple(rows.tolist()) for rows in place)
 
 
 def notes_of(random_numbers: RandomNumbers, off: Mapping[str, str] | None) -> list[str]:

@@ -227,6 +227,8 @@ class Record:
     rank: int
     tensors: dict[str, TensorNote] = field(default_factory=dict)
     start: dict[str, Tensor] = field(default_factory=dict)
+    state: dict[StateName, Tensor] | None = field(default_factory=dict)
+    """The optimizer's state before the first step: empty, unless the run resumes. None: its elements are not those of parameters."""
     steps: list[RecordedStep] = field(default_factory=list)
     groups: list[tuple[dict[str, Any], list[str]]] = field(default_factory=list)
     """The parameter groups of the optimizer: options, and names of the parameters."""
@@ -284,8 +286,8 @@ class StepRecorder:
         self._coarsest: torch.dtype | None = None
         self.note_start()
         for entry in self.tracked:
-            if entry.is_parameter and entry.tensor.requires_grad and not is_dtensor(entry.tensor):
-                hook = partial(self._on_gradient, entry.name)
+            if entry.is_parameter and entry.tensor.requires_grad:
+                hook = partial(self._on_gradient, entry.name, getattr(entry.tensor, "placements", None))
                 self._handles.append(entry.tensor.register_hook(hook))
         for name, module in model.named_modules():
             # A copy of the model (an average, a teacher) or a pickle of it must not record its outputs, so the hook does not
@@ -398,6 +400,8 @@ class StepRecorder:
     def _begin_step(self) -> None:
         """Record the weights, buffers and state that changed since the previous step, before a forward pass changes them."""
         self._begun = True
+        if not self.record.steps:
+            self.record.state = self._first_state()
         now = dict(self._checksums())
         for entry in self.tracked:
             if now[entry.name] != self._bits.get(entry.name):
@@ -405,10 +409,28 @@ class StepRecorder:
         changed = [name for name, bits in self._bits.items() if bits != now.get(name)]
         self._step.changed_state = [name for name in changed if isinstance(name, tuple)]
 
+    def _first_state(self) -> dict[StateName, Tensor] | None:
+        """The tensors of the optimizer's state that have the elements of a parameter, and numbers; None if there are others."""
+        sizes, found = {entry.name: local_part(entry.tensor).numel() for entry in self.tracked}, {}
+        for key, value in self.state():
+            if key[1] not in sizes or value.numel() not in (1, sizes[key[1]]):
+                return None
+            is_sketched = key[1] in self.sketched and value.dim()
+            found[key] = sketches(value, self.sketched[key[1]]) if is_sketched else copied(value)
+        return found
+
     # --- Hooks ---
 
-    def _on_gradient(self, name: str, grad: Tensor) -> None:
-        """Tensor hook: the local gradient of this backward pass, before it is accumulated or reduced."""
+    def _on_gradient(self, name: str, placements: Any, grad: Tensor | None) -> None:
+        """Tensor hook: the local gradient of this backward pass, before it is accumulated or reduced.
+
+        `placements`: those of the parameter, if it is a DTensor.
+        """
+        # A custom backward pass may return None, and torch calls the hook all the same. The partial gradient of a DTensor has no
+        # place among the elements of the parameter.
+        if grad is None or getattr(grad, "placements", placements) != placements:
+            return
+        grad = local_part(grad)
         # Usually the last recorded loss is that of this backward pass. A pipeline runs several forward passes before the first
         # backward pass, so there the calls of the hook are counted.
         at = self._fired.get(name, -1) + 1 if self._by_count else len(self._step.losses) - 1

@@ -163,6 +163,8 @@ class TrueRun:
     """The outcome of repeating the ranks' random numbers."""
     host: Mapping[str, list[int]] = field(default_factory=dict)
     """For each module that draws from Python's or NumPy's generator: a checksum of their states after each draw."""
+    state: Mapping[StateName, Tensor] | None = None
+    """The optimizer's state before the first step; None: the reference is not the script, and starts without state."""
 
 
 # --- The inputs of the reference: global batches ---

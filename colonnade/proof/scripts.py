@@ -204,6 +204,9 @@ class SingleProcessScript:
             ],
             self._truth.run.replays,
             self._truth.run.host,
+            None
+            if self._truth.state is None
+            else {(key, names.get(name, name)): value for (key, name), value in self._truth.state.items()},
         )
         # The reference starts from the weights of the ranks, so wrong ones are in both runs.
         findings, notes = judge_start(self._records, self._truth.run.own_start)

@@ -142,6 +142,11 @@ def judge_start(records: Sequence[Record], own: OwnStart) -> tuple[list[Finding]
         elif parts.right and all(rank not in wrong_on for rank in parts.right):
             what = f"agrees with the script only on {_ranks(parts.right)}, not on {_ranks(wrong)}"
             add(f"some {parts.right} {wrong}", parts, what, "which ranks load weights, and whether the others get them")
+        elif factor := _factor(parts):
+            what = f"is {factor:.6g} times that of the script in a single process"
+            add(
+                f"times {factor:.6g}", parts, what, "the scale with which it is drawn: a fan is that of the full weight"
+            )
         elif same_as:
             what = f"has the same values as {listed(sorted(same_as)[:3])}, but not in a single process"
             add(
@@ -189,6 +194,18 @@ def judge_start(records: Sequence[Record], own: OwnStart) -> tuple[list[Finding]
         else:
             notes.append(sentence.removesuffix("."))
     return found, notes
+
+
+def _factor(parts: StartParts) -> float | None:
+    """The number by which the ranks' parts exceed those of the script; None if there is none."""
+    above = sum(float(value.double() @ parts.own[rank].double()) for rank, value in parts.found.items())
+    below = sum(float(parts.own[rank].double().square().sum()) for rank in parts.found)
+    factor = above / below if below else 0.0
+    is_same = all(
+        float((value - factor * parts.own[rank]).norm()) <= 1e-6 * float(value.norm())
+        for rank, value in parts.found.items()
+    )
+    return factor if is_same and factor else None
 
 
 def _names(some: Sequence[StartParts]) -> str:
