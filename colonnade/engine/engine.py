@@ -283,7 +283,7 @@ class LossBook:
 
     @property
     def takes_part(self) -> bool:
-        """Whether this rank sends its loss counts of this step to the others."""
+        """Whether this rank sends its loss counts of this step to the other ranks."""
         return self._joins or self.uneven
 
     def _numbers(self) -> Tensor:
@@ -307,7 +307,10 @@ class LossBook:
         return self._context.layout.distinct_data / divisor
 
     def refuse_two_forms(self) -> None:
-        """Raise if some ranks had losses (sum, count) and others had means. On a GPU only ranks with means wait for the totals."""
+        """Raise if some ranks had (sum, count) losses and others had means.
+
+        On a GPU, only ranks with means wait for the totals.
+        """
         totals, self._totals = self._totals, None
         if totals is None or (totals.device.type != "cpu" and self._form.counted is not False):
             return
@@ -798,7 +801,7 @@ class Engine(LastStep, WholeWeights):
         return result
 
     def batches(self, loader: Iterable[Any], after_step: Callable[[], Any] | None = None) -> Iterator[Any]:
-        """Iterate over the batches of `loader`, which may be of different length on each rank. Collective over the world.
+        """Iterate over the batches of `loader`. The number of batches may differ between ranks. Collective over the world.
 
         When a rank has no batches left, it takes part in the remaining steps of the other ranks inside this iterator, with weight
         0 in the mean. The loop body must call `backward` and `step` once per batch.
