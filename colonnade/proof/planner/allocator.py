@@ -121,9 +121,7 @@ class CachingAllocator:
                     self._ends = {key: end for key, end in self._ends.items() if end is not block}
 
     def _segment(self, pool: Pool, size: int) -> Block:
-        nbytes = (
-            SMALL_SEGMENT if pool.small else LARGE_SEGMENT if size < _OWN_SEGMENT else -(-size // _ROUNDED) * _ROUNDED
-        )
+        nbytes = SMALL_SEGMENT if pool.small else LARGE_SEGMENT if size < _OWN_SEGMENT else -(-size // _ROUNDED) * _ROUNDED
         self._reserve(nbytes)
         self._next += nbytes + _ROUNDED  # segments are never neighbours
         return Block(self._next - nbytes, nbytes, pool)

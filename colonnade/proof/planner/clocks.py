@@ -27,9 +27,7 @@ class HostTimes:
     """Seconds of the host for each operator that it issues."""
 
     def __init__(self, samples: Mapping[str, Sequence[Sequence[float]]]) -> None:
-        self._seconds = {
-            name.removeprefix("host "): rows[0][-1] for name, rows in samples.items() if name.startswith("host ")
-        }
+        self._seconds = {name.removeprefix("host "): rows[0][-1] for name, rows in samples.items() if name.startswith("host ")}
 
     def seconds(self, kind: str, forward: bool) -> float:
         """Return the seconds of one operator; `forward`: issued by Python, not by autograd's backward pass."""

@@ -26,21 +26,7 @@ from colonnade.proof.planner.recorder import _FLOPS, OperatorRecorder, _is_free,
 
 _READS_OF_A_CHEAP_VALUE = 4
 """A value with at most so many operands is computed again by each kernel that needs it (Inductor's realize_reads_threshold)."""
-_OWN_KERNELS = [
-    "mm",
-    "addmm",
-    "bmm",
-    "baddbmm",
-    "_scaled_mm",
-    "_grouped_mm",
-    "sort",
-    "topk",
-    "embedding_dense_backward",
-    "index_put",
-    "scatter_add",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_flash_attention_for_cpu_backward",
-]
+_OWN_KERNELS = ["mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "sort", "topk", "embedding_dense_backward", "index_put", "scatter_add", "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"]
 
 
 class CompiledBlock:
@@ -121,9 +107,7 @@ class _Compiled(Function):
     """Runs the fused graphs; what the partitioner keeps is saved as autograd saves it, so that hooks see it."""
 
     @staticmethod
-    def forward(
-        ctx: Any, recorder: OperatorRecorder, forward: _Fused, backward: _Fused, count: int, *held: Tensor
-    ) -> Any:
+    def forward(ctx: Any, recorder: OperatorRecorder, forward: _Fused, backward: _Fused, count: int, *held: Tensor) -> Any:
         found = forward.run(list(held), recorder)
         outputs, kept = found[:count], found[count:]
         ctx.save_for_backward(*[each for each in kept if isinstance(each, Tensor)])
@@ -239,9 +223,7 @@ class _Fused:
                     values.pop(other, None)
         return []
 
-    def _count(
-        self, nodes: Sequence[Node], reads: set[Node], writes: Sequence[Node], recorder: OperatorRecorder
-    ) -> None:
+    def _count(self, nodes: Sequence[Node], reads: set[Node], writes: Sequence[Node], recorder: OperatorRecorder) -> None:
         if len(nodes) == 1 and nodes[0].target._opname in _OWN_KERNELS:
             recorder.add(_operator_of(nodes[0]), forward=False)
             return

@@ -82,7 +82,9 @@ class _Attention(Function):
         return None, *found, None
 
 
-def _operator(name: str, causal: bool, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], flops: int) -> Operator:
+def _operator(
+    name: str, causal: bool, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], flops: int
+) -> Operator:
     described = [tuple(map(Shaped.of, given)) for given in (inputs, outputs)]
     return Operator(f"{name}, causal" if causal else name, described[0], described[1], int(flops))
 
@@ -110,3 +112,5 @@ class _RMSNorm(Function):
         of_weight = torch.empty_like(weight[0]) if weight else None
         ctx.recorder.add(Operator("rms_norm_backward", (Shaped.of(gradient), Shaped.of(x)), (Shaped.of(found),)))
         return None, found, of_weight, None
+
+

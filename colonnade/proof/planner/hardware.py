@@ -52,11 +52,7 @@ def _checked(given: dict[str, Any], path: Path) -> Hardware:
     for key in given:
         if key not in known:
             raise ConfigError(f"{path}: unknown key {key!r}; allowed are {listed(known)}.{did_you_mean(key, known)}")
-    missing = [
-        name
-        for name, each in known.items()
-        if each.default is MISSING and each.default_factory is MISSING and name not in given
-    ]
+    missing = [name for name, each in known.items() if each.default is MISSING and each.default_factory is MISSING and name not in given]
     if missing:
         raise ConfigError(f"{path}: {listed(missing)} missing; {_FOLDER / 'h100.toml'} is an example")
     flops = given["matmul_flops"]
