@@ -391,7 +391,7 @@ _NO_BATCH = object()
 
 @dataclass
 class TracedPass:
-    """What `Engine.pass_without_trace` keeps of a pass: the count of a loss given as (sum, count), and its number of labels."""
+    """The counts of a pass in `Engine.pass_without_trace`: the count of a (sum, count) loss, and the number of labels of the loss."""
 
     count: Count | None = None
     loss_count: Count | None = None
@@ -569,7 +569,10 @@ class Engine(LastStep, WholeWeights):
 
     @contextmanager
     def pass_without_trace(self) -> Iterator[TracedPass]:
-        """Around the recording of a pass as a CUDA graph, in which nothing runs: all that the host counts in it is undone."""
+        """A context manager for the recording of a pass as a CUDA graph: at the end, the counters of the host are restored.
+
+        A recording runs no kernels, so the recorded pass must not be counted.
+        """
         before = self._book, self._passes, self._total_passes, self.loss_count, self._watch.unsummed
         self._book, self._traced = self._book.copy(), TracedPass()
         try:
@@ -587,7 +590,7 @@ class Engine(LastStep, WholeWeights):
             loss_count: the number of labels of the loss, likewise.
 
         Raises:
-            GradientError: the step is complete already, or there are observers, which the recorded loss does not reach.
+            GradientError: the step is complete already, or the engine has observers, which would not get the recorded loss.
         """
         self._check_not_failed()
         if self.observers:

@@ -342,7 +342,7 @@ def _text(path: Path) -> str:
 def start_server(also: Sequence[str] = ()) -> ForkServerContext:
     """Start the fork server unless it runs, without waiting for its imports; returns its multiprocessing context.
 
-    `also` are further modules that it imports, for tests whose ranks all need them.
+    `also` are further modules that the server imports, for tests in which all ranks need these modules.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*_PRELOAD, *(_PRELOAD_UNDER_PYTEST if "pytest" in sys.modules else ()), *also])
