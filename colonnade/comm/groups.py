@@ -191,7 +191,7 @@ class HostSockets:
         return [messages[index] for index in range(len(messages))]
 
     def swap_descriptors(self, descriptor: int) -> dict[int, int]:
-        """Send a file descriptor to every peer, and return the descriptors of all peers by index.
+        """Send a file descriptor to every peer, and return the descriptors of all peers, keyed by index in the group.
 
         The caller must close the received descriptors.
         """

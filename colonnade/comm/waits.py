@@ -205,7 +205,7 @@ class _During:
 
 
 class WaitWatch:
-    """Records the place of this rank, and logs the places of other ranks if this rank has waited for seconds.
+    """Records the place of this rank, and logs the places of other ranks if this rank has waited for several seconds.
 
     One object per launch.
     """
@@ -251,7 +251,7 @@ class WaitWatch:
     # -- the place of this rank ---------------------------------------------------------------------------------
 
     def at(self, what: str) -> None:
-        """Record the place of this rank: `what` is its present activity."""
+        """Record that this rank is now at the place `what`."""
         self._place = what, self.step, time.time()
 
     def begin(self, what: str) -> None:
@@ -260,7 +260,7 @@ class WaitWatch:
         self.at(what)
 
     def end_step(self) -> None:
-        """Count a completed step of the engine; the first call means that the engine was built."""
+        """Count a completed step of the engine. The first call marks the end of building the engine, and counts no step."""
         self.step = 0 if self.step is None else self.step + 1
         self.at(OUTSIDE)
 
@@ -414,7 +414,7 @@ class WaitWatch:
             store = self._store = default_store().clone()
 
             def read_if_reader(place: RankPosition, before: str, claim: str) -> tuple[str, str | None]:
-                """Returns (the reader, the text to log). The text is None if another rank is the reader."""
+                """Return (the reader, the text to log). The text is None if another rank is the reader."""
                 current = store.compare_set(_READER, before, claim).decode()
                 return current, self._explain(rank, world_size, place, store) if current == claim else None
 
@@ -602,7 +602,7 @@ _installed = False
 
 
 def explain_end(error: BaseException) -> None:
-    """Add the places of other ranks to an error that only reports that a wait or a connection has ended."""
+    """Add the places of other ranks to an error about a timeout or a closed connection."""
     if not _watching or getattr(error, "__notes__", None) or isinstance(error, ColonnadeError):
         return
     kind, ranks = consequence_of(error)

@@ -260,8 +260,9 @@ def numeric_settings() -> MustMatch:
 
 
 def alike_optimizer(optimizer: Any, lr_scheduler: Any, model: nn.Module, stage: int) -> MustMatch:
-    """A comparison of the optimizer (class, groups, options) and the scheduler (settings), which must be equal on all ranks of
-    a pipeline stage."""
+    """A table to compare between the ranks of a pipeline stage: the optimizer (class, groups, options) and the scheduler
+    (settings).
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     items = {"class": _class(optimizer)}
     for at, group in enumerate(optimizer.param_groups):

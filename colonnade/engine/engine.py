@@ -283,7 +283,7 @@ class LossBook:
 
     @property
     def takes_part(self) -> bool:
-        """Whether this rank sends its loss counts of this step to the others."""
+        """Whether this rank sends its loss counts of this step to the other ranks."""
         return self._joins or self.uneven
 
     def _numbers(self) -> Tensor:
@@ -307,7 +307,10 @@ class LossBook:
         return self._context.layout.distinct_data / divisor
 
     def refuse_two_forms(self) -> None:
-        """Raise if some ranks had losses (sum, count) and others had means. On a GPU only ranks with means wait for the totals."""
+        """Raise if some ranks had (sum, count) losses and others had means.
+
+        On a GPU, only ranks with means wait for the totals.
+        """
         totals, self._totals = self._totals, None
         if totals is None or (totals.device.type != "cpu" and self._form.counted is not False):
             return
@@ -388,7 +391,7 @@ _NO_BATCH = object()
 
 @dataclass
 class TracedPass:
-    """What `Engine.pass_without_trace` keeps of a pass: the count of a loss given as (sum, count), and its number of labels."""
+    """The counts of a pass in `Engine.pass_without_trace`: the count of a (sum, count) loss, and the number of labels of the loss."""
 
     count: Count | None = None
     loss_count: Count | None = None
@@ -566,7 +569,10 @@ class Engine(LastStep, WholeWeights):
 
     @contextmanager
     def pass_without_trace(self) -> Iterator[TracedPass]:
-        """Around the recording of a pass as a CUDA graph, in which nothing runs: all that the host counts in it is undone."""
+        """A context manager for the recording of a pass as a CUDA graph: at the end, the counters of the host are restored.
+
+        A recording runs no kernels, so the recorded pass must not be counted.
+        """
         before = self._book, self._passes, self._total_passes, self.loss_count, self._watch.unsummed
         self._book, self._traced = self._book.copy(), TracedPass()
         try:
@@ -584,7 +590,7 @@ class Engine(LastStep, WholeWeights):
             loss_count: the number of labels of the loss, likewise.
 
         Raises:
-            GradientError: the step is complete already, or there are observers, which the recorded loss does not reach.
+            GradientError: the step is complete already, or the engine has observers, which would not get the recorded loss.
         """
         self._check_not_failed()
         if self.observers:
@@ -798,7 +804,7 @@ class Engine(LastStep, WholeWeights):
         return result
 
     def batches(self, loader: Iterable[Any], after_step: Callable[[], Any] | None = None) -> Iterator[Any]:
-        """Iterate over the batches of `loader`, which may be of different length on each rank. Collective over the world.
+        """Iterate over the batches of `loader`. The number of batches may differ between ranks. Collective over the world.
 
         When a rank has no batches left, it takes part in the remaining steps of the other ranks inside this iterator, with weight
         0 in the mean. The loop body must call `backward` and `step` once per batch.

@@ -143,7 +143,7 @@ def prepare_model(
 
 
 def read_losses(model: nn.Module, criterion: Any, schedule: BaseSchedule) -> tuple[Any, TrainingLoss | None]:
-    """Determine the loss. Returns (criterion, the model's own loss or None).
+    """Determine how the loss is computed. Returns (criterion, the model's own loss or None).
 
     The model's own loss is used if no criterion is given. In a pipeline, it also becomes the criterion of the last stage.
     """

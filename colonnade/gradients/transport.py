@@ -93,7 +93,7 @@ Steps = Iterator[tuple[Any, Tensor | None]]
 
 
 class CollectiveTransport(Transport):
-    """Reduction by collectives of any backend, for which the host waits (gloo).
+    """Reduces buckets by collectives of any backend, such as gloo. The host waits for each collective.
 
     A scheme (`_plain`, `_scattered`, `_sliced`) is a generator: it starts a collective, yields its work, and continues once the
     work is done. It runs up to its first wait as soon as the bucket is full, and runs to its end in `finish`. So each
@@ -203,8 +203,10 @@ class CollectiveTransport(Transport):
 
 
 class DeviceCollectiveTransport(CollectiveTransport):
-    """Reduction by collectives that are queued on a device (NCCL): `start` queues the full scheme on a side stream, and the
-    host does not wait."""
+    """Reduces buckets by collectives on a device (NCCL).
+
+    `start` queues all of them on a side stream, so the host does not wait.
+    """
 
     bucket_mb = 25.0
     most_mb = 100.0

@@ -50,7 +50,7 @@ from colonnade.parallel.placement import is_dtensor, local_part
 
 
 class BucketStep:
-    """Measures this rank's gradient norm and runs the step, for gradients in buckets and for gradients in no bucket.
+    """Measures this rank's gradient norm and runs the optimizer step, for gradients inside and outside buckets.
 
     `flat` is the `FlatStep`; None before it exists.
 

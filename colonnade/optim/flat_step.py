@@ -432,7 +432,9 @@ class FlatState:
         return [("momentum_buffer",) if group["momentum"] else () for group in self._optimizer.param_groups]
 
     def count(self, present: Sequence[int]) -> list[int]:
-        """The places among `present` whose steps are counted. Creates their state, as torch does at the first step.
+        """Return the places in `present` whose parameters have a step count.
+
+        Creates missing state, as torch does at the first step.
 
         Places with equal `histories` have been counted in the same calls of this method. So equal histories mean equal step counts,
         whichever steps the device skips.

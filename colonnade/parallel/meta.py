@@ -273,7 +273,9 @@ Run = Callable[[RecordedOp, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class InitRecording(TorchDispatchMode):
-    """A context manager that records every operation on meta tensors, except views: a view is known by its storage and strides.
+    """A context manager that records every operation on meta tensors.
+
+    Views are not recorded: their storage and strides identify them.
 
     Tensors are identified by their storage (`memory_of`), because an in-place operation on a view changes its base.
     """
@@ -589,8 +591,9 @@ class ElementwiseInit:
         return None if self.cut else replace(self, steps=(*self.steps, replace(step, region=Strided.of(tensor))))
 
     def copied(self, source: Tensor) -> ElementwiseInit | None:
-        """The initialization of a copy of `source`, a tensor in the storage that this object describes; None if it is not
-        element-wise."""
+        """The initialization of a copy of `source`, a tensor in the described storage; None if the initialization is not
+        element-wise.
+        """
         if is_expanded(source):
             return None
         if source.is_contiguous() and covers_memory(source):
@@ -936,8 +939,10 @@ class MetaStart:
         self._count = 0
 
     def alike(self) -> MustMatch:
-        """A comparison of the initializations, which must be equal on all ranks of a pipeline stage, because no broadcast
-        makes the values equal."""
+        """A table of initializations to compare between ranks.
+
+        The ranks of a pipeline stage must have equal ones, because no broadcast makes the values equal.
+        """
         return MustMatch(
             "the start of",
             {name: str(init) for name, init in self._inits.items()},

@@ -42,7 +42,7 @@ class _Recording:
 
 
 class GraphedSchedule(NonPipelineSchedule):
-    """`NonPipelineSchedule`, with the passes of a batch as CUDA graphs. The key `cuda_graph` of the config selects it.
+    """A `NonPipelineSchedule` that runs the passes of a batch as CUDA graphs. The config key `cuda_graph` selects this schedule.
 
     Args:
         device: The GPU.
@@ -67,7 +67,7 @@ class GraphedSchedule(NonPipelineSchedule):
         return_loss: bool = True,
         return_output_label: bool = True,
     ) -> StepResult:
-        """Run the passes of a batch, or replay them. The results are copies, which the next replay does not overwrite."""
+        """Run or replay the passes of a batch. The results are copies, so the next replay does not overwrite them."""
         if forward_only:
             return super().forward_back_step(engine, data_iter, True, return_loss, return_output_label)
         batch = next(data_iter)

@@ -308,7 +308,10 @@ _ANY = Action.parse("0SENT_F0")
 
 
 class PeerFailed(ScheduleError):
-    """Raised if another rank of the pipeline failed in this step. `no_batch`: that rank only had no batch for the step."""
+    """Raised if another rank of the pipeline failed in this step.
+
+    `no_batch`: the other rank failed only because it had no batch.
+    """
 
     no_batch = False
 
@@ -462,7 +465,7 @@ class Link:
         return header + self._cpu_wire.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), _TEXT)
 
     def sent(self, key: Action) -> None:
-        """Release the memory of the value sent as `key`, now or a few sends later.
+        """Record that the value `key` was sent. Its memory is released now or a few sends later.
 
         Called at the place of the program where the peer has used the value.
         """
@@ -614,7 +617,7 @@ class Link:
         return self._skipped or self._peer_failed
 
     def end_failure(self) -> None:
-        """Wait until the peer has received this rank's reason; called after `wait_for_peer` on all links."""
+        """Wait until the peer has received this rank's failure reason. Call it after `wait_for_peer` on all links."""
         wait(self._failure, self._patience)
         self._failure, self._peer_failed, self._skipped, self._patience = [], False, False, None
 

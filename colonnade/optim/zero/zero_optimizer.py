@@ -432,7 +432,7 @@ def twin_on_shards(optimizer: Optimizer, shards: Sequence[ParameterShard]) -> Op
 
 
 def copy_options(source: Optimizer, target: Optimizer) -> None:
-    """Copy the options of all parameter groups, which a scheduler or a step may have changed, from `source` to `target`."""
+    """Copy the options of all parameter groups from `source` to `target`. A scheduler or a step may have changed the options."""
     for group, other in zip(source.param_groups, target.param_groups, strict=True):
         for key, value in group.items():
             if key != "params":

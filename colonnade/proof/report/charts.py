@@ -59,7 +59,7 @@ class Series:
 
 
 def buckets(steps: Sequence[float], most: int = MOST_POINTS) -> list[float]:
-    """Return the last step of each bucket: every step, or `most` buckets with equal numbers of steps."""
+    """Group the steps into at most `most` buckets of equal size, and return the last step of each bucket."""
     if len(steps) <= most:
         return list(steps)
     return [steps[round((at + 1) * len(steps) / most) - 1] for at in range(most)]
