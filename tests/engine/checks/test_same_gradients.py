@@ -35,7 +35,7 @@ class Norm(nn.LayerNorm):
         return Hidden.apply(super().forward(x))
 
 
-CONFIG = {"parallel": {"tensor": {"size": 2, "mode": "1d"}}}
+CONFIG: dict[str, Any] = {"parallel": {"tensor": {"size": 2, "mode": "1d"}}}
 PLAN = {name: style for name, style in PACKED.items() if "q_norm" not in name}
 SUMMED = {**PLAN, "blocks.*.attention.q_norm": "replicated_with_grad_allreduce"}
 SAID = r"leaves 'blocks\.0\.attention\.q_norm\.weight' replicated, .*'replicated_with"
@@ -52,10 +52,11 @@ def hidden_norms() -> nn.Module:
     return model
 
 
-@on_ranks(2)
-def test_a_norm_of_each_head_that_the_plan_leaves_out():
-    """Named in the first forward pass, or by its gradients."""
-    with launch(CONFIG, context=ParallelContext(), verbose=False) as gpc:
+@pytest.mark.parametrize(("ranks", "zero"), [(2, 0), pytest.param(4, 3, marks=pytest.mark.slow)])
+@on_ranks("ranks")
+def test_a_norm_of_each_head_that_the_plan_leaves_out(ranks: int, zero: int):
+    """Named in the first forward pass, or by its gradients, which at stage 3 FSDP has reduced over the data ranks."""
+    with launch({**CONFIG, "zero": zero}, context=ParallelContext(), verbose=False) as gpc:
         for make, plan in ((hidden_norms, PLAN), (hidden_norms, SUMMED), (lambda: build(packed_model), PLAN)):
             cut = parallelize(make(), plan, context=gpc)
             engine = initialize(cut, lambda p: torch.optim.SGD(p, lr=0.1), summed_loss, context=gpc)[0]
@@ -82,3 +83,5 @@ def test_gradients_of_all_passes_are_added_and_compared_when_every_rank_has_made
         with pytest.raises(GradientError, match=SAID):
             watch.check(complete=True)
         assert not watch.is_due
+        summed_loss(cut(tokens(4)), labels(4))[0].backward()
+        assert watch._sums == {}  # nothing is looked at any more
