@@ -382,8 +382,10 @@ class RankGroup:
         return self.collect()
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Gather the payloads of all ranks (of equal length) over the process group; for payloads that may be too long for
-        `signal`."""
+        """Gather the payloads (of equal length) of all ranks over the process group.
+
+        For payloads that may be too long for `signal`.
+        """
         return start_gather(self._gather, self.size, payload)()
 
     def gather_objects(self, value: Any) -> list[Any]:

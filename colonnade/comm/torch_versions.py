@@ -241,7 +241,9 @@ def is_wanted(node: Any) -> bool:
 
 
 def group_of_call(args: Sequence[Any]) -> dist.ProcessGroup:
-    """The process group among the arguments of a dispatched collective: an object or, as the last argument, its name."""
+    """The process group in the arguments of a dispatched collective: a group object, or the name of the group in the last
+    argument.
+    """
     for value in args:
         if isinstance(value, torch.ScriptObject) and str(value._type()).endswith(".ProcessGroup"):
             return dist.ProcessGroup.unbox(value)

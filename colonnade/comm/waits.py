@@ -265,7 +265,7 @@ class WaitWatch:
         self.at(OUTSIDE)
 
     def during(self, what: str, phase: str | None = None) -> _During:
-        """A context manager: inside the block, the place of this rank is `what`, and its time counts as `phase`."""
+        """A context manager: inside the block, the place of this rank is `what`, and the time of the block counts as `phase`."""
         return _During(self, what, phase)
 
     def enter(self, phase: str | None) -> str | None:
@@ -276,7 +276,7 @@ class WaitWatch:
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """A block around a call that all ranks must make (`what` names it); the block starts when all ranks have entered it.
+        """A context manager for the call `what`, which all ranks must make. The block starts when all ranks have entered it.
 
         The ranks wait for each other in the store, so that a collective of this call is not matched with another collective of a
         rank that is elsewhere. Raises GradientError if a rank cannot arrive, because it has exited or waits for this rank in a
@@ -358,7 +358,7 @@ class WaitWatch:
             raise better from error
 
     def where_others_are(self, place: RankPosition | None = None) -> tuple[str, list[int]]:
-        """The ranks that are at other places than this rank: (their places as text, the ranks); both empty if unknown.
+        """Return (the places of all ranks that are elsewhere, as text; these ranks). Both are empty if unknown.
 
         Takes a few seconds at most.
         """
@@ -555,7 +555,7 @@ def stalled_position(rank: int) -> RankPosition | None:
 
 
 def stalled_details(rank: int) -> tuple[str, Any] | None:
-    """(The place, the `details`) of a rank that has not moved for `PUBLISH_AFTER` seconds; None if the rank is moving."""
+    """Return (place, `details`) of a rank that has not moved for `PUBLISH_AFTER` seconds; None if the rank is moving."""
     store, key, place = default_store(), _KEY.format(rank), stalled_position(rank)
     if place is None:
         return None

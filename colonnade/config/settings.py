@@ -424,7 +424,7 @@ class Fp16Settings(
 
 @dataclass(frozen=True)
 class Bf16Settings(SwitchedSection):
-    """bf16 mixed precision. `zero` has `master_weights` too: see `Precision.read`."""
+    """bf16 mixed precision. The section `zero` also accepts `master_weights`: see `Precision.read`."""
 
     master_weights: bool = key(True, BOOL, "the optimizer steps on fp32 weights")
 

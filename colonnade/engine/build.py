@@ -236,7 +236,7 @@ def _scheduler(lr_scheduler: Any, engine: Engine) -> Any:
 
 
 def numeric_settings() -> MustMatch:
-    """A comparison between ranks of the torch settings that change the rounding of numbers."""
+    """A table to compare between ranks: the torch settings that change the rounding of numbers."""
     backends: Any = torch.backends
     settings = {
         "torch.get_default_dtype()": torch.get_default_dtype(),

@@ -246,7 +246,7 @@ class LossBook:
 
     @property
     def counted(self) -> bool | None:
-        """Whether the losses of this step are (sum, count); None before the first loss."""
+        """Whether the losses of this step are given as (sum, count); None before the first loss."""
         return self._form.counted
 
     def carry(self, synchroniser: Synchroniser, scaler: LossScaler | None = None) -> None:

@@ -303,7 +303,10 @@ class Bucket:
 
     @property
     def tail(self) -> Tensor:
-        """The elements of the buffer after the gradients, for piggybacked numbers, which are summed together with the gradients."""
+        """The elements of the buffer after the gradients.
+
+        They hold piggybacked numbers, which are summed together with the gradients.
+        """
         return self._flat[self.layout.numel : self.layout.numel + TAIL]
 
     def collect(self, *, early: bool) -> dict[int, int]:

@@ -54,7 +54,7 @@ class Transport(ABC):
 
     @classmethod
     def sizes(cls, total: float, ranks: int) -> tuple[float, float]:
-        """(bucket size, size of the first bucket) in MiB, for `total` MiB of gradients reduced over `ranks` ranks."""
+        """Return (bucket size, size of the first bucket) in MiB, for `total` MiB of gradients reduced over `ranks` ranks."""
         return cls.bucket_mb, cls.first_bucket_mb
 
     @abstractmethod
@@ -215,8 +215,11 @@ class DeviceCollectiveTransport(CollectiveTransport):
 
     @classmethod
     def sizes(cls, total: float, ranks: int) -> tuple[float, float]:
-        """The sizes for a device: few buckets, because each costs a launch on every rank; larger buckets for more ranks, whose
-        slices are smaller."""
+        """The sizes for a device.
+
+        Buckets are few, because each bucket costs a launch on every rank. With more ranks, buckets are larger, because the slice of a
+        rank is smaller.
+        """
         size = min(max(cls.bucket_mb, total / 3, ranks / 2), cls.most_mb)
         return size, size / 2
 

@@ -308,7 +308,7 @@ class GroupNotes:
 
 
 def notes_of_all(groups: Sequence[GroupNotes], step: int, counts: bool = False) -> list[list[bytes]]:
-    """The notes of every rank, for each sum, in the order of the groups and their sums.
+    """The notes of every rank for each sum, ordered by group, then by sum.
 
     Collective over the ranks of each group; the host waits.
     """

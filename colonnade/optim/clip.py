@@ -341,7 +341,7 @@ class Decision:
 
 
 class ClipPolicy:
-    """Clips the total norm by a clip method, and each clip group with a limit by this limit.
+    """Clips the total norm by a clip method. A clip group with a limit of its own is clipped by this limit.
 
     Args:
         method: Computes the divisor for all groups without a limit of their own.

@@ -554,7 +554,7 @@ class ElementStep:
         return f"{self.kind}{self.values}{'' if self.region is None else ' in a part'}"
 
     def apply(self, values: Tensor, positions: Tensor, key: int) -> Tensor:
-        """The values of the elements after this step, if all of them are in its region."""
+        """Return the values of these elements after this step. All elements must be in the region of the step."""
         if self.call is not None:
             return self.call(values.clone())
         if self.kind == "fill":
@@ -603,8 +603,11 @@ class ElementwiseInit:
         return ElementwiseInit(self.steps, Strided.of(source) if self.has_regions else None, moved=True)
 
     def values(self, positions: Tensor, places: Tensor, key: Callable[[int | None], int]) -> Tensor:
-        """The initial values, in float64, of the elements at `positions` in the full parameter; `places` are their positions
-        in the storage to which the regions refer, and `key` returns the random key of a storage."""
+        """The initial values, in float64, of the elements at `positions` in the full parameter.
+
+        `places` are the positions of these elements in the storage to which the regions refer; `key` returns the random key of a
+        storage.
+        """
         values = torch.zeros_like(positions, dtype=torch.float64)
         for step in self.steps:
             changed = step.apply(values, positions, key(step.source))

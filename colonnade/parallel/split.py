@@ -610,7 +610,7 @@ class Chunks(nn.ModuleList):
 
 
 def take_stages(split: Split, stage_ranks: Sequence[int], rank: int) -> nn.Module:
-    """The stages of pipeline rank `rank`, several as `Chunks`. `stage_ranks`: the rank of each stage.
+    """Return the stages of pipeline rank `rank`; several stages as `Chunks`. `stage_ranks`: the rank of each stage.
 
     If stages of several ranks share a parameter, the parameter is placed as `Tied` on these ranks: its gradients are summed, it
     counts once in norms, and its copies start equal. If only stages of one rank share a parameter, it stays a single parameter.

@@ -503,7 +503,7 @@ def start_apart(engine: Engine) -> bool:
 
 @mistake("the optimizer leaves a parameter out", "not-updated")
 def skip_an_update(engine: Engine) -> bool:
-    """Restore one parameter after each optimizer step."""
+    """Undo the update of one parameter after each optimizer step."""
     demand = first(engine, lambda demand: True)
     if demand is None:
         return False

@@ -239,7 +239,10 @@ class Wire:
         self._peer = peer
 
     def send(self, tensor: Tensor, tag: int) -> Pending:
-        """Start to send `tensor`. The caller must keep the result until its `Work` has ended, because it keeps the memory alive."""
+        """Start to send `tensor`.
+
+        The caller must keep the result until its `Work` has ended, because the result keeps the memory alive.
+        """
         if tensor.numel() == 0:
             return []
         plain = tensor.detach().resolve_conj().resolve_neg().to(self.device).contiguous()
@@ -252,7 +255,7 @@ class Wire:
         return torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
 
     def receive(self, meta: Meta, tag: int) -> tuple[Tensor, Pending]:
-        """Start to receive a tensor. Returns the tensor, which is valid when the `Work` of the second result has ended."""
+        """Start to receive a tensor. Returns (tensor, pending): the tensor is valid when the `Work` in `pending` has ended."""
         tensor = self.empty(meta)
         return tensor, self.fill(tensor.view(-1).view(torch.uint8), tag) if tensor.numel() else []
 

@@ -369,7 +369,10 @@ class ShardModes:
 def shard_modes_by_parameter(
     model: nn.Module, layout: Layout, rank: int, settings: ZeroSettings
 ) -> dict[int, ShardModes | None]:
-    """The modes over which stage 3 shards each parameter, by id, without DTensors; None for a parameter that is not sharded."""
+    """The modes over which stage 3 shards each parameter, keyed by id; None for a parameter that is not sharded.
+
+    DTensors are left out.
+    """
     axis = replica_mode(layout, settings.replicate)
     left = unsharded_parameters(model, list(model) if isinstance(model, nn.ModuleList) else [model])
     return {
