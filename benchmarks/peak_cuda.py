@@ -61,13 +61,15 @@ class Variant:
 
 
 VARIANTS = {
-    "bf16": Variant(goal=0.60 * PEAK),
+    "bf16": Variant(),
     "bf16, by hand": Variant(by_hand=True),
     "bf16, cudnn": Variant(cudnn=True),
     "bf16, cudnn, 8 rows": Variant(cudnn=True, rows=8),
     "bf16, cudnn, 8 rows, pure": Variant(cudnn=True, rows=8, pure=True),
     "bf16, cudnn, 8 rows, pure, by hand": Variant(cudnn=True, rows=8, pure=True, by_hand=True),
     "bf16, cudnn, 8 rows, pure, fused loss": Variant(cudnn=True, rows=8, pure=True, model={"fused_loss": True}),
+    "bf16, cudnn, 16 rows, pure": Variant(cudnn=True, rows=16, pure=True, goal=0.60 * PEAK),
+    "bf16, cudnn, 16 rows, pure, by hand": Variant(cudnn=True, rows=16, pure=True, by_hand=True),
     "float8, tensorwise": Variant(cudnn=True, rows=8, pure=True, float8="tensorwise", goal=800.0),
     "float8, rowwise": Variant(cudnn=True, rows=8, pure=True, float8="rowwise"),
     "experts": Variant("Qwen3", cudnn=True, pure=True, goal=300.0),

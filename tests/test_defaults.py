@@ -131,8 +131,13 @@ comm.torch_versions.START_UP_TIMEOUT: datetime.timedelta(seconds=120)
 engine.guard.EVERY: 100
 engine.schedule.schedules.BaseSchedule.runs_backward: False
 engine.schedule.schedules.BaseSchedule.uses_batch: True
+engine.schedule.schedules.PipelineSchedule.runs_backward: True
+context.dist_group_initializer.ProcessGroupInitializer.whole_world: True
+optim.zero.zero_optimizer.ZeroOptimizer.is_sharded_elsewhere: True
 trainer.hooks.hook.BaseHook.needs_loss: False
 trainer.hooks.metric_hooks.LossHook.needs_loss: True
+trainer.trainer.ASKS_AHEAD: {'cuda'}
+trainer.trainer.LAG: {'cuda': 1}
 trainer.metrics.Metric.higher_is_better: False
 """
 """What the docs say, what is on disk, and what classes that users derive from begin with."""

@@ -99,8 +99,9 @@ def _add(plan: SavePlan, label: str, names: tuple[str, ...], state_name: str, en
 
 
 def find_checkpoint(folder: str | Path, step: int | None = None) -> Path:
-    """Find a checkpoint: `folder` itself if it is one; if it is a run's folder, its newest intact checkpoint, or the
-    checkpoint of `step`."""
+    """Find a checkpoint: `folder` itself if `folder` is a checkpoint; in a run's folder, the newest intact checkpoint or the
+    checkpoint of `step`.
+    """
     path = local_path(folder, "the folder of checkpoints", CheckpointError)
     if step_of(path) is not None or (path / MANIFEST).exists():
         return path

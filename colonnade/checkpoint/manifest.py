@@ -181,7 +181,7 @@ class ItemRecord:
     key: str
 
     def entry(self, at: int) -> str:
-        """The key in `file` of tensor number `at` of this value."""
+        """The key of tensor number `at` of this value in `file`."""
         return f"{self.key}#{at}"
 
 

@@ -464,7 +464,7 @@ class _Cuts:
         self.table: list[Cut] = []
 
     def of(self, written: Sequence[Pieces]) -> list[tuple[int, int, int]]:
-        """(start, stop, number of the cut) of every run of adjacent pieces."""
+        """Return (start, stop, number of the cut) for every run of adjacent pieces."""
         same = tuple(map(id, written))  # a parameter's moments share their list of pieces, which is examined once
         if same not in self._known:
             self._known[same] = [self._cut(*run) for run in _runs([number for pieces in written for number in pieces])]
@@ -697,11 +697,11 @@ class Pace:
         self._before: float | None = None
 
     def hurry(self) -> None:
-        """Stop the rests of the background thread. Called when the training thread waits for the save."""
+        """Let the background thread run without pauses, because the training thread waits for the save."""
         self._hurry.set()
 
     def rest(self) -> None:
-        """Sleep in proportion to the processor time since the last call. Called by the background thread."""
+        """Sleep in proportion to the processor time since the last call. The background thread calls this function."""
         worked = 0.0 if self._before is None else time.thread_time() - self._before
         if threading.main_thread().is_alive():
             self._hurry.wait(min(_REST * worked, _LONGEST_REST))

@@ -191,7 +191,7 @@ def check_space(folder: Path, needed: int) -> None:
 
 @contextmanager
 def no_space_errors(folder: Path, needed: int) -> Iterator[None]:
-    """Convert the OS errors "no space left" and "over quota" of the block to the error of `check_space`."""
+    """Inside the block, convert the OS errors "no space left" and "over quota" to the error of `check_space`."""
     try:
         yield
     except OSError as error:
@@ -346,7 +346,7 @@ def discard(staged: Path) -> None:
 
 @contextmanager
 def staging(target: Path, needed: int) -> Iterator[Path]:
-    """Give the block a staging path for `target`. Raises if less than `needed` bytes are free.
+    """A context manager that provides a staging path for `target`. Raises if less than `needed` bytes are free.
 
     Deletes the path at the end if it still exists.
     """

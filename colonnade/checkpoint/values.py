@@ -56,7 +56,7 @@ def is_stateful(value: Any) -> bool:
 
 
 def encode(value: Any, what: str) -> Encoded:
-    """Encode `value` as JSON and tensors. Raises for values of other types; the message has their place inside `what`."""
+    """Encode `value` as JSON and tensors. If a part of `value` is neither, the raised error says where in `what` this part is."""
     tensors: list[Tensor] = []
     return Encoded(_encode(value, what, tensors), tuple(tensors))
 

@@ -191,7 +191,7 @@ class HostSockets:
         return [messages[index] for index in range(len(messages))]
 
     def swap_descriptors(self, descriptor: int) -> dict[int, int]:
-        """Send a file descriptor to every peer, and return the descriptors of all peers by index.
+        """Send a file descriptor to every peer, and return the descriptors of all peers, keyed by index in the group.
 
         The caller must close the received descriptors.
         """
@@ -382,8 +382,10 @@ class RankGroup:
         return self.collect()
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Gather the payloads of all ranks (of equal length) over the process group; for payloads that may be too long for
-        `signal`."""
+        """Gather the payloads (of equal length) of all ranks over the process group.
+
+        For payloads that may be too long for `signal`.
+        """
         return start_gather(self._gather, self.size, payload)()
 
     def gather_objects(self, value: Any) -> list[Any]:

@@ -95,8 +95,10 @@ def gather_bytes(content: bytes, device: torch.device, group: Any = None) -> lis
 
 
 def gather_in_pieces(content: bytes, gather_equal_sizes: Callable[[bytes], list[bytes]]) -> list[bytes]:
-    """Gather bytes of different lengths with a function that gathers equal lengths: first the lengths with short contents,
-    then the rest of long ones."""
+    """Gather bytes of different lengths with a function that gathers equal lengths.
+
+    The first call gathers the lengths and short contents, a second call the rest of long contents.
+    """
     heads = gather_equal_sizes((len(content).to_bytes(8, "little") + content[:_SHORT]).ljust(8 + _SHORT))
     sizes = [int.from_bytes(head[:8], "little") for head in heads]
     longest = max(sizes) - _SHORT
@@ -170,7 +172,7 @@ class MustMatch:
 
 @dataclass
 class Agreement:
-    """The tables to compare at the end of a block of `agreed_errors`.
+    """The tables that a block of `agreed_errors` compares between ranks at its end.
 
     Attributes:
         parts: For each table that the block will require, the number of subsets of ranks (`MustMatch.part`). Given in advance,

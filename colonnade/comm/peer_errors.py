@@ -285,7 +285,7 @@ class PeerProcesses:
         return listed(named)
 
     def server(self) -> str:
-        """A text that names rank 0, which serves the store, and its host. Does not access the store."""
+        """A text that names rank 0 (the server of the store) and its host. Does not access the store."""
         if self._rank_0 is None:
             return "rank 0"
         if not self._is_here(self._rank_0):

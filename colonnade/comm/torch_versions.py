@@ -145,7 +145,7 @@ def forget_meeting_stores() -> None:
 
 
 def meeting_store(store: Any, size: int) -> Any:
-    """A wrapper of `store` for the creation of a gloo group.
+    """Wrap `store` for the creation of a gloo group.
 
     The ranks then read about `size` keys in total, not `size` squared.
     """
@@ -155,7 +155,9 @@ def meeting_store(store: Any, size: int) -> Any:
 
 @contextmanager
 def groups_meet(size: int, backend: str | None = None) -> Iterator[None]:
-    """Let torch connect gloo through a `meeting_store` inside the block, which creates one process group of `size` ranks.
+    """Inside the block, let torch connect gloo through a `meeting_store`.
+
+    The block must create one process group of `size` ranks.
 
     Has no effect for NCCL: its threads use the store of their group all the time, and would have to take the GIL for a Python
     store.
@@ -216,8 +218,10 @@ def start_fsdp(module: Any) -> None:
 
 
 def forget_failed_start() -> None:
-    """Reset torch's count of process groups after a failed `init_process_group`, because the next call derives the name of its
-    group from the count."""
+    """Reset torch's count of process groups after a failed `init_process_group`.
+
+    The next call derives the name of its group from the count.
+    """
     if not dist.is_initialized():
         distributed_c10d._world.group_count = 0
 
@@ -237,7 +241,9 @@ def is_wanted(node: Any) -> bool:
 
 
 def group_of_call(args: Sequence[Any]) -> dist.ProcessGroup:
-    """The process group among the arguments of a dispatched collective: an object or, as the last argument, its name."""
+    """The process group in the arguments of a dispatched collective: a group object, or the name of the group in the last
+    argument.
+    """
     for value in args:
         if isinstance(value, torch.ScriptObject) and str(value._type()).endswith(".ProcessGroup"):
             return dist.ProcessGroup.unbox(value)
@@ -301,7 +307,7 @@ def _backends(group: dist.ProcessGroup | None = None) -> list[Any]:
 
 @contextmanager
 def waiting_at_most(limit: timedelta) -> Iterator[None]:
-    """Limit the timeout of collectives of the world to `limit` inside the block."""
+    """Inside the block, limit the timeout of collectives over the world to `limit`."""
     before = [(backend, backend.options._timeout) for backend in _backends()]
     for backend, longest in before:
         backend._set_default_timeout(min(limit, longest))

@@ -25,7 +25,7 @@ _LARGEST = 2**63 - 1  # the largest int64 of torch
 
 
 def nothing(value: object) -> bool:
-    """Return False: the `accepts` function of a rule that allows no plain value, only a dict or list."""
+    """Return False. The `accepts` function of rules that allow only a dict or list."""
     return False
 
 
@@ -148,11 +148,17 @@ class AnySection:
         return values
 
     def refuse(self, given: Mapping[str, Any]) -> None:
-        """Raise for contradictions that are checked only when the section is read; `given` has the keys that the config sets."""
+        """Raise for contradictions that can be checked only when the section is read.
+
+        `given` has the keys that the config sets.
+        """
 
 
 class Section(AnySection):
-    """A section that is always in effect. If the config does not set its key, all its keys have their defaults."""
+    """A config section that is always in effect.
+
+    If the config does not set the section, all keys of the section have their defaults.
+    """
 
     @classmethod
     def read(cls, given: Any) -> Self:

@@ -141,7 +141,7 @@ def near(name: str, known: Iterable[str], edits: int = 1) -> str | None:
 
 
 def is_ordinary(name: str, known: Collection[str]) -> bool:
-    """Whether `name` is probably meant as a custom name although a known name is similar: `seeds`, `model2`, `_zero`."""
+    """Whether `name` is probably a custom name in spite of a similar known name. Examples: `seeds`, `model2`, `_zero`."""
     word = name.rstrip("_0123456789")
     numbered = name[-1:].isdigit() and word in known
     marked = "_" not in word and name.rstrip("_") in known

@@ -424,7 +424,7 @@ class Fp16Settings(
 
 @dataclass(frozen=True)
 class Bf16Settings(SwitchedSection):
-    """bf16 mixed precision. `zero` has `master_weights` too: see `Precision.read`."""
+    """bf16 mixed precision. The section `zero` also accepts `master_weights`: see `Precision.read`."""
 
     master_weights: bool = key(True, BOOL, "the optimizer steps on fp32 weights")
 
@@ -778,7 +778,11 @@ class Settings(Section):
         read=ActivationSettings.read,
     )
     flat_step: bool | None = key(None, BOOL, "run the optimizer on flat buffers; default: if possible")
-    graph_step: bool = key(False, BOOL, "run clipping and flat step as CUDA graphs")
+    cuda_graph: bool | str = key(
+        False,
+        any_of(BOOL, choice("step")),
+        "run steps as CUDA graphs: True: forward, backward, clipping and optimizer; 'step': clipping and optimizer",
+    )
     compile: CompileSettings | None = key(
         None,
         with_dict(BOOL, CompileSettings, "a dict of torch.compile arguments"),

@@ -87,7 +87,9 @@ class Build:
 
 
 def run_initializers(config: Any, world_size: int, rank: int) -> Build:
-    """Run every initializer that the config needs: data, model, pipeline, tensor, the tensor mode, experts, further axes."""
+    """Run every initializer that the config needs, in the order data, model, pipeline, tensor, tensor mode, experts, further
+    axes.
+    """
     axes = world_axes(config, world_size)
     grid = grid_of(axes)
     sizes = parallel_sizes(config)

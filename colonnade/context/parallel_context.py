@@ -128,7 +128,7 @@ class ParallelContext:
         port: int | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Join the world. Collective: returns when every rank has joined.
+        """Join the world. Collective over the world: returns when every rank has joined.
 
         Args:
             rank: The rank of this process.

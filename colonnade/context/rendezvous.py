@@ -106,8 +106,10 @@ def share_start_up_errors(
     timeout: float | None,
     ordinal: int | None = None,
 ) -> Iterator[None]:
-    """A block that runs before this rank joins the world: an error inside it is raised on the other ranks too, which would
-    otherwise wait."""
+    """A context manager for code that runs before this rank joins the world.
+
+    An error in the block is also raised on the other ranks, which would otherwise wait.
+    """
     try:
         yield
     except Exception as error:
@@ -323,7 +325,7 @@ class _Answers:
 
     @classmethod
     def of(cls, store: Any, rank: int) -> _Answers | None:
-        """The answers of the launch at this store; None on other ranks than 0."""
+        """The object that answers ranks for the launch at this store, on rank 0; None on other ranks."""
         return cls(store.underlying_store, _last_prefix) if rank == 0 and isinstance(store, PrefixStore) else None
 
     def answer_arrivals(self) -> None:
@@ -341,7 +343,7 @@ class _Answers:
                 self._base.set(_ANSWER.format(token), self._prefix)
 
     def close(self) -> None:
-        """After all ranks have arrived: the next launch skips these numbers."""
+        """Let the next launch skip the numbers of this launch. Called after all ranks have arrived."""
         self._base.set(_ANSWERED, str(self._seen))
 
 

@@ -291,7 +291,7 @@ class _BlockCall:
         return kept
 
     def fetch(self, device: torch.device) -> torch.cuda.Event:
-        """Start the copies of all tensors back to the device, once; the event marks their end."""
+        """Start the copies of all tensors back to the device, once. An event marks the end of the copies."""
         if self._arrived is None:
             for kept in filter(None, (reference() for reference in self._kept)):
                 kept.back = kept.fetch()

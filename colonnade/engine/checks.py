@@ -249,7 +249,7 @@ def compare_stages(
 
 
 def same_stages(forms: Sequence[tuple[str, tuple[int, ...]]], stages: int) -> str:
-    """The beginning of the message about stages that have equal parameter names and shapes."""
+    """Return the first part of the message about stages with equal parameter names and shapes."""
     names = [name for name, _ in forms]
     shown = f"{listed(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}"
     return f"all {stages} pipeline stages have parameters of the same {len(names)} names and shapes ({shown})"
@@ -305,7 +305,7 @@ class LoopWatch:
             self._same_gradients.check(complete)
 
     def end_step(self) -> None:
-        """Run the checks after a step: from time to time, that the model still has its parameters."""
+        """Run the checks after a step: periodically check that the model still has the same parameter objects."""
         if self._steps == 0:
             self._end_first_step()
         self._steps += 1

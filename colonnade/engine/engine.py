@@ -7,11 +7,13 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -244,7 +246,7 @@ class LossBook:
 
     @property
     def counted(self) -> bool | None:
-        """Whether the losses of this step are (sum, count); None before the first loss."""
+        """Whether the losses of this step are given as (sum, count); None before the first loss."""
         return self._form.counted
 
     def carry(self, synchroniser: Synchroniser, scaler: LossScaler | None = None) -> None:
@@ -265,7 +267,8 @@ class LossBook:
         local, world = self._numbers(), sync.world
         with self._context.waits.during("adding up the counts of the losses"):
             if world is None:
-                dist.all_reduce(local, group=self._context.get_group(ParallelMode.GLOBAL))
+                if self._context.world_size > 1:
+                    dist.all_reduce(local, group=self._context.get_group(ParallelMode.GLOBAL))
                 return self.factor(local, scaler)
             # Between ranks of one host, sockets take a tenth of the time of a collective. A rank whose loss was a mean does not
             # come here: it sends the number of its step on the same sockets, to reduce gradients. Read as a float, that
@@ -280,7 +283,7 @@ class LossBook:
 
     @property
     def takes_part(self) -> bool:
-        """Whether this rank sends its loss counts of this step to the others."""
+        """Whether this rank sends its loss counts of this step to the other ranks."""
         return self._joins or self.uneven
 
     def _numbers(self) -> Tensor:
@@ -304,7 +307,10 @@ class LossBook:
         return self._context.layout.distinct_data / divisor
 
     def refuse_two_forms(self) -> None:
-        """Raise if some ranks had losses (sum, count) and others had means. On a GPU only ranks with means wait for the totals."""
+        """Raise if some ranks had (sum, count) losses and others had means.
+
+        On a GPU, only ranks with means wait for the totals.
+        """
         totals, self._totals = self._totals, None
         if totals is None or (totals.device.type != "cpu" and self._form.counted is not False):
             return
@@ -319,6 +325,12 @@ class LossBook:
         with self._context.waits.during("asking which ranks have a batch"):
             dist.all_reduce(flag, group=self._context.get_group(ParallelMode.GLOBAL))
             return bool(flag.item())
+
+    def copy(self) -> LossBook:
+        """A copy whose counts are independent."""
+        twin = copy.copy(self)
+        twin._form = copy.copy(self._form)
+        return twin
 
     def clear(self) -> None:
         """Reset the counts for the next step."""
@@ -377,6 +389,14 @@ class Observers(list[Observer]):
 _NO_BATCH = object()
 
 
+@dataclass
+class TracedPass:
+    """The counts of a pass in `Engine.pass_without_trace`: the count of a (sum, count) loss, and the number of labels of the loss."""
+
+    count: Count | None = None
+    loss_count: Count | None = None
+
+
 class Engine(LastStep, WholeWeights):
     """Runs training steps: `zero_grad`, call, `criterion`, `backward`, `step`. Built by `colonnade.initialize`.
 
@@ -411,6 +431,7 @@ class Engine(LastStep, WholeWeights):
         stepped_on = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         self._not_stepped_on = [parameter for parameter in model.parameters() if id(parameter) not in stepped_on]
         self._passes, self._total_passes, self._failed = 0, 0, False
+        self._traced: TracedPass | None = None
         self._watch = LoopWatch(model, optimizer, context, sync)
         self.context, self.accumulation, self.training = context, accumulation, True
         self.uses_pipeline = context.pipeline_parallel_size > 1
@@ -466,11 +487,19 @@ class Engine(LastStep, WholeWeights):
             already.
         """
         self._check_not_failed()
+        if not self._schedule.calls_backward:
+            raise GradientError(
+                "cuda_graph=True records the passes of engine.execute_schedule(iter([batch])); call it in place of engine(...), "
+                "criterion and engine.backward(loss), or use cuda_graph='step', which records only clipping and optimizer step",
+                code="C071",
+            )
         # A loss of the wrong form, or a call too many, is an error of this rank only. The others would wait for its gradients.
         with self._raise_on_all_ranks():
             value, count, self.loss_count = self._book.read(loss)
             self._book.add(count)
             self._begin_pass()
+        if self._traced is not None:
+            self._traced.count, self._traced.loss_count = count, self.loss_count
         self.observers.loss(loss)
         # A mean is divided by the number of micro-steps here. A sum is divided by the count of all ranks and micro-steps,
         # which is known only when the gradients are reduced.
@@ -532,6 +561,49 @@ class Engine(LastStep, WholeWeights):
         """
         self._sync.prepare(last and self._passes + 1 == self.accumulation)
         torch.autograd.backward(tensors, grads, retain_graph=inputs is not None, inputs=inputs)
+
+    @property
+    def is_first_pass(self) -> bool:
+        """Whether the next backward pass is the first of a step."""
+        return self._passes == 0
+
+    @contextmanager
+    def pass_without_trace(self) -> Iterator[TracedPass]:
+        """A context manager for the recording of a pass as a CUDA graph: at the end, the counters of the host are restored.
+
+        A recording runs no kernels, so the recorded pass must not be counted.
+        """
+        before = self._book, self._passes, self._total_passes, self.loss_count, self._watch.unsummed
+        self._book, self._traced = self._book.copy(), TracedPass()
+        try:
+            yield self._traced
+        finally:
+            self._traced = None
+            self._book, self._passes, self._total_passes, self.loss_count, self._watch.unsummed = before
+
+    def replay_pass(self, replay: Callable[[], None], count: Count | None, loss_count: Count | None) -> None:
+        """Run recorded forward and backward passes, and count them on the host.
+
+        Args:
+            replay: runs the passes, and sets the gradients.
+            count: the count of a loss given as (sum, count), in the memory of the recording; None for a mean.
+            loss_count: the number of labels of the loss, likewise.
+
+        Raises:
+            GradientError: the step is complete already, or the engine has observers, which would not get the recorded loss.
+        """
+        self._check_not_failed()
+        if self.observers:
+            raise GradientError(
+                f"cuda_graph=True: {type(self.observers[0]).__name__} observes the loss of every pass, which recorded passes do not "
+                f"pass on; use cuda_graph='step'",
+                code="C071",
+            )
+        self._begin_pass()
+        with self._watched_pass():
+            replay()
+        self._book.add(count)
+        self.loss_count = loss_count.clone() if isinstance(loss_count, Tensor) else loss_count
 
     def note_loss(self, count: Count | None, here: bool = True, *, trains: bool = True) -> None:
         """Record the loss count of a schedule that does not call `backward`.
@@ -732,7 +804,7 @@ class Engine(LastStep, WholeWeights):
         return result
 
     def batches(self, loader: Iterable[Any], after_step: Callable[[], Any] | None = None) -> Iterator[Any]:
-        """Iterate over the batches of `loader`, which may be of different length on each rank. Collective over the world.
+        """Iterate over the batches of `loader`. The number of batches may differ between ranks. Collective over the world.
 
         When a rank has no batches left, it takes part in the remaining steps of the other ranks inside this iterator, with weight
         0 in the mean. The loop body must call `backward` and `step` once per batch.

@@ -442,8 +442,8 @@ def _noted(handler: str, name: str, group: Any, of: str | int) -> tuple[Entry, s
 def first_difference(
     one: Steps, other: Steps, ranks: Sequence[int] | None, *, under_way: bool
 ) -> tuple[int, str, str] | None:
-    """The first difference between the calls of two ranks over the group `ranks`: (step, call of one rank, call of the other);
-    None if equal.
+    """The first difference between the calls of two ranks over the group `ranks`, as (step, call of the first rank, call of the
+    second rank); None if equal.
 
     With `ranks=None` the order of handlers is compared. `under_way`: whether the other rank may make further calls in its last
     step.

@@ -242,7 +242,10 @@ class DemandGradientHandler(PlannedGradientHandler):
 
 @GRADIENT_HANDLER.register_module
 class DataParallelGradientHandler(DemandGradientHandler):
-    """Declares the all-reduces over DATA, whose divisor is the number of ranks with distinct data; none on a single data rank."""
+    """Declares the all-reduces over DATA, divided by the number of ranks with distinct data.
+
+    Declares none on a single data rank.
+    """
 
     modes = frozenset({ParallelMode.DATA})
     when = frozenset({ParallelMode.DATA})

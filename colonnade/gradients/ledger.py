@@ -37,7 +37,7 @@ class LedgerRow(NamedTuple):
 
     @property
     def who(self) -> str:
-        """The name of the handler, as text for the table; "NOBODY" if there is none."""
+        """The name of the handler as text for the table; "NOBODY" if the row has no handler."""
         if self.waived:
             return f"{self.done_by} (waived)" if self.done_by else "waived"
         return self.done_by or "NOBODY"

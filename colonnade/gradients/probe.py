@@ -67,7 +67,7 @@ class _ProbeValues:
         return self._limit * min(count, 3 * sqrt(count))
 
     def next_run(self) -> None:
-        """Draw new values. The values are a SHA-512 of run and rank, so that each rank knows the values of all ranks."""
+        """Draw new values: a SHA-512 of run and rank. Each rank can compute the values of all ranks."""
         run = len(self._runs)
         rows = [list(sha512(f"{run}:{rank}".encode()).digest()) for rank in range(self._world_size)]
         values = _VALUES[torch.tensor(rows, device="cpu") % len(_VALUES)]
@@ -399,7 +399,7 @@ def find_difference(rank: int, ranks: Sequence[int], states: Mapping[int, Any], 
 
 @contextmanager
 def state_put_back(handler: Any, context: ParallelContext) -> Iterator[None]:
-    """Run a block, and afterwards restore the attributes of the handler and all RNG streams.
+    """A context manager: after the block, the attributes of the handler and all RNG streams are restored.
 
     Tensors (but not parameters), random generators, and dicts, lists, sets, deques and tuples of these are restored in place.
     For other objects (the model, the optimizer, process groups) only the reference is restored.

@@ -84,7 +84,7 @@ class Sharding:
 
 @dataclass(frozen=True, eq=False)
 class Sum:
-    """A reduction as it is performed, as one collective: reduced gradient = (sum of the local gradients over `ranks`) / `divisor`.
+    """A reduction that one collective performs: reduced gradient = (sum of the local gradients over `ranks`) / `divisor`.
 
     Args:
         names: Names of the parameters on this rank. They may differ between ranks: a weight that is tied over pipeline

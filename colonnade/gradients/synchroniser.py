@@ -207,7 +207,7 @@ class Synchroniser:
 
     @property
     def host_waits(self) -> bool:
-        """Whether the host waits for the reductions in any case, so that comparing notes costs no additional wait."""
+        """Whether the host waits for the reductions anyway, so that a comparison of notes needs no additional wait."""
         return any(bucket.transport.host_waits for bucket in self.buckets)
 
     def agree_by(self, flags: PiggybackedFlags) -> None:

@@ -100,13 +100,12 @@ class SumState:
             self.places.update((position, (bucket, i)) for i, position in enumerate(bucket.positions))
 
     def start(self, bucket: Bucket, *, early: bool) -> None:
-        """Start the reduction of a bucket, and write notes for the gradients that are not in the bucket."""
+        """Start the reduction of a bucket, and write notes for gradients outside the bucket."""
         self.collect(bucket, early=early)
         bucket.send()
 
     def collect(self, bucket: Bucket, *, early: bool) -> None:
-        """Complete the buffer of a bucket without starting its reduction, and write notes for gradients that are not in the
-        bucket."""
+        """Complete the buffer of a bucket without starting the reduction, and write notes for gradients outside the bucket."""
         if not bucket.keeps_gradients:
             self._storages[bucket.layout.dtype, bucket.layout.device].acquire_staging(bucket)
         notes = bucket.collect(early=early)
@@ -309,7 +308,7 @@ class GroupNotes:
 
 
 def notes_of_all(groups: Sequence[GroupNotes], step: int, counts: bool = False) -> list[list[bytes]]:
-    """The notes of every rank, for each sum, in the order of the groups and their sums.
+    """The notes of every rank for each sum, ordered by group, then by sum.
 
     Collective over the ranks of each group; the host waits.
     """
@@ -319,7 +318,7 @@ def notes_of_all(groups: Sequence[GroupNotes], step: int, counts: bool = False) 
 
 
 def finish_uneven(state: SumState, reports: Sequence[bytes], factor: float | Tensor) -> dict[int, list[int]]:
-    """Reduce the gradients that are not in a bucket. Collective over the ranks of the sum, after its buckets are reduced.
+    """Reduce the gradients outside buckets, after the buckets of the sum. Collective over the ranks of the sum.
 
     Args:
         state: The sum.

@@ -41,7 +41,7 @@ _EMBEDDING = ("rowwise", "embedding_rowwise", "embedding_colwise")
 
 
 class Adapters:
-    """The adapters of a model. The constructor detaches them, so that `base` is the model without peft until `put_back`."""
+    """The peft adapters of a model. The constructor detaches the adapters: until `put_back`, `base` is the model without peft."""
 
     def __init__(self, model: nn.Module, context: ParallelContext) -> None:
         self.base = base_model(model)

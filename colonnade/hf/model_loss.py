@@ -80,7 +80,7 @@ class ModelLoss:
         return output
 
     def count(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """Return the number of terms in the mean loss of a batch; None if it is unknown."""
+        """Return the number of terms in the mean loss of a batch; None if the number is unknown."""
         if self.over == "positions":
             length = next(
                 batch[name].shape[1] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None

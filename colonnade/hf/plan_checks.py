@@ -361,7 +361,9 @@ Outputs = list[tuple[str, Tensor]]
 def record_unsharded(
     model: nn.Module, entries: Mapping[str, PlanEntry], sample: Any, context: ParallelContext
 ) -> Callable[[Sequence[nn.Module]], None]:
-    """Run the full model on the sample, and return a function that runs the sharded stages and compares their outputs.
+    """Run the full model on the sample.
+
+    Returns a function that runs the sharded stages and compares their outputs with those of the full model.
 
     The returned function does nothing without a sample, if no layer is sharded, or if the model cannot run here (meta
     device, another device, a split sequence). Otherwise it is collective over the world.

@@ -509,7 +509,7 @@ def ep_dispatch_experts(target: Target) -> None:
 
 @style("ep_router", mode=_EXPERT, options=("tensor",))
 def ep_router(target: Target) -> None:
-    """Change nothing: every rank computes the choices of the full router, and the experts send the tokens accordingly."""
+    """Replicate the router: every rank computes the choices of all experts for its tokens. The experts then send the tokens."""
 
 
 @style("moe_identity_expert")

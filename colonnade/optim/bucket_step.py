@@ -42,6 +42,7 @@ from colonnade.optim.norm import (
     ScatteredRange,
     bucket_blocks,
     kernels_available,
+    numbers_on,
 )
 from colonnade.parallel.flat import FlatLayout, Span, flattened, padded
 from colonnade.parallel.held import Held
@@ -49,7 +50,7 @@ from colonnade.parallel.placement import is_dtensor, local_part
 
 
 class BucketStep:
-    """Measures this rank's gradient norm and runs the step, for gradients in buckets and for gradients in no bucket.
+    """Measures this rank's gradient norm and runs the optimizer step, for gradients inside and outside buckets.
 
     `flat` is the `FlatStep`; None before it exists.
 
@@ -101,7 +102,7 @@ class BucketStep:
     def capture(self) -> None:
         """Record flat steps as CUDA graphs. Raises GradientError if steps are not flat or cannot be recorded."""
         owned = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        check_capturable(owned, wants_flat(owned, self._optimizer, True, "graph_step") and self._is_flat)
+        check_capturable(owned, wants_flat(owned, self._optimizer, True, "cuda_graph") and self._is_flat)
         self.captured = True
 
     def meter(self, norm_type: float, slots: int, device: torch.device) -> Meter:
@@ -148,15 +149,15 @@ class BucketStep:
             for bucket, missing in zip(self._buckets, absent, strict=True):
                 places += [start + place for place in missing]
                 start += len(bucket.members)
-            divisor = self._where_stepped(divisor, torch.ones)
-            flat.step(divisor, self._where_stepped(found_inf, torch.zeros).float(), places)
+            divisor = self._where_stepped(divisor, 1.0)
+            flat.step(divisor, self._where_stepped(found_inf, 0.0).float(), places)
         elif divisor is None and found_inf is None:
             self._optimizer.step()
         else:
             slots = {m: s for bucket in self._buckets for m, s in zip(bucket.members, bucket.slots, strict=True)}
             slots.update((entry.tensor, self._slot_of(entry)) for entry in self._loose_entries)
-            divisor = self._where_stepped(divisor, torch.ones)
-            found_inf = None if found_inf is None else self._where_stepped(found_inf, torch.zeros)
+            divisor = self._where_stepped(divisor, 1.0)
+            found_inf = None if found_inf is None else self._where_stepped(found_inf, 0.0)
             ScaledStep(self._optimizer, slots).step(divisor, found_inf)
 
     def first_nonfinite(self) -> str | None:
@@ -257,10 +258,10 @@ class BucketStep:
             self._flat_key = key
         return self.flat
 
-    def _where_stepped(self, number: Tensor | None, default: Callable[..., Tensor]) -> Tensor:
+    def _where_stepped(self, number: Tensor | None, default: float) -> Tensor:
         """A number on the device of the stepped tensors, which with offloading is not the device of the norm."""
-        home = next((member.device for bucket in self._buckets for member in bucket.members), None)
-        return default((), dtype=torch.float32, device=home) if number is None else number.to(home)
+        home = next((member.device for bucket in self._buckets for member in bucket.members), torch.device("cpu"))
+        return numbers_on((default,), torch.float32, home).view(()) if number is None else number.to(home)
 
 
 def _sizes(optimizer: Any) -> list[int]:
@@ -433,9 +434,10 @@ class ScatteredBucket(OwnedBucket):
     def take_gradients(self) -> list[int]:
         # A kernel reads the gradients by their addresses; gradients that it could not read (strides, alignment) are copied.
         addresses, missing = [], []
+        dtype, strided = self._layout.dtype, torch.strided
         for at, (member, offset) in enumerate(self._offsets):
             grad = member.grad
-            if grad is None or grad.layout is not torch.strided or grad.dtype is not self._layout.dtype:
+            if grad is None or grad.layout is not strided or grad.dtype is not dtype:
                 missing.append(at)
                 addresses.append(0)
                 continue

@@ -341,7 +341,7 @@ class Decision:
 
 
 class ClipPolicy:
-    """Applies a clip method to the total norm, and their own limits to the clip groups that have one.
+    """Clips the total norm by a clip method. A clip group with a limit of its own is clipped by this limit.
 
     Args:
         method: Computes the divisor for all groups without a limit of their own.

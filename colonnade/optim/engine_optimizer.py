@@ -73,12 +73,10 @@ class EngineOptimizer(ABC):
         """
 
     @abstractmethod
-    def needs_buckets(self, graph: bool, planned_on: str | None = None) -> bool:
+    def needs_buckets(self, planned_on: str | None = None) -> bool:
         """Whether all gradients must be in buckets, including those that need no reduction.
 
-        Args:
-            graph: The key `graph_step` of the config.
-            planned_on: For a simulated run, the device type of the machine that is planned for.
+        `planned_on`: for a simulated run, the device type of the machine that is planned for.
         """
 
     @abstractmethod
@@ -158,11 +156,10 @@ class PlainOptimizer(EngineOptimizer):
     def plan_shards(self, pipeline: bool) -> Shards | None:
         return None
 
-    def needs_buckets(self, graph: bool, planned_on: str | None = None) -> bool:
-        # The Triton kernels read gradients at any address, but a CUDA graph needs them at the same addresses in every step.
+    def needs_buckets(self, planned_on: str | None = None) -> bool:
+        # The Triton kernels read gradients at any address.
         trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        any_address = not graph and all(can_scatter(parameter, planned_on) for parameter in trained)
-        return self.is_flat and not any_address
+        return self.is_flat and not all(can_scatter(parameter, planned_on) for parameter in trained)
 
     def attach(self, synchroniser: Synchroniser, waits: WaitWatch) -> None:
         pass

@@ -91,7 +91,8 @@ class FlatStep:
     Args:
         optimizer: The optimizer; `why_not(optimizer)` must be None.
         buckets: The parameters of the optimizer and their gradients.
-        graph: Record the launches as a CUDA graph; gradients must then stay at the same addresses.
+        graph: Record the launches as a CUDA graph. Flat gradients must then stay at the same addresses; the addresses of scattered ones
+            are read from device memory.
     """
 
     def __init__(self, optimizer: Optimizer, buckets: Sequence[FlatBucket], graph: bool = False) -> None:
@@ -431,7 +432,9 @@ class FlatState:
         return [("momentum_buffer",) if group["momentum"] else () for group in self._optimizer.param_groups]
 
     def count(self, present: Sequence[int]) -> list[int]:
-        """The places among `present` whose steps are counted. Creates their state, as torch does at the first step.
+        """Return the places in `present` whose parameters have a step count.
+
+        Creates missing state, as torch does at the first step.
 
         Places with equal `histories` have been counted in the same calls of this method. So equal histories mean equal step counts,
         whichever steps the device skips.
@@ -687,7 +690,7 @@ def check_capturable(parameters: Sequence[Tensor], flat: bool) -> None:
         elif parameter.dtype not in (torch.float32, *HALVES) or not kernels_available():
             reason = f"a parameter has dtype {parameter.dtype}; supported are fp32, bf16 and fp16, with Triton"
     if reason is not None:
-        raise GradientError(f"graph_step=True is not available here: {reason}. Remove it from the config.")
+        raise GradientError(f"cuda_graph is not available here: {reason}. Remove it from the config.", code="C071")
 
 
 class Capture:

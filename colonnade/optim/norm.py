@@ -68,7 +68,7 @@ class ScatteredGradient:
 
 @dataclass(frozen=True, eq=False)
 class ScatteredRange:
-    """The elements [start, stop) of the flat buffer in whose place a `ScatteredGradient` is; they are those of gradient `owner`."""
+    """The elements [start, stop) of a flat buffer that a `ScatteredGradient` replaces. All are elements of gradient `owner`."""
 
     gradient: ScatteredGradient
     owner: int
@@ -106,7 +106,7 @@ class GradientBlock:
 
     @property
     def owned(self) -> Tensor | ScatteredRange:
-        """The slice of the block that this rank reads. Together, the slices of all replicas cover the block once."""
+        """The slice of the block that this rank reads. The slices of all replicas together cover the block exactly once."""
         if self.count == 1 or self.index is None:
             return self.tensor
         flat = _flat(self.tensor)
@@ -216,7 +216,9 @@ class Meter:
 
     @torch.no_grad()
     def measure(self) -> Tensor:
-        """The vector for `reduce_norms`: a sum of powers per slot, then a count of non-finite blocks per slot."""
+        """Return the vector for `reduce_norms`: the sums of powers of all slots, then the numbers of non-finite blocks of all
+        slots.
+        """
         vectors = [sums.vector().to(self.device, non_blocking=True) for sums in self._sums]
         if not vectors:
             return torch.zeros(2 * self.slots, dtype=torch.float64, device=self.device)
@@ -266,7 +268,9 @@ class _DeviceSums:
         self._lengths = numbers_on(tuple(per_slot), torch.int64, device)
 
     def vector(self) -> Tensor:
-        """2 x slots fp64 numbers: a sum of powers per slot, then the number of its non-finite blocks."""
+        """Return a vector of 2 x slots fp64 numbers: first the sum of powers of each slot, then the number of non-finite blocks
+        of each slot.
+        """
         values = self._read()
         if self._weights is not None:
             sums, nonfinite = values
@@ -320,7 +324,7 @@ def reduce_norms(
     order = check_order(p)
     if not measures_full_gradient and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
         dist.all_reduce(vector, dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM, group=group)
-    values, nonfinite = vector[: len(vector) - piggybacked].view(2, -1).unbind(0)
+    values, nonfinite = (vector[:-piggybacked] if piggybacked else vector).view(2, -1).unbind(0)
     if math.isinf(order):  # MAX may ignore a NaN, so the readers send it as inf with the number 2
         values = torch.where(nonfinite > 1.5, math.nan, values)
         nonfinite = nonfinite.clamp(max=1.0)
@@ -350,7 +354,7 @@ class Norms:
         return self._root(sums.amax(-1) if math.isinf(self.p) else sums.sum(-1))
 
     def over(self, members: Tensor) -> Tensor:
-        """The norms of several sets of slots. `members` is a mask of shape (sets, slots)."""
+        """The norm of each of several sets of slots. `members` is a mask of shape (sets, slots)."""
         sums = torch.where(members, self.sums, 0.0)
         return self._root(sums.amax(-1) if math.isinf(self.p) else sums.sum(-1))
 
@@ -498,7 +502,7 @@ class KernelReader:
                 members_of.setdefault(storage, []).append(index)
 
         # Each launch leaves a partial sum per chunk; `ranges` has the range of partial sums of each gradient.
-        self._launches: list[tuple[Tensor, tuple[Tensor, Tensor] | None, Tensor, int]] = []
+        launches: list[tuple[Tensor, tuple[Tensor, Tensor] | None, Tensor, int]] = []
         chunks_of = [-(-row.numel() // CHUNK) for row in rows]
         ranges = torch.zeros(len(rows), 2, dtype=torch.int32, device="cpu")
         first = 0
@@ -518,15 +522,19 @@ class KernelReader:
                 starts = [int(row.storage_offset()) - origin for row in own]
                 spans = [(start, start + row.numel()) for start, row in zip(starts, own, strict=True)]
                 table = chunk_table(spans, CHUNK, self._device)
-            self._launches.append((base, places, table, first))
+            launches.append((base, places, table, first))
             for index in members:
                 ranges[index, 0], ranges[index, 1] = first, first + chunks_of[index]
                 first += chunks_of[index]
         self._host_ranges, self._ranges = ranges, to_device(ranges, self._device)
         self._partial = torch.zeros(max(first, 1), dtype=torch.float64, device=self._device)
+        self._launches = [(base, places, table, self._partial[first:]) for base, places, table, first in launches]
 
     def join(self, lengths: Sequence[int]) -> bool:
-        """Return one sum for each run of so many rows from now on. False, and no change, if their chunks are not neighbours."""
+        """From now on, return one sum for each run of so many rows.
+
+        If the chunks of a run are not adjacent, change nothing and return False.
+        """
         stops = list(accumulate(lengths))
         joined = torch.zeros(len(lengths), 2, dtype=torch.int32, device="cpu")
         for at, (stop, length) in enumerate(zip(stops, lengths, strict=True)):
@@ -540,8 +548,8 @@ class KernelReader:
 
     def __call__(self) -> Tensor:
         with on_device(self._device):
-            for base, places, table, first in self._launches:
-                self._kernels.square_sums(base, places, table, self._partial[first:])
+            for base, places, table, sums in self._launches:
+                self._kernels.square_sums(base, places, table, sums)
             return self._kernels.add_ranges(self._partial, self._ranges)
 
 

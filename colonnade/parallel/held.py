@@ -141,8 +141,7 @@ class Placements:
         self._shapes = [logical_shape(entry.tensor, entry.placement, sizes) for entry in self._held]
 
     def alike(self) -> MustMatch:
-        """A comparison of the properties that must be equal on all ranks of a pipeline stage: full shape, dtype and kind of
-        each parameter."""
+        """A table to compare between the ranks of a pipeline stage: the full shape, dtype and kind of each parameter."""
         return MustMatch(
             "parameter",
             {
@@ -328,8 +327,10 @@ def words_of(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def checksum(tensor: Tensor) -> Tensor:
-    """Two checksums of a tensor's bits: the sum of its 64-bit words, which differs after a change of any one word, and the sum
-    of their squares."""
+    """Two checksums of a tensor's bits: the sum of its 64-bit words, and the sum of their squares.
+
+    A change of any single word changes the first sum.
+    """
     words = words_of(tensor)
     if words.device.type == "cpu":
         return torch.stack([words.sum(), torch.dot(words, words)])

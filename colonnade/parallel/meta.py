@@ -273,7 +273,9 @@ Run = Callable[[RecordedOp, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class InitRecording(TorchDispatchMode):
-    """A context manager that records every operation on meta tensors, except views: a view is known by its storage and strides.
+    """A context manager that records every operation on meta tensors.
+
+    Views are not recorded: their storage and strides identify them.
 
     Tensors are identified by their storage (`memory_of`), because an in-place operation on a view changes its base.
     """
@@ -552,7 +554,7 @@ class ElementStep:
         return f"{self.kind}{self.values}{'' if self.region is None else ' in a part'}"
 
     def apply(self, values: Tensor, positions: Tensor, key: int) -> Tensor:
-        """The values of the elements after this step, if all of them are in its region."""
+        """Return the values of these elements after this step. All elements must be in the region of the step."""
         if self.call is not None:
             return self.call(values.clone())
         if self.kind == "fill":
@@ -589,8 +591,9 @@ class ElementwiseInit:
         return None if self.cut else replace(self, steps=(*self.steps, replace(step, region=Strided.of(tensor))))
 
     def copied(self, source: Tensor) -> ElementwiseInit | None:
-        """The initialization of a copy of `source`, a tensor in the storage that this object describes; None if it is not
-        element-wise."""
+        """The initialization of a copy of `source`, a tensor in the described storage; None if the initialization is not
+        element-wise.
+        """
         if is_expanded(source):
             return None
         if source.is_contiguous() and covers_memory(source):
@@ -600,8 +603,11 @@ class ElementwiseInit:
         return ElementwiseInit(self.steps, Strided.of(source) if self.has_regions else None, moved=True)
 
     def values(self, positions: Tensor, places: Tensor, key: Callable[[int | None], int]) -> Tensor:
-        """The initial values, in float64, of the elements at `positions` in the full parameter; `places` are their positions
-        in the storage to which the regions refer, and `key` returns the random key of a storage."""
+        """The initial values, in float64, of the elements at `positions` in the full parameter.
+
+        `places` are the positions of these elements in the storage to which the regions refer; `key` returns the random key of a
+        storage.
+        """
         values = torch.zeros_like(positions, dtype=torch.float64)
         for step in self.steps:
             changed = step.apply(values, positions, key(step.source))
@@ -936,8 +942,10 @@ class MetaStart:
         self._count = 0
 
     def alike(self) -> MustMatch:
-        """A comparison of the initializations, which must be equal on all ranks of a pipeline stage, because no broadcast
-        makes the values equal."""
+        """A table of initializations to compare between ranks.
+
+        The ranks of a pipeline stage must have equal ones, because no broadcast makes the values equal.
+        """
         return MustMatch(
             "the start of",
             {name: str(init) for name, init in self._inits.items()},

@@ -59,7 +59,7 @@ _OTHER_MODALITIES = ("pixel_values", "input_features", "input_values", "audio_va
 
 
 class ForwardSplitter:
-    """Splits a model with blocks in lists by its own forward pass, which is recorded once without weights.
+    """Splits a model whose blocks are in lists. The splitter records the model's own forward pass once, without weights.
 
     Args:
         model: The model; it is not changed until `stages`.
@@ -200,7 +200,7 @@ class ForwardSplitter:
 
 @dataclass(frozen=True)
 class StageSpec:
-    """The part of one stage: it makes the calls [first, stop) of the recorded pass, and receives and sends these values.
+    """The part of one stage: the calls [first, stop) of the recorded pass, and the values that the stage receives and sends.
 
     Calls are numbered as in the recorded pass, values as in its `Value.number`.
     """
@@ -306,7 +306,9 @@ def stage_specs(recording: Recording, firsts: Sequence[int]) -> list[StageSpec]:
 
 
 class Absent:
-    """Placeholder for a unit of another stage, which the model's forward() calls here too. Not a module, and has no weights.
+    """Placeholder for a unit of another stage: the model's forward() calls it on this stage too.
+
+    A placeholder is not a module and has no weights.
 
     Args:
         name: The name of the unit in the model.
@@ -539,8 +541,9 @@ class _PartlyAbsentDict(_PartlyAbsent):
 
 
 def hide_children(owner: nn.Module, absent: dict[str, Absent]) -> None:
-    """Replace children of a module by `Absent` objects. forward() can still access them, but `modules()` and `parameters()` do
-    not contain them."""
+    """Replace children of a module by `Absent` objects. forward() can still access these objects, but `modules()` and
+    `parameters()` do not contain them.
+    """
     if isinstance(owner, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
         vars(owner)["_colonnade_members"] = {name: absent.get(name) for name in owner._modules}
         owner.__class__ = subclass_with(

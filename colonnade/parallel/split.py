@@ -474,12 +474,14 @@ def _balanced_cuts(names: Sequence[str], num_stages: int | None, weights: Sequen
 
 
 def balanced(weights: Sequence[float], parts: int) -> list[int]:
-    """Split consecutive items into `parts` runs and return the start of each: the heaviest run is as light as possible, and,
-    second, all runs are as even as possible."""
+    """Split consecutive items into `parts` runs, and return the start of each run.
+
+    Minimizes the weight of the heaviest run, then the differences between runs.
+    """
     sums = list(accumulate(weights, initial=0.0))
 
     def options(start: int, parts: int) -> list[tuple[float, int]]:
-        """(weight, end) of each possible next run."""
+        """Yield (weight, end) of each possible next run."""
         stops = range(start + 1, len(weights) - parts + 2) if parts > 1 else (len(weights),)
         return [(sums[stop] - sums[start], stop) for stop in stops]
 
@@ -492,7 +494,7 @@ def balanced(weights: Sequence[float], parts: int) -> list[int]:
 
     @cache
     def evenest(start: int, parts: int) -> tuple[float, tuple[int, ...]]:
-        """The most even runs of which none is heavier than `limit`, as (sum of squares, starts)."""
+        """Return the most even split in which no run is heavier than `limit`, as (sum of squares, starts)."""
         if parts == 0:
             return 0.0, ()
         found = [(own, evenest(stop, parts - 1)) for own, stop in options(start, parts) if own <= limit]
@@ -608,7 +610,7 @@ class Chunks(nn.ModuleList):
 
 
 def take_stages(split: Split, stage_ranks: Sequence[int], rank: int) -> nn.Module:
-    """The stages of pipeline rank `rank`, several as `Chunks`. `stage_ranks`: the rank of each stage.
+    """Return the stages of pipeline rank `rank`; several stages as `Chunks`. `stage_ranks`: the rank of each stage.
 
     If stages of several ranks share a parameter, the parameter is placed as `Tied` on these ranks: its gradients are summed, it
     counts once in norms, and its copies start equal. If only stages of one rank share a parameter, it stays a single parameter.

@@ -172,8 +172,10 @@ def locate_tensors(
 
 
 def prefix_of(model: nn.Module) -> str:
-    """The prefix that the names of this rank's model lack, compared to the full model; not empty for a stage taken out of a
-    peft wrapper."""
+    """The prefix that parameter names have in the full model but not in this rank's model.
+
+    Empty unless a stage was taken out of a peft wrapper.
+    """
     stage = next(iter(model), model) if isinstance(model, nn.ModuleList) else model
     return str(getattr(stage, PREFIX, ""))
 

@@ -162,7 +162,7 @@ class Groups:
         self._placed = [mode for mode in listed if re.search(rf"\b{mode}\b", placements, re.IGNORECASE)]
 
     def spelled(self, factor: Factor) -> str:
-        """Format a product of sizes; a mode is followed by the other modes of placements that have the same groups."""
+        """Format a product of sizes. After each mode, name the other modes of placements with the same groups."""
         text = str(factor)
         for mode, _ in factor.powers:
             others = [other for other in self._placed if other != mode and self._name.get(other) == mode]
@@ -184,7 +184,7 @@ class Groups:
         return tuple(sorted(reached))
 
     def subsets(self) -> list[tuple[str, ...]]:
-        """List sets of up to three modes. Among sets that reach the same ranks, only the smallest is listed."""
+        """List sets of up to three modes. If several sets reach the same ranks, list only the smallest."""
         some = [chosen for count in range(_MODES_AT_ONCE + 1) for chosen in combinations(self.of_mode, count)]
         seen: dict[tuple[tuple[int, ...], ...], tuple[str, ...]] = {}
         ranks = sorted({rank for groups in self.of_mode.values() for group in groups for rank in group})
@@ -409,7 +409,7 @@ class GradientCase(Case):
 
     @cached_property
     def due(self) -> Candidate:
-        """The candidate "local gradients after all required reductions": the gradient that should have resulted."""
+        """The candidate "local gradients after all required reductions", which is the correct gradient."""
         total = self.raw_sum(tuple(self.required))
 
         def candidate(part: LocalValue) -> Tensor | None:

@@ -228,7 +228,7 @@ def full_shapes(records: Sequence[Record], names: Names) -> dict[str, tuple[int,
 
 
 def assemble(records: Sequence[Record], truth: TrueRun) -> Evidence:
-    """Combine the records of all ranks and the reference to the `Evidence`."""
+    """Combine the records of all ranks and of the reference into an `Evidence` object."""
     run, side_by_side = records[0].run, _SideBySide(records, truth.names, truth.terms)
     notes = [
         *(note for record in records for note in record.notes),
@@ -313,7 +313,7 @@ def notes_of_equal_draws(replays: Replays) -> list[str]:
 
 
 def drawn_on_host(records: Sequence[Record], truth: Mapping[str, Sequence[int]]) -> dict[str, str]:
-    """Return the modules that draw different numbers from Python's or NumPy's generator than in the single process.
+    """Return the modules whose draws from Python's or NumPy's generator differ between the ranks and the single process.
 
     The values are the reasons, as text.
     """
@@ -739,9 +739,9 @@ class _SideBySide:
         return None
 
     def sliced_differently(self, truth: Mapping[str, Tensor]) -> list[str]:
-        """Return the axes along which ranks sliced different batches.
+        """Return the axes along which the ranks cut their batches from different full batches.
 
-        Activations are then shorter by the size of the axis twice.
+        The activation of a rank is then shorter than the full one by the square of the axis size.
         """
         found = []
         for axis in self.axes:
@@ -870,7 +870,7 @@ class Tolerance:
         return cls(dtype, max(1, evidence.world_size * evidence.accumulation), only_rounding)
 
     def hides_errors(self, spread: float, size: float, everything: float) -> bool:
-        """Return whether a wrong factor could hide in the tolerance; see the function `hides_errors`."""
+        """Return whether the tolerance is too wide to detect a wrong factor; see the function `hides_errors`."""
         return not self.only_rounding and hides_errors(spread, size, everything, self.dtype)
 
     def of(self, compared: Compared, typical: float = 0.0) -> float:
@@ -893,7 +893,7 @@ _VISIBLE, _CHAOS = 1e-5, 8192.0
 
 
 def hides_errors(spread: float, size: float, everything: float, dtype: torch.dtype) -> bool:
-    """Return whether perturbed runs differ so much that a wrong factor could hide in the tolerance.
+    """Return whether perturbed runs differ so much that the tolerance is too wide to detect a wrong factor.
 
     `spread` is compared with the `size` of the value, and with `everything`, the size of all values of this kind in the
     step. The second comparison excludes values that consist of rounding errors, such as the gradient of a bias before a
@@ -1054,7 +1054,7 @@ def needed_as_a_whole(rows: Iterable[Row], sketched: Collection[str], names: Nam
 
 
 def notes_of_rows(rows: Sequence[Row]) -> list[str]:
-    """Return notes on values that differ without effect on the training."""
+    """Return notes on differences that have no effect on training."""
     scaled = next((row for row in rows if row.quantity == LOSS and row.ok and "times the loss" in row.detail), None)
     return (
         [f"the value that backward() starts from is {scaled.detail}, so it counts as a scale of the loss"]
@@ -1106,7 +1106,7 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def at_positions(whole: Tensor, positions: Tensor | None) -> Tensor:
-    """Return the elements of a full tensor at these flat positions (None: all), in one dimension and in double."""
+    """Return the elements of a full tensor at these flat positions (None: all), as a one-dimensional fp64 tensor."""
     return flat(whole) if positions is None else flat(whole)[positions.flatten()]
 
 
@@ -1316,7 +1316,7 @@ class Report:
 
     @property
     def is_uncertain(self) -> bool:
-        """Whether no value is known to differ, but some values cannot be compared."""
+        """Whether all compared values match, but some values could not be compared."""
         return bool(self.uncertain) and not self.findings
 
     @property

@@ -179,7 +179,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def gather_to_first(value: Any, context: ParallelContext) -> list[Any] | None:
-    """Return the values of all ranks on rank 0; None on other ranks. Collective over the world.
+    """Return the values of all ranks on rank 0, and None on other ranks. Collective over the world.
 
     Every rank raises if the value of some rank cannot be sent.
     """

@@ -443,7 +443,7 @@ def clip_locally(engine: Engine) -> bool:
 
 @mistake("the norm counts replicas once for each rank", "norm-counts-replicas")
 def count_replicas(engine: Engine) -> bool:
-    """Clip by the norm over the gradients of all ranks, in which replicas count several times."""
+    """Clip by a norm over the gradients of all ranks that counts each replica separately."""
 
     def norm(true: Tensor) -> Tensor:
         total = squares_of(engine).to(message_device(engine.context.device))
@@ -503,7 +503,7 @@ def start_apart(engine: Engine) -> bool:
 
 @mistake("the optimizer leaves a parameter out", "not-updated")
 def skip_an_update(engine: Engine) -> bool:
-    """Restore one parameter after each optimizer step."""
+    """Undo the update of one parameter after each optimizer step."""
     demand = first(engine, lambda demand: True)
     if demand is None:
         return False
@@ -513,7 +513,7 @@ def skip_an_update(engine: Engine) -> bool:
 
 @mistake("the weights of one rank drift from those of the others", "optimizer-differs", "replicas-differ")
 def drift(engine: Engine) -> bool:
-    """Multiply one replicated parameter by 1 + 1e-7 on the last rank, after each optimizer step."""
+    """After each optimizer step, multiply one replicated parameter by 1 + 1e-7 on the last rank."""
     demand = first(engine, is_summed)
     if demand is None:
         return False

@@ -169,7 +169,7 @@ class Processes:
 
     @contextmanager
     def running(self, commands: Sequence[Command]) -> Iterator[list[Running]]:
-        """Start these commands and yield the processes; at the end of the block, processes that still run are stopped."""
+        """Start these commands, and yield the processes. At the end of the block, stop all processes that still run."""
         started: list[Running] = []
         try:
             for command in commands:

@@ -149,7 +149,7 @@ def places_for(
 
 
 def joined(parts: Mapping[int, Tensor], places: Places, shape: Shape) -> Tensor:
-    """Join the shards of the ranks to the full tensor; of replicas, the first rank counts."""
+    """Join the shards of the ranks to the full tensor. If several ranks have the same elements, use those of the first rank."""
     if not shape:
         return next(iter(parts.values()))
     whole = next(iter(parts.values())).new_empty(shape)

@@ -360,7 +360,7 @@ def divided(total: Tensors, divisors: Mapping[str, float]) -> Tensors:
 
 
 def norm_of(values: Sequence[Tensor], norm_type: float, known: Sequence[float] = ()) -> float:
-    """Return the norm of all tensors together, computed in double. `known` are the norms of further tensors.
+    """Return the norm of all tensors together, computed in fp64. `known` are the norms of further tensors.
 
     On a CPU, torch's sum of millions of squares in fp32 has a relative error of 1e-4.
     """

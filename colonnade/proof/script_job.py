@@ -103,7 +103,7 @@ def current_role() -> ScriptPart | None:
 IN_EVAL = "in evaluation mode"
 """The key in the joined batches that says that all ranks trained in evaluation mode."""
 _HALF = ("bf16", "fp16", "float8")
-_ONLY_TOGETHER = ("zero", "sync", "gradient_handler", "gradient_handlers", "schedule", "compare_batches", "graph_step")
+_ONLY_TOGETHER = ("zero", "sync", "gradient_handler", "gradient_handlers", "schedule", "compare_batches", "cuda_graph")
 _FROM_GRAPH = "from the graph"
 
 

@@ -253,7 +253,7 @@ class SingleProcessScript:
         return needed_as_a_whole(report.rows, self._sketched, self._truth.run.names)
 
     def was_fed(self, records: Sequence[Record]) -> bool:
-        """Return whether a run had the weights, batches and random numbers that this reference was made for."""
+        """Return whether a run had the same weights, batches and random numbers as this reference."""
 
         def inputs(record: Record) -> Any:
             draws = [[draw.numbers for calls in step.draws.values() for draw in calls] for step in record.steps]
@@ -490,7 +490,7 @@ def _shown_run(script: Script, how: str, detail: str = "") -> Iterator[None]:
 
 
 def on_ranks(script: Script, folder: Path, processes: Processes) -> list[Record]:
-    """Run the script on its ranks; returns one record per rank."""
+    """Run the script on its ranks, and return one record per rank."""
     count, how = script.nproc, f"on {script.nproc} rank{'s' * (script.nproc > 1)}"
     off = None if script.off is None else dict(script.off)
     whole = None if script.whole is None else list(script.whole)

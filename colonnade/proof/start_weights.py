@@ -43,7 +43,7 @@ def is_constant(tensor: Tensor) -> bool:
 
 @dataclass
 class StartParts:
-    """A weight with different initial values: the parts on the ranks, and the same parts of the script's own weight."""
+    """A weight with different initial values: its parts on the ranks, and the same parts of the single-process weight."""
 
     name: str
     found: dict[int, Tensor] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class StartParts:
 
     @property
     def right(self) -> list[int]:
-        """The ranks whose part equals the same part of the script's own weight."""
+        """The ranks whose part of the weight equals the same part of the single-process weight."""
         return [rank for rank, value in self.found.items() if torch.equal(value, self.own[rank])]
 
     def same_place(self, a: int, b: int) -> bool:

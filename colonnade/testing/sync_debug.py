@@ -35,7 +35,7 @@ def device_waits(step: Callable[[], Any]) -> list[str]:
     of_torch = str(Path(torch.__file__).parent)
 
     def note(message: Warning | str, *_: Any, **__: Any) -> None:
-        if "synchroniz" in str(message):
+        if "called a synchronizing" in str(message):
             frames = [frame for frame in traceback.extract_stack()[:-1] if "warnings.py" not in frame.filename]
             own = [frame for frame in frames if not frame.filename.startswith(of_torch)] or frames
             places.append(" < ".join(f"{_short(frame.filename)}:{frame.lineno}" for frame in reversed(own[-_SHOWN:])))

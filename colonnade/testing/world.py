@@ -342,7 +342,7 @@ def _text(path: Path) -> str:
 def start_server(also: Sequence[str] = ()) -> ForkServerContext:
     """Start the fork server unless it runs, without waiting for its imports; returns its multiprocessing context.
 
-    `also` are further modules that it imports, for tests whose ranks all need them.
+    `also` are further modules that the server imports, for tests in which all ranks need these modules.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*_PRELOAD, *(_PRELOAD_UNDER_PYTEST if "pytest" in sys.modules else ()), *also])
@@ -381,7 +381,7 @@ def check_keywords(fn: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
 
 
 def packed(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """Pickle the call. Raises LaunchError with the value that cannot be sent.
+    """Pickle the call. If a value cannot be pickled, raise a LaunchError that names the value.
 
     Uses plain pickle, because the pickler of multiprocessing would share the memory of tensors between ranks.
     """
@@ -477,7 +477,7 @@ _MPS_SECONDS = 30
 
 @contextlib.contextmanager
 def cuda_mps() -> Iterator[bool]:
-    """Run the CUDA multi-process service inside the block, so that kernels of several ranks run on a GPU concurrently.
+    """Inside the block, run the CUDA multi-process service (MPS): kernels of several ranks then run on one GPU concurrently.
 
     Without MPS the ranks take turns. Its pipes and logs are in a temporary folder, so it does not interfere with another
     service. Worlds that start inside the block use it. Yields True, or False with a warning if MPS is not installed.

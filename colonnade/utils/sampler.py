@@ -62,7 +62,7 @@ class DistinctDataSampler(Sampler[int]):
         return (len(self) - 1) * self._ranks + self._rank >= self._length
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, which also advances automatically after each iteration."""
+        """Set the epoch. The epoch also advances automatically after each pass over the samples."""
         self.epoch = epoch
 
     def state_dict(self) -> dict[str, int]:

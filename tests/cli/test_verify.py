@@ -72,3 +72,16 @@ def test_a_script_that_leaves_early_is_compared_as_far_as_it_came(verify) -> Non
     done = verify("--nproc", "1", str(LOOP), "short")
     assert done.code == 0, done.err
     assert "1 of 2 steps were compared: the script took no more" in done.out
+
+
+def test_random_numbers_that_cannot_be_repeated_are_2_with_the_module(verify) -> None:
+    done = verify("--nproc", "2", str(LOOP.parent / "draws.py"), "depth_by_rank")
+    assert done.code == 2, done.err
+    assert done.out.startswith("cannot tell whether the run matches a single-process run")
+    assert "module 2: ranks with distinct data draw different numbers" in done.out
+
+
+def test_a_planted_mistake_that_does_not_exist_is_2(verify) -> None:
+    done = verify("--nproc", "2", "--json", "--mutate", "--mistakes", "clip-thrice", str(LOOP))
+    assert done.code == 2
+    assert "clip-thrice" in done.err

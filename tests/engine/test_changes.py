@@ -212,7 +212,7 @@ def test_parameters_that_were_replaced_are_refused_by_name():
             model[2].bias = nn.Parameter(torch.zeros(6, dtype=torch.float64))
             engine.zero_grad()
             engine.backward(loss_of(model, 0, 0))
-            with pytest.raises(GradientError, match=r"'2\.bias' is another parameter"):
+            with pytest.raises(GradientError, match=r"'2\.bias' was replaced by another parameter"):
                 engine.step()
             engine.close()
 

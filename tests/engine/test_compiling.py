@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,9 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
 from colonnade.engine.compile import blocks_of, compile_model
-from colonnade.errors import ConfigError
+from colonnade.engine.schedule.graphed import graphed
+from colonnade.engine.schedule.schedules import NonPipelineSchedule, OneFOneB
+from colonnade.errors import ColonnadeError, ConfigError
 from colonnade.models import GPT, ViT
 from colonnade.nn import CrossEntropyLoss
 from colonnade.parallel.split import split
@@ -162,12 +165,25 @@ def test_equal_blocks_are_compiled_once(blocks):
 
 
 def test_a_step_as_cuda_graphs_is_refused_on_a_cpu():
-    with launch({"graph_step": True}, context=ParallelContext(), verbose=False) as gpc:
-        layer = nn.Linear(2, 2)
-        with pytest.raises(
-            Exception, match="graph_step=True is not available here: a parameter or its state is on cpu"
-        ):
-            initialize(layer, torch.optim.AdamW(layer.parameters()), context=gpc)
+    said = {"step": "cuda_graph is not available here: a parameter or its state is on cpu", True: "the device is cpu"}
+    for cuda_graph, message in said.items():
+        with launch({"cuda_graph": cuda_graph}, context=ParallelContext(), verbose=False) as gpc:
+            layer = nn.Linear(2, 2)
+            with pytest.raises(ColonnadeError, match=message):
+                initialize(layer, torch.optim.AdamW(layer.parameters()), context=gpc)
+
+
+def test_what_cannot_be_recorded_is_named() -> None:
+    gpu, default = torch.device("cuda"), NonPipelineSchedule()
+    cases = [
+        (default, (), torch.device("cpu"), 1, "the device is cpu"),
+        (default, (), gpu, 2, "there are 2 ranks"),
+        (OneFOneB(num_microbatches=2), (), gpu, 1, "the schedule is OneFOneB"),
+        (default, [{"type": "Own"}], gpu, 1, "the gradient handler {'type': 'Own'} runs on the host"),
+    ]
+    for *given, message in cases:
+        with pytest.raises(ConfigError, match=re.escape(f"cuda_graph=True is not available here: {message}")):
+            graphed(*given)
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def _change_of_form() -> None:
         out = engine(data)
         engine.backward(F.cross_entropy(out, label, ignore_index=-1) if rank == 0 else 0 * out.sum())
         with pytest.raises(
-            GradientError, match=r"some ranks .* as a mean; use one form.* gives \(0 \* output.sum\(\), 0\)"
+            GradientError, match=r"some ranks .* as a mean; use one form.* give \(0 \* output.sum\(\), 0\)"
         ):
             engine.step()
 

@@ -52,8 +52,9 @@ def test_everything_that_two_ranks_hold_is_equal_to_one_process() -> None:
 
 
 @pytest.mark.slow
-def test_sketches_of_what_two_ranks_hold_are_equal_to_one_process() -> None:
-    run_world(2, _all_equal, ON_TWO, large=16)
+@pytest.mark.parametrize("runs", [ON_TWO[1::3], pytest.param(ON_TWO, marks=pytest.mark.long)], ids=["some", "all"])
+def test_sketches_of_what_two_ranks_hold_are_equal_to_one_process(runs: list[Run]) -> None:
+    run_world(2, _all_equal, runs, large=16)
 
 
 def _with_mistake(large: int, more: int) -> Any:

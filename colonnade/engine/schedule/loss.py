@@ -112,7 +112,7 @@ class MeanWatch:
         self._looks = _LOOKS
 
     def look(self, mean: Tensor) -> None:
-        """Examine the last autograd nodes of a loss that is read as a plain mean."""
+        """Examine the last autograd nodes of a loss that was given as a plain mean."""
         if self._looks == 0:
             return
         self._looks -= 1
@@ -191,7 +191,9 @@ def own_loss(output: Any) -> Any:
 
 
 class LossForm:
-    """Requires the same form of all losses of a run: the first loss determines the form, and a later loss of the other form raises.
+    """Requires all losses of a run to have the form of the first loss, a mean or (sum, count).
+
+    Raises for a later loss of the other form.
 
     Args:
         allow_counts: Whether losses may be given as (sum, count).
@@ -213,7 +215,7 @@ class LossForm:
         return value, count
 
     def keep(self, counted: bool) -> None:
-        """Set the form of the run, or raise GradientError if earlier losses had the other form."""
+        """Record the form of this loss, a mean or (sum, count). Raises GradientError if earlier losses had the other form."""
         if counted and not self._allow_counts:
             raise GradientError(
                 "a loss given as (sum, count) is shared with all ranks: leave out loss_everywhere=False", code="C045"
@@ -242,7 +244,10 @@ def _checked_count(count: Any) -> Count:
 
 
 def count_on(value: Count, device: torch.device) -> Tensor:
-    """Copy a number to the device in fp64 without blocking the host. (A plain copy would block until all device work is done.)"""
+    """Copy a number to the device in fp64 without blocking the host.
+
+    (A plain copy would block the host until all device work is done.)
+    """
     if isinstance(value, Tensor):
         number = value.detach().double().reshape(())
         return to_device(number, device) if number.device.type == "cpu" else number

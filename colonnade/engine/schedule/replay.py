@@ -381,7 +381,7 @@ def add_transfers(table: Table) -> Table:
 
 
 def confirmation(table: Table) -> Table:
-    """A table of empty messages from the last stage to the first, for the end of an evaluation.
+    """An action table for the end of an evaluation: empty messages from the last stage to the first.
 
     Without these messages, a rank that only sends would not be informed in the same step that a later stage has failed.
     """

@@ -57,6 +57,9 @@ class BaseSchedule(ABC):
     runs_backward = False
     """Whether the schedule runs the backward passes itself (a pipeline); else it must call `engine.backward` once a step."""
 
+    calls_backward = True
+    """Whether `engine.backward` may be called now. A schedule that records the passes allows it only while it runs them."""
+
     _take_dict_apart: Callable[[Mapping[str, Any]], tuple[Any, Any]] | None = None
     """For a model that computes its own loss, in a pipeline: splits a dict into (data, label)."""
 

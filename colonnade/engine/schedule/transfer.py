@@ -239,7 +239,10 @@ class Wire:
         self._peer = peer
 
     def send(self, tensor: Tensor, tag: int) -> Pending:
-        """Start to send `tensor`. The caller must keep the result until its `Work` has ended, because it keeps the memory alive."""
+        """Start to send `tensor`.
+
+        The caller must keep the result until its `Work` has ended, because the result keeps the memory alive.
+        """
         if tensor.numel() == 0:
             return []
         plain = tensor.detach().resolve_conj().resolve_neg().to(self.device).contiguous()
@@ -252,7 +255,7 @@ class Wire:
         return torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
 
     def receive(self, meta: Meta, tag: int) -> tuple[Tensor, Pending]:
-        """Start to receive a tensor. Returns the tensor, which is valid when the `Work` of the second result has ended."""
+        """Start to receive a tensor. Returns (tensor, pending): the tensor is valid when the `Work` in `pending` has ended."""
         tensor = self.empty(meta)
         return tensor, self.fill(tensor.view(-1).view(torch.uint8), tag) if tensor.numel() else []
 
@@ -308,7 +311,10 @@ _ANY = Action.parse("0SENT_F0")
 
 
 class PeerFailed(ScheduleError):
-    """Raised if another rank of the pipeline failed in this step. `no_batch`: that rank only had no batch for the step."""
+    """Raised if another rank of the pipeline failed in this step.
+
+    `no_batch`: the other rank failed only because it had no batch.
+    """
 
     no_batch = False
 
@@ -462,7 +468,7 @@ class Link:
         return header + self._cpu_wire.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), _TEXT)
 
     def sent(self, key: Action) -> None:
-        """Release the memory of the value sent as `key`, now or a few sends later.
+        """Record that the value `key` was sent. Its memory is released now or a few sends later.
 
         Called at the place of the program where the peer has used the value.
         """
@@ -614,7 +620,7 @@ class Link:
         return self._skipped or self._peer_failed
 
     def end_failure(self) -> None:
-        """Wait until the peer has received this rank's reason; called after `wait_for_peer` on all links."""
+        """Wait until the peer has received this rank's failure reason. Call it after `wait_for_peer` on all links."""
         wait(self._failure, self._patience)
         self._failure, self._peer_failed, self._skipped, self._patience = [], False, False, None
 

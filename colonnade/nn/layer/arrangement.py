@@ -147,7 +147,9 @@ class Arrangement(ABC):
         return (length,) if mode is None else self._sizes(length, mode, unit, "features")
 
     def is_split(self, side: Side) -> bool:
-        """Return whether activations are sharded over several ranks between blocks ("outer") or inside a block ("inner")."""
+        """Return whether activations are sharded over several ranks on this `side`: between blocks ("outer") or inside a block
+        ("inner").
+        """
         return any(size_of(mode, self.context) > 1 for mode in self.side(side).modes)
 
     def __deepcopy__(self, memo: Any) -> Arrangement:

@@ -232,7 +232,7 @@ class _LossOptions:
     differentiates: bool
 
     def places(self, labels: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return three tensors about the labels.
+        """Return three tensors that describe the labels.
 
         These are the index of each label among this rank's classes (negative for classes of other ranks), whether the
         label counts, and the number of all classes.
@@ -375,7 +375,7 @@ def _gradient(logits: Tensor, labels: Tensor, log_sums: Tensor, slopes: Tensor, 
 
 
 class Accuracy(nn.Module):
-    """Counts the samples (or tokens) whose largest logit is at their label; labels of `ignore_index` do not count."""
+    """Counts the samples (or tokens) whose label has the largest logit, without labels equal to `ignore_index`."""
 
     def __init__(self, ignore_index: int = -100) -> None:
         super().__init__()

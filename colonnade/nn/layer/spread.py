@@ -38,7 +38,7 @@ class Spread:
 
     @property
     def by_dim(self) -> tuple[ParallelMode | None, ParallelMode | None, ParallelMode | None]:
-        """The modes of batch, sequence and hidden."""
+        """The modes that shard the batch, sequence and hidden dimensions."""
         return self.batch, self.sequence, self.hidden
 
     @property

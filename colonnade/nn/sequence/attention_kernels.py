@@ -48,7 +48,7 @@ class Kernel(ABC):
 
     @abstractmethod
     def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        """Return what these keys contribute to the gradients of q, k and v.
+        """Return the contribution of these keys to the gradients of q, k and v.
 
         `out` and `lse` are over the keys of all blocks.
         """
@@ -149,7 +149,7 @@ aten = torch.ops.aten
 
 
 class Cudnn(Kernel):
-    """cuDNN attention: the fastest on recent GPUs; no windows and no documents."""
+    """cuDNN attention, the fastest kernel on recent GPUs. Supports neither windows nor documents."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         out, lse, _, _, _, _, *self.state, _ = aten._scaled_dot_product_cudnn_attention(
@@ -166,7 +166,7 @@ class Cudnn(Kernel):
 
 
 class Flash(Kernel):
-    """Flash attention, with windows and documents."""
+    """Flash attention. Supports windows and documents."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         tensors = [self._to_layout(x) for x in (q, k, v)]
@@ -215,7 +215,7 @@ def _cumulative(documents: tuple[int, ...], batch: int, device: torch.device) ->
 
 
 class Efficient(Kernel):
-    """Memory-efficient attention: for float32, and for old GPUs; no windows and no documents."""
+    """Memory-efficient attention, for float32 and for old GPUs. Supports neither windows nor documents."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         # The kernel needs as many key heads as query heads: one call for each query head per key head.

@@ -271,7 +271,10 @@ class _Units:
             sharded.set_force_sum_reduction_for_comms(self.context.device.type == "cpu")
 
     def watch(self, old: Mapping[str, nn.Parameter]) -> None:
-        """Compare the order of the units' collectives between ranks, and run users' gradient hooks. Collective over the world."""
+        """Compare the order of the collectives of FSDP units between ranks, and run users' gradient hooks.
+
+        Collective over the world.
+        """
         # Ranks whose meshes overlap wait for each other, even if only through a third rank: they compare their order together.
         own_groups = [mesh.mesh.flatten().tolist() for mesh in self.meshes]
         groups_of_ranks = gather_json(own_groups, self.context.device)
@@ -366,7 +369,10 @@ class ShardModes:
 def shard_modes_by_parameter(
     model: nn.Module, layout: Layout, rank: int, settings: ZeroSettings
 ) -> dict[int, ShardModes | None]:
-    """The modes over which stage 3 shards each parameter, by id, without DTensors; None for a parameter that is not sharded."""
+    """The modes over which stage 3 shards each parameter, keyed by id; None for a parameter that is not sharded.
+
+    DTensors are left out.
+    """
     axis = replica_mode(layout, settings.replicate)
     left = unsharded_parameters(model, list(model) if isinstance(model, nn.ModuleList) else [model])
     return {

@@ -241,7 +241,9 @@ class WatchedReduce(_Allocates):
 
 
 class Member:
-    """A parameter of an FSDP unit, with the gradient hooks of users. Between passes it is `shard`; inside a pass it is gathered.
+    """A parameter of an FSDP unit, with the gradient hooks of users.
+
+    Between passes, the parameter is `shard`; inside a pass, it is gathered.
 
     Hooks of `register_hook` get this rank's gradient of the full parameter, as without sharding. Hooks of
     `register_post_accumulate_grad_hook` get the shard with its reduced gradient, which is what FSDP2 accumulates.
@@ -322,7 +324,7 @@ class Unit:
 
 
 class ForwardGuard:
-    """Frees gathered weights in time, so that a forward pass of `root` never uses weights from before their last change.
+    """Frees outdated gathered weights, so that a forward pass of `root` always uses the current weights.
 
     FSDP2 keeps the gathered parameters of the root, and prefetched ones, for a backward pass, even if none follows. So they are
     freed after a forward pass without gradients, after a forward pass that raised, and by `give_back` before weights change.

@@ -110,7 +110,7 @@ class ZeroOptimizer(EngineOptimizer, Optimizer):
         )
         return Shards(sharding, labels, settings.bucket_mb)
 
-    def needs_buckets(self, graph: bool, planned_on: str | None = None) -> bool:
+    def needs_buckets(self, planned_on: str | None = None) -> bool:
         return False  # sharded parameters are in buckets anyway, and others are not stepped on here
 
     def attach(self, synchroniser: Synchroniser, waits: WaitWatch) -> None:
@@ -432,7 +432,7 @@ def twin_on_shards(optimizer: Optimizer, shards: Sequence[ParameterShard]) -> Op
 
 
 def copy_options(source: Optimizer, target: Optimizer) -> None:
-    """Copy the options of all parameter groups, which a scheduler or a step may have changed, from `source` to `target`."""
+    """Copy the options of all parameter groups from `source` to `target`. A scheduler or a step may have changed the options."""
     for group, other in zip(source.param_groups, target.param_groups, strict=True):
         for key, value in group.items():
             if key != "params":

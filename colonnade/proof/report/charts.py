@@ -42,7 +42,9 @@ class Thin(NamedTuple):
 
 @dataclass(frozen=True)
 class Series:
-    """The points of one line: (step, value), or `Thin`, whose range of values becomes an area around the line.
+    """The points of one line, each a (step, value) or a `Thin`.
+
+    The range of values of a `Thin` is drawn as an area around the line.
 
     Kinds: `level` is a dashed line, `curve` is a line with a mark at each point, `dots` are marks without a line.
     `color` is an index of `COLORS`. `run` is the index of the run whose tokens and times belong to the steps.
@@ -59,7 +61,7 @@ class Series:
 
 
 def buckets(steps: Sequence[float], most: int = MOST_POINTS) -> list[float]:
-    """Return the last step of each bucket: every step, or `most` buckets with equal numbers of steps."""
+    """Group the steps into at most `most` buckets of equal size, and return the last step of each bucket."""
     if len(steps) <= most:
         return list(steps)
     return [steps[round((at + 1) * len(steps) / most) - 1] for at in range(most)]

@@ -263,7 +263,7 @@ def _charts(runs: list[Run]) -> list[str]:
     lasts = [buckets(run.steps.steps, max(500, MOST_POINTS // len(runs))) for run in runs]
 
     def lines(key: str, name: str, color: int | None = None, unit: float = 1.0) -> list[Series]:
-        """A line for each run that has the column."""
+        """Return one line for each run that has the column."""
         found = []
         for at, run in enumerate(runs):
             points = thinned(run.columns.get(key, Column()), lasts[at])

@@ -38,7 +38,7 @@ _NEEDED = {
 
 
 class Column:
-    """The values of one quantity by step, in arrays: a log may have a million steps."""
+    """The values of one quantity by step, stored in arrays because a log may have a million steps."""
 
     def __init__(self) -> None:
         self.steps, self.values = array("q"), array("d")
@@ -127,7 +127,10 @@ class Run:
         return [name for name in self.columns if not _KNOWN.match(name)]
 
     def axes(self) -> dict[str, list[float]]:
-        """Return a few hundred steps with the seconds, and tokens or samples, since the start, to interpolate between."""
+        """Return a few hundred steps, with the seconds and the tokens (or samples) since the start.
+
+        The page interpolates between these steps.
+        """
         steps, seconds = self.steps.steps, self.columns.get("seconds", Column())
         axes: dict[str, list[float]] = {"step": [self.first - 1, *buckets(steps, _MOST_KNOTS)]}
         counted = next((name for name in ("tokens", "samples") if name in self.columns), "")

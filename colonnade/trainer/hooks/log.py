@@ -442,7 +442,7 @@ class _Tracker(Sink, ABC):
         """Open the tracker on rank 0."""
 
     def describe(self, trainer: Trainer) -> None:
-        """Describe the run to the tracker, once."""
+        """Send the description of the run to the tracker, once."""
 
     @abstractmethod
     def send(self, numbers: dict[str, float], step: int) -> None:
