@@ -929,6 +929,7 @@ WEIGHTS_AT_START, STATE_AT_START = "weights at start", "optimizer state at start
 LOSS, ACTIVATION, RECOMPUTED = "loss", "activation", "recomputed activation"
 GRADIENT, NORM, NORMS, CLIPPED = "gradient", "norm", "norm of a part", "clipped gradient"
 _REPLICAS_DIFFER = "replicas differ: ranks"
+_IN_BOTH = "in a single process too"
 UNCERTAIN = "uncertain"
 """The status of a value that changes between runs of the single process, so that it cannot be compared."""
 WEIGHTS, BUFFER, RANDOM, MODE = "weights", "buffer", "random numbers", "evaluation mode"
@@ -959,7 +960,7 @@ def compare(evidence: Evidence) -> list[Row]:
 
         # The output of a module may be a partial sum that its caller reduces. That is no mistake if the output of the caller
         # is right, or the loss.
-        loss = _loss(at, step, tolerance)
+        loss = _loss(at, step, tolerance, max(abs(step.loss) for step in evidence.steps))
         loss_is_right = loss.ok and any(loss is not None for loss in step.found_loss)
         right = {row.name for row in outputs if row.ok}
         for row in outputs:
@@ -994,6 +995,15 @@ def compare(evidence: Evidence) -> list[Row]:
             shown = " and ".join(f"{value:g} on {_these(ranks)}" for value, ranks in by_value.items())
             rows.append(Row(OPTION, name, at, "differs", inf, 0.0, min(by_value.values(), key=len), shown))
         rows += _tensors(BUFFER, at, step.buffers, tolerance)
+
+        # A script may skip a step whose values are not finite. If the weights then agree, it did so in both runs.
+        if all(row.ok for row in weights) and weights:
+            rows = [
+                replace(row, status="equal", error=0.0, ranks=(), detail="not finite in both runs, which skip it")
+                if row.step == at and row.status == "not finite" and row.detail == _IN_BOTH
+                else row
+                for row in rows
+            ]
 
     # Differences after a module that drew other numbers than on the ranks may come from these numbers, also if they lead to the
     # same decision in all runs of the single process. In the loop, a draw has an effect only if the perturbed runs differ, unless
@@ -1075,7 +1085,7 @@ def compare_tensor(compared: Compared, allowed: float, quantity: str, name: str,
     # NaN comes first, because distances mean nothing then, and missing elements before the error of those that are there.
     status, detail = "equal" if error <= 1 else "differs", ""
     if not isfinite(length(compared.truth)):
-        status, detail, error = "not finite", "in a single process too", inf
+        status, detail, error = "not finite", _IN_BOTH, inf
     elif any(not _is_finite(part) for part in compared.found):
         wrong = tuple(part.rank for part in compared.found if not _is_finite(part))
         status, error = "not finite", inf
@@ -1194,7 +1204,7 @@ def _recomputed(at: int, step: StepEvidence, tolerance: Tolerance) -> Iterator[R
         yield Row(RECOMPUTED, name, at, status, max(errors.values(), default=0.0), allowed, wrong)
 
 
-def _loss(at: int, step: StepEvidence, tolerance: Tolerance) -> Row:
+def _loss(at: int, step: StepEvidence, tolerance: Tolerance, largest: float) -> Row:
     """The row of the loss: equal if every rank has the loss of the global batch, or if the mean of the ranks' losses
     equals it.
     """
@@ -1202,7 +1212,7 @@ def _loss(at: int, step: StepEvidence, tolerance: Tolerance) -> Row:
     found = {rank: value for rank, value in enumerate(step.found_loss) if value is not None}
     mean = sum(found.values()) / len(found) if found else step.loss
     row = _number(LOSS, "loss", at, step.loss, found, allowed)
-    if found and tolerance.hides_errors(step.loss_spread, abs(step.loss), abs(step.loss)):
+    if found and tolerance.hides_errors(step.loss_spread, abs(step.loss), largest):
         return replace(row, status=UNCERTAIN)
     if row.status == "differs" and in_units(abs(mean - step.loss), allowed) <= 1:
         return Row(LOSS, "loss", at, "equal", in_units(abs(mean - step.loss), allowed), allowed, (), "as a mean")
@@ -1245,7 +1255,7 @@ def _by_rank(values: Sequence[float | None]) -> dict[int, float]:
 
 def _number(quantity: str, name: str, at: int, truth: float, found: Mapping[int, float], allowed: float) -> Row:
     if not isfinite(truth):
-        return Row(quantity, name, at, "not finite", inf, allowed, (), "in a single process too")
+        return Row(quantity, name, at, "not finite", inf, allowed, (), _IN_BOTH)
     broken = tuple(rank for rank, value in found.items() if not isfinite(value))
     if broken:
         return Row(quantity, name, at, "not finite", inf, allowed, broken)

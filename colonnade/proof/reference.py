@@ -526,6 +526,8 @@ def load(
             if rename(name) in start:
                 given = start[rename(name)]
                 value = moved_by_an_ulp(given.tensor() if isinstance(given, Stored) else given, noise, ulp)
+                if tensor.is_complex() and not value.is_complex():
+                    value = torch.view_as_complex(value.contiguous())
                 if in_place:
                     local_part(tensor).copy_(value)
                 else:

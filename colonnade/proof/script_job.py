@@ -45,7 +45,15 @@ from colonnade.proof.local_shards import LOCAL, LocalTensors
 from colonnade.proof.mutation import plant
 from colonnade.proof.processes import NEEDS_NEW_PYTHON, is_forked
 from colonnade.proof.random_numbers import RandomNumbers, RecordedDraws, ReplayedDraws, notes_of
-from colonnade.proof.record import EngineRecorder, Tracked, is_sketchable, name_in_full_model, on_cpu, options_of
+from colonnade.proof.record import (
+    EngineRecorder,
+    Tracked,
+    as_real,
+    is_sketchable,
+    name_in_full_model,
+    on_cpu,
+    options_of,
+)
 from colonnade.proof.reference import canonical_names, load, moved_by_an_ulp
 from colonnade.proof.sketch import Block, Blocks, Stored, store
 from colonnade.proof.start_weights import own_start
@@ -453,7 +461,7 @@ class ScriptRecorder:
         local: LocalTensors = torch.load(self.folder / LOCAL, weights_only=False)
         for name, parameter in self._model.named_parameters() if self._model is not None else ():
             value = start.get(self._rename(name))
-            own = local_part(parameter.detach())
+            own = as_real(local_part(parameter.detach()))
             if value is None or value.shape == own.shape:
                 continue
             joined = local.joined(self._rename(name), value, own)

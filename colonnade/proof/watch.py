@@ -90,6 +90,10 @@ class PlainRecorder:
                     code="C100",
                 )
             model.double()
+        # `Module.double` leaves complex tensors as they are.
+        for tensor in [*model.parameters(), *model.buffers()] if script.part.dtype == "fp64" else ():
+            if tensor.dtype is torch.complex64 and not is_dtensor(tensor):
+                tensor.data = tensor.data.to(torch.complex128)
         if script.part.dtype == "fp64" and leave_out_mixed_precision(model):
             script.notes.append(
                 "mixed precision of FSDP was left out: both runs are in fp64 (--dtype own keeps the dtype)"

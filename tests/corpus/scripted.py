@@ -72,6 +72,10 @@ PLANTED = {
         "on_torch.py", ("gradients-exchanged",), ("first.weight", "second.weight", "packed"), ("process group",)
     ),
     "plain_experts": Planted("on_torch.py", ("wrong-divisor",), ("experts", "not divided"), ("gradient of enter",)),
+    "nan_step_skipped": Planted("on_torch.py", ()),
+    "complex_weight": Planted("on_torch.py", ()),
+    "forward_mode": Planted("on_torch.py", ()),
+    "for_each_row": Planted("on_torch.py", ()),
     "averaging_optimizer": Planted("on_torch.py", ()),
     "gathered_loss": Planted("on_torch.py", ()),
     "sam": Planted("doubled.py", ("scaled-by-mode", "backward-differs"), ("0.weight",), ("averaged over",)),

@@ -401,6 +401,73 @@ def plain_experts():
     train(model, batches(), before=reduce)
 
 
+def nan_step_skipped():
+    """No mistake: a row is NaN, and all ranks skip its step."""
+    own = batches()
+    if rank == 0:
+        own[1][0][2] = math.nan
+    model = DDP(mlp())
+    model, optimizer, own = colonnade.watch(model, torch.optim.Adam(model.parameters(), lr=0.01), own)
+    for x, y in own:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        if torch.isfinite(nn.utils.clip_grad_norm_(model.parameters(), 5.0)):
+            optimizer.step()
+
+
+def complex_weight():
+    """No mistake: a complex parameter in the frequencies of a signal."""
+
+    class Spectral(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.filter, self.mix = nn.Parameter(torch.randn(5, dtype=torch.cfloat)), nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.mix(torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=8).tanh())
+
+    model = Spectral()
+
+    def reduce():
+        for parameter in model.parameters():
+            grad = torch.view_as_real(parameter.grad) if parameter.is_complex() else parameter.grad
+            dist.all_reduce(grad)
+            grad /= world
+
+    train(model, batches(), before=reduce)
+
+
+def forward_mode():
+    """No mistake: the slope along a direction, by torch.func.jvp."""
+    model = mlp()
+    model, optimizer, own = colonnade.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), batches())
+    for x, y in own:
+        weights = dict(model.named_parameters())
+        call = torch.func.functional_call
+        out, slope = torch.func.jvp(lambda x, weights=weights: call(model, weights, (x,)), (x,), (torch.ones_like(x),))
+        optimizer.zero_grad()
+        (F.mse_loss(out, y) + slope.square().mean()).backward()
+        average(model.parameters())
+        optimizer.step()
+
+
+def for_each_row():
+    """No mistake: gradients of single rows by torch.func.vmap and grad."""
+    model = mlp()
+    model, optimizer, own = colonnade.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), batches())
+
+    def loss(weights, x, y):
+        return F.mse_loss(torch.func.functional_call(model, weights, (x[None],)), y[None])
+
+    for x, y in own:
+        weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        each = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(weights, x, y)
+        for name, parameter in model.named_parameters():
+            parameter.grad = each[name].mean(0)
+        average(model.parameters())
+        optimizer.step()
+
+
 def averaging_optimizer():
     """No mistake: the optimizer averages the gradients inside step()."""
     model = mlp()
