@@ -135,7 +135,7 @@ def tensors_in(path: Path, trust: bool = False) -> dict[str, AnyTensor]:
             files = [path / name for name in names]
     else:
         raise CheckpointError(
-            f"{path} does not exist. Weights are read from disk: download a model first with `hf download <name> "
+            f"{path} is neither a folder nor a file. Weights are read from disk: download a model first with `hf download <name> "
             "--local-dir <folder>`",
             code="C081",
         )

@@ -238,9 +238,7 @@ def positive(name: str, value: float) -> float:
         or not value > 0
         or (isinstance(value, int) and value >= 2**63)
     ):
-        raise ConfigError(
-            f"{name} is {value!r}; it must be a number > 0, or inf to measure the norm without clipping", code="C003"
-        )
+        raise ConfigError(f"{name} must be a number > 0 (inf measures without clipping), not {value!r}", code="C003")
     return float(value)
 
 

@@ -573,7 +573,7 @@ def world_axes(config: Any, world_size: int) -> tuple[Axis, ...]:
         for other, value in taken.items():
             if axis.mode.value == value:
                 raise LayoutError(
-                    f"parallel.{other!r} and parallel.{axis.name!r} are two axes of the one mode {axis.mode}. Give "
+                    f"parallel.{other} and parallel.{axis.name} are two axes of the one mode {axis.mode}. Give "
                     "one of them another mode.",
                     code="C010",
                 )

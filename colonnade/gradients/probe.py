@@ -389,8 +389,8 @@ def find_difference(rank: int, ranks: Sequence[int], states: Mapping[int, Any], 
         return None
     first, second = sorted([rank, culprits[0]])
     return (
-        f"rank {second} {states[second]['does']}, but rank {first} {states[first]['does']} at the same point "
-        f"(after {number - 1} equal calls over these ranks). Let the handler make the same calls on every rank"
+        f"rank {second} {states[second]['does']} where rank {first} {states[first]['does']} (after {number - 1} equal "
+        f"calls over these ranks). Let the handler make the same calls on every rank"
     )
 
 

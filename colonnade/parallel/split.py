@@ -262,8 +262,8 @@ def _layers_of(model: nn.Module) -> Layers:
     lost = [key for key in _tensor_names(model) if key not in kept]
     if lost:
         raise ScheduleError(
-            f"{listed(lost[:5])}{', ...' if len(lost) > 5 else ''} belong to none of the layers of {kind}. Put each "
-            "parameter and buffer into a layer.",
+            f"no layer of {kind} contains {listed(lost[:5])}{', ...' if len(lost) > 5 else ''}. Put each parameter and "
+            "buffer into a layer.",
             code="C050",
         )
     return layers

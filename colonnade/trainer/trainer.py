@@ -621,9 +621,9 @@ class Trainer:
         if self.max_steps is not None and self.max_steps <= sizes.whole // self.engine.accumulation:
             return
         raise ScheduleError(
-            f"the last batch of an epoch will have {sizes.last} rows, too few for {sizes.last} micro-batches, "
+            f"the last batch of an epoch will have {sizes.last} rows, too few for {pieces} micro-batches, "
             f"because this rank has {sizes.samples} samples in batches of {sizes.size}. There are three remedies. 1. "
-            f"Set drop_last=True on the data loader. 2. Use another batch size. 3. Set num_microbatches to {pieces} "
+            f"Set drop_last=True on the data loader. 2. Use another batch size. 3. Set num_microbatches to {sizes.last} "
             "or less.",
             code="C052",
         )

@@ -235,5 +235,5 @@ def test_an_error_inside_a_criterion_stays_what_it_is():
 
     with pytest.raises(TypeError, match="inside"):
         _loss_of(wrong, 1, None)
-    with pytest.raises(ScheduleError, match=r"<lambda> takes 2 arguments, and there is no label"):
+    with pytest.raises(ScheduleError, match=r"<lambda> takes 2 arguments, but the batch has no label"):
         _loss_of(lambda output, label: None, 1, None)
