@@ -301,9 +301,9 @@ def test_a_schedule_that_is_set_later_is_prepared_too():
     ("built", "optimizer", "part"),
     [
         (lambda: 3, torch.optim.SGD, "pass a torch.nn.Module"),
-        (model, lambda p: 3, "optimizer is a torch optimizer"),
-        (model, lambda p: SimpleNamespace(param_groups=[]), "optimizer is a torch optimizer"),
-        (model, lambda p: SimpleNamespace(step=print), "optimizer is a torch optimizer"),
+        (model, lambda p: 3, "pass a torch optimizer"),
+        (model, lambda p: SimpleNamespace(param_groups=[]), "pass a torch optimizer"),
+        (model, lambda p: SimpleNamespace(step=print), "pass a torch optimizer"),
     ],
 )
 def test_what_is_no_model_or_no_optimizer_is_refused(built, optimizer, part):

@@ -367,7 +367,7 @@ def test_what_is_refused() -> None:
         pass
 
     assert "not Mine" in str(why_not(Mine(params)))
-    with pytest.raises(GradientError, match="use ScaledStep"):
+    with pytest.raises(GradientError, match="Use ScaledStep"):
         FlatStep(NAdam(params), buckets_of(params, [7]))
 
 

@@ -57,7 +57,7 @@ def test_a_placement_is_frozen_hashable_and_prints():
         ({M.TENSOR: Replicate(owes="maybe")}, None, "'auto', 'sum' and 'nothing'"),
         ({M.TENSOR: Tied((0, 1), "x")}, None, "Tied is allowed only for ParallelMode.PIPELINE"),
         ({M.PIPELINE: Tied((1, 1), "x")}, None, "at least two different stages"),
-        ({M.PIPELINE: Tied((0, 1), "")}, None, "at least two different stages and a key"),
+        ({M.PIPELINE: Tied((0, 1), "")}, None, "at least two different stages, and a key"),
         ({M.TENSOR: Shard(-3)}, None, "has dimensions 0 to 1"),
         ({M.TENSOR: Shard(0)}, (5, 4), "cannot be a shard of a full tensor of shape (5, 4)"),
         ({M.TENSOR: Shard(0)}, (4,), "cannot be a shard of a full tensor of shape (4,)"),

@@ -109,7 +109,7 @@ def test_a_run_that_is_too_short_for_its_trace_is_told(tmp_path, caplog, capfd):
         fitted(hooks=[ProfilerHook(tmp_path / "trace", skip=skip)], epochs=1)
     told = caplog.text + capfd.readouterr().err
     assert "wrote no trace, because the run had only 2 steps and the hook skips the first 3" in told
-    assert "the first 2 are skipped" not in told
+    assert "the hook skips the first 2" not in told
 
 
 # -- averages ---------------------------------------------------------------------------------------------

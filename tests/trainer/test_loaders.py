@@ -215,9 +215,9 @@ def test_what_is_no_loader_on_one_rank_is_refused_on_every_rank():
     trainer = make_trainer({})
     x = samples(8)[0]
     for call in (trainer.predict, trainer.evaluate, partial(trainer.fit, epochs=1)):
-        with pytest.raises(ConfigError, match="not a tensor of shape"):
+        with pytest.raises(ConfigError, match="but it is a tensor of shape"):
             call(x if trainer.context.get_global_rank() == 0 else [x])
-    with pytest.raises(ConfigError, match="not a tensor of shape"):
+    with pytest.raises(ConfigError, match="but it is a tensor of shape"):
         trainer.fit(cut(range(8), 8), epochs=1, test_dataloader=x)
     assert trainer.cur_step == 0  # before anything is trained
     assert trainer.predict([x]).shape == (16, 3)

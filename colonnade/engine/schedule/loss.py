@@ -287,9 +287,9 @@ def call_criterion(criterion: Any, output: Any, label: Any) -> Any:
         loss = own_loss(output)
         if loss is None:
             raise ScheduleError(
-                f"the loss is unknown: the engine has no criterion, and the model returned {format_value(output)}; pass criterion= to "
-                f"initialize, or let the model return its loss: a scalar, dict(loss=...) or (loss, ...). A Hugging Face model "
-                f"computes it if the batch is a dict with 'labels'",
+                f"the loss is unknown, because the engine has no criterion and the model returned {format_value(output)}. Pass criterion= to "
+                f"initialize, or let the model return its loss as a scalar, dict(loss=...) or (loss, ...). A Hugging Face model "
+                f"computes the loss if the batch is a dict with 'labels'.",
                 code="C045",
             )
         return loss

@@ -225,8 +225,11 @@ def test_marks_that_nobody_writes_are_damage_in_items_and_options(value):
             replace(PLAIN, value=place),
             replace((GOOD.groups or ())[0], options=replace(PLAIN, name="group 0", value=place)),
         )
-        for manifest, name in ((replace(GOOD, items=(item,)), "name"), (replace(GOOD, groups=(group,)), "group 0")):
-            with pytest.raises(Damaged, match=rf"{name} has .*; expected one of the tags \$tensor, \$float"):
+        for manifest, name in (
+            (replace(GOOD, items=(item,)), "name"),
+            (replace(GOOD, groups=(group,)), "group 0"),
+        ):
+            with pytest.raises(Damaged, match=rf"for {name}\. Allowed .* one of the tags \$tensor, \$float"):
                 parse(manifest.dump())
 
 

@@ -215,7 +215,7 @@ def test_numbers_that_do_not_divide_are_refused():
     here = Whole(ParallelContext())
     with pytest.raises(ConfigError, match="hidden is 8, heads is 3"):
         SelfAttention(8, 3, arrangement=here)
-    with pytest.raises(ConfigError, match="heads of kv_heads=3"):
+    with pytest.raises(ConfigError, match="kv_heads is 3"):
         SelfAttention(8, 4, kv_heads=3, arrangement=here)
-    with pytest.raises(ConfigError, match="balanced=True. Allowed for over are 'ring' and 'ulysses'; balanced requires 'ring'"):
+    with pytest.raises(ConfigError, match=r"balanced=True. Allowed for over are 'ring' and 'ulysses'; balanced requires 'ring'"):
         SelfAttention(8, 4, over="ulysses", balanced=True, arrangement=here)
