@@ -366,7 +366,9 @@ def test_ranks_that_are_in_no_group():
         for ask in (layout.group_of, layout.local_rank):
             with pytest.raises(ContextError, match=f"rank {rank} is in no group of"):
                 ask(mode, rank)
-    with pytest.raises(ContextError, match=r"has no groups in this layout. The modes with groups are DATA, TENSOR, EXPERT"):
+    with pytest.raises(
+        ContextError, match=r"has no groups in this layout. The modes with groups are DATA, TENSOR, EXPERT"
+    ):
         layout.groups(M.MODEL)
     groups = [(0, 1), (1, 2), (0, 2), (0, 3), (1, 3), (1,), (2, 3)]
     assert [layout.is_group(ranks) for ranks in groups] == [True, True, True, False, False, False, True]
@@ -408,10 +410,26 @@ def test_a_twin_never_leaves_its_stage():
         ({"tensor": {"size": 2, "mode": "1d", "depth": 2}}, 2, ["Initializer_1D", "depth="]),
         ({"expert": 3}, 8, ["size=3, which does not divide", "allowed are 1, 2, 4, 8"]),
         ({"expert": {"size": 2, "over": "pipe"}}, 8, ["over='pipe'", "data*tensor"]),
-        ({"tensor": 2, "expert": {"size": 4, "over": "data"}}, 4, ["size=4, which does not divide data 2; allowed are 1, 2"]),
-        ({"tensor": 3, "expert": 4}, 6, ["size=4, which does not divide data 2 x tensor 3 = 6; allowed are 1, 2, 3, 6"]),
-        ({"tensor": {"size": 8, "mode": "2.5d", "depth": 0}}, 8, ["has depth=0, but mode '2.5d' needs a positive integer depth"]),
-        ({"tensor": {"size": 8, "mode": "2.5d", "depth": "2"}}, 8, ["has depth='2', but mode '2.5d' needs a positive integer depth"]),
+        (
+            {"tensor": 2, "expert": {"size": 4, "over": "data"}},
+            4,
+            ["size=4, which does not divide data 2; allowed are 1, 2"],
+        ),
+        (
+            {"tensor": 3, "expert": 4},
+            6,
+            ["size=4, which does not divide data 2 x tensor 3 = 6; allowed are 1, 2, 3, 6"],
+        ),
+        (
+            {"tensor": {"size": 8, "mode": "2.5d", "depth": 0}},
+            8,
+            ["has depth=0, but mode '2.5d' needs a positive integer depth"],
+        ),
+        (
+            {"tensor": {"size": 8, "mode": "2.5d", "depth": "2"}},
+            8,
+            ["has depth='2', but mode '2.5d' needs a positive integer depth"],
+        ),
         ({"tensor": {"size": 12, "mode": "2.5d"}}, 12, ["possible: depth=3 (dim 2), depth=12 (dim 1)"]),
         ({"tensor": {"size": 26, "mode": "3d"}}, 26, ["the nearest are 8 and 27"]),
         ({"tensor": {"size": 5, "mode": "2d"}}, 5, ["the nearest are 4 and 9"]),

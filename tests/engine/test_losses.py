@@ -123,7 +123,8 @@ def _change_of_form() -> None:
         out = engine(data)
         engine.backward(F.cross_entropy(out, label, ignore_index=-1) if rank == 0 else 0 * out.sum())
         with pytest.raises(
-            GradientError, match=r"some ranks .* as a mean\. To correct this, use one form.* give \(0 \* output.sum\(\), 0\)"
+            GradientError,
+            match=r"some ranks .* as a mean\. To correct this, use one form.* give \(0 \* output.sum\(\), 0\)",
         ):
             engine.step()
 
@@ -279,11 +280,15 @@ def test_a_run_keeps_the_form_of_its_first_loss():
     mean = numbers(3, seed=0).requires_grad_().sum()
     assert form.read((mean, 3)) == (mean, 3)
     assert form.counted is True
-    with pytest.raises(GradientError, match=r"^the loss was \(sum, count\) before and is a mean now\. To correct this, use one form"):
+    with pytest.raises(
+        GradientError, match=r"^the loss was \(sum, count\) before and is a mean now\. To correct this, use one form"
+    ):
         form.read(mean)
     form = LossForm()
     assert form.read(mean) == (mean, None)
-    with pytest.raises(GradientError, match=r"^the loss was a mean before and is \(sum, count\) now\. To correct this, use one form"):
+    with pytest.raises(
+        GradientError, match=r"^the loss was a mean before and is \(sum, count\) now\. To correct this, use one form"
+    ):
         form.read((mean, 3))
     with pytest.raises(
         GradientError, match=r"^loss_everywhere=False is not possible with a loss given as \(sum, count\)"
@@ -322,11 +327,20 @@ def test_where_a_model_that_makes_its_loss_has_it(output, loss):
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (torch.ones(2), "a loss must be one number, but the loss is a tensor of shape (2,). Return the mean of the loss, or (sum, count)"),
+        (
+            torch.ones(2),
+            "a loss must be one number, but the loss is a tensor of shape (2,). Return the mean of the loss, or (sum, count)",
+        ),
         ("text", "a loss must be one number, but the loss is str. Return the mean of the loss, or (sum, count)"),
         ((1, 2), "a loss must be a scalar tensor (a mean) or (sum, count), but the loss is a tuple of length 2"),
-        ([torch.ones(()), 1, 2], "a loss must be a scalar tensor (a mean) or (sum, count), but the loss is a list of length 3"),
-        ((torch.ones(2), 2), "a loss must be one number, but the loss is a tensor of shape (2,). Return the mean of the loss, or (sum, count)"),
+        (
+            [torch.ones(()), 1, 2],
+            "a loss must be a scalar tensor (a mean) or (sum, count), but the loss is a list of length 3",
+        ),
+        (
+            (torch.ones(2), 2),
+            "a loss must be one number, but the loss is a tensor of shape (2,). Return the mean of the loss, or (sum, count)",
+        ),
     ],
 )
 def test_what_is_no_loss_is_said(loss, message):

@@ -80,7 +80,10 @@ def test_what_was_read_is_let_go(file, opened):
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 9]}}, r"a has dtype F32 and shape \[2\], but the table gives it the bytes 0"),
+        (
+            {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 9]}},
+            r"a has dtype F32 and shape \[2\], but the table gives it the bytes 0",
+        ),
         ({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}}, "bytes 0 to 12"),
         ({"a": {"dtype": "F32", "shape": [-1, -1, 2], "data_offsets": [0, 8]}}, "shape"),
         ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [-1, 7]}}, "bytes -1 to 7"),

@@ -217,5 +217,7 @@ def test_numbers_that_do_not_divide_are_refused():
         SelfAttention(8, 3, arrangement=here)
     with pytest.raises(ConfigError, match="kv_heads is 3"):
         SelfAttention(8, 4, kv_heads=3, arrangement=here)
-    with pytest.raises(ConfigError, match=r"balanced=True. Allowed for over are 'ring' and 'ulysses'; balanced requires 'ring'"):
+    with pytest.raises(
+        ConfigError, match=r"balanced=True. Allowed for over are 'ring' and 'ulysses'; balanced requires 'ring'"
+    ):
         SelfAttention(8, 4, over="ulysses", balanced=True, arrangement=here)
