@@ -279,8 +279,10 @@ def warn_of_parameters_without_optimizer(records: Sequence[Record], names: Names
         return []
     more = f" and {len(left) - 5} more" if len(left) > 5 else ""
     return [
-        f"warning: no parameter group of the optimizer has {listed(left[:5])}{more}: gradients are compared, but no step "
-        f"uses them. If that is intended, freeze these parameters with requires_grad_(False)"
+        (
+            f"warning: {listed(left[:5])}{more} are in no parameter group of the optimizer. Their gradients are "
+            "compared, but no step uses them. If this is intended, freeze these parameters with requires_grad_(False)"
+        )
     ]
 
 
@@ -296,9 +298,12 @@ def warn_of_equal_stages(records: Sequence[Record]) -> list[str]:
         return []
     shown = sorted(first)
     return [
-        f"warning: all {len(stages)} pipeline stages have the parameters {listed(shown[:3])}{', ...' if len(shown) > 3 else ''}: "
-        f"if each stage is the full model, a step runs {len(stages)} models one after another. Split the model before "
-        f"initialize(): model = colonnade.split(model, num_stages={len(stages)})"
+        (
+            f"warning: all {len(stages)} pipeline stages have the parameters "
+            f"{listed(shown[:3])}{', ...' if len(shown) > 3 else ''}. If each stage is the full model, a step runs "
+            f"{len(stages)} models one after another. Split the model before initialize(): model = "
+            f"colonnade.split(model, num_stages={len(stages)})"
+        )
     ]
 
 
@@ -1043,14 +1048,16 @@ def why_uncertain(evidence: Evidence, rows: Sequence[Row]) -> str:
     named = [f"{name if name == LOOP else f'module {name}' if name else 'the model'}: {why}" for name, why in reasons]
     if named:
         return (
-            f"{shown}{more} may differ because of random numbers that a single process cannot repeat, so an error, a factor of 2 for "
-            f"example, could hide in them. These numbers are drawn in {'; in '.join(named[:3])}. Turn them off for the comparison, "
-            f"or draw them with torch, one for each row of the batch."
+            f"{shown}{more} may differ because of random numbers that a single process cannot repeat. The "
+            "comparison could miss an error there, for example a factor of 2. These numbers are drawn in "
+            f"{'; in '.join(named[:3])}. Turn them off for the comparison, or draw them with torch, one for each "
+            "row of the batch."
         )
     return (
-        f"{shown}{more} differ between runs of the single process by a visible share of their value, so an error, a factor of 2 "
-        f"for example, could hide in them. No random numbers were seen that could not be repeated: look for a generator outside "
-        f"of torch (numpy.random.default_rng, for example) and for decisions that change with rounding (a top-k, a sort)."
+        f"{shown}{more} differ between runs of the single process by a large part of their value. The comparison "
+        "could miss an error there, for example a factor of 2. All random numbers that were seen could be "
+        "repeated. Look for a generator outside of torch (numpy.random.default_rng, for example). Also look for "
+        "decisions that change with rounding (a top-k, a sort)."
     )
 
 

@@ -228,9 +228,8 @@ class ScriptRecorder:
                 differs = f"{key} is {on_ranks} on the ranks and {here} in a single process, because it depends on the number of ranks"
                 if key == "gradient_accumulation":
                     raise ParityError(
-                        f"{differs}. The single process is given the global batch of each pass, so it must take the "
-                        f"same number of passes in a step: set {key} to a fixed value for the comparison, {on_ranks} "
-                        f"in this case",
+                        f"{differs}. The single process gets the global batch of each pass, so it must take the same "
+                        f"number of passes in a step. Set {key} to a fixed value for the comparison, here {on_ranks}.",
                         code="C100",
                     )
                 self.notes.append(f"{differs}: each used its own value")
@@ -317,8 +316,8 @@ class ScriptRecorder:
         if self.part.is_single and isinstance(model, Split):
             if model.whole is None:
                 raise ParityError(
-                    "the model was passed as custom stages, so the unsplit model is unknown: pass the full model to "
-                    "colonnade.split, or call colonnade.verify(engine, reference=...) in the script",
+                    "the model was passed as custom stages, so the unsplit model is unknown. Pass the full model to "
+                    "colonnade.split, or call colonnade.verify(engine, reference=...) in the script.",
                     code="C100",
                 )
             model = model.whole
@@ -512,9 +511,9 @@ class ScriptRecorder:
             taken.append(done)
         if at >= len(found) and most is None:
             raise ParityError(
-                f"the script takes more batches in {self.part.steps} steps in a single process ({len(noted)}) than on each rank "
-                f"({len(found)}), at {key}. Does the number of passes in a step depend on the number of ranks (WORLD_SIZE)? "
-                f"Set it to a fixed value for the comparison",
+                f"the script takes {len(noted)} batches in {self.part.steps} steps in a single process, but only "
+                f"{len(found)} on each rank, at {key}. The number of passes in a step may depend on the number of "
+                "ranks (WORLD_SIZE). Set it to a fixed value for the comparison.",
                 code="C100",
             )
 

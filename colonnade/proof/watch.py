@@ -85,8 +85,8 @@ class PlainRecorder:
         if script.part.dtype == "fp64" and is_half:
             if isinstance(model, nn.parallel.DistributedDataParallel):
                 raise ParityError(
-                    "the model inside DistributedDataParallel is not in float64, and DDP has made its buckets already: build the "
-                    "model in the default dtype, or run colonnade verify --dtype own",
+                    "the model inside DistributedDataParallel is not in float64, and DDP has already built its "
+                    "gradient buckets. Build the model in the default dtype, or run colonnade verify --dtype own.",
                     code="C100",
                 )
             model.double()

@@ -39,7 +39,7 @@ from tests.trainer.test_writers import trainer as writing
 
 @pytest.mark.parametrize("wrong", [0, -1, True, 1.0, "1", None])
 def test_what_is_no_interval(wrong):
-    with pytest.raises(ConfigError, match=r"^interval must be an int >= 1 \(epochs or steps\), not "):
+    with pytest.raises(ConfigError, match=r"^interval is .*; it must be an int >= 1, a number of epochs or steps"):
         checked_interval(wrong)
     assert [checked_interval(each) for each in (1, 2)] == [1, 2]
 
@@ -108,8 +108,8 @@ def test_a_run_that_is_too_short_for_its_trace_is_told(tmp_path, caplog, capfd):
     for skip in (2, 3):
         fitted(hooks=[ProfilerHook(tmp_path / "trace", skip=skip)], epochs=1)
     told = caplog.text + capfd.readouterr().err
-    assert "wrote no trace: the run had 2 steps, and the first 3 are skipped" in told
-    assert "the first 2 are skipped" not in told
+    assert "wrote no trace, because the run had only 2 steps and the hook skips the first 3" in told
+    assert "the hook skips the first 2" not in told
 
 
 # -- averages ---------------------------------------------------------------------------------------------

@@ -139,7 +139,8 @@ class StopOnSignal(BaseHook):
     def before_train(self, trainer: Trainer) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise ConfigError(
-                "StopOnSignal needs the main thread, where Python delivers signals; call fit in the main thread",
+                "StopOnSignal needs the main thread, because Python delivers signals only there. Call fit in the "
+                "main thread.",
                 code="C092",
             )
         self._trainer, self._first = trainer, None
@@ -195,8 +196,8 @@ class EarlyStopHook(BaseHook):
         super().__init__(priority)
         if mode not in (None, "min", "max") or on not in ("test", "train") or patience < 0:
             raise ConfigError(
-                f"EarlyStopHook: mode={mode!r} must be 'min', 'max' or None, on={on!r} must be 'test' or 'train', and "
-                f"patience={patience!r} at least 0",
+                f"EarlyStopHook got mode={mode!r}, on={on!r} and patience={patience!r}. mode must be 'min', 'max' or "
+                "None, on must be 'test' or 'train', and patience must be at least 0.",
                 code="C092",
             )
         self.metric, self.patience, self.min_delta, self.mode, self.on = metric, patience, min_delta, mode, on
@@ -222,7 +223,7 @@ class EarlyStopHook(BaseHook):
         if self.metric not in metrics:
             hint = did_you_mean(self.metric, metrics)
             raise ConfigError(
-                f"there is no {self.on} metric {self.metric!r}; there are {listed(metrics)}.{hint}", code="C092"
+                f"there is no {self.on} metric {self.metric!r}. The metrics are {listed(metrics)}.{hint}", code="C092"
             )
         value, higher = metrics[self.metric].get_accumulated_value(), metrics[self.metric].higher_is_better
         if self._is_better(value, higher):
