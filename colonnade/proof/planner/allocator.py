@@ -42,6 +42,8 @@ class Pool:
     def __init__(self, small: bool) -> None:
         self.small = small
         self.blocks: dict[int, Block] = {}
+        self.end: Block | None = None
+        """With expandable segments: the last block of the one segment."""
         self._sizes: list[tuple[int, int]] = []
 
     def add(self, block: Block) -> None:
@@ -65,7 +67,6 @@ class CachingAllocator:
         self.capacity, self.expandable = capacity, expandable
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
         self._pools: dict[tuple[int, bool], Pool] = {}
-        self._ends: dict[tuple[int, bool], Block] = {}
         self._next = 0
 
     def allocate(self, nbytes: int, stream: int = 0) -> Block:
@@ -75,7 +76,7 @@ class CachingAllocator:
         pool = self._pools.setdefault((stream, small), Pool(small))
         block = pool.best(size)
         if block is None:
-            block = self._grow(pool, size, stream) if self.expandable else self._segment(pool, size)
+            block = self._grow(pool, size) if self.expandable else self._segment(pool, size)
         else:
             pool.remove(block)
         rest = block.size - size
@@ -85,8 +86,8 @@ class CachingAllocator:
                 block.after.before = other
             block.after, block.size = other, size
             pool.add(other)
-            if self._ends.get((stream, small)) is block:
-                self._ends[stream, small] = other
+            if pool.end is block:
+                pool.end = other
         block.free = False
         self.allocated += block.size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
@@ -96,7 +97,7 @@ class CachingAllocator:
         """Free a block."""
         self.allocated -= block.size
         block.free = True
-        pool, ends = block.pool, [key for key, end in self._ends.items() if end is block or end is block.after]
+        pool = block.pool
         for other in (block.before, block.after):
             if other is None or not other.free:
                 continue
@@ -108,8 +109,8 @@ class CachingAllocator:
                 second.after.before = first
             block = first
         pool.add(block)
-        for key in ends:
-            self._ends[key] = block
+        if self.expandable and block.after is None:
+            pool.end = block
 
     def empty_cache(self) -> None:
         """Release all segments that have no block in use."""
@@ -118,7 +119,7 @@ class CachingAllocator:
                 if block.before is None and block.after is None:
                     pool.remove(block)
                     self.reserved -= block.size
-                    self._ends = {key: end for key, end in self._ends.items() if end is not block}
+                    pool.end = None
 
     def _segment(self, pool: Pool, size: int) -> Block:
         nbytes = SMALL_SEGMENT if pool.small else LARGE_SEGMENT if size < _OWN_SEGMENT else -(-size // _ROUNDED) * _ROUNDED
@@ -126,11 +127,9 @@ class CachingAllocator:
         self._next += nbytes + _ROUNDED  # segments are never neighbours
         return Block(self._next - nbytes, nbytes, pool)
 
-    def _grow(self, pool: Pool, size: int, stream: int) -> Block:
-        """The last free block of the pool's one segment, after as many pages as it lacks were mapped behind it."""
-        page = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
-        key = stream, pool.small
-        last = self._ends.get(key)
+    def _grow(self, pool: Pool, size: int) -> Block:
+        """The last block of the pool's segment, after as many pages as it lacks were mapped behind it."""
+        page, last = SMALL_SEGMENT if pool.small else LARGE_SEGMENT, pool.end
         if last is not None and last.free:
             more = -(-(size - last.size) // page) * page
             self._reserve(more)
@@ -139,11 +138,11 @@ class CachingAllocator:
             return last
         nbytes = -(-size // page) * page
         self._reserve(nbytes)
-        address = last.address + last.size if last is not None else (len(self._ends) + 1) << 50
-        block = Block(address, nbytes, pool, before=last)
+        self._next += 1 << 50
+        block = Block(self._next if last is None else last.address + last.size, nbytes, pool, before=last)
         if last is not None:
             last.after = block
-        self._ends[key] = block
+        pool.end = block
         return block
 
     def _reserve(self, nbytes: int) -> None:

@@ -33,11 +33,13 @@ class CudaOperators:
         self._before: dict[str, Callable[..., Any]] = {}
 
     def __enter__(self) -> None:
+        self._recorder.workspace = workspace_of
         for name, own in (("scaled_dot_product_attention", self._attention), ("rms_norm", self._rms_norm)):
             self._before[name] = getattr(F, name)
             setattr(F, name, own)
 
     def __exit__(self, *_: object) -> None:
+        self._recorder.workspace = lambda op: 0
         for name, before in self._before.items():
             setattr(F, name, before)
 
@@ -58,6 +60,26 @@ class CudaOperators:
         self, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
     ) -> Any:
         return _RMSNorm.apply(self._recorder, x, weight, prod(normalized_shape))
+
+
+_BLOCKS = 8 * 132
+"""Blocks that torch starts for a reduction on 132 multiprocessors."""
+
+
+def workspace_of(op: Operator) -> int:
+    """Return the bytes that the kernels of an operator take for themselves while they run.
+
+    A sum over rows that are few columns wide is split over many blocks, which store partial sums (`Reduce.cuh` in torch). The
+    backward pass of cuDNN's attention adds up the gradient of the queries in fp32.
+    """
+    if op.name == "sum" and op.outputs and len(op.inputs[0].shape) == 2 and op.inputs[0].shape[-1:] == op.outputs[0].shape[-1:]:
+        rows, columns = op.inputs[0].shape
+        blocks = min(rows // 128, -(-_BLOCKS * 128 // columns))
+        return 4 * 256 * columns * blocks if blocks > 1 else 0
+    if op.name.startswith("attention backward"):
+        q = op.outputs[0].shape
+        return 4 * prod(q) + 4 * prod(q[:3])
+    return 0
 
 
 class _Attention(Function):

@@ -87,7 +87,7 @@ class Clock:
     def operator(self, op: Operator) -> float:
         """Return the seconds that the device is busy with one call of an operator."""
         if self.kernels is not None:
-            return self.kernels.seconds(op)
+            return self.hardware.operator_latency + self.kernels.seconds(op)
         machine = self.hardware
         computed = op.flops / (self.peak(op.dtype) * machine.matmul_efficiency) if op.flops else 0.0
         return machine.operator_latency + max(computed, op.moved / machine.memory_bandwidth)

@@ -38,6 +38,8 @@ class Hardware:
     network_bandwidth: float
     """Bytes/s that one device sends to other nodes."""
     network_latency: float
+    context: int = 0
+    """Bytes of `memory` that a process needs for the device's context and its libraries, beside the allocator."""
     overlap: float = 1.0
     """The fraction of a collective that may overlap with computation at no cost; 1: communication has its own hardware."""
     at_once: int = 0
@@ -90,10 +92,17 @@ class MemoryPlan:
     """Buffers of the model: running means, masks, tables."""
     host: int = 0
     """Offloaded memory on the host, not part of `total`."""
+    workspace: int = 0
+    """Memory that the libraries of matrix products take for themselves."""
+    reserved: int = 0
+    """The most that torch's caching allocator reserves; 0 if it is not estimated (no calibration sweep)."""
+    expandable: int = 0
+    """The same with expandable segments (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True)."""
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.state + self.activations + self.communication + self.buffers
+        held = self.parameters + self.gradients + self.state + self.buffers + self.workspace
+        return held + self.activations + self.communication
 
 
 @dataclass(frozen=True)
@@ -244,7 +253,9 @@ class Totals:
     hfu: float
     """Hardware flops utilisation: flops / (step_seconds x ranks x peak)."""
     peak_memory: int
+    """The most that the fullest rank allocates."""
     fits: bool
+    """Whether the fullest rank has the memory, if need be with expandable segments."""
     bytes_inside_nodes: int
     """Bytes that all ranks send in a step to ranks of the same node."""
     bytes_between_nodes: int

@@ -325,7 +325,8 @@ class _Planning:
                         return run_stage(stage, module, self.first, value, criterion, recorder, apart, fresh, pending)
 
                 try:
-                    found = run_repeated(module, run, sharded=sharded)
+                    recorded = recorder if self.clock.kernels is not None else None
+                    found = run_repeated(module, run, sharded=sharded, recorder=recorded)
                 except DynamicOutputShapeException as error:
                     raise ConfigError(
                         f"the model makes a tensor whose size depends on values ({error}; a mask or nonzero(), for example), and "

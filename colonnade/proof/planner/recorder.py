@@ -91,7 +91,12 @@ class OperatorRecorder(TorchDispatchMode):
         self.live = self.peak = 0
         self._clock, self._memory, self._resizes = clock, memory, resizes
         self._paused = False
-        self._alive: dict[int, tuple[int, Any]] = {}
+        self.events: list[tuple[int, int]] | None = None
+        """If a list: (number, bytes) of every allocation, (number, 0) of every free, in order."""
+        self.workspace: Callable[[Operator], int] = lambda op: 0
+        """Bytes that the device's kernels of an operator take for themselves."""
+        self._number = 0
+        self._alive: dict[int, tuple[int, Any, int]] = {}
         self._ranks: dict[str, tuple[int, ...]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -148,23 +153,32 @@ class OperatorRecorder(TorchDispatchMode):
         if key in self._alive:
             return
         size = storage.nbytes()
-        self._alive[key] = size, weakref.ref(storage, lambda _: self._gone(key))
+        self._number += 1
+        self._alive[key] = size, weakref.ref(storage, lambda _: self._gone(key)), self._number
+        self._note(self._number, size)
         self.live += size
         if not in_place:
             self.peak = max(self.peak, self.live)
 
     def look_again(self) -> None:
         """Update the sizes of storages that have been resized."""
-        for key, (size, reference) in list(self._alive.items()):
+        for key, (size, reference, number) in list(self._alive.items()):
             storage = reference()
             if storage is not None and (now := storage.nbytes()) != size:
-                self._alive[key] = now, reference
+                self._alive[key] = now, reference, number
+                self._note(number, 0)
+                self._note(number, now)
                 self.live += now - size
         self.peak = max(self.peak, self.live)
 
     def _gone(self, key: int) -> None:
-        size, _ = self._alive.pop(key, (0, None))
+        size, _, number = self._alive.pop(key, (0, None, 0))
+        self._note(number, 0)
         self.live -= size
+
+    def _note(self, number: int, size: int) -> None:
+        if self.events is not None:
+            self.events.append((number, size))
 
     def _call(self, func: Any, args: Any) -> PlannedCall | None:
         op = OPS.get(func._opname)
@@ -198,6 +212,11 @@ class OperatorRecorder(TorchDispatchMode):
         cost.graded += op.flops if forward else 0
         cost.moved += op.moved
         cost.operators += 1
+        if taken := self.workspace(op):
+            self.peak = max(self.peak, self.live + taken)
+            self._number += 1
+            self._note(self._number, taken)
+            self._note(self._number, 0)
         if self._clock is not None:
             cost.seconds += self._clock.operator(op)
             cost.host += self._clock.host_seconds(op.name, forward)

@@ -40,6 +40,7 @@ from colonnade.proof.planner.plan_records import (
 from colonnade.proof.planner.planned_sums import GradientPlan
 from colonnade.proof.planner.ranks import Kinds
 from colonnade.proof.planner.recorder import PlannedCall
+from colonnade.proof.planner.reserved_memory import WORKSPACES, reserve
 from colonnade.proof.roles import stage_of
 
 _SENT = {Kind.SENT_FORWARD: Kind.SEND_FORWARD, Kind.SENT_BACKWARD: Kind.SEND_BACKWARD}
@@ -236,7 +237,8 @@ class Steps:
 
     def _memory(self, gradients: GradientPlan, rank: int, at: int) -> MemoryPlan:
         # On a device a full bucket is filled at once, from gradients that autograd has made; on the CPU so are the large ones.
-        mine = [self.kinds.passes[stage] for stage, home in enumerate(self.kinds.stage_ranks) if home == at]
+        mine_stages = [stage for stage, home in enumerate(self.kinds.stage_ranks) if home == at]
+        mine = [self.kinds.passes[stage] for stage in mine_stages]
         moved = max(one.pending for one in mine) if self._on_cpu else gradients.largest
         activations, frames, left = self._fullest(at)
         if self.kinds.one_pass:  # the pass has taken gradients that lie in no bucket, as far as they were there
@@ -247,6 +249,9 @@ class Steps:
             (left + gradients.stepping, 0),
         )
         activations, communication = max(moments, key=sum)
+        capacity = self.clock.hardware.memory - self.clock.hardware.context
+        program = [action for action in self._program(at) if action.stage in mine_stages]
+        replay = reserve(self.kinds.models[rank], gradients, self.kinds.passes, program, capacity)
         return MemoryPlan(
             parameters=gradients.parameters,
             gradients=gradients.gradients,
@@ -255,6 +260,9 @@ class Steps:
             communication=gradients.turns + communication,
             buffers=sum(buffer.nbytes for buffer in self.kinds.models[rank].buffers()),
             host=gradients.host,
+            workspace=2 * sum(WORKSPACES) if self.clock.kernels is not None else 0,
+            reserved=replay.reserved if replay is not None else 0,
+            expandable=replay.expandable if replay is not None else 0,
         )
 
     def _under_way(self, gradients: GradientPlan) -> int:
