@@ -21,7 +21,10 @@ from torch.func import functional_call
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from colonnade.config.settings import CompileSettings
+from colonnade.engine.compile import blocks_of
 from colonnade.proof.planner.kernels import Operator, Shaped
+from colonnade.proof.planner.planned_passes import signature
 from colonnade.proof.planner.recorder import _FLOPS, OperatorRecorder, _is_free, _is_view
 
 _READS_OF_A_CHEAP_VALUE = 4
@@ -32,9 +35,9 @@ _OWN_KERNELS = ["mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "s
 class CompiledBlock:
     """The forward pass of a block as compiled code; set as `forward` of the block."""
 
-    def __init__(self, block: nn.Module, recorder: OperatorRecorder) -> None:
-        self._block, self._recorder = block, recorder
-        self._known: dict[Any, tuple[_Fused, _Fused, Any, int]] = {}
+    def __init__(self, block: nn.Module, recorder: OperatorRecorder, known: dict[Any, Any]) -> None:
+        self._block, self._recorder, self._known = block, recorder, known
+        self._kind = signature(block)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         runs = getattr(self._block, "_colonnade_runs", None)
@@ -46,7 +49,7 @@ class CompiledBlock:
         leaves, spec = tree_flatten((args, kwargs))
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         held = [*given, *block.parameters(), *block.buffers()]
-        key = tuple((tuple(each.shape), each.dtype, each.requires_grad) for each in held), str(spec)
+        key = tuple((tuple(each.shape), each.dtype, each.requires_grad) for each in held), str(spec), self._kind
         if key not in self._known:
             with self._recorder.paused():
                 self._known[key] = self._traced(held, leaves, spec)
@@ -101,6 +104,19 @@ def _bare(block: nn.Module) -> Iterator[None]:
         vars(block)["forward"] = mine
         if runs is not None:
             block._colonnade_runs = runs
+
+
+def compile_blocks(module: nn.Module, criterion: Any, config: Any, recorder: OperatorRecorder) -> None:
+    """Let the blocks run as compiled code that `compile_model` compiles."""
+    settings = CompileSettings.read(config.get("compile"))
+    if settings is None:
+        return
+    losses = criterion.modules() if isinstance(criterion, nn.Module) else ()
+    built_in = [loss for loss in losses if vars(type(loss)).get("layer_kind") == "cross_entropy"]
+    chosen = [loss for loss in built_in if loss.reduction != "mean"]
+    known: dict[Any, Any] = {}  # blocks that are alike are traced once
+    for block in (*chosen, *(blocks_of(module) if settings.blocks else [module])):
+        vars(block)["forward"] = CompiledBlock(block, recorder, known)
 
 
 class _Compiled(Function):
@@ -190,6 +206,14 @@ class _Fused:
 
     def run(self, given: list[Any], recorder: OperatorRecorder) -> list[Any]:
         """Allocate what the kernels store, count them, and return the outputs."""
+        recorder.add_call("compiled call")
+        recorder.counts_views = False
+        try:
+            return self._run(given, recorder)
+        finally:
+            recorder.counts_views = True
+
+    def _run(self, given: list[Any], recorder: OperatorRecorder) -> list[Any]:
         values: dict[Node, Any] = {}
         places = iter(given)
         given = []
@@ -225,14 +249,14 @@ class _Fused:
 
     def _count(self, nodes: Sequence[Node], reads: set[Node], writes: Sequence[Node], recorder: OperatorRecorder) -> None:
         if len(nodes) == 1 and nodes[0].target._opname in _OWN_KERNELS:
-            recorder.add(_operator_of(nodes[0]), forward=False)
+            recorder.add(_operator_of(nodes[0]), forward=False, host="compiled kernel")
             return
         if not writes:
             return
         inputs = tuple(each for node in reads for each in _shapes(node))
         outputs = tuple(each for node in writes for each in _shapes(node))
         name = "fused sum of rows" if any(map(_sums_rows, nodes)) else "fused"
-        recorder.add(Operator(name, inputs, outputs), forward=False)
+        recorder.add(Operator(name, inputs, outputs), forward=False, host="compiled kernel")
 
 
 def _sources(node: Node) -> list[Node]:

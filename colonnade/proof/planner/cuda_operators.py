@@ -47,6 +47,8 @@ class CudaOperators:
         func = self._before["scaled_dot_product_attention"]
         names = ("attn_mask", "dropout_p", "is_causal")
         options |= dict(zip(names, rest, strict=False))
+        if self._recorder.is_paused:  # a block is traced for compilation
+            return func(query, key, value, **options)
         if options.get("attn_mask") is not None or query.dim() != 4:  # other kernels, which no sweep measures
             return func(query, key, value, **options)
         if torch.is_autocast_enabled("cpu"):
@@ -59,6 +61,8 @@ class CudaOperators:
     def _rms_norm(
         self, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
     ) -> Any:
+        if self._recorder.is_paused:
+            return self._before["rms_norm"](x, normalized_shape, weight, eps)
         return _RMSNorm.apply(self._recorder, x, weight, prod(normalized_shape))
 
 

@@ -32,6 +32,7 @@ from colonnade.optim.zero.fsdp import shard_model
 from colonnade.parallel.demand import check_same_data
 from colonnade.parallel.placement import Placement, logical_shape, placement_of
 from colonnade.parallel.split import Split, build_schedule
+from colonnade.proof.planner.compiled import compile_blocks
 from colonnade.proof.planner.cuda_operators import CudaOperators
 from colonnade.proof.planner.hardware import Clock
 from colonnade.proof.planner.job import ASSUMED_LOSS, Job, no_loss
@@ -311,6 +312,8 @@ class _Planning:
             in_pass = whole and (len(gradients.pending) <= 1 or find_repeat(module) is None)
             with self.fake:
                 fake_module(module)
+                if self.clock.kernels is not None and self.config.get("compile"):
+                    compile_blocks(module, criterion, self.config, recorder)
                 ids = [id(parameter) for parameter in module.parameters()]
                 fresh = {ids[at] for at in loose}
                 pending = [

@@ -90,7 +90,9 @@ class OperatorRecorder(TorchDispatchMode):
         self.cost = Cost()
         self.live = self.peak = 0
         self._clock, self._memory, self._resizes = clock, memory, resizes
-        self._paused = False
+        self.is_paused = False
+        self.counts_views = True
+        """Whether views and new memory cost time of the host, as outside of compiled code."""
         self.events: list[tuple[int, int]] | None = None
         """If a list: (number, bytes) of every allocation, (number, 0) of every free, in order."""
         self.workspace: Callable[[Operator], int] = lambda op: 0
@@ -101,7 +103,7 @@ class OperatorRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._paused:
+        if self.is_paused:
             return func(*args, **kwargs)
         if func.namespace == "c10d":
             call = self._call(func, args)
@@ -113,7 +115,7 @@ class OperatorRecorder(TorchDispatchMode):
         grouped = func is _aten._grouped_mm.default and isinstance(args[0], FakeTensor)
         found = _grouped_mm(*args, **kwargs) if grouped else func(*args, **kwargs)
         if _is_view(func):
-            if self._clock is not None:
+            if self._clock is not None and self.counts_views:
                 self.cost.host += self._clock.host_seconds("view", torch.is_grad_enabled())
         else:
             if self._clock is not None:
@@ -123,14 +125,19 @@ class OperatorRecorder(TorchDispatchMode):
                     self.hold(tensor, in_place=func._overloadpacket in _IN_PLACE_ELSEWHERE)
         return found
 
+    def add_call(self, kind: str) -> None:
+        """Count work of the host alone."""
+        if self._clock is not None and not self.is_paused:
+            self.cost.host += self._clock.host_seconds(kind, True)
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Record nothing inside the block."""
-        self._paused = True
+        self.is_paused = True
         try:
             yield
         finally:
-            self._paused = False
+            self.is_paused = False
 
     def take(self) -> Cost:
         """Return the cost since the last call."""
@@ -192,7 +199,7 @@ class OperatorRecorder(TorchDispatchMode):
 
     def _count(self, func: Any, args: Any, kwargs: Any, found: Any) -> None:
         if _is_free(func):
-            if func.namespace != "prim":
+            if func.namespace != "prim" and self.counts_views:
                 self.cost.host += self._clock.host_seconds("new memory", torch.is_grad_enabled())
             return
         counted = _FLOPS.get(func._overloadpacket)
@@ -200,13 +207,14 @@ class OperatorRecorder(TorchDispatchMode):
         inputs, outputs = (tuple(map(Shaped.of, _tensors(given))) for given in ((args, kwargs), found))
         self.add(Operator(func._opname, inputs, outputs, flops))
 
-    def add(self, op: Operator, forward: bool | None = None) -> None:
+    def add(self, op: Operator, forward: bool | None = None, host: str = "") -> None:
         """Count one call of an operator: of torch, or a kernel that several operators share.
 
-        `forward`: whether it belongs to a forward pass; None: if gradients are enabled.
+        `forward`: whether it belongs to a forward pass; None: if gradients are enabled. `host`: what the host does for it, if that is
+        not what it does for an operator of this name.
         """
         cost, forward = self.cost, torch.is_grad_enabled() if forward is None else forward
-        if self._paused:
+        if self.is_paused:
             return
         cost.flops += op.flops
         cost.graded += op.flops if forward else 0
@@ -219,7 +227,7 @@ class OperatorRecorder(TorchDispatchMode):
             self._note(self._number, 0)
         if self._clock is not None:
             cost.seconds += self._clock.operator(op)
-            cost.host += self._clock.host_seconds(op.name, forward)
+            cost.host += self._clock.host_seconds(host or op.name, forward)
 
 
 def _read(tensor: Tensor) -> bool:

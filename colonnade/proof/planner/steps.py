@@ -117,9 +117,15 @@ class Steps:
         bubble = bubble_of(self.rows) * passing
         after = ends[rank] - self.makespan + sum(call.exposed for call in self._after(gradients, rank))
         optimizer = self._optimizer(gradients)
-        step = max(passing + after + optimizer, self._on_shared_cores())
+        step = max(passing + after + optimizer, self._on_shared_cores(), self._host(rank))
         exposed = inline + after
         return Times(step, step - exposed - bubble - optimizer, exposed, bubble, optimizer)
+
+    def _host(self, rank: int) -> float:
+        """Seconds in which the host issues the operators of a step: it works ahead of the device, so the slower of the two counts."""
+        row = self._row(rank)
+        passes = [self.kinds.passes[timed.action.stage] for timed in row if timed.action.kind is Kind.FORWARD]
+        return sum(one.forward.host + one.backward.host for one in passes) * self.accumulation
 
     def _on_shared_cores(self) -> float:
         """What the work of all ranks takes, where devices of a node are really a few cores: one computes while others wait."""
