@@ -40,22 +40,28 @@ class CompiledBlock:
         self._kind = signature(block)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._graphs(self._block, args, kwargs)  # traced before checkpointing hooks into the tensors that autograd saves
         runs = getattr(self._block, "_colonnade_runs", None)
         if runs is None or not torch.is_grad_enabled():
             return self._run(self._block, *args, **kwargs)
         return runs(self._run, self._block, args, kwargs)
 
     def _run(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        held, (forward, backward, out_spec, count) = self._graphs(block, args, kwargs)
+        found = _Compiled.apply(self._recorder, forward, backward, count, *held)
+        return tree_unflatten(list(found) if isinstance(found, tuple) else [found], out_spec)
+
+    def _graphs(self, block: nn.Module, args: Any, kwargs: Any) -> tuple[list[Tensor], tuple[_Fused, _Fused, Any, int]]:
+        """The tensors that a call takes, and what was traced for such tensors."""
         leaves, spec = tree_flatten((args, kwargs))
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         held = [*given, *block.parameters(), *block.buffers()]
-        key = tuple((tuple(each.shape), each.dtype, each.requires_grad) for each in held), str(spec), self._kind
+        forms = tuple((tuple(each.shape), each.dtype, each.requires_grad) for each in held)
+        key = forms, str(spec), self._kind, torch.is_grad_enabled()
         if key not in self._known:
             with self._recorder.paused():
                 self._known[key] = self._traced(held, leaves, spec)
-        forward, backward, out_spec, count = self._known[key]
-        found = _Compiled.apply(self._recorder, forward, backward, count, *held)
-        return tree_unflatten(list(found) if isinstance(found, tuple) else [found], out_spec)
+        return held, self._known[key]
 
     def _traced(self, held: list[Tensor], leaves: list[Any], spec: Any) -> tuple[_Fused, _Fused, Any, int]:
         """The fused graphs of forward and backward, the structure of the output, and the number of its tensors."""

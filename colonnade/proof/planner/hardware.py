@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, asdict, fields
-from math import ceil, inf, log2
+from math import ceil, exp, inf, log2
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -70,6 +70,9 @@ def _checked(given: dict[str, Any], path: Path) -> Hardware:
             raise ConfigError(f"{path}: {name} = {given[name]!r}: a text, in quotes")
     if given.get("device", "cuda") not in ("cpu", "cuda"):
         raise ConfigError(f'{path}: device = {given["device"]!r}: "cpu" or "cuda"')
+    for table, rows in given.get("kernels", {}).items():
+        if not all(isinstance(row, list) and len(row) > 1 and all(isinstance(each, (int, float)) for each in row) for row in rows):
+            raise ConfigError(f"{path}: kernels.{table}: a list of rows of numbers, (sizes ..., seconds)")
     if given.get("overlap", 1.0) > 1:
         raise ConfigError(f"{path}: overlap = {given['overlap']!r}: a part of the time, from 0 to 1")
     return Hardware(**given)
@@ -87,7 +90,7 @@ class Clock:
     def operator(self, op: Operator) -> float:
         """Return the seconds that the device is busy with one call of an operator."""
         if self.kernels is not None:
-            return self.hardware.operator_latency + self.kernels.seconds(op)
+            return self.hardware.operator_latency + self.kernels.seconds(op) * self.hardware.contention
         machine = self.hardware
         computed = op.flops / (self.peak(op.dtype) * machine.matmul_efficiency) if op.flops else 0.0
         return machine.operator_latency + max(computed, op.moved / machine.memory_bandwidth)
@@ -114,6 +117,9 @@ class Clock:
         size = len(key)
         if size < 2:
             return 0.0
+        measured = self.kernels.tables.get(f"collective {'send' if op == 'receive' else op}") if self.kernels else None
+        if measured is not None:
+            return exp(measured.log_seconds((max(nbytes, 1),)))
         link, inside = self._link(key)
         latency, bandwidth = self._speeds(link, inside)
         steps = ceil(log2(size))
@@ -210,10 +216,18 @@ def to_toml(machine: Hardware) -> str:
     """Return the text of the file that `load_hardware` reads."""
     lines = ["# Measured by `colonnade plan --measure`. Bytes and seconds."]
     for key, value in asdict(machine).items():
-        if key != "matmul_flops":
+        if key not in ("matmul_flops", "kernels"):
             lines.append(f'{key} = "{value}"' if isinstance(value, str) else f"{key} = {value!r}")
     lines += ["", "[matmul_flops]", *(f"{key} = {value!r}" for key, value in machine.matmul_flops.items())]
+    if machine.kernels:
+        lines += ["", "[kernels]  # rows of (sizes ..., seconds); see docs/reference/plan.md"]
+        lines += [f'"{table}" = {_rows(rows)}' for table, rows in machine.kernels.items()]
     return "\n".join(lines) + "\n"
+
+
+def _rows(rows: Sequence[Sequence[float]]) -> str:
+    """Samples as text, with four digits."""
+    return "[" + ", ".join(f"[{', '.join(f'{value:.4g}' if value < 1 else f'{value:.0f}' for value in row)}]" for row in rows) + "]"
 
 
 def _link(device: str) -> tuple[float, float]:

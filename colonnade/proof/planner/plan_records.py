@@ -12,6 +12,9 @@ from typing import Any, Literal
 Link = Literal["node", "network"]
 """The slowest link of a message: inside one node, or between nodes. A group with ranks in several nodes is "network"."""
 
+Fit = Literal["fits", "fits with expandable segments", "does not fit"]
+"""Whether a rank has enough memory: by the allocator's replay, or by `MemoryPlan.total` if there is none."""
+
 When = Literal["forward", "backward", "pipeline", "gradients", "step"]
 """The part of a step in which a collective is called."""
 
@@ -38,10 +41,10 @@ class Hardware:
     network_bandwidth: float
     """Bytes/s that one device sends to other nodes."""
     network_latency: float
-    context: int = 0
-    """Bytes of `memory` that a process needs for the device's context and its libraries, beside the allocator."""
     overlap: float = 1.0
     """The fraction of a collective that may overlap with computation at no cost; 1: communication has its own hardware."""
+    contention: float = 1.0
+    """The factor on the time of kernels if other ranks use the same device at the same time (CUDA MPS)."""
     at_once: int = 0
     """The number of devices of a node that compute at full speed concurrently, if they share cores; 0: all."""
     backend: str = "nccl"
@@ -98,6 +101,7 @@ class MemoryPlan:
     """The most that torch's caching allocator reserves; 0 if it is not estimated (no calibration sweep)."""
     expandable: int = 0
     """The same with expandable segments (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True)."""
+    fit: Fit = "fits"
 
     @property
     def total(self) -> int:
@@ -255,7 +259,7 @@ class Totals:
     peak_memory: int
     """The most that the fullest rank allocates."""
     fits: bool
-    """Whether the fullest rank has the memory, if need be with expandable segments."""
+    """Whether every rank has enough memory, if need be with expandable segments (`MemoryPlan.fit`)."""
     bytes_inside_nodes: int
     """Bytes that all ranks send in a step to ranks of the same node."""
     bytes_between_nodes: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -29,6 +29,7 @@ from colonnade.engine.stepper import count_slots
 from colonnade.gradients.bucket import STAGING_BUFFERS
 from colonnade.proof.planner.hardware import Clock
 from colonnade.proof.planner.plan_records import (
+    Fit,
     Interval,
     MemoryPlan,
     PlannedCollective,
@@ -255,10 +256,10 @@ class Steps:
             (left + gradients.stepping, 0),
         )
         activations, communication = max(moments, key=sum)
-        capacity = self.clock.hardware.memory - self.clock.hardware.context
+        capacity = self.clock.hardware.memory
         program = [action for action in self._program(at) if action.stage in mine_stages]
         replay = reserve(self.kinds.models[rank], gradients, self.kinds.passes, program, capacity)
-        return MemoryPlan(
+        made = MemoryPlan(
             parameters=gradients.parameters,
             gradients=gradients.gradients,
             state=gradients.state,
@@ -267,9 +268,11 @@ class Steps:
             buffers=sum(buffer.nbytes for buffer in self.kinds.models[rank].buffers()),
             host=gradients.host,
             workspace=2 * sum(WORKSPACES) if self.clock.kernels is not None else 0,
-            reserved=replay.reserved if replay is not None else 0,
-            expandable=replay.expandable if replay is not None else 0,
         )
+        if replay is None:
+            return replace(made, fit="fits" if made.total <= capacity else "does not fit")
+        fit: Fit = "fits" if replay.fits else "fits with expandable segments" if replay.fits_expandable else "does not fit"
+        return replace(made, reserved=replay.reserved, expandable=replay.expandable, fit=fit)
 
     def _under_way(self, gradients: GradientPlan) -> int:
         """What the sums of one pass keep while the next pass runs, where each pass has sums of its own."""
