@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from colonnade.comm.groups import ProcessGroups
 from colonnade.comm.torch_versions import apart_from_world
 from colonnade.config import Config
+from colonnade.config.settings import ActivationSettings
 from colonnade.context.layout import Layout
 from colonnade.context.layout_builder import build_layout
 from colonnade.context.parallel_context import ParallelContext
@@ -89,9 +90,15 @@ def fake_rank(config: Config, world_size: int, rank: int, context: ParallelConte
 
 
 NOT_PLANNED = {
-    "compile": "fused kernels take less time, and may store less, than this estimate",
+    "compile": "without a calibration sweep in the hardware file, kernels are not fused",
     "float8": "linear layers are estimated in their dtype without float8",
 }
+
+
+NO_OFFLOADING = (
+    "`activation_checkpoint.offload` is not planned: memory is estimated as if stored activations stayed on the device, and the time "
+    "of the copies is missing"
+)
 
 
 @dataclass(frozen=True)
@@ -196,8 +203,12 @@ class _Planning:
             if not piped and type(schedule) is not NonPipelineSchedule:
                 kinds.notes[f"the schedule {kinds.schedule} is estimated as one pass over the batch of a rank"] = None
             kinds.notes |= {
-                f"`{key}` is not planned: {why}": None for key, why in NOT_PLANNED.items() if self.config.get(key)
+                f"`{key}` is not planned: {why}": None
+                for key, why in NOT_PLANNED.items()
+                if self.config.get(key) and not (key == "compile" and self.clock.kernels is not None)
             }
+            if ActivationSettings.read(self.config.get("activation_checkpoint")).offload:
+                kinds.notes[NO_OFFLOADING] = None
             kinds.one_pass = not piped and int(self.config.get("gradient_accumulation") or 1) == 1
             whole = built(self.job.build, self.context)
             module = (whole.whole or list(whole)[-1]) if isinstance(whole, Split) else whole
