@@ -31,9 +31,7 @@ RECORDED = Path(__file__).parent / "plan_recorded.json"
 GOALS = {"step": 0.10, "allocated": 0.02, "reserved": 0.05}
 CONTENTION = 1.4
 """The factor on kernels while another rank uses the GPU, measured under MPS: products 1.5, copies 1.9, and neither all the time."""
-HEADER = (
-    "| configuration | step, ms: planned | measured | | allocated, GB: planned | measured | | reserved, GB: planned | measured | |"
-)
+HEADER = "| configuration | step, ms: planned | measured | | allocated, GB: planned | measured | | reserved, GB: planned | measured | |"
 
 
 def machine_of(ranks: int, recorded: Mapping[str, Any], sheet: bool = False) -> Hardware:
@@ -68,7 +66,11 @@ def line(name: str, found: Mapping[str, tuple[float, float]]) -> str:
     cells = [name]
     for what, digits in (("step", 1), ("allocated", 2), ("reserved", 2)):
         one, other = found[what]
-        cells += [f"{one:.{digits}f}", f"{other:.{digits}f}", f"{100 * (one / other - 1):+.1f}%" if one else "not planned"]
+        cells += [
+            f"{one:.{digits}f}",
+            f"{other:.{digits}f}",
+            f"{100 * (one / other - 1):+.1f}%" if one else "not planned",
+        ]
     return f"| {' | '.join(cells)} |"
 
 

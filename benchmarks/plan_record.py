@@ -373,7 +373,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="a folder for all figures")
     parser.add_argument("--only", default="", help="configurations whose names have one of these words, by commas")
     parser.add_argument("--sweep", type=float, default=50, help="seconds of the sweep; 0: none")
-    parser.add_argument("--parts", default="", help="parts of the sweep, by commas: products, attention, memory, host ...")
+    parser.add_argument(
+        "--parts", default="", help="parts of the sweep, by commas: products, attention, memory, host ..."
+    )
     parser.add_argument("--limit", type=float, default=240, help="seconds after which no further configuration begins")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--size", choices=("full", "small"), default="full")
@@ -396,10 +398,18 @@ def main() -> int:
         worlds: list[tuple[str, int, Any, tuple[Any, ...], float]] = []
         if options.sweep:
             worlds.append(
-                ("sweep", 1, swept, (folder, options.sweep, options.size == "small", options.parts), options.sweep * 1.5 + 60)
+                (
+                    "sweep",
+                    1,
+                    swept,
+                    (folder, options.sweep, options.size == "small", options.parts),
+                    options.sweep * 1.5 + 60,
+                )
             )
         if alone:
-            worlds.append(("alone", 1, recorded, (alone, folder, options.limit - options.sweep - (50 if shared else 0)), 260))
+            worlds.append(
+                ("alone", 1, recorded, (alone, folder, options.limit - options.sweep - (50 if shared else 0)), 260)
+            )
         if shared:
             worlds.append(("ranks", 2, recorded, (shared, folder, 75), 110))
         for name, ranks, function, arguments, timeout in worlds:

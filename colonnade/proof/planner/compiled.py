@@ -29,7 +29,21 @@ from colonnade.proof.planner.recorder import _FLOPS, OperatorRecorder, _is_free,
 
 _READS_OF_A_CHEAP_VALUE = 4
 """A value with at most so many operands is computed again by each kernel that needs it (Inductor's realize_reads_threshold)."""
-_OWN_KERNELS = ["mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "sort", "topk", "embedding_dense_backward", "index_put", "scatter_add", "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"]
+_OWN_KERNELS = [
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "_scaled_mm",
+    "_grouped_mm",
+    "sort",
+    "topk",
+    "embedding_dense_backward",
+    "index_put",
+    "scatter_add",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+]
 
 
 class CompiledBlock:
@@ -40,7 +54,9 @@ class CompiledBlock:
         self._kind = signature(block)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._graphs(self._block, args, kwargs)  # traced before checkpointing hooks into the tensors that autograd saves
+        self._graphs(
+            self._block, args, kwargs
+        )  # traced before checkpointing hooks into the tensors that autograd saves
         runs = getattr(self._block, "_colonnade_runs", None)
         if runs is None or not torch.is_grad_enabled():
             return self._run(self._block, *args, **kwargs)
@@ -51,7 +67,9 @@ class CompiledBlock:
         found = _Compiled.apply(self._recorder, forward, backward, count, *held)
         return tree_unflatten(list(found) if isinstance(found, tuple) else [found], out_spec)
 
-    def _graphs(self, block: nn.Module, args: Any, kwargs: Any) -> tuple[list[Tensor], tuple[_Fused, _Fused, Any, int]]:
+    def _graphs(
+        self, block: nn.Module, args: Any, kwargs: Any
+    ) -> tuple[list[Tensor], tuple[_FusedGraph, _FusedGraph, Any, int]]:
         """The tensors that a call takes, and what was traced for such tensors."""
         leaves, spec = tree_flatten((args, kwargs))
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -63,9 +81,11 @@ class CompiledBlock:
                 self._known[key] = self._traced(held, leaves, spec)
         return held, self._known[key]
 
-    def _traced(self, held: list[Tensor], leaves: list[Any], spec: Any) -> tuple[_Fused, _Fused, Any, int]:
+    def _traced(self, held: list[Tensor], leaves: list[Any], spec: Any) -> tuple[_FusedGraph, _FusedGraph, Any, int]:
         """The fused graphs of forward and backward, the structure of the output, and the number of its tensors."""
-        from functorch.compile import aot_function, make_boxed_func, min_cut_rematerialization_partition
+        from torch._functorch._aot_autograd.utils import make_boxed_func
+        from torch._functorch.aot_autograd import aot_function
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
         from torch._inductor.decomposition import select_decomp_table
 
         names = [name for name, _ in (*self._block.named_parameters(), *self._block.named_buffers())]
@@ -81,9 +101,9 @@ class CompiledBlock:
             outputs[:] = [out_spec, len(flat)]
             return flat
 
-        def keep(graph: GraphModule, _: Any) -> Any:
-            graphs.append(graph)
-            return make_boxed_func(graph.forward)
+        def keep(gm: GraphModule, example_inputs: Any) -> Any:
+            graphs.append(gm)
+            return make_boxed_func(gm.forward)
 
         table = {op: rule for op, rule in select_decomp_table().items() if "flash_attention_for_cpu" not in str(op)}
         with _bare(self._block):
@@ -95,7 +115,7 @@ class CompiledBlock:
             found = [each for each in traced(*fresh) if each.requires_grad]
             torch.autograd.backward(found, [torch.empty_like(each) for each in found])
         forward, backward = graphs
-        return _Fused(forward), _Fused(backward), outputs[0], outputs[1]
+        return _FusedGraph(forward), _FusedGraph(backward), outputs[0], outputs[1]
 
 
 @contextmanager
@@ -129,7 +149,9 @@ class _Compiled(Function):
     """Runs the fused graphs; what the partitioner keeps is saved as autograd saves it, so that hooks see it."""
 
     @staticmethod
-    def forward(ctx: Any, recorder: OperatorRecorder, forward: _Fused, backward: _Fused, count: int, *held: Tensor) -> Any:
+    def forward(
+        ctx: Any, recorder: OperatorRecorder, forward: _FusedGraph, backward: _FusedGraph, count: int, *held: Tensor
+    ) -> Any:
         found = forward.run(list(held), recorder)
         outputs, kept = found[:count], found[count:]
         ctx.save_for_backward(*[each for each in kept if isinstance(each, Tensor)])
@@ -144,7 +166,7 @@ class _Compiled(Function):
         return None, None, None, None, *found
 
 
-class _Fused:
+class _FusedGraph:
     """A graph of AOTAutograd as a sequence of kernels."""
 
     def __init__(self, graph: GraphModule) -> None:
@@ -164,7 +186,7 @@ class _Fused:
                 continue
             before = [self._group[source] for source in _sources(node) if source in self._group]
             latest = max(before, default=-1)
-            alone = node.target._opname in _OWN_KERNELS
+            alone = _has_own_kernel(node)
             if not alone and latest in open_groups and not _sums_rows(node):
                 self._group[node] = latest
                 continue
@@ -183,9 +205,9 @@ class _Fused:
                     if source not in self._group:
                         continue
                     same = user in self._group and self._group[user] == self._group[source]
-                    opaque = user.op == "output" or user.target._opname in _OWN_KERNELS
+                    opaque = user.op == "output" or _has_own_kernel(user)
                     cheap = len(set(_sources(source))) <= _READS_OF_A_CHEAP_VALUE and _is_pointwise(source)
-                    if opaque or source.target._opname in _OWN_KERNELS or (not same and not cheap):
+                    if opaque or _has_own_kernel(source) or (not same and not cheap):
                         stored.add(source)
         return stored
 
@@ -253,8 +275,10 @@ class _Fused:
                     values.pop(other, None)
         return []
 
-    def _count(self, nodes: Sequence[Node], reads: set[Node], writes: Sequence[Node], recorder: OperatorRecorder) -> None:
-        if len(nodes) == 1 and nodes[0].target._opname in _OWN_KERNELS:
+    def _count(
+        self, nodes: Sequence[Node], reads: set[Node], writes: Sequence[Node], recorder: OperatorRecorder
+    ) -> None:
+        if len(nodes) == 1 and _has_own_kernel(nodes[0]):
             recorder.add(_operator_of(nodes[0]), forward=False, host="compiled kernel")
             return
         if not writes:
@@ -283,6 +307,10 @@ def _passes_on(node: Node) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         return True
     return _is_view(target) or _is_free(target)
+
+
+def _has_own_kernel(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._opname in _OWN_KERNELS
 
 
 def _is_pointwise(node: Node) -> bool:

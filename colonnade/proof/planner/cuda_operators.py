@@ -56,7 +56,7 @@ class CudaOperators:
             query, key, value = (each.to(dtype) for each in (query, key, value))
         if query.dtype not in (torch.bfloat16, torch.float16):
             return func(query, key, value, **options)
-        return _Attention.apply(self._recorder, query, key, value, bool(options.get("is_causal")))
+        return _CudaAttention.apply(self._recorder, query, key, value, bool(options.get("is_causal")))
 
     def _rms_norm(
         self, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
@@ -76,7 +76,12 @@ def workspace_of(op: Operator) -> int:
     A sum over rows that are few columns wide is split over many blocks, which store partial sums (`Reduce.cuh` in torch). The
     backward pass of cuDNN's attention adds up the gradient of the queries in fp32.
     """
-    if op.name == "sum" and op.outputs and len(op.inputs[0].shape) == 2 and op.inputs[0].shape[-1:] == op.outputs[0].shape[-1:]:
+    if (
+        op.name == "sum"
+        and op.outputs
+        and len(op.inputs[0].shape) == 2
+        and op.inputs[0].shape[-1:] == op.outputs[0].shape[-1:]
+    ):
         rows, columns = op.inputs[0].shape
         blocks = min(rows // 128, -(-_BLOCKS * 128 // columns))
         return 4 * 256 * columns * blocks if blocks > 1 else 0
@@ -86,7 +91,7 @@ def workspace_of(op: Operator) -> int:
     return 0
 
 
-class _Attention(Function):
+class _CudaAttention(Function):
     @staticmethod
     def forward(ctx: Any, recorder: OperatorRecorder, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         batch, heads, length = q.shape[:3]
@@ -99,7 +104,7 @@ class _Attention(Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         q, k, v, out, _ = ctx.saved_tensors
         found = [torch.empty_like(each) for each in (q, k, v)]
         flops = sdpa_backward_flop_count(gradient.shape, *ctx.shapes)
@@ -108,9 +113,7 @@ class _Attention(Function):
         return None, *found, None
 
 
-def _operator(
-    name: str, causal: bool, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], flops: int
-) -> Operator:
+def _operator(name: str, causal: bool, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], flops: int) -> Operator:
     described = [tuple(map(Shaped.of, given)) for given in (inputs, outputs)]
     return Operator(f"{name}, causal" if causal else name, described[0], described[1], int(flops))
 
@@ -132,11 +135,9 @@ class _RMSNorm(Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         x, _, *weight = ctx.saved_tensors
         found = torch.empty_like(x)
         of_weight = torch.empty_like(weight[0]) if weight else None
         ctx.recorder.add(Operator("rms_norm_backward", (Shaped.of(gradient), Shaped.of(x)), (Shaped.of(found),)))
         return None, found, of_weight, None
-
-

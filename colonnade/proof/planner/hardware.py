@@ -1,6 +1,7 @@
 """The time model of a machine, and the TOML files that describe machines.
 
-An operator takes a latency plus the longer of two times: its matrix products at the reachable part of the peak, and its
+If the file has the samples of a calibration sweep, kernels, the host and collectives take what was measured (`kernels.py`, `clocks.py`).
+Otherwise an operator takes a latency plus the longer of two times: its matrix products at the reachable part of the peak, and its
 memory traffic at the memory bandwidth. A collective takes a latency for each step of its algorithm plus its bytes over
 the slowest link; an all-reduce takes the faster of a ring and a tree.
 """
@@ -25,6 +26,7 @@ from colonnade.paths import local_path
 from colonnade.proof.planner.clocks import HostTimes
 from colonnade.proof.planner.kernels import KernelTimes, Operator
 from colonnade.proof.planner.plan_records import Hardware, Link
+from colonnade.proof.planner.sweep import Sweep, collectives
 from colonnade.testing import run_world
 
 _FOLDER = Path(__file__).parent / "hardware_files"
@@ -52,7 +54,11 @@ def _checked(given: dict[str, Any], path: Path) -> Hardware:
     for key in given:
         if key not in known:
             raise ConfigError(f"{path}: unknown key {key!r}; allowed are {listed(known)}.{did_you_mean(key, known)}")
-    missing = [name for name, each in known.items() if each.default is MISSING and each.default_factory is MISSING and name not in given]
+    missing = [
+        name
+        for name, each in known.items()
+        if each.default is MISSING and each.default_factory is MISSING and name not in given
+    ]
     if missing:
         raise ConfigError(f"{path}: {listed(missing)} missing; {_FOLDER / 'h100.toml'} is an example")
     flops = given["matmul_flops"]
@@ -71,7 +77,10 @@ def _checked(given: dict[str, Any], path: Path) -> Hardware:
     if given.get("device", "cuda") not in ("cpu", "cuda"):
         raise ConfigError(f'{path}: device = {given["device"]!r}: "cpu" or "cuda"')
     for table, rows in given.get("kernels", {}).items():
-        if not all(isinstance(row, list) and len(row) > 1 and all(isinstance(each, (int, float)) for each in row) for row in rows):
+        if not all(
+            isinstance(row, list) and len(row) > 1 and all(isinstance(each, (int, float)) for each in row)
+            for row in rows
+        ):
             raise ConfigError(f"{path}: kernels.{table}: a list of rows of numbers, (sizes ..., seconds)")
     if given.get("overlap", 1.0) > 1:
         raise ConfigError(f"{path}: overlap = {given['overlap']!r}: a part of the time, from 0 to 1")
@@ -164,6 +173,10 @@ class Clock:
 # --- This machine as a hardware file: its collectives and products, timed -------------------------
 
 
+_BETWEEN_KERNELS = 1.5e-6
+"""Seconds from the end of a kernel to the start of the next one that is already launched (H200: 1.0 to 1.6)."""
+_CONTEXT = 1_500_000_000
+"""Bytes of a GPU that a process needs for its context and its libraries (H200 with cuBLAS, cuDNN and NCCL: 1.41 GB)."""
 SMALL, LARGE = 1 << 10, 1 << 24
 """Bytes of the two messages that a link is timed with."""
 _DTYPES = {"cpu": ("float32", "float64", "bfloat16"), "cuda": ("bfloat16", "float16", "float32")}
@@ -181,7 +194,7 @@ def measure_machine(nproc: int) -> Hardware:
         "nccl" if device == "cuda" else "gloo",
         {"TORCH_DISTRIBUTED_DEBUG": "OFF"},
     )  # a debug mode is no link's fault
-    found = run_world(max(1, ranks), measured, device, backend=backend, env=env, timeout=300)
+    found = run_world(max(1, ranks), measured, device, backend=backend, env=env, timeout=400)
     return Hardware(**found.values[0])
 
 
@@ -191,16 +204,19 @@ def measured(device: str) -> dict[str, Any]:
     latency, bandwidth = _link(device) if size > 1 else (0.0, 1e12)
     flops = {name: _products(getattr(torch, name), device) for name in _DTYPES[device]}
     on_gpu = device == "cuda"
+    kernels = _swept() if on_gpu else {}
+    if on_gpu and size > 1:
+        kernels |= collectives()
     memory = torch.cuda.get_device_properties(0).total_memory if on_gpu else _host_memory() // size
     return dict(
         name=torch.cuda.get_device_name(0) if on_gpu else "this machine's CPU",
         source=f"measured between {size} processes",
         devices_per_node=max(size, torch.cuda.device_count()) if on_gpu else 1 << 20,
-        memory=int(memory * 0.94),
+        memory=memory - _CONTEXT if on_gpu else int(memory * 0.94),
         matmul_flops=flops,
         matmul_efficiency=1.0,
         memory_bandwidth=_bandwidth(device),
-        operator_latency=_operator(device),
+        operator_latency=_BETWEEN_KERNELS if on_gpu else _operator(device),
         node_bandwidth=bandwidth,
         node_latency=latency,
         network_bandwidth=bandwidth,
@@ -209,7 +225,15 @@ def measured(device: str) -> dict[str, Any]:
         at_once=0 if on_gpu else len(os.sched_getaffinity(0)),
         backend=dist.get_backend(),
         device=device,
+        kernels=kernels,
     )
+
+
+def _swept() -> dict[str, list[list[float]]]:
+    """The calibration sweep of rank 0 while the others wait."""
+    found = Sweep().run() if dist.get_rank() == 0 else {}
+    dist.barrier()
+    return {table: rows for table, rows in found.items() if not table.startswith("check")}
 
 
 def to_toml(machine: Hardware) -> str:
@@ -227,7 +251,11 @@ def to_toml(machine: Hardware) -> str:
 
 def _rows(rows: Sequence[Sequence[float]]) -> str:
     """Samples as text, with four digits."""
-    return "[" + ", ".join(f"[{', '.join(f'{value:.4g}' if value < 1 else f'{value:.0f}' for value in row)}]" for row in rows) + "]"
+    return (
+        "["
+        + ", ".join(f"[{', '.join(f'{value:.4g}' if value < 1 else f'{value:.0f}' for value in row)}]" for row in rows)
+        + "]"
+    )
 
 
 def _link(device: str) -> tuple[float, float]:

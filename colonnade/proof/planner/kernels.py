@@ -156,7 +156,9 @@ class KernelTimes:
         q, k = op.inputs[-3:-1] if op.name.startswith("attention backward") else op.inputs[:2]
         batch, heads, length, width = q.shape
         causal, shared = op.name.endswith("causal"), heads // k.shape[1]
-        table = self._attentions("attention backward" if "backward" in op.name else "attention", width, causal, shared > 1)
+        table = self._attentions(
+            "attention backward" if "backward" in op.name else "attention", width, causal, shared > 1
+        )
         # A few queries against many keys, or the reverse, are a part of the square.
         part = length / k.shape[2]
         seconds = exp(table.log_seconds((batch * heads, k.shape[2])))
@@ -211,7 +213,9 @@ _SAME = {
     "linalg_vector_norm": "norm of all",
 }
 """Operators with a table of their own."""
-_FILLS = frozenset(("zeros", "zero_", "ones", "full", "fill_", "new_zeros", "new_ones", "new_full", "zeros_like", "arange"))
+_FILLS = frozenset(
+    ("zeros", "zero_", "ones", "full", "fill_", "new_zeros", "new_ones", "new_full", "zeros_like", "arange")
+)
 _LOOKS_UP = frozenset(("embedding", "index_select", "gather", "index"))
 _SUMS = frozenset(("sum", "mean", "amax", "var_mean", "logsumexp"))
 

@@ -339,4 +339,8 @@ def _timeline(timeline: PlannedTimeline) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value]
-    return asdict(value) if hasattr(value, "__dataclass_fields__") else value
+    if not hasattr(value, "__dataclass_fields__"):
+        return value
+    plain = asdict(value)
+    plain.pop("kernels", None)  # the thousands of samples of a machine
+    return plain

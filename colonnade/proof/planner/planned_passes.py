@@ -22,7 +22,6 @@ from colonnade.parallel.split import Stage
 from colonnade.proof.planner.recorder import Cost, OperatorRecorder
 from colonnade.texts import pattern_of
 
-
 Events = tuple[tuple[int, int], ...]
 """(number, bytes) of each allocation and (number, 0) of each free, in order."""
 

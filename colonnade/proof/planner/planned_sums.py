@@ -25,8 +25,8 @@ from colonnade.gradients.ledger import Ledger, match
 from colonnade.gradients.sums import Sum, read_demands, with_groups
 from colonnade.gradients.transport import CollectiveTransport, DeviceCollectiveTransport, LocalTransport, Transport
 from colonnade.gradients.uneven import by_kind
-from colonnade.optim.flat_step import JOINED
 from colonnade.optim.engine_optimizer import PlainOptimizer, state_dtypes
+from colonnade.optim.flat_step import JOINED
 from colonnade.parallel.placement import local_part
 from colonnade.proof.planner.recorder import OperatorRecorder, PlannedCall
 

@@ -95,6 +95,10 @@ NOT_PLANNED = {
 }
 
 
+NO_SWEEP = (
+    "the hardware file has no calibration sweep: the step time differs by up to 20% from a run in which the device is the limit, and "
+    "is too low if the host is; reserved memory is not estimated. `colonnade plan --measure` writes a file with a sweep"
+)
 NO_OFFLOADING = (
     "`activation_checkpoint.offload` is not planned: memory is estimated as if stored activations stayed on the device, and the time "
     "of the copies is missing"
@@ -207,6 +211,8 @@ class _Planning:
                 for key, why in NOT_PLANNED.items()
                 if self.config.get(key) and not (key == "compile" and self.clock.kernels is not None)
             }
+            if self.clock.hardware.device == "cuda" and self.clock.kernels is None:
+                kinds.notes[NO_SWEEP] = None
             if ActivationSettings.read(self.config.get("activation_checkpoint")).offload:
                 kinds.notes[NO_OFFLOADING] = None
             kinds.one_pass = not piped and int(self.config.get("gradient_accumulation") or 1) == 1
@@ -332,7 +338,7 @@ class _Planning:
                     for each in (gradients.pending if in_pass else ())
                 ]
 
-                on_gpu = CudaOperators(recorder) if self.clock.kernels is not None else nullcontext()
+                on_gpu = CudaOperators(recorder) if self.clock.hardware.device == "cuda" else nullcontext()
 
                 def run() -> StagePass:
                     with on_gpu:

@@ -271,7 +271,9 @@ class Steps:
         )
         if replay is None:
             return replace(made, fit="fits" if made.total <= capacity else "does not fit")
-        fit: Fit = "fits" if replay.fits else "fits with expandable segments" if replay.fits_expandable else "does not fit"
+        fit: Fit = (
+            "fits" if replay.fits else "fits with expandable segments" if replay.fits_expandable else "does not fit"
+        )
         return replace(made, reserved=replay.reserved, expandable=replay.expandable, fit=fit)
 
     def _under_way(self, gradients: GradientPlan) -> int:

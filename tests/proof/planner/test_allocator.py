@@ -20,7 +20,9 @@ def test_a_recorded_run_reserves_the_same_bytes(name: str) -> None:
     """Three training steps on an H200 (torch 2.11), recorded by `benchmarks/plan_record.py`, from an empty cache on."""
     trace = json.loads(lzma.decompress((TRACES / f"trace_{name}.json.xz").read_bytes()))
     actions = [trace["actions"][event[0]] for event in trace["events"]]
-    reserved = sum(event[2] for event, action in zip(trace["events"], actions, strict=True) if action == "segment_alloc")
+    reserved = sum(
+        event[2] for event, action in zip(trace["events"], actions, strict=True) if action == "segment_alloc"
+    )
     found = replayed(_allocations(trace["events"], actions), CachingAllocator())
     assert actions.count("segment_free") == 0
     assert found.peak_reserved == reserved
