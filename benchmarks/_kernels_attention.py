@@ -97,7 +97,7 @@ def _block_cases(causal: bool) -> dict[str, Callable[[], float]]:
 
 
 def _timed(case: Callable[[], Any]) -> Callable[[], float]:
-    """The milliseconds of a call, on the GPU."""
+    """Measure one call on the GPU, in milliseconds."""
 
     def turn() -> float:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

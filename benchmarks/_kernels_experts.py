@@ -40,7 +40,7 @@ Pass = Callable[[], None]
 def measure(
     cases: Sequence[str] = tuple(CASES), ranks: Sequence[int] = (2, 4)
 ) -> tuple[dict[str, float], dict[str, float], dict[str, Any]]:
-    """(ratios, goals, milliseconds of each contestant)"""
+    """Measure all cases; returns (ratios, goals, time of each candidate in milliseconds)."""
     ratios: dict[str, float] = {}
     times: dict[str, dict[str, float]] = {}
     for name in cases:
@@ -112,7 +112,7 @@ def _milliseconds(passes: dict[str, Pass]) -> dict[str, float]:
 
 
 def _timed(once: Pass, passes: int = _PASSES) -> float:
-    """Milliseconds of a pass, of a few in a row."""
+    """Time of one pass in milliseconds, measured over several passes in a row."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(passes):
@@ -123,7 +123,7 @@ def _timed(once: Pass, passes: int = _PASSES) -> float:
 
 
 def _on_rank() -> dict[str, list[float]]:
-    """On a rank: the milliseconds of each contestant, turn by turn."""
+    """On a rank: measure each candidate in turns, in milliseconds."""
     experts, inner, _ = CASES[LAYER]
     ranks = dist.get_world_size()
     context = launch({"parallel": {"expert": ranks}}, context=ParallelContext(), verbose=False)

@@ -1,6 +1,6 @@
 """`kernels_cuda.py`: cross entropy fused with the classifier against F.cross_entropy(F.linear(...).float()), forward and backward.
 
-bf16; for each case the ratio of the times, and of the bytes at the peak above what is there before, which has the gradients.
+In bf16. For each case: the ratio of the times, and the ratio of the peak memory in addition to inputs and gradients.
 `python benchmarks/_kernels_loss.py` prints them for several chunks.
 """
 
@@ -32,7 +32,7 @@ def measure() -> tuple[dict[str, float], dict[str, float], dict[str, dict[str, f
 
 
 def measure_case(case: str, chunk: int = 2048, rounds: int = 7) -> dict[str, float]:
-    """{"time": ours / torch's, "memory": likewise}; the milliseconds and the megabytes of both."""
+    """Measure one case; returns the ratios of time and memory to torch, and milliseconds and megabytes of both."""
     tokens, hidden, vocabulary = CASES[case]
     x, weight = (
         (0.02 * torch.randn(rows, hidden, device="cuda")).bfloat16().requires_grad_() for rows in (tokens, vocabulary)

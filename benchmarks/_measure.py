@@ -30,7 +30,7 @@ def interleaved(cases: Mapping[str, Callable[[], Any]], rounds: int, device: str
 
 
 def has_device(device: str) -> bool:
-    """Whether it is there; says so where it is not. A benchmark for a GPU ends without one, and has not failed."""
+    """Whether a GPU is available; if not, prints a line. A GPU benchmark then ends with exit code 0."""
     import torch
 
     found = device == "cpu" or torch.cuda.is_available()
@@ -40,7 +40,7 @@ def has_device(device: str) -> bool:
 
 
 def report(ratios: Mapping[str, float], goals: Mapping[str, float], as_json: bool, **more: Any) -> bool:
-    """Print the ratios beside their goals (lower is better), or one JSON object; whether all goals are met."""
+    """Print the ratios with their goals (lower is better), or one JSON object; returns whether all goals are met."""
     missed = sorted(case for case, goal in goals.items() if ratios[case] > goal)
     if as_json:
         machine = {"cores": os.cpu_count(), "system": platform.platform(), "python": platform.python_version()}
@@ -54,7 +54,7 @@ def report(ratios: Mapping[str, float], goals: Mapping[str, float], as_json: boo
 
 
 def timed_on_gpu(step: Callable[[], Any]) -> float:
-    """Milliseconds of a step on the GPU, by events."""
+    """Time of a step on the GPU in milliseconds, measured with CUDA events."""
     import torch
 
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

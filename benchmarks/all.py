@@ -19,6 +19,8 @@ ON_CPU = ("step", "clip", "engine", "trainer", "layers", "zero", "load", "guard"
 ON_CUDA = {
     "clip_cuda": ["clip", "--device", "cuda"],
     "engine_cuda": ["engine_cuda"],
+    "host_cuda": ["host_cuda"],
+    "peak_cuda": ["peak_cuda"],
     "llama_cuda": ["llama_cuda"],
     "kernels_cuda": ["kernels_cuda"],
     "step_cuda": ["step", "--device", "cuda"],

@@ -1,4 +1,4 @@
-"""What layers cost: ours over the same written with what torch offers, in the same run, interleaved, medians.
+"""Time of Colonnade's layers divided by the time of the same layers written with torch: medians of interleaved runs.
 
 `python benchmarks/layers.py --json` prints one object last: `ratios` of Colonnade's time to the other's, and the `goals`.
 """

@@ -18,17 +18,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from _llama_by_hand import EPS, THETA, Plain, Shape
 from _measure import has_device, interleave, report, timed_on_gpu
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from colonnade import initialize, launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.models import Llama
 
-VOCABULARY, HIDDEN, HEADS, KV_HEADS, INNER, LAYERS = 32000, 2048, 16, 4, 5632, 24
-THETA, EPS, LR, MAX_NORM = 500000.0, 1e-5, 1e-4, 1.0
+SHAPE = Shape(vocabulary=32000, hidden=2048, heads=16, kv_heads=4, inner=5632, layers=24)
+LR, MAX_NORM = 1e-4, 1.0
 PEAK = 989e12
 """bf16 operations per second of an H100 or H200, dense, as their maker gives it."""
 BEGIN = time.monotonic()
@@ -37,73 +37,10 @@ GOALS = {"tokens_per_second": 1 / 1.02}
 Step = Callable[[], Any]
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.size = HIDDEN // HEADS
-        self.q, self.out = (nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(2))
-        self.k, self.v = (nn.Linear(HIDDEN, KV_HEADS * self.size, bias=False) for _ in range(2))
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q, k, v = (each(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for each in (self.q, self.k, self.v))
-        q, k = turned(q, cos, sin), turned(k, cos, sin)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.out(mixed.transpose(1, 2).flatten(-2))
-
-
-def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.RMSNorm(HIDDEN, EPS), nn.RMSNorm(HIDDEN, EPS)
-        self.attention = Attention()
-        self.gate, self.up = (nn.Linear(HIDDEN, INNER, bias=False) for _ in range(2))
-        self.down = nn.Linear(INNER, HIDDEN, bias=False)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x), cos, sin)
-        y = self.norm2(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
-
-
-class Head(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.classifier = nn.RMSNorm(HIDDEN, EPS), nn.Linear(HIDDEN, VOCABULARY, bias=False)
-
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self.classifier(self.norm(x)).flatten(0, 1).float(), labels.flatten())
-
-
-class Plain(nn.Module):
-    """By hand."""
-
-    def __init__(self, length: int) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, HIDDEN)
-        nn.init.normal_(self.tokens.weight, std=0.02)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.head = Head()
-        size = HIDDEN // HEADS
-        angles = torch.arange(length).unsqueeze(1) / THETA ** (torch.arange(0, size, 2) / size)
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
-
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        x = self.tokens(tokens)
-        for block in self.blocks:
-            x = block(x, self.cos, self.sin)
-        return self.head(x, labels)
-
-
 def by_hand(tokens: Tensor, labels: Tensor, pure: bool = False) -> Step:
     torch.manual_seed(0)
     with torch.device("cuda"):
-        model = Plain(tokens.size(1))
+        model = Plain(SHAPE, tokens.size(1))
     if pure:
         turns = model.cos, model.sin
         model.bfloat16()
@@ -128,9 +65,10 @@ def by_engine(tokens: Tensor, labels: Tensor, pure: bool = False, **more: Any) -
     torch.manual_seed(0)
     config = {"clip_grad_norm": MAX_NORM, "bf16": {"master_weights": not pure}, "compile": {"fullgraph": True}, **more}
     gpc = launch(config, context=ParallelContext(), verbose=False)
-    options: dict[str, Any] = {"kv_heads": KV_HEADS, "inner": INNER, "theta": THETA, "eps": EPS}
+    options: dict[str, Any] = {"kv_heads": SHAPE.kv_heads, "inner": SHAPE.inner, "theta": THETA, "eps": EPS}
+    sizes = SHAPE.vocabulary, tokens.size(1), SHAPE.hidden, SHAPE.heads, SHAPE.layers
     with torch.device("cuda"):
-        model = Llama(VOCABULARY, tokens.size(1), HIDDEN, HEADS, LAYERS, **options, context=gpc)
+        model = Llama(*sizes, **options, context=gpc)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
     engine, *_ = initialize(model, optimizer, model.criterion(), context=gpc)
 
@@ -154,11 +92,6 @@ def first_steps(build: Callable[[], Any], count: int = 4) -> tuple[Any, Step, in
     losses.append(step().item())
     print(f"{time.monotonic() - BEGIN:.0f} s: {len(losses)} steps, losses {losses}", flush=True)
     return made, step, torch.cuda.max_memory_allocated() - before, losses
-
-
-def flops_per_token(parameters: int, length: int) -> int:
-    """Forward and backward: of every weight that is multiplied with, and of causal attention."""
-    return 6 * (parameters - VOCABULARY * HIDDEN) + 6 * LAYERS * HIDDEN * length
 
 
 def print_profile(name: str, step: Step) -> None:
@@ -187,7 +120,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if not has_device("cuda"):
         return 0
-    drawn = torch.randint(0, VOCABULARY, (arguments.rows, arguments.length + 1), device="cuda")
+    drawn = torch.randint(0, SHAPE.vocabulary, (arguments.rows, arguments.length + 1), device="cuda")
     tokens, labels = drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
     (_, parameters), ours, our_peak, our_losses = first_steps(partial(by_engine, tokens, labels, arguments.pure))
     _, theirs, their_peak, their_losses = first_steps(partial(by_hand, tokens, labels, arguments.pure))
@@ -197,7 +130,7 @@ def main() -> int:
         print_profile("ours", ours)
         print_profile("theirs", theirs)
     dist.destroy_process_group()
-    operations = flops_per_token(parameters, arguments.length) * tokens.numel()
+    operations = SHAPE.flops_per_token(arguments.length) * tokens.numel()
     more = {
         "parameters": parameters,
         "tokens_per_step": tokens.numel(),

@@ -1,4 +1,4 @@
-"""Loading a checkpoint of transformers on four ranks, against reading its files once in one process.
+"""Loading a transformers checkpoint on four ranks, compared with reading its files once in one process.
 
 `python benchmarks/load.py --json --gib 4` makes a Llama of that size in safetensors files, in a temporary folder (there must be as
 much free on disk), and prints one object last: `ratios` of the time of `from_pretrained` and `initialize` on four ranks to that

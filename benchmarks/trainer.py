@@ -1,4 +1,5 @@
-"""What the trainer costs: with five hooks and a progress bar over a hand-written loop, and beside a background save.
+"""The cost of the trainer: with five hooks and a progress bar, compared with a hand-written loop; and during a
+background save.
 
 `python benchmarks/trainer.py --json` prints one object last: `ratios`, medians over turns that are interleaved in
 one run, and the `goals`. `trainer` is the time of steps in `fit` to that of the same steps by hand; `save` the time of
@@ -101,7 +102,7 @@ class Stamps(BaseHook):
 
 
 def saving(turns: int) -> Callable[[str], dict[str, float]]:
-    """The steps beside a save, and steps without one, in turns, in one run."""
+    """Measure steps during a save, and steps without a save, in turns in one run."""
     trainer, _ = _trainer()
     with tempfile.TemporaryDirectory() as folder:
         save = hooks.SaveCheckpointHook(PERIOD, folder, by_epoch=False, background=True, keep=1)

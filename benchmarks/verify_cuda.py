@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import cProfile
+import pstats
 import sys
 import time
 from typing import Any
@@ -27,8 +29,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {"data 2": {}, "tensor 2": {"tensor": {"siz
 SECONDS = 60.0
 
 
-def verified(parallel: dict[str, Any], hidden: int, layers: int, length: int) -> tuple[float, int, str]:
-    """On a rank: (seconds, parameters, "" or what is said)."""
+def verified(parallel: dict[str, Any], hidden: int, layers: int, length: int, profiled: bool) -> tuple[float, int, str]:
+    """On a rank: (seconds, parameters, "" or the report of a comparison that failed)."""
     config = {"parallel": parallel, "bf16": True, "clip_grad_norm": 1.0}
     with colonnade.launch(config, context=ParallelContext(), verbose=False) as gpc:
 
@@ -42,9 +44,13 @@ def verified(parallel: dict[str, Any], hidden: int, layers: int, length: int) ->
         )
         draw = torch.Generator().manual_seed(gpc.get_local_rank(ParallelMode.DATA))
         tokens = [torch.randint(0, VOCABULARY, (ROWS, length + 1), generator=draw) for _ in range(STEPS)]
+        profile = cProfile.Profile() if profiled and gpc.get_global_rank() == 0 else None
         begin = time.monotonic()
-        found = colonnade.verify(engine, lambda: build(gpc), [[(each[:, :-1], each[:, 1:])] for each in tokens])
+        with profile or contextlib.nullcontext():
+            found = colonnade.verify(engine, lambda: build(gpc), [[(each[:, :-1], each[:, 1:])] for each in tokens])
         seconds, alone = time.monotonic() - begin, ParallelContext()
+        if profile is not None:
+            pstats.Stats(profile).sort_stats("cumulative").print_stats(70)
         with torch.device("meta"):
             whole = Llama(VOCABULARY, length, hidden, 16, layers, kv_heads=4, context=alone)
         return seconds, sum(parameter.numel() for parameter in whole.parameters()), "" if found.ok else str(found)
@@ -58,6 +64,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--length", type=int, default=LENGTH)
     parser.add_argument("--layouts", nargs="*", choices=list(LAYOUTS), default=list(LAYOUTS))
+    parser.add_argument("--profile", action="store_true", help="print the functions of rank 0 by cumulative time")
     arguments = parser.parse_args()
     if not has_device(arguments.device):
         return 0
@@ -68,7 +75,9 @@ def main() -> int:
     with cuda_mps() if on_gpu else contextlib.nullcontext(False) as served:
         for name in arguments.layouts:
             backend = "nccl" if on_gpu else "gloo"
-            result = run_world(2, verified, LAYOUTS[name], *sizes, timeout=600, backend=backend, env=env)
+            result = run_world(
+                2, verified, LAYOUTS[name], *sizes, arguments.profile, timeout=600, backend=backend, env=env
+            )
             seconds, parameters, said = result.values[0]
             ratios[name] = seconds / SECONDS
             if said:

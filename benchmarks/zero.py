@@ -1,4 +1,4 @@
-"""Whole training steps under ZeRO on two gloo ranks, against torch's own ways to shard.
+"""Training steps under ZeRO on two gloo ranks, compared with torch's own sharding.
 
 Stages 1 and 2 against DDP with torch's ZeroRedundancyOptimizer, stage 3 against FSDP2 used by hand; AdamW, fused.
 `python benchmarks/zero.py --json` prints one object last: `ratios` of Colonnade's time to the other's in the same run,

@@ -66,9 +66,10 @@ def launch(
         seed: seeds torch, Python and numpy, alike on ranks that see the same data; by default the config's seed, or 1024.
         verbose: whether INFO lines are logged.
         context: the context to fill; by default `colonnade.core.global_context`.
-        timeout: the longest time in seconds that a rank waits for the others, to join and in every collective. The default
-            of 1800 leaves room for a rank that writes a checkpoint or prepares data; if torch.distributed was initialised
-            before, it is torch's own. The agreements at the end of `launch` wait at most 120 seconds. A rank that waits logs the
+        timeout: the longest time in seconds that a rank waits for the others, to join and in every collective. The
+        default, 1800, leaves room for a rank that writes a checkpoint or prepares data. If torch.distributed was
+        initialised before, the default is torch's own timeout. The agreements at the end of `launch` wait at most 120
+        seconds. A rank that waits logs the
             positions of the others after about 8 seconds.
 
     Returns:
@@ -99,14 +100,14 @@ def launch_from_torch(config: ConfigSource, backend: str | None = None, **option
 def launch_from_slurm(
     config: ConfigSource, host: str, port: int, backend: str | None = None, **options: Any
 ) -> ParallelContext:
-    """`launch` for processes started by srun; `host` and `port` are those of rank 0."""
+    """`launch` for processes started by srun; `host` and `port` are the address of rank 0."""
     return _start(config, read(SLURM, host=host, port=port), backend, **options)
 
 
 def launch_from_openmpi(
     config: ConfigSource, host: str, port: int, backend: str | None = None, **options: Any
 ) -> ParallelContext:
-    """`launch` for processes started by mpirun; `host` and `port` are those of rank 0."""
+    """`launch` for processes started by mpirun; `host` and `port` are the address of rank 0."""
     return _start(config, read(OPENMPI, host=host, port=port), backend, **options)
 
 
@@ -164,7 +165,7 @@ def _start(
 
 
 def _rank_in(context: ParallelContext, mode: Any) -> int:
-    """The rank of this process in its group of `mode`, for log lines; in the world if it has no such group."""
+    """The rank of this process in its group of `mode` (without such a group: in the world), for log lines."""
     if mode is None or not context.is_initialized(mode):
         return context.get_global_rank()
     return context.get_local_rank(ParallelMode(mode))
@@ -215,8 +216,8 @@ OPENMPI = Launcher("OpenMPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "O
 def detect(environ: Mapping[str, str] | None = None) -> WorldAddress:
     """Read torchrun's environment variables; without them, return the address of a single process.
 
-    The variables of SLURM and OpenMPI are read only by `launch_from_slurm` and `launch_from_openmpi`: a plain script inside
-    an allocation has them too, without being one of several ranks.
+    The variables of SLURM and OpenMPI are read only by `launch_from_slurm` and `launch_from_openmpi`: a plain script
+    inside an allocation has these variables too, although it is a single process.
     """
     environ = os.environ if environ is None else environ
     return read(TORCH, environ) if TORCH.rank in environ or TORCH.world_size in environ else WorldAddress()

@@ -82,7 +82,7 @@ class CheckpointError(ColonnadeError, RuntimeError):
 
 @contextmanager
 def as_checkpoint_errors(doing: str) -> Iterator[None]:
-    """Convert every exception of the block to a CheckpointError whose message starts with `doing`."""
+    """Inside the block, convert every exception to a CheckpointError whose message starts with `doing`."""
     try:
         yield
     except CheckpointError:
@@ -123,12 +123,13 @@ _LOST_A_PEER = re.compile(
 
 
 def lost_a_peer(text: str) -> bool:
-    """Whether `text` is the message of an error that a healthy rank gets if another rank has exited or did not arrive."""
+    """Whether `text` is a typical error message of a healthy rank after another rank has exited or did not arrive."""
     return bool(_LOST_A_PEER.search(text))
 
 
 def consequence_of(error: BaseException) -> tuple[Consequence, tuple[int, ...]]:
-    """Whether an error is only a consequence of the failure of other ranks, and these ranks if the error names them.
+    """Return whether an error is only a consequence of a failure on other ranks, and the numbers of these ranks if the error
+    names them.
 
     "partly": this rank also failed for a reason of its own, before or while it handled the failure of another rank.
     """

@@ -54,6 +54,7 @@ SLOW_MODULES = (
     "trainer/test_loaders.py",
     "trainer/test_metrics.py",
     "trainer/test_resume.py",
+    "trainer/test_torchmetrics.py",
 )
 """Many worlds each: together most of the time of the tests. `make test` runs them."""
 
@@ -119,6 +120,10 @@ ONE_WORKER = (
 """Their tests look at what one run has left: two workers would make it twice."""
 
 
+TRANSFORMERS = ("transformers", "transformers.models.llama.modeling_llama")
+"""Imported once by the fork server: about 40 ranks of `make test` would need 1.3 s each."""
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Among fast tests, files that have none are not imported."""
     return True if config.option.markexpr == "not slow" and str(collection_path).endswith(SLOW_MODULES) else None
@@ -160,7 +165,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if not config.option.collectonly and not distributes:  # who only hands out tests needs no torch
         from colonnade.testing.world import start_server
 
-        start_server()
+        whole_suite = not config.option.file_or_dir and config.option.markexpr != "not slow"
+        start_server(TRANSFORMERS if whole_suite else ())
 
 
 # The machines of tests are busy: a slow example says nothing about the code.

@@ -102,12 +102,7 @@ FAULTS = (
         "tests/engine/checks/test_guard.py",
         "test",
     ),
-    Fault(
-        "a gradient is not finite on one rank",
-        "all ranks skip the step",
-        "tests/engine/test_skips.py",
-        "test",
-    ),
+    Fault("a gradient is not finite on one rank", "all ranks skip the step", "tests/engine/test_skips.py", "test"),
 )
 
 

@@ -24,8 +24,8 @@ from colonnade.proof.planner.hardware import load_hardware
 from colonnade.proof.report import write_plan_pictures, write_run_page
 from colonnade.proof.report.runs import read_run
 from colonnade.proof.report.traces import merge_traces
-from colonnade.testing import run_world
 from colonnade.trainer import hooks
+from tests.ranks import on_ranks
 
 PACKAGE = Path(__file__).parents[1] / "colonnade"
 URLS = (
@@ -133,7 +133,8 @@ def test_every_command_refuses_a_url(words, capsys):
     assert "a URL with the scheme 's3'" in capsys.readouterr().err
 
 
-def write_to_urls() -> list[str]:
+@on_ranks(2)
+def test_an_engine_writes_to_no_url():
     """What two ranks are told that write to a URL with everything an engine writes."""
     gpc = colonnade.launch(dict(zero=dict(stage=1)), verbose=False)
     model = nn.Linear(2, 2)
@@ -151,12 +152,7 @@ def write_to_urls() -> list[str]:
             write()
         told.append(str(found.value))
     engine.close()
-    return told
-
-
-def test_an_engine_writes_to_no_url():
-    for told in run_world(2, write_to_urls).values:
-        assert all("a URL with the scheme 's3'" in text and text.endswith("[C120]") for text in told)
+    assert all("a URL with the scheme 's3'" in text and text.endswith("[C120]") for text in told)
 
 
 def test_no_function_makes_a_path_of_what_it_is_given_by_itself():

@@ -1,8 +1,9 @@
-"""Run a command in a terminal of its own and write what it showed as an animated SVG, which needs no script to play.
+"""Run a command in a separate terminal, and write its screen as an animated SVG without a script.
 
 python tools/record_demo.py docs/images/demo.svg colonnade demo        # or: make recording
 
-Pauses are shortened; whoever asks for less motion sees the last picture. Needs pyte, a terminal in Python.
+Pauses are shortened. With the browser setting "reduced motion", only the last frame is shown. Needs pyte, a terminal in
+Python.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 import pyte
 
 COLUMNS, ROWS = 100, 26
-LONGEST_PAUSE, LAST_PAUSE, MOST_FRAMES = 0.6, 6.0, 64
+LONGEST_PAUSE, LAST_PAUSE, MOST_FRAMES = 0.25, 4.0, 64
 CELL, LINE, EDGE = 7.8, 17, 14
 COLOURS = {
     "default": "#d6deeb", "black": "#0b1220", "red": "#ff7b72", "green": "#7ee787", "brown": "#f2cc60", "blue": "#79c0ff",
@@ -34,7 +35,7 @@ Line = tuple[tuple[str, str, bool], ...]
 
 
 def recorded(command: list[str]) -> list[tuple[float, list[Line]]]:
-    """The pictures of the screen and when they came, in seconds."""
+    """Run the command; returns the frames of the screen with their times in seconds."""
     screen = pyte.Screen(COLUMNS, ROWS)
     stream = pyte.ByteStream(screen)
     stream.feed(f"$ {' '.join(command)}\r\n".encode())
@@ -61,7 +62,7 @@ def recorded(command: list[str]) -> list[tuple[float, list[Line]]]:
 
 
 def picture(screen: pyte.Screen) -> list[Line]:
-    """What the screen shows, without what is empty at the end of lines."""
+    """The lines of the screen, without empty cells at their ends."""
     lines = []
     for row in range(ROWS):
         cells = [screen.buffer[row][column] for column in range(COLUMNS)]
@@ -76,12 +77,12 @@ def picture(screen: pyte.Screen) -> list[Line]:
 
 
 def hexed(colour: str) -> str:
-    """A colour of the terminal as SVG has it."""
+    """Convert a colour of the terminal to SVG."""
     return COLOURS.get(colour.removeprefix("bright"), f"#{colour}" if len(colour) == 6 else COLOURS["default"])
 
 
 def timed(frames: list[tuple[float, list[Line]]]) -> list[tuple[float, list[Line]]]:
-    """Each picture with how long it stays: pauses are shortened, and of many pictures some are left out."""
+    """The duration of each frame. Pauses are shortened, and some frames are dropped if there are many."""
     step = -(-len(frames) // MOST_FRAMES)
     few = [*frames[:-1:step], frames[-1]]
     pauses = [min(LONGEST_PAUSE, after[0] - before[0]) for before, after in pairwise(few)]
@@ -89,7 +90,7 @@ def timed(frames: list[tuple[float, list[Line]]]) -> list[tuple[float, list[Line
 
 
 def svg(frames: list[tuple[float, list[Line]]], title: str) -> str:
-    """The pictures one after another: equal lines are drawn once, for as long as they stay."""
+    """Draw all frames; a line that does not change between frames is drawn once."""
     width, height = COLUMNS * CELL + 2 * EDGE, ROWS * LINE + 2 * EDGE + 20
     total = sum(pause for pause, _ in frames)
     css, body = [], []
@@ -118,7 +119,7 @@ def svg(frames: list[tuple[float, list[Line]]], title: str) -> str:
 
 
 def keyframes(name: str, start: float, end: float) -> str:
-    """Visible from one per cent of the time to another."""
+    """CSS that makes a line visible between two percentages of the duration."""
     points = [f"{start:.2f}%{{visibility:visible}}"]
     if start > 0:
         points.insert(0, "0%{visibility:hidden}")
@@ -128,7 +129,7 @@ def keyframes(name: str, start: float, end: float) -> str:
 
 
 def spans(line: Line) -> str:
-    """The runs of a line, each at its column: fonts differ in width."""
+    """The runs of a line, each placed at its column, because fonts differ in width."""
     parts, column = [], 0
     for text, colour, bold in line:
         if text.strip():

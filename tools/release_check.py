@@ -1,8 +1,9 @@
-"""Build wheel and sdist, check them, install the wheel in an empty environment, and do there what a new user does first.
+"""Build wheel and sdist, check them, install the wheel in an empty environment, and run the first commands of a new
+user there.
 
 python tools/release_check.py [--keep FOLDER]     # or: make release-check
 
-Says how many MB are downloaded beside torch and what torch itself needs; more than 15 is a failure.
+Prints the MB that are downloaded in addition to torch and its dependencies, and fails if they are more than 15.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ NEEDED = ("colonnade/py.typed", "colonnade/cli/gpt/train.py", "colonnade/cli/tem
 
 
 def run(*words: object, cwd: Path = ROOT) -> str:
-    """Run a command to its end and return what it wrote; a failure ends this with all of it."""
+    """Run a command and return its output; on failure, print all output and exit."""
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TORCH_DISTRIBUTED_DEBUG")}
     print("$", *(str(word).replace(str(cwd) + "/", "") for word in words), flush=True)
     done = subprocess.run([*map(str, words)], cwd=cwd, env=env, capture_output=True, text=True, check=False)
@@ -47,7 +48,7 @@ def build(folder: Path) -> Path:
 
 
 def megabytes_beside_torch(wheels: Path) -> float:
-    """What a machine with torch downloads: all wheels without torch and what it requires."""
+    """The wheels that a machine with torch downloads: all wheels except torch and its dependencies."""
     found = {}
     for file in wheels.glob("*.whl"):
         archive = zipfile.ZipFile(file)
@@ -69,12 +70,12 @@ def megabytes_beside_torch(wheels: Path) -> float:
 
 
 def normal(name: str) -> str:
-    """A package's name as all spell it."""
+    """Normalize the name of a package."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def first_minutes(python: Path, folder: Path) -> None:
-    """The commands of a new user, in an empty folder."""
+    """Run the commands of a new user in an empty folder."""
     colonnade = python.with_name("colonnade")
     print(run(colonnade, "--version", cwd=folder), end="")
     print(run(colonnade, "doctor", cwd=folder), end="")
@@ -84,7 +85,7 @@ def first_minutes(python: Path, folder: Path) -> None:
 
 
 def check(folder: Path) -> None:
-    """All of it, in `folder`."""
+    """Run all checks in `folder`."""
     wheel = build(folder / "dist")
     venv.create(folder / "venv", with_pip=True)
     python = folder / "venv/bin/python"

@@ -1,4 +1,4 @@
-"""Write the page of a release: what changed, how to install it, the benchmark table, where the evidence is.
+"""Write the page of a release: changes, installation, the benchmark tables, links to the evidence.
 
 python tools/release_page.py [VERSION]        # of what is in the changelog and in docs/evidence/speed.md; "Unreleased" is a version too
 """

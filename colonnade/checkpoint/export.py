@@ -99,8 +99,9 @@ def _add(plan: SavePlan, label: str, names: tuple[str, ...], state_name: str, en
 
 
 def find_checkpoint(folder: str | Path, step: int | None = None) -> Path:
-    """Find a checkpoint: `folder` itself if it is one; if it is a run's folder, its newest intact checkpoint, or the
-    checkpoint of `step`."""
+    """Find a checkpoint: `folder` itself if `folder` is a checkpoint; in a run's folder, the newest intact checkpoint or the
+    checkpoint of `step`.
+    """
     path = local_path(folder, "the folder of checkpoints", CheckpointError)
     if step_of(path) is not None or (path / MANIFEST).exists():
         return path
@@ -150,8 +151,8 @@ def export_checkpoint(
     """Convert a checkpoint to a file or folder of another format. The checkpoint is verified first.
 
     Args:
-        checkpoint: A checkpoint; or a run's folder, of which the newest intact checkpoint or the checkpoint of `step` is exported.
-        target: The file or folder to write; an existing one is replaced.
+        checkpoint: A checkpoint; or a run's folder, from which the newest intact checkpoint, or the checkpoint of
+        `step`, is exported. target: The file or folder to write; an existing one is replaced.
         kind: The format, as in `import_checkpoint`.
         step: The step to export from a run's folder.
         config: For "hf", a folder with config.json and tokenizer files to copy.
@@ -419,7 +420,7 @@ def _set(options: dict[str, Any], path: list[str], value: Any) -> None:
 
 
 def _listed(value: Any, key: str = "") -> Any:
-    """A flattened list as a list, and betas as a tuple, their type in every optimizer."""
+    """Convert a flattened list to a list, and betas to a tuple, which is their type in every optimizer."""
     found = [value[at] for at in sorted(value)] if isinstance(value, dict) else value
     return tuple(found) if key == "betas" and isinstance(found, list) else found
 

@@ -3,10 +3,10 @@
 A folder has `model.safetensors`, or several files and an index from tensor names to files. `tensors_in` lists the tensors without
 reading their elements; `write_folder` and `publish_folder` write a staging folder and put it in place.
 
-At run time the full tensors are gathered one at a time to one rank, to all ranks, or into files. The code is that of a save:
-the ranks make the same notes as for a save, and merge them into the records of the full tensors. But then they send the pieces to
-each other instead of writing them to a checkpoint. `save_full` writes one file, `save_pretrained` a folder in the format of
-transformers, both during training.
+At run time the full tensors are gathered one at a time to one rank, to all ranks, or into files. This uses the code of
+a save: the ranks make the same notes as for a save, and merge them into the records of the full tensors. But then they
+send the pieces to each other instead of writing them to a checkpoint. `save_full` writes one file, `save_pretrained` a
+folder in the format of transformers, both during training.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def tensors_in(path: Path, trust: bool = False) -> dict[str, AnyTensor]:
                 # `place_folder` removes the index first, so a killed save leaves none.
                 text = f"{path} has no weights: it has neither model.safetensors nor {INDEX}"
                 for aside in sorted(path.glob(".old-*"))[:1]:
-                    text += f". A save was killed while it replaced them: save again, or move the files in {aside} back"
+                    text += f". A save was killed while it replaced these files: save again, or move the files in {aside} back"
                 raise CheckpointError(text, code="C081")
             (found,) = others
         files = [found]
@@ -142,8 +142,9 @@ def tensors_in(path: Path, trust: bool = False) -> dict[str, AnyTensor]:
             continue
         if not trust:
             raise CheckpointError(
-                f"{file} is a pickle, which can run code when it is read. Convert it to safetensors (load and save it with "
-                f"transformers, once, where you trust it), or pass trust=True to read it with torch's weights_only loader",
+                f"{file} is a pickle, which can run code when it is read. Convert it to safetensors (load and save it "
+                f"with transformers on a machine that may run its code), or pass trust=True to read it with torch's "
+                f"weights_only loader",
                 code="C086",
             )
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
@@ -336,12 +337,12 @@ class FullTensors:
 
 
 def _raw(tensor: Tensor, device: torch.device = _CPU) -> Tensor:
-    """The bytes of a tensor on a device; a copy only if the tensor is elsewhere or not contiguous."""
+    """The bytes of a tensor on a device. They are a copy only if the tensor is on another device or not contiguous."""
     return tensor.detach().to(device).contiguous().view(-1).view(torch.uint8)
 
 
 def _set_bytes(target: Tensor, raw: Tensor) -> None:
-    """Copy the bytes into the tensor unless they are its own memory."""
+    """Copy the bytes into the tensor, unless they already are its memory."""
     if raw.data_ptr() != target.data_ptr():
         target.copy_(raw.view(target.dtype).view(target.shape))
 
@@ -447,7 +448,7 @@ def save_pretrained(
 
 
 def _file_name(record: TensorRecord, model: Any) -> str:
-    """The name under which transformers writes a tied weight: the one that is not tied to another."""
+    """The file name of a tensor. A tied weight gets the name that transformers does not list as tied to another one."""
     tied = getattr(model, "all_tied_weights_keys", None) or getattr(model, "_tied_weights_keys", None) or ()
     return next((name for name in record.names if name not in tied), record.names[0])
 

@@ -136,7 +136,7 @@ def load_checkpoint(
 
 @dataclass(frozen=True)
 class _Stateful:
-    """An object of the user, by the functions that get and set its state."""
+    """The functions that get and set the state of a user's object."""
 
     name: str
     get_state: Callable[[], Any]
@@ -280,8 +280,9 @@ class TensorMatch:
             for other in self._others[id(tensor)]:
                 if not torch.equal(reader.local(tensor, other), reader.local(tensor, record)):
                     raise CheckpointError(
-                        f"{listed(tensor.names)} are one tied tensor in this model, but {record} and {other} have different "
-                        f"values in the checkpoint, which was saved from a model without the tie; untie them to load it",
+                        f"{listed(tensor.names)} are one tied tensor in this model, but {record} and {other} have "
+                        f"different values in the checkpoint, because it was saved from a model without this tie; "
+                        f"untie them to load the checkpoint",
                         code="C082",
                     )
         return found

@@ -133,8 +133,8 @@ class TensorPart:
 class TensorRecord:
     """A full tensor: a weight or buffer (`state_name` is ""), or the optimizer state `state_name` of a weight.
 
-    `names` are all names of the weight (a tied weight has several), `label` is the first name. A `SavePlan` makes a record with the
-    single part of which this rank writes a piece; `merge_tensors` makes a record with all parts.
+    `names` are all names of the weight (a tied weight has several), `label` is the first name. A `SavePlan` makes a
+    record with a single part, a piece of which this rank writes; `merge_tensors` makes a record with all parts.
     """
 
     label: str
@@ -181,7 +181,7 @@ class ItemRecord:
     key: str
 
     def entry(self, at: int) -> str:
-        """The key in `file` of tensor number `at` of this value."""
+        """The key of tensor number `at` of this value in `file`."""
         return f"{self.key}#{at}"
 
 
@@ -328,7 +328,7 @@ def _check(manifest: Manifest) -> None:
     for cut in manifest.cuts:
         ends = (0, *cut.stops)
         if len(cut.stops) != len(cut.files) or not all(map(lt, ends, cut.stops)):
-            raise Damaged(f"{MANIFEST} has a cut whose {len(cut.files)} pieces are not adjacent")
+            raise Damaged(f"{MANIFEST} has a sharded tensor whose {len(cut.files)} pieces are not adjacent")
         if not places.issuperset(cut.files):
             raise Damaged(f"{MANIFEST} refers to file {max(cut.files)} but lists only {len(files)} files")
     for tensor in manifest.tensors:

@@ -117,7 +117,8 @@ def read_state(optimizer: Any, tensors: Iterable[LocalTensor]) -> list[Parameter
                 placements = getattr(value, "placements", None)
                 if is_dtensor(value) and (not like or placements != getattr(parameter.tensor, "placements", None)):
                     raise CheckpointError(
-                        f"{state} is a DTensor with other placements than its parameter, which cannot be saved",
+                        f"{state} is a DTensor whose placements differ from those of its parameter, so it cannot be "
+                        f"saved; give both the same placements",
                         code="C083",
                     )
                 if not like and parameter.parts and value.numel() != 1:
@@ -216,15 +217,16 @@ class OptimizerLoader:
             unknown = [key for key in own if key not in options and key not in _IMPLEMENTATION]
             if unknown:
                 raise CheckpointError(
-                    f"group {index} of the optimizer has the options {listed(unknown)}, which the saved optimizer did not "
-                    f"have: it was of another kind. Load with that kind, or with optimizer=None.",
+                    f"group {index} of the optimizer has the options {listed(unknown)}, which the saved optimizer did "
+                    f"not have, so it was of another class. Load with that class, or with optimizer=None.",
                     code="C083",
                 )
             for key, value in own.items():
                 if key in options and key not in _IMPLEMENTATION and not _is_alike(key, options[key], value):
                     raise CheckpointError(
                         f"the checkpoint has {key}={options[key]!r} for group {index} of the optimizer, but the optimizer has "
-                        f"{key}={value!r}, of another type. Was the file changed? Load another one, or with optimizer=None.",
+                        f"{key}={value!r}, of another type, so the file may have been changed. Load another "
+                        f"checkpoint, or load with optimizer=None.",
                         code="C083",
                     )
             saved = next((record.optimizer for record in records if record.optimizer not in (None, kind)), None)

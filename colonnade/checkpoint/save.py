@@ -309,7 +309,7 @@ def _plan_boxes(
 
 
 def _plan_shard(plan: SavePlan, tensor: LocalTensor, shard: FlatShard, state_name: str, value: Tensor) -> None:
-    """Plan a ZeRO shard: a range of elements in memory order, and so a range of elements in each section of the tensor, too."""
+    """Plan a ZeRO shard: a range of elements in memory order, and therefore also in each section of the tensor."""
     order, local = memory_order(tensor.local), full_box(tensor.local.shape)
     for section, (box, box_in_local) in enumerate(tensor.places):
         key = entry_key(tensor.label, state_name, section)
@@ -337,7 +337,7 @@ def _shard_elements_in(tensor: LocalTensor, shard: FlatShard, value: Tensor, box
 
 
 def entry_key(label: str, state_name: str, section: int = 0) -> str:
-    """The key of a tensor (or of a section of a fused tensor) in files; the same in the file of every rank that writes a piece."""
+    """The key of a tensor (or of a section of a fused tensor) in files. All ranks that write a piece use the same key."""
     name = f"{label} (section {section})" if section else label
     return f"optimizer/{state_name}/{name}" if state_name else f"model/{name}"
 
@@ -464,7 +464,7 @@ class _Cuts:
         self.table: list[Cut] = []
 
     def of(self, written: Sequence[Pieces]) -> list[tuple[int, int, int]]:
-        """(start, stop, number of the cut) of every run of adjacent pieces."""
+        """Return (start, stop, number of the cut) for every run of adjacent pieces."""
         same = tuple(map(id, written))  # a parameter's moments share their list of pieces, which is examined once
         if same not in self._known:
             self._known[same] = [self._cut(*run) for run in _runs([number for pieces in written for number in pieces])]
@@ -697,11 +697,11 @@ class Pace:
         self._before: float | None = None
 
     def hurry(self) -> None:
-        """Stop the rests of the background thread. Called when the training thread waits for the save."""
+        """Let the background thread run without pauses, because the training thread waits for the save."""
         self._hurry.set()
 
     def rest(self) -> None:
-        """Sleep in proportion to the processor time since the last call. Called by the background thread."""
+        """Sleep in proportion to the processor time since the last call. The background thread calls this function."""
         worked = 0.0 if self._before is None else time.thread_time() - self._before
         if threading.main_thread().is_alive():
             self._hurry.wait(min(_REST * worked, _LONGEST_REST))
@@ -781,7 +781,9 @@ class BackgroundSave:
 
 
 def tell_launcher(step: int, path: Path, by_trainer: bool) -> None:
-    """Write the checkpoint from which a run would resume to a file for the launcher, which prints it if the run is interrupted.
+    """Tell the launcher, in a file, from which checkpoint the run would resume.
+
+    The launcher prints this if the run is interrupted.
 
     Called on rank 0.
     """

@@ -191,7 +191,7 @@ def check_space(folder: Path, needed: int) -> None:
 
 @contextmanager
 def no_space_errors(folder: Path, needed: int) -> Iterator[None]:
-    """Convert the OS errors "no space left" and "over quota" of the block to the error of `check_space`."""
+    """Inside the block, convert the OS errors "no space left" and "over quota" to the error of `check_space`."""
     try:
         yield
     except OSError as error:
@@ -346,7 +346,7 @@ def discard(staged: Path) -> None:
 
 @contextmanager
 def staging(target: Path, needed: int) -> Iterator[Path]:
-    """Give the block a staging path for `target`. Raises if less than `needed` bytes are free.
+    """A context manager that provides a staging path for `target`. Raises if less than `needed` bytes are free.
 
     Deletes the path at the end if it still exists.
     """
@@ -456,7 +456,10 @@ def verify(checkpoint: str | Path, content: bool = True) -> Manifest:
 
 
 def newest_good(folder: Path, step: int | None = None, content: bool = True) -> tuple[Found | None, list[str]]:
-    """The newest checkpoint of a run's folder (or of `step`) that passes `verify`, or None; and the errors of newer checkpoints."""
+    """Find the newest checkpoint of a run's folder (or of `step`) that passes `verify`.
+
+    Returns it, or None, and the errors of newer checkpoints.
+    """
     problems: list[str] = []
     for found in reversed(published(folder)):
         if step in (None, found.step):
@@ -476,7 +479,9 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise Damaged(f"{MANIFEST} is larger than {_LONGEST} bytes")
     manifest = parse(file.read_bytes())
     if step_of(checkpoint) not in (None, manifest.step):
-        raise Damaged(f"{checkpoint.name} contains the checkpoint of step {manifest.step}: it was renamed or swapped")
+        raise Damaged(
+            f"{checkpoint.name} contains the checkpoint of step {manifest.step}: the folder was renamed or swapped"
+        )
     expected = {MANIFEST, *(record.name for record in manifest.files)}
     # A file outside the manifest has no hash. Somebody may have placed it to be opened by mistake.
     unknown = sorted({entry.name for entry in checkpoint.iterdir()} - expected)

@@ -56,7 +56,7 @@ def is_stateful(value: Any) -> bool:
 
 
 def encode(value: Any, what: str) -> Encoded:
-    """Encode `value` as JSON and tensors. Raises for values of other types; the message has their place inside `what`."""
+    """Encode `value` as JSON and tensors. If a part of `value` is neither, the raised error says where in `what` this part is."""
     tensors: list[Tensor] = []
     return Encoded(_encode(value, what, tensors), tuple(tensors))
 
@@ -232,8 +232,9 @@ class SavedValues:
         seed = derive_seed(self._manifest.step, digest.hexdigest())
         self._context.set_seed(seed)
         get_dist_logger().warning(
-            f"the random streams of step {self._manifest.step} cannot be restored: {reason}, and this is "
-            f"{LayoutRecord.of(self._context.layout)} on {self._context.device.type}. New ones were derived (seed {seed}).",
+            f"the random streams of step {self._manifest.step} cannot be restored: {reason}, and this run is on "
+            f"{LayoutRecord.of(self._context.layout)}, {self._context.device.type}. New random streams were derived, "
+            f"with seed {seed}.",
             ranks=[0],
         )
         return "re-derived"

@@ -40,7 +40,7 @@ def new(
     if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower() or not name[0].isalpha():
         raise RegistryError(
             f"{name!r} cannot name a parallelism, because a Python file and a mode get this name: give a lower-case "
-            f"identifier that starts with a letter and is no keyword, such as {_identifier(name)!r}"
+            f"identifier that starts with a letter and is not a Python keyword, such as {_identifier(name)!r}"
         )
     module, test = folder / f"{name}.py", folder / f"test_{name}.py"
     existing = [str(target) for target in (module, test) if target.exists()]

@@ -77,8 +77,8 @@ def plan(
 ) -> None:
     """Estimate memory, communication and step time of a job, without GPUs.
 
-    Without --model only groups and communicators are printed. With --search all layouts are compared: those that fit into
-    memory, fastest first, and the reason why the others do not.
+    Without --model only groups and communicators are printed. With --search all layouts are compared: layouts that fit
+    into memory, fastest first, and the reasons why the other layouts do not fit.
 
     Exit code 1 if `initialize` would reject the config, or if a rank needs more memory than its device has.
     """
@@ -294,7 +294,7 @@ def _calls(plan: Values) -> PlanTable:
 
 
 def _ledger(plan: Values, most: int) -> PlanTable:
-    """One row per reduction; the HTML report has one column per mode instead, for which a terminal is too narrow."""
+    """One row per reduction. (The HTML report has one column per mode; a terminal is too narrow for that.)"""
     rows = []
     for entry in ledger_entries(plan):
         placed = (entry.parameters, entry.count, entry.elements, entry.stages, entry.placement)

@@ -39,7 +39,9 @@ def report(
     if follow and trace:
         raise ConfigError("--follow and --trace exclude each other: give one of them")
     if trace and len(runs) > 1:
-        raise ConfigError(f"--trace joins the traces of one folder, and {len(runs)} were given: run it once per folder")
+        raise ConfigError(
+            f"--trace joins the traces of one folder, but {len(runs)} folders were given: run it once per folder"
+        )
     if trace:
         from colonnade.proof.report.traces import merge_traces
 

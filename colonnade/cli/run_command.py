@@ -35,10 +35,8 @@ def run(
             "--log-dir", metavar="FOLDER", help="Write the output of each rank to rank<N>.stdout and .stderr here."
         ),
     ] = None,
-    no_prefix: Annotated[bool, typer.Option("--no-prefix", help="Print no rank in front of lines.")] = False,
-    prefix_all: Annotated[
-        bool, typer.Option("--prefix-all", help="Print the rank in front of lines of rank 0 too.")
-    ] = False,
+    no_prefix: Annotated[bool, typer.Option("--no-prefix", help="Do not prefix output lines with the rank.")] = False,
+    prefix_all: Annotated[bool, typer.Option("--prefix-all", help="Prefix the output lines of rank 0 too.")] = False,
     max_restarts: Annotated[
         int, typer.Option(min=0, metavar="N", help="Restart all ranks after a failure, at most N times.")
     ] = 0,

@@ -41,7 +41,9 @@ def fitted_table(
 
 
 def _widths(columns: Sequence[Sequence[str]], width: int) -> tuple[int, list[int]]:
-    """The gap and the widths of the columns: natural if they fit, else at least the longest word, or piece of a word."""
+    """The gap between columns and their widths: the natural widths if they fit, else at least the longest word, or piece of a
+    word, of each column.
+    """
     natural = [max(len(line) for text in texts for line in text.split("\n")) for texts in columns]
     words = [max(len(word) for text in texts for word in re.split("[ \n]", text)) for texts in columns]
     pieces = [
@@ -59,7 +61,7 @@ def _widths(columns: Sequence[Sequence[str]], width: int) -> tuple[int, list[int
 
 
 def _wrapped(text: str, width: int) -> str:
-    """The text of a cell with line breaks: between words, and inside a word only at its joints."""
+    """The text of a cell with line breaks between words. A long word is broken only after punctuation or inside CamelCase."""
     lines: list[str] = []
     for source in text.split("\n"):
         line = ""

@@ -105,7 +105,7 @@ def verify(
 
 
 def _options_after_config(context: typer.Context) -> dict[str, Any]:
-    """Options after a config file, which has no arguments of its own; empty for a script."""
+    """The options after a config file, which takes no arguments itself; empty for a script."""
     from colonnade.proof.user_functions import is_config
 
     given = context.params

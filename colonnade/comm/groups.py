@@ -45,7 +45,7 @@ class NoGroups:
     """The groups of a simulated world, which cannot communicate."""
 
     def group(self, ranks: Iterable[int]) -> Any:
-        """Return None, with which torch functions do not communicate."""
+        """Return None: torch functions do not communicate if they get None as the group."""
         return None
 
     def destroy(self) -> None:
@@ -191,7 +191,7 @@ class HostSockets:
         return [messages[index] for index in range(len(messages))]
 
     def swap_descriptors(self, descriptor: int) -> dict[int, int]:
-        """Send a file descriptor to every peer, and return the descriptors of all peers by index.
+        """Send a file descriptor to every peer, and return the descriptors of all peers, keyed by index in the group.
 
         The caller must close the received descriptors.
         """
@@ -256,7 +256,7 @@ def connect(
 
 
 def _check_user(connection: socket.socket) -> None:
-    """Raise if the peer is a process of another user: abstract names are visible to all users of the host."""
+    """Raise if the peer process belongs to another user, because abstract socket names are visible to all users of the host."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(credentials)
     if user != os.getuid():
@@ -373,7 +373,7 @@ class RankGroup:
     def collect(self) -> list[bytes]:
         """Receive the payloads that all ranks sent with `signal`, in group order. Waits for the slowest rank."""
         answers, self._answers = self._answers, None
-        assert answers is not None, "collect() comes after signal()"
+        assert answers is not None, "collect() was called before signal(); call signal() first"
         return answers()
 
     def exchange(self, payload: bytes) -> list[bytes]:
@@ -382,8 +382,10 @@ class RankGroup:
         return self.collect()
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Gather the payloads of all ranks (of equal length) over the process group; for payloads that may be too long for
-        `signal`."""
+        """Gather the payloads (of equal length) of all ranks over the process group.
+
+        For payloads that may be too long for `signal`.
+        """
         return start_gather(self._gather, self.size, payload)()
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -403,13 +405,13 @@ class RankGroup:
             index, seconds = error.args
             raise GradientError(
                 f"rank {self.ranks[index]} did not come to the gradient synchronisation of ranks "
-                f"{listed(self.ranks)} within {seconds} s (the group's timeout); see where it is",
+                f"{listed(self.ranks)} within {seconds} s (the group's timeout); read the output of that rank",
                 code="C043",
             ) from error
         except ConnectionError as error:
             raise GradientError(
                 f"rank {self.ranks[error.args[0]]} left during the gradient synchronisation of ranks "
-                f"{listed(self.ranks)}; look at its own output for the cause",
+                f"{listed(self.ranks)}; the cause is in the output of that rank",
                 code="C043",
             ) from error
 

@@ -95,8 +95,10 @@ def gather_bytes(content: bytes, device: torch.device, group: Any = None) -> lis
 
 
 def gather_in_pieces(content: bytes, gather_equal_sizes: Callable[[bytes], list[bytes]]) -> list[bytes]:
-    """Gather bytes of different lengths with a function that gathers equal lengths: first the lengths with short contents,
-    then the rest of long ones."""
+    """Gather bytes of different lengths with a function that gathers equal lengths.
+
+    The first call gathers the lengths and short contents, a second call the rest of long contents.
+    """
     heads = gather_equal_sizes((len(content).to_bytes(8, "little") + content[:_SHORT]).ljust(8 + _SHORT))
     sizes = [int.from_bytes(head[:8], "little") for head in heads]
     longest = max(sizes) - _SHORT
@@ -170,7 +172,7 @@ class MustMatch:
 
 @dataclass
 class Agreement:
-    """The tables to compare at the end of a block of `agreed_errors`.
+    """The tables that a block of `agreed_errors` compares between ranks at its end.
 
     Attributes:
         parts: For each table that the block will require, the number of subsets of ranks (`MustMatch.part`). Given in advance,
@@ -276,7 +278,9 @@ def error_of(note: str, ranks: Iterable[int], here: int) -> ColonnadeError:
 
 
 def _differences(what: str, tables: Sequence[tuple[int, list[tuple[str, str]]]]) -> list[str]:
-    """A line for each name whose text on some rank differs from the first rank's, or for the first difference in order."""
+    """A line for each name whose text differs from the text of the first rank; or, if only the order differs, a line for the
+    first difference.
+    """
     by_rank = [(rank, dict(items)) for rank, items in tables]
     rank, first = by_rank[0]
     found = []
@@ -315,6 +319,7 @@ class HostCopy:
 
     def __init__(self, tensor: Tensor) -> None:
         self._done: torch.cuda.Event | None = None
+        self._arrived = not tensor.is_cuda
         if tensor.is_cuda:
             self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
             self._copy.copy_(tensor.detach(), non_blocking=True)
@@ -330,10 +335,13 @@ class HostCopy:
 
     def ready(self) -> bool:
         """Whether `read` returns without waiting."""
-        return self._done is None or self._done.query()
+        if not self._arrived and self._done is not None:
+            self._arrived = self._done.query()
+        return self._arrived
 
     def read(self) -> Any:
         """The value as a number or a list."""
-        if self._done is not None:
+        if not self._arrived and self._done is not None:
             self._done.synchronize()
+            self._arrived = True
         return self._copy.tolist()

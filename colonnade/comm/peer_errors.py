@@ -46,7 +46,9 @@ _CLOSED = re.compile(
 def lost_peer_error(
     error: BaseException, doing: str, processes: PeerProcesses | None, elsewhere: Callable[[], str] = lambda: ""
 ) -> ColonnadeError | None:
-    """An error that names the exited rank, to replace `error` if that reports a closed connection; None for any other error.
+    """If `error` reports a closed connection: an error that names the exited rank, to be raised instead.
+
+    None for any other error.
 
     If no exited rank is found, the message has the result of `elsewhere()`, the places of the other ranks.
     """
@@ -283,7 +285,7 @@ class PeerProcesses:
         return listed(named)
 
     def server(self) -> str:
-        """A text that names rank 0, which serves the store, and its host. Does not access the store."""
+        """A text that names rank 0 (the server of the store) and its host. Does not access the store."""
         if self._rank_0 is None:
             return "rank 0"
         if not self._is_here(self._rank_0):

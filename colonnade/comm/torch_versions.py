@@ -118,12 +118,12 @@ class _MeetingStore(Store):
         self._tables.clear()
 
     def _address(self, key: str) -> tuple[str, int | None]:
-        """(Key without the number, the number if this is the address of a rank.)"""
+        """Split a key: (the key without its number, the number). The number is None unless the key is the address of a rank."""
         base, _, number = key.rpartition("/")
         return base, int(number) if base in self._own and number.isdigit() else None
 
     def _read(self, base: str, *timeout: Any) -> list[bytes]:
-        """The addresses of all ranks: collected and published by rank 0 of the group, read by the others."""
+        """The addresses of all ranks. Rank 0 of the group collects and publishes them; the other ranks read them."""
         table = f"{base}/all"
         if self._own[base] == 0:
             keys = [f"{base}/{number}" for number in range(self._size)]
@@ -145,14 +145,19 @@ def forget_meeting_stores() -> None:
 
 
 def meeting_store(store: Any, size: int) -> Any:
-    """A wrapper of `store` for the creation of a gloo group: the group's ranks read about `size` instead of `size` squared keys."""
+    """Wrap `store` for the creation of a gloo group.
+
+    The ranks then read about `size` keys in total, not `size` squared.
+    """
     _met.append(_MeetingStore(store, size))
     return _met[-1]
 
 
 @contextmanager
 def groups_meet(size: int, backend: str | None = None) -> Iterator[None]:
-    """Let torch connect gloo through a `meeting_store` inside the block, which creates one process group of `size` ranks.
+    """Inside the block, let torch connect gloo through a `meeting_store`.
+
+    The block must create one process group of `size` ranks.
 
     Has no effect for NCCL: its threads use the store of their group all the time, and would have to take the GIL for a Python
     store.
@@ -186,7 +191,7 @@ def join_by(store: Any, backend: str, rank: int, world_size: int, timeout: timed
 
 @contextmanager
 def apart_from_world() -> Iterator[None]:
-    """Hide the world that this process has joined from this thread inside the block, so that the thread can join another world."""
+    """Inside the block, hide the current world from this thread, so that the thread can join another world."""
     from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
     torch_dist: Any = dist
@@ -213,8 +218,10 @@ def start_fsdp(module: Any) -> None:
 
 
 def forget_failed_start() -> None:
-    """Reset torch's count of process groups after a failed `init_process_group`, because the next call derives the name of its
-    group from the count."""
+    """Reset torch's count of process groups after a failed `init_process_group`.
+
+    The next call derives the name of its group from the count.
+    """
     if not dist.is_initialized():
         distributed_c10d._world.group_count = 0
 
@@ -234,7 +241,9 @@ def is_wanted(node: Any) -> bool:
 
 
 def group_of_call(args: Sequence[Any]) -> dist.ProcessGroup:
-    """The process group among the arguments of a dispatched collective: an object or, as the last argument, its name."""
+    """The process group in the arguments of a dispatched collective: a group object, or the name of the group in the last
+    argument.
+    """
     for value in args:
         if isinstance(value, torch.ScriptObject) and str(value._type()).endswith(".ProcessGroup"):
             return dist.ProcessGroup.unbox(value)
@@ -298,7 +307,7 @@ def _backends(group: dist.ProcessGroup | None = None) -> list[Any]:
 
 @contextmanager
 def waiting_at_most(limit: timedelta) -> Iterator[None]:
-    """Limit the timeout of collectives of the world to `limit` inside the block."""
+    """Inside the block, limit the timeout of collectives over the world to `limit`."""
     before = [(backend, backend.options._timeout) for backend in _backends()]
     for backend, longest in before:
         backend._set_default_timeout(min(limit, longest))
@@ -340,7 +349,7 @@ def dtensor_like(dtensor: Any, local: Tensor) -> Tensor:
 
 @torch.no_grad()
 def refresh_shards(module: Any) -> None:
-    """Make an FSDP2 module use the present memory of its parameters after that was replaced, as FSDP2's own `_apply` does."""
+    """After the memory of parameters was replaced, make their FSDP2 module use the new memory, as FSDP2's own `_apply` does."""
     state = module._get_fsdp_state()
     for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
         for parameter in group.fsdp_params:

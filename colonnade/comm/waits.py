@@ -1,8 +1,8 @@
 """Detection of hangs: a rank that does not make progress publishes its place in the program, so that a hang is explained within
 seconds.
 
-A rank records its place as it goes along (`WaitWatch.at`, `during`), which costs an assignment. A thread reads the record about
-once a second:
+A rank records each change of its place (`WaitWatch.at`, `during`), which costs one assignment. A thread reads the
+record about once a second:
 
 1. It sends a heartbeat (`peer_errors.PeerProcesses.heartbeat`).
 2. When the rank has been at one place for seconds, the thread writes the place to the store of the world, and removes the note
@@ -11,8 +11,8 @@ once a second:
    logs where the other ranks are. The others read one key. A wait of all n ranks thus costs the store n keys at a time, not n * n.
 
 The same notes are used in errors that end a wait (`note_error` adds the places of the other ranks), in calls that all ranks must
-make (`together`), and to find ranks that wait in vain (`places_of_stalled_ranks`). `PhaseClock` measures the time of a step by
-phase; the phases change at the same places.
+make (`together`), and to find ranks that wait for a call that never comes (`places_of_stalled_ranks`). `PhaseClock`
+measures the time of a step by phase; the phases change at the same places.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class _During:
 
 
 class WaitWatch:
-    """Records the place of this rank, and logs the places of other ranks if this rank has waited for seconds.
+    """Records the place of this rank, and logs the places of other ranks if this rank has waited for several seconds.
 
     One object per launch.
     """
@@ -251,7 +251,7 @@ class WaitWatch:
     # -- the place of this rank ---------------------------------------------------------------------------------
 
     def at(self, what: str) -> None:
-        """Record the place of this rank: `what` is its present activity."""
+        """Record that this rank is now at the place `what`."""
         self._place = what, self.step, time.time()
 
     def begin(self, what: str) -> None:
@@ -260,12 +260,12 @@ class WaitWatch:
         self.at(what)
 
     def end_step(self) -> None:
-        """Count a completed step of the engine; the first call means that the engine was built."""
+        """Count a completed step of the engine. The first call marks the end of building the engine, and counts no step."""
         self.step = 0 if self.step is None else self.step + 1
         self.at(OUTSIDE)
 
     def during(self, what: str, phase: str | None = None) -> _During:
-        """A context manager: inside the block, the place of this rank is `what`, and its time counts as `phase`."""
+        """A context manager: inside the block, the place of this rank is `what`, and the time of the block counts as `phase`."""
         return _During(self, what, phase)
 
     def enter(self, phase: str | None) -> str | None:
@@ -276,7 +276,7 @@ class WaitWatch:
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """A block around a call that all ranks must make (`what` names it); the block starts when all ranks have entered it.
+        """A context manager for the call `what`, which all ranks must make. The block starts when all ranks have entered it.
 
         The ranks wait for each other in the store, so that a collective of this call is not matched with another collective of a
         rank that is elsewhere. Raises GradientError if a rank cannot arrive, because it has exited or waits for this rank in a
@@ -306,7 +306,7 @@ class WaitWatch:
                 if exited:
                     stuck = f"rank {listed(exited)} has exited"
                 elif now > began + limit:
-                    stuck = f"{complete - count} have not called it for {limit:g} s"
+                    stuck = f"{complete - count} ranks did not call it within {limit:g} s"
                 else:
                     stuck = ""
                 # A rank at the end of a step that this rank has not made waits for this rank. That explains more than
@@ -316,7 +316,7 @@ class WaitWatch:
                 step = place.step if place is not None and place.what in NEEDS_ALL else None
                 if step is not None and step >= (self.step or 0):
                     stuck = (
-                        f"rank {at_end} is {place}, for which it needs this rank: make the call on every rank, not "
+                        f"rank {at_end} is {place} and waits for this rank: make the call on every rank, not "
                         f"under a condition such as `if rank == 0`"
                     )
                 if stuck:
@@ -358,7 +358,7 @@ class WaitWatch:
             raise better from error
 
     def where_others_are(self, place: RankPosition | None = None) -> tuple[str, list[int]]:
-        """The ranks that are at other places than this rank: (their places as text, the ranks); both empty if unknown.
+        """Return (the places of all ranks that are elsewhere, as text; these ranks). Both are empty if unknown.
 
         Takes a few seconds at most.
         """
@@ -414,7 +414,7 @@ class WaitWatch:
             store = self._store = default_store().clone()
 
             def read_if_reader(place: RankPosition, before: str, claim: str) -> tuple[str, str | None]:
-                """(The reader, the text to log if that is this rank.)"""
+                """Return (the reader, the text to log). The text is None if another rank is the reader."""
                 current = store.compare_set(_READER, before, claim).decode()
                 return current, self._explain(rank, world_size, place, store) if current == claim else None
 
@@ -515,7 +515,7 @@ class WaitWatch:
 
 
 def _ask_store(ask: Callable[[], Any]) -> Any:
-    """The result of `ask`; raises TimeoutError if the store does not answer, as one on a cut-off host never does."""
+    """The result of `ask`; raises TimeoutError if the store does not answer, for example because its host is cut off."""
     return call_within(_ANSWER_SECONDS, ask, "no answer")
 
 
@@ -555,7 +555,7 @@ def stalled_position(rank: int) -> RankPosition | None:
 
 
 def stalled_details(rank: int) -> tuple[str, Any] | None:
-    """(The place, the `details`) of a rank that has not moved for `PUBLISH_AFTER` seconds; None if the rank is moving."""
+    """Return (place, `details`) of a rank that has not moved for `PUBLISH_AFTER` seconds; None if the rank is moving."""
     store, key, place = default_store(), _KEY.format(rank), stalled_position(rank)
     if place is None:
         return None
@@ -564,7 +564,7 @@ def stalled_details(rank: int) -> tuple[str, Any] | None:
 
 
 def places_of_stalled_ranks(here: int, world_size: int) -> dict[str, int]:
-    """The places of ranks that have not moved for `PUBLISH_AFTER` seconds; for each place, one rank that is there.
+    """The places at which ranks have not moved for `PUBLISH_AFTER` seconds, each with one of the ranks at this place.
 
     If several ranks call this function at the same time, one of them reads all notes, and the others use its result.
     """
@@ -602,7 +602,7 @@ _installed = False
 
 
 def explain_end(error: BaseException) -> None:
-    """Add the places of other ranks to an error that only reports that a wait or a connection has ended."""
+    """Add the places of other ranks to an error about a timeout or a closed connection."""
     if not _watching or getattr(error, "__notes__", None) or isinstance(error, ColonnadeError):
         return
     kind, ranks = consequence_of(error)

@@ -124,7 +124,10 @@ def _exchange(
     dtype: torch.dtype = torch.float,
     ring: bool = False,
 ) -> tuple[Values | None, Values | None]:
-    """Send and receive at once; at the ends of the pipeline nothing is exchanged beyond them, unless it is a ring."""
+    """Send and receive at the same time.
+
+    The first and the last stage exchange nothing with each other, unless `ring` is set.
+    """
     if not ring and gpc.is_pipeline_first_stage():
         to_prev = from_prev = None
     if not ring and gpc.is_pipeline_last_stage():

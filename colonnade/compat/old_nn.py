@@ -113,7 +113,8 @@ class PipelineSharedModuleWrapper:
         stage = gpc.get_local_rank(ParallelMode.PIPELINE)
         if stage not in self.pipeline_ranks:
             raise PlacementError(
-                f"stage {stage} is not one of pipeline_ranks={self.pipeline_ranks}, which share the module"
+                f"stage {stage} is not in pipeline_ranks={self.pipeline_ranks}, the stages that share the module; add "
+                f"it, or build the module only on these stages"
             )
         tied = Tied(self.pipeline_ranks, f"{self._name}.{next(self._registered)}")
         placement = placement_of(param)
@@ -354,6 +355,7 @@ def _factor(optimizer: Optimizer, name: str, rate: float) -> float:
     initial = {group.get("initial_lr", group["lr"]) for group in optimizer.param_groups}
     if rate and len(initial) > 1:
         raise ConfigError(
-            f"{name}={rate} needs groups with equal initial rates, not {sorted(initial)}; use 0, or equal rates"
+            f"{name}={rate} needs parameter groups with equal initial learning rates, not {sorted(initial)}; use 0, "
+            f"or equal rates"
         )
     return rate / initial.pop() if rate else 0.0

@@ -117,7 +117,8 @@ def reject_script_as_config() -> None:
     """Raise if a config file is being executed. Called by `launch`: it detects a training script that was passed as the config."""
     if (file := _reading.get()) is not None:
         raise ConfigError(
-            f"{file.name} calls launch(): it is a script, not a config. `colonnade run {file.name}` runs it; give its config here"
+            f"{file.name} calls launch(): it is a script, not a config. Run it with `colonnade run {file.name}`, and "
+            f"give its config file here"
         )
 
 
@@ -321,7 +322,7 @@ class FrozenList(list[Any]):
 
 
 def _reject_change(self: FrozenList, *args: Any, **kwargs: Any) -> NoReturn:
-    _raise_frozen("change a list in it")
+    _raise_frozen("change a list in the config")
 
 
 for _method in (

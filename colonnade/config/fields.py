@@ -25,13 +25,13 @@ _LARGEST = 2**63 - 1  # the largest int64 of torch
 
 
 def nothing(value: object) -> bool:
-    """Return False: the `accepts` function of a rule that allows no plain value, only a dict or list."""
+    """Return False. The `accepts` function of rules that allow only a dict or list."""
     return False
 
 
 @dataclass(frozen=True)
 class Rule:
-    """The allowed values of a key: those that `accepts` accepts, a dict of `section`, or a list of `items`.
+    """The allowed values of a key: values for which `accepts` returns True, a dict of `section`, or a list of `items`.
 
     Attributes:
         allows: completes the sentence "must be ...".
@@ -148,11 +148,17 @@ class AnySection:
         return values
 
     def refuse(self, given: Mapping[str, Any]) -> None:
-        """Raise for contradictions that are checked only when the section is read; `given` has the keys that the config sets."""
+        """Raise for contradictions that can be checked only when the section is read.
+
+        `given` has the keys that the config sets.
+        """
 
 
 class Section(AnySection):
-    """A section that is always in effect. If the config does not set its key, all its keys have their defaults."""
+    """A config section that is always in effect.
+
+    If the config does not set the section, all keys of the section have their defaults.
+    """
 
     @classmethod
     def read(cls, given: Any) -> Self:
@@ -227,7 +233,7 @@ def _check_section(section: type[AnySection], path: KeyPath, values: dict[Any, A
         elif section.others is None and section.further is None:
             text = allowed
         elif section.others is not None and known and not isinstance(value, dict):
-            text = f"{allowed}, or a further one as {section.others.allows}"
+            text = f"{allowed}, or a name of your own with {section.others.allows}"
 
         if text is not None:
             yield Problem((*path, name), text, value)

@@ -84,7 +84,10 @@ def _head(count: int, name: str) -> str:
 
 
 def _present(problem: Problem) -> KeyPath:
-    """The path of an existing key: a nested problem without a value concerns a missing key, so its parent is taken."""
+    """The path of an existing key.
+
+    If a nested problem has no value, its key is missing, so the path of the parent is returned.
+    """
     return problem.path[:-1] if problem.value is UNSAID and len(problem.path) > 1 else problem.path
 
 
@@ -138,7 +141,7 @@ def near(name: str, known: Iterable[str], edits: int = 1) -> str | None:
 
 
 def is_ordinary(name: str, known: Collection[str]) -> bool:
-    """Whether `name` is probably meant as a custom name although a known name is similar: `seeds`, `model2`, `_zero`."""
+    """Whether `name` is probably a custom name in spite of a similar known name. Examples: `seeds`, `model2`, `_zero`."""
     word = name.rstrip("_0123456789")
     numbered = name[-1:].isdigit() and word in known
     marked = "_" not in word and name.rstrip("_") in known

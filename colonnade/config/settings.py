@@ -391,8 +391,8 @@ class Fp16Settings(
     min_scale: float | None = key(None, any_of(LOSS_SCALE, NONE), "smallest loss scale")
     max_scale: float | None = key(None, any_of(LOSS_SCALE, NONE), "largest loss scale")
     hysteresis: int = key(1, COUNT, "overflows before the scale shrinks")
-    enabled: bool = key(True, BOOL, "False: as without fp16")
-    dynamic_grad_scale: bool = key(True, BOOL, "whether the scale changes")
+    enabled: bool = key(True, BOOL, "False: fp16 is off")
+    dynamic_grad_scale: bool = key(True, BOOL, "False: the scale stays at its initial value")
 
     @classmethod
     def conflicts(cls, given: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
@@ -424,7 +424,7 @@ class Fp16Settings(
 
 @dataclass(frozen=True)
 class Bf16Settings(SwitchedSection):
-    """bf16 mixed precision. `zero` has `master_weights` too: see `Precision.read`."""
+    """bf16 mixed precision. The section `zero` also accepts `master_weights`: see `Precision.read`."""
 
     master_weights: bool = key(True, BOOL, "the optimizer steps on fp32 weights")
 
@@ -476,8 +476,8 @@ class ZeroSettings(
 ):
     """The `zero` section: the ZeRO stage, which sets the kinds of state that are sharded, and options.
 
-    All stages use `offload` and `master_weights`; `refuse` lists the stages of the other keys. `gather_dtype` (all-gather of fp32
-    weights) and `reduce_dtype` (reduction of gradients) of stage 3 come from other sections.
+    All stages use `offload` and `master_weights`; Other keys need certain stages, which `refuse` checks. `gather_dtype`
+    (all-gather of fp32 weights) and `reduce_dtype` (reduction of gradients) of stage 3 come from other sections.
     """
 
     stage: int = key(0, _STAGE, "0: off, 1: optimizer state is sharded, 2: and gradients, 3: and parameters", read=int)
@@ -485,7 +485,7 @@ class ZeroSettings(
     offload: bool = key(
         False, any_of(BOOL, TEXT, NONE), "'cpu' or True: keep the shards on the host between steps", read=_offload
     )
-    bucket_mb: float | None = key(None, POSITIVE, "bucket size in MiB; None: 4 to 100, by the transport")
+    bucket_mb: float | None = key(None, POSITIVE, "bucket size in MiB; None: 4 to 100, depending on the transport")
     gather_ahead: bool = key(False, BOOL, "stages 1, 2: all-gather parameters during the next forward pass")
     prefetch: int = key(0, int_from(0), "stage 3: number of modules to all-gather ahead; 0: chosen by torch", read=int)
     master_weights: bool = key(True, BOOL, "the optimizer steps on fp32 weights")
@@ -778,7 +778,11 @@ class Settings(Section):
         read=ActivationSettings.read,
     )
     flat_step: bool | None = key(None, BOOL, "run the optimizer on flat buffers; default: if possible")
-    graph_step: bool = key(False, BOOL, "run clipping and flat step as CUDA graphs")
+    cuda_graph: bool | str = key(
+        False,
+        any_of(BOOL, choice("step")),
+        "run steps as CUDA graphs: True: forward, backward, clipping and optimizer; 'step': clipping and optimizer",
+    )
     compile: CompileSettings | None = key(
         None,
         with_dict(BOOL, CompileSettings, "a dict of torch.compile arguments"),
@@ -794,7 +798,7 @@ class Settings(Section):
     model: Any = key(
         None,
         Rule("anything", ANYTHING.accepts, ModelSettings),
-        "your own keys, and num_chunks",
+        "num_chunks (model chunks per pipeline rank), and your own keys",
         may_differ=True,
     )
     num_microbatches: int | None = key(None, int_within(1, 1 << 16), "micro-batches per step of a pipeline")

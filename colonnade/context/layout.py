@@ -270,8 +270,9 @@ class Grid:
 
 
 def refine(products: Iterable[Iterable[Digit]], world_size: int) -> tuple[Digit, ...] | None:
-    """The coarsest digits, slowest first, such that every digit in `products` is a product of some of them; None if two digits
-    overlap only partly."""
+    """Return the fewest digits, slowest first, of which every digit in `products` is a product; None if two digits overlap only
+    partly.
+    """
     # A digit starts at its stride and ends at stride * size. Sorted, each of these bounds must divide the next.
     bounds = {1, world_size}
     for stride, size in chain.from_iterable(products):
@@ -347,7 +348,7 @@ class Axis:
 
     @property
     def seeded_apart(self) -> bool:
-        """Whether ranks along this axis draw different random numbers outside any random stream."""
+        """Whether ranks along this axis have different default seeds, and so draw different numbers outside the random streams."""
         return self.data == "distinct" or self.mode is ParallelMode.PIPELINE
 
 
@@ -473,6 +474,13 @@ class Layout:
         for axis in self.axes:
             seen *= axis.size if axis.data == "distinct" else 1
         return seen
+
+    @property
+    def sample_axes(self) -> tuple[Axis, ...]:
+        """The axes whose ranks get different samples: those with distinct data, except for the axis that shards sequences."""
+        # That is the axis of the mode SEQUENCE, or the tensor axis with mode="sequence".
+        sharded = {ParallelMode.SEQUENCE, ParallelMode.TENSOR} if self.has(ParallelMode.SEQUENCE) else set()
+        return tuple(axis for axis in self.axes if axis.data == "distinct" and axis.mode not in sharded)
 
     def digest(self) -> int:
         """A 62-bit hash of the axes and groups."""

@@ -87,7 +87,9 @@ class Build:
 
 
 def run_initializers(config: Any, world_size: int, rank: int) -> Build:
-    """Run every initializer that the config needs: data, model, pipeline, tensor, the tensor mode, experts, further axes."""
+    """Run every initializer that the config needs, in the order data, model, pipeline, tensor, tensor mode, experts, further
+    axes.
+    """
     axes = world_axes(config, world_size)
     grid = grid_of(axes)
     sizes = parallel_sizes(config)
@@ -204,7 +206,7 @@ _UNORDERED = (ParallelMode.DATA, ParallelMode.MODEL, ParallelMode.GLOBAL, Parall
 def layout_of(axes: tuple[Axis, ...], groups: Groups, tensor_mode: str | None = None) -> Layout:
     """Build the layout of these groups.
 
-    If the groups of an axis differ from those of the grid, coordinates are read from the groups.
+    If the groups of an axis differ from the default grid, coordinates are read from the groups.
 
     `tensor_mode`: the mode of the tensor axis in the config; the initializer of this mode may list the groups of the tensor axis.
     """
@@ -231,7 +233,7 @@ def layout_of(axes: tuple[Axis, ...], groups: Groups, tensor_mode: str | None = 
         if odd is not None:
             raise LayoutError(
                 f"parallel.{axis.name}: the axis has {axis.size} ranks, but {axis.mode} has the group {odd} of {len(odd)}; return "
-                f"groups of {axis.size} ranks, or register another mode for groups that are not those of an axis",
+                f"groups of {axis.size} ranks, or register a different mode for groups that do not belong to an axis",
                 code="C161",
             )
         inside = {rank for group in lists for rank in group}
@@ -260,8 +262,8 @@ def layout_of(axes: tuple[Axis, ...], groups: Groups, tensor_mode: str | None = 
                 if other is not axis and len(apart) > 1:
                     raise LayoutError(
                         f"parallel.{axis.name}: the group {group} of {axis.mode} has ranks at coordinates {listed(sorted(apart))} "
-                        f"of the axis {other.name!r}. Ranks of a group may differ only in their own axis and in data: return such "
-                        f"groups, or group {other.mode} by an initializer, too",
+                        f"of the axis {other.name!r}. Coordinates of ranks in a group may differ only on their own "
+                        f"axis and on data: return such groups, or let an initializer group {other.mode} too",
                         code="C161",
                     )
 
@@ -319,8 +321,8 @@ def _renumbered(mode: ParallelMode, groups: Partition, ranks: Sequence[int]) -> 
     if disordered is not None and mode not in _UNORDERED:
         raise LayoutError(
             f"the group of {mode} would be the ranks {disordered}, in this order, but torch numbers the ranks of a group in "
-            f"ascending order, so layers would use other shards. Number the groups of your initializer so that ranks ascend along "
-            f"{mode.name}, too",
+            f"ascending order, so layers would use the wrong shards. Order the groups of your initializer so that "
+            f"ranks ascend along {mode.name} too",
             code="C161",
         )
     return Listed(sorted(sorted(group) for group in found), len(ranks))
@@ -334,7 +336,7 @@ def _check_data(explicit: Mapping[Axis, list[list[int]]], data: Sequence[Sequenc
         if wrong is not None:
             raise LayoutError(
                 f"parallel.data: the group {wrong} of {axis.mode} has ranks with different coordinates on other axes, so they do "
-                f"not store the same parameters; the replicas of rank {wrong[0]} are the ranks {right[wrong[0]]}. Return those, or "
-                f"group the other axes to fit",
+                f"not store the same parameters; the replicas of rank {wrong[0]} are the ranks {right[wrong[0]]}. "
+                f"Return this group, or change the groups of the other axes to match",
                 code="C161",
             )

@@ -58,8 +58,8 @@ def _rank_grid(layout: Layout, modes: list[ParallelMode], rank: int) -> Any:
     flat = torch.tensor(grid, device="cpu").flatten().tolist()
     if len(set(flat)) != len(flat) or any(_walk(layout, modes, other) != grid for other in flat):
         raise ContextError(
-            f"the modes {listed(mode.name for mode in modes)} do not form a grid around rank {rank}: "
-            f"walking along them reaches {flat}. Use modes that vary independently.",
+            f"the modes {listed(mode.name for mode in modes)} do not form a grid: from rank {rank}, their groups lead "
+            f"to the ranks {flat}. Use modes whose coordinates vary independently.",
             code="C012",
         )
     return grid
@@ -128,7 +128,7 @@ class ParallelContext:
         port: int | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Join the world. Collective: returns when every rank has joined.
+        """Join the world. Collective over the world: returns when every rank has joined.
 
         Args:
             rank: The rank of this process.
@@ -406,7 +406,7 @@ class ParallelContext:
         return layout_of(self._axes, self._build.groups, parallel_sizes(self.config).tensor_mode)
 
     def _joined(self) -> ProcessGroups:
-        """The process groups; raises without any."""
+        """The process groups; raises if there are none."""
         if isinstance(self._groups, NoGroups):
             raise ContextError("this world is simulated, so its ranks cannot communicate; launch a real world for that")
         if self._groups is None:

@@ -106,8 +106,10 @@ def share_start_up_errors(
     timeout: float | None,
     ordinal: int | None = None,
 ) -> Iterator[None]:
-    """A block that runs before this rank joins the world: an error inside it is raised on the other ranks too, which would
-    otherwise wait."""
+    """A context manager for code that runs before this rank joins the world.
+
+    An error in the block is also raised on the other ranks, which would otherwise wait.
+    """
     try:
         yield
     except Exception as error:
@@ -163,7 +165,7 @@ def _set_outcome(store: Any, outcome: str) -> None:
 
 
 def _leave_store(store: Any, rank: int, world_size: int, key: str) -> None:
-    """Count this rank as leaving; rank 0, which may serve the store, waits up to three seconds for the others."""
+    """Count this rank as leaving. Rank 0, which may serve the store, waits up to three seconds for the other ranks."""
     left = store.add(f"colonnade/{key}", 1)
     until = time.monotonic() + _LEAVE_SECONDS
     answers = _Answers.of(store, rank) if key == "refused" else None
@@ -323,7 +325,7 @@ class _Answers:
 
     @classmethod
     def of(cls, store: Any, rank: int) -> _Answers | None:
-        """The answers of the launch at this store; None on other ranks than 0."""
+        """The object that answers ranks for the launch at this store, on rank 0; None on other ranks."""
         return cls(store.underlying_store, _last_prefix) if rank == 0 and isinstance(store, PrefixStore) else None
 
     def answer_arrivals(self) -> None:
@@ -341,7 +343,7 @@ class _Answers:
                 self._base.set(_ANSWER.format(token), self._prefix)
 
     def close(self) -> None:
-        """After all ranks have arrived: the next launch skips these numbers."""
+        """Let the next launch skip the numbers of this launch. Called after all ranks have arrived."""
         self._base.set(_ANSWERED, str(self._seen))
 
 
@@ -409,7 +411,8 @@ def launchers_met(endpoint: str, limit: timedelta, connect: Callable[[], Any]) -
     except Exception as error:  # torch raises classes of its own
         cause = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise LaunchError(
-            f"the launchers of the machines cannot meet at {endpoint}: {cause}. Is the port free on the first machine, and "
+            f"the launchers of the machines cannot connect at {endpoint}: {cause}. Is the port free on the first "
+            f"machine, and "
             f"reachable from here? Choose another with --rdzv-endpoint, the same on every machine",
             code="C021",
         ) from error
@@ -421,4 +424,4 @@ def _within(limit: timedelta, connect: Callable[[], Any]) -> Any:
     A TCPStore client that reaches the port of another program waits for an answer forever, whatever its own timeout.
     """
     seconds = limit.total_seconds()
-    return call_within(seconds + 1, connect, f"something listens there but gave no answer in {seconds:.0f} s")
+    return call_within(seconds + 1, connect, f"a process listens there but did not answer within {seconds:.0f} s")

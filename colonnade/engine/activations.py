@@ -72,7 +72,9 @@ def apply_activations(
 
 
 def _blocks(model: nn.Module, patterns: Sequence[str], classes: set[type] | None) -> Iterator[nn.Module]:
-    """The outermost blocks of a model: of the given classes; if these are None, by patterns of module or class names."""
+    """The outermost blocks of a model: modules of the given classes or, without classes, modules whose name or class matches a
+    pattern.
+    """
     inside = ""
     for name, module in model.named_modules():
         if inside and name.startswith(inside):
@@ -205,7 +207,8 @@ def _nothing_found(blocks: Sequence[str], stages: Iterable[nn.Module]) -> str:
 
 
 def _ops(names: Sequence[str]) -> list[Any]:
-    """The ops with these names, "aten.mm" for all its overloads; without names, those of `_PRODUCTS` that this torch has."""
+    """The ops with these names ("aten.mm" stands for all its overloads). Without names: the ops of `_PRODUCTS` that
+    this torch version has."""
     found: list[Any] = []
     for name in names or [f"aten.{product}" for product in _PRODUCTS.split()]:
         at: Any = torch.ops
@@ -288,7 +291,7 @@ class _BlockCall:
         return kept
 
     def fetch(self, device: torch.device) -> torch.cuda.Event:
-        """Start the copies of all tensors back to the device, once; the event marks their end."""
+        """Start the copies of all tensors back to the device, once. An event marks the end of the copies."""
         if self._arrived is None:
             for kept in filter(None, (reference() for reference in self._kept)):
                 kept.back = kept.fetch()
@@ -303,7 +306,10 @@ class _BlockCall:
 
 
 def _unpack(kept: Tensor | _Kept) -> Tensor:
-    """Return a saved tensor to backward. All of its block come back with the first, and the block before is prefetched."""
+    """Return a saved tensor to backward.
+
+    The first one of a block copies back all tensors of the block, and prefetches those of the block before.
+    """
     if isinstance(kept, Tensor):
         return kept
     current = torch.cuda.current_stream(kept.device)

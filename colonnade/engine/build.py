@@ -114,6 +114,11 @@ def initialize(
         schedule: BaseSchedule = build_schedule(context)
         stages = read_stages(model)
         built, start = prepare_model(stages, context, schedule, device)
+        if config.get("cuda_graph") is True:
+            from colonnade.engine.schedule.graphed import graphed
+
+            handlers = config.get("gradient_handler") or config.get("gradient_handlers") or ()
+            schedule = graphed(schedule, handlers, device, context.world_size)
         criterion, own_loss = read_losses(built, criterion, schedule)
         precision.apply(built, device, zero.stage)
         if config.get("compile"):
@@ -167,7 +172,7 @@ def initialize(
             precision.around(criterion, device),
             context=context,
             sync=sync,
-            stepper=Stepper(built, sums.optimizer, context, sync, clip, scaler, bool(config.get("graph_step"))),
+            stepper=Stepper(built, sums.optimizer, context, sync, clip, scaler, bool(config.get("cuda_graph"))),
             precision=precision,
             own_loss=own_loss,
             schedule=schedule,
@@ -222,7 +227,7 @@ def _home(settings: ZeroSettings, device: torch.device) -> torch.device:
 
 
 def _scheduler(lr_scheduler: Any, engine: Engine) -> Any:
-    """The scheduler, wrapped if steps may be skipped: for this rank's gradient, or because another rank fails."""
+    """The scheduler; wrapped if steps may be skipped, because of this rank's gradient or a failure of another rank."""
     skips = engine.may_skip or engine.context.world_size > 1
     return SkipAwareScheduler(lr_scheduler, engine) if lr_scheduler is not None and skips else lr_scheduler
 
@@ -231,7 +236,7 @@ def _scheduler(lr_scheduler: Any, engine: Engine) -> Any:
 
 
 def numeric_settings() -> MustMatch:
-    """A comparison between ranks of the torch settings that change the rounding of numbers."""
+    """A table to compare between ranks: the torch settings that change the rounding of numbers."""
     backends: Any = torch.backends
     settings = {
         "torch.get_default_dtype()": torch.get_default_dtype(),
@@ -248,14 +253,16 @@ def numeric_settings() -> MustMatch:
     return MustMatch(
         "the setting",
         {name: str(value) for name, value in settings.items()},
-        "It changes how numbers are rounded, so replicas would drift apart: use the same value on every rank. (allow_tf32 and "
+        "This setting changes how numbers are rounded, so replicas would drift apart: use the same value on every "
+        "rank. (allow_tf32 and "
         "torch.set_float32_matmul_precision change these settings too.)",
     )
 
 
 def alike_optimizer(optimizer: Any, lr_scheduler: Any, model: nn.Module, stage: int) -> MustMatch:
-    """A comparison of the optimizer (class, groups, options) and the scheduler (settings), which must be equal on all ranks of
-    a pipeline stage."""
+    """A table to compare between the ranks of a pipeline stage: the optimizer (class, groups, options) and the scheduler
+    (settings).
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     items = {"class": _class(optimizer)}
     for at, group in enumerate(optimizer.param_groups):

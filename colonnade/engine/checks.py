@@ -72,8 +72,8 @@ def refuse_lazy(models: Iterable[nn.Module]) -> None:
     lazy = [repr(name) for model in models for name, parameter in model.named_parameters() if is_lazy(parameter)]
     if lazy:
         raise ConfigError(
-            f"{listed(lazy)} have no shape yet, like those of LazyLinear before its first call; make a forward pass of a batch "
-            f"before initialize(), and build the optimizer after it"
+            f"{listed(lazy)} have no shape yet, because lazy layers such as LazyLinear get their shapes in the first "
+            f"forward pass; run one before initialize(), and build the optimizer after that pass"
         )
 
 
@@ -123,8 +123,9 @@ def refuse_non_elementwise(optimizer: Any, model: nn.Module, context: ParallelCo
             if kind not in tried and _steps_otherwise(optimizer, first, *kind):
                 raise GradientError(
                     f"{type(optimizer).__name__} steps differently on a shard of a tensor than on the full tensor, and "
-                    f"{held.name!r} is sharded ({held.placement}): it would not be trained as in a single process. Use AdamW, SGD "
-                    f"or another element-wise optimizer for it. (A custom optimizer that combines the shards itself declares "
+                    f"{held.name!r} is sharded ({held.placement}), so this step would differ from a single process. "
+                    f"Use AdamW, SGD or another element-wise optimizer for this parameter. (A custom optimizer that "
+                    f"combines the shards itself declares "
                     f"this by an attribute steps_on_parts = True.)",
                     code="C070",
                 )
@@ -248,7 +249,7 @@ def compare_stages(
 
 
 def same_stages(forms: Sequence[tuple[str, tuple[int, ...]]], stages: int) -> str:
-    """The beginning of the message about stages that have equal parameter names and shapes."""
+    """Return the first part of the message about stages with equal parameter names and shapes."""
     names = [name for name, _ in forms]
     shown = f"{listed(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}"
     return f"all {stages} pipeline stages have parameters of the same {len(names)} names and shapes ({shown})"
@@ -304,7 +305,7 @@ class LoopWatch:
             self._same_gradients.check(complete)
 
     def end_step(self) -> None:
-        """Run the checks after a step: from time to time, that the model still has its parameters."""
+        """Run the checks after a step: periodically check that the model still has the same parameter objects."""
         if self._steps == 0:
             self._end_first_step()
         self._steps += 1
@@ -319,8 +320,9 @@ class LoopWatch:
         for name, parameter in model.named_parameters() if model is not None else ():
             if id(parameter) not in self._names and name in self._names.values():
                 raise GradientError(
-                    f"{name!r} is another parameter than at initialize(), so the optimizer would step on a tensor that the "
-                    f"model no longer has. Load weights without assign=True, or write them into the parameter in place",
+                    f"{name!r} was replaced by another parameter after initialize(), so the optimizer would update a "
+                    f"tensor that the model no longer uses. Load weights without assign=True, or copy them into the "
+                    f"parameter in place",
                     code="C046",
                 )
 
@@ -347,7 +349,8 @@ class LoopWatch:
 class _StepGuard:
     """Optimizer hook that raises on `optimizer.step()` with gradients that were not reduced.
 
-    One hook for all engines of an optimizer, since gradients of one engine look unprepared to the synchronisers of the others.
+    All engines of an optimizer share one hook, because the synchroniser of one engine does not know the gradients of
+    another engine.
     """
 
     only_looks = True  # the flat step is allowed although the optimizer has a hook
@@ -382,7 +385,7 @@ def _look(watch: weakref.ref[LoopWatch]) -> None:
 
 
 def guard_of(model: nn.Module, optimizer: Any, context: ParallelContext, sync: GradientSync | None) -> Guard | None:
-    """Build the replica check (`Guard`); None if the config does not enable it or there is no second rank.
+    """Build the replica check (`Guard`); None if the config does not enable it, or in a world of one rank.
 
     Collective over the world.
     """
@@ -435,7 +438,7 @@ _Given = tuple[int, int]
 
 
 class _BatchNote(NamedTuple):
-    """The facts of one rank about its step: form of the loss; digests and rows of inputs and labels. 0 means none."""
+    """One rank's summary of its step: the form of the loss, and digests and row counts of inputs and labels. 0 means none."""
 
     form: int
     inputs: int
@@ -504,7 +507,7 @@ class SameBatch:
         if all(forms.values()):
             forms_text = "; ".join(f"{_FORMS[form]} on ranks {listed(ranks)}" for form, ranks in forms.items())
             raise GradientError(
-                f"step {self._step}: the loss is not of one form on all ranks: {forms_text}; {USE_ONE_FORM}",
+                f"step {self._step}: the loss does not have the same form on all ranks: {forms_text}; {USE_ONE_FORM}",
                 code="C045",
             )
 
@@ -533,8 +536,9 @@ class SameBatch:
                     else ""
                 )
                 raise ScheduleError(
-                    f"step {self._step}: ranks {other} and {rank} differ on the axis {axes} alone, whose ranks see the same data, "
-                    f"but were given different {kind}: {other_rows} rows on rank {other}, {rows} on rank {rank}"
+                    f"step {self._step}: ranks {other} and {rank} differ only on the axis {axes}, so they must get "
+                    f"the same data, but they got different {kind}: {other_rows} rows on rank {other}, {rows} on rank "
+                    f"{rank}"
                     f"{'' if other_rows != rows else ', of other content'}. {SAME_BATCHES_ADVICE}{own_groups}. If the ranks of this axis "
                     f"should get different batches, set compare_batches=False in the config",
                     code="C044",
@@ -611,7 +615,7 @@ class SameGradients:
         self._watched, self._handles = {}, []
 
     def _add(self, name: str, gradient: Any) -> None:
-        """Add the two numbers by which gradients are compared: the projection on a fixed direction, and the squared norm."""
+        """Add the two numbers that are compared for a gradient: its projection on a fixed direction, and its squared norm."""
         if gradient.layout is not torch.strided or not gradient.numel():
             return
         with torch.no_grad():
@@ -633,8 +637,9 @@ def _compare(names: list[str], dtypes: list[torch.dtype], sums: Tensor) -> None:
             found.append(name)
     if found:
         raise GradientError(
-            f"the plan leaves {listed(map(repr, found[:8]))}{' ...' if len(found) > 8 else ''} replicated, but the ranks of the "
-            f"tensor group have different gradients of it: each rank uses it for its own shard of the features. Give its layer "
+            f"the plan leaves {listed(map(repr, found[:8]))}{' ...' if len(found) > 8 else ''} replicated, but its "
+            f"gradient differs between the ranks of the tensor group, because each rank uses the parameter for its "
+            f"own shard of the features. Give its layer "
             f"the style 'replicated_with_grad_allreduce' in the plan, so that the gradients are all-reduced",
             code="C047",
         )
@@ -786,7 +791,7 @@ class _Meeting:
             self._gloo = own_gloo(self._group)
 
     def _look(self, began: float) -> None:
-        """Raise if a rank stands in a step that it cannot finish without this rank, or if the time limit has passed."""
+        """Raise if a rank is in a step that it cannot finish without this rank, or if the time limit has passed."""
         for rank in self._ranks:
             place = stalled_position(rank) if rank != self._rank else None
             if place is None or place.what.startswith(OUTSIDE) or (place.step or 0) < (self._waits.step or 0):
@@ -797,7 +802,8 @@ class _Meeting:
 
     def _error(self, what: str) -> GradientError:
         return GradientError(
-            f"the model is called without training on rank {self._rank}, and {what}. Its parameters are sharded over ranks "
+            f"the model is called outside of a training step on rank {self._rank}, and {what}. Its parameters are "
+            f"sharded over ranks "
             f"{listed(self._ranks)} of {self._mode.name}, so a forward pass needs all of them: evaluate and generate on every "
             f"rank, and only print and log under a condition such as `if rank == 0`",
             code="C130",

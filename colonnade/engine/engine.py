@@ -7,11 +7,13 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +122,9 @@ class WholeWeights:
         """
         to_file = to not in ("all", "first")
         if to_file and local_path(to, "the file of engine.full_state_dict()", CheckpointError).suffix != ".safetensors":
-            raise CheckpointError(f"to is 'all', 'first' or the name of a .safetensors file to write, not {str(to)!r}")
+            raise CheckpointError(
+                f"to= must be 'all', 'first' or the name of a .safetensors file to write, not {str(to)!r}"
+            )
         # Imported here, so that a run without an export does not load the checkpoint code.
         from colonnade.checkpoint.full_weights import FullTensors, save_full
 
@@ -242,7 +246,7 @@ class LossBook:
 
     @property
     def counted(self) -> bool | None:
-        """Whether the losses of this step are (sum, count); None before the first loss."""
+        """Whether the losses of this step are given as (sum, count); None before the first loss."""
         return self._form.counted
 
     def carry(self, synchroniser: Synchroniser, scaler: LossScaler | None = None) -> None:
@@ -263,7 +267,8 @@ class LossBook:
         local, world = self._numbers(), sync.world
         with self._context.waits.during("adding up the counts of the losses"):
             if world is None:
-                dist.all_reduce(local, group=self._context.get_group(ParallelMode.GLOBAL))
+                if self._context.world_size > 1:
+                    dist.all_reduce(local, group=self._context.get_group(ParallelMode.GLOBAL))
                 return self.factor(local, scaler)
             # Between ranks of one host, sockets take a tenth of the time of a collective. A rank whose loss was a mean does not
             # come here: it sends the number of its step on the same sockets, to reduce gradients. Read as a float, that
@@ -278,7 +283,7 @@ class LossBook:
 
     @property
     def takes_part(self) -> bool:
-        """Whether this rank sends its loss counts of this step to the others."""
+        """Whether this rank sends its loss counts of this step to the other ranks."""
         return self._joins or self.uneven
 
     def _numbers(self) -> Tensor:
@@ -302,7 +307,10 @@ class LossBook:
         return self._context.layout.distinct_data / divisor
 
     def refuse_two_forms(self) -> None:
-        """Raise if some ranks had losses (sum, count) and others had means. On a GPU only ranks with means wait for the totals."""
+        """Raise if some ranks had (sum, count) losses and others had means.
+
+        On a GPU, only ranks with means wait for the totals.
+        """
         totals, self._totals = self._totals, None
         if totals is None or (totals.device.type != "cpu" and self._form.counted is not False):
             return
@@ -314,9 +322,15 @@ class LossBook:
     def any_rank_has_batch(self, batch_here: bool) -> bool:
         """Whether any rank has a batch left. Collective over the world."""
         flag = torch.tensor([float(batch_here)], device=self._context.device)
-        with self._context.waits.during("asking who has a batch"):
+        with self._context.waits.during("asking which ranks have a batch"):
             dist.all_reduce(flag, group=self._context.get_group(ParallelMode.GLOBAL))
             return bool(flag.item())
+
+    def copy(self) -> LossBook:
+        """A copy whose counts are independent."""
+        twin = copy.copy(self)
+        twin._form = copy.copy(self._form)
+        return twin
 
     def clear(self) -> None:
         """Reset the counts for the next step."""
@@ -375,6 +389,14 @@ class Observers(list[Observer]):
 _NO_BATCH = object()
 
 
+@dataclass
+class TracedPass:
+    """The counts of a pass in `Engine.pass_without_trace`: the count of a (sum, count) loss, and the number of labels of the loss."""
+
+    count: Count | None = None
+    loss_count: Count | None = None
+
+
 class Engine(LastStep, WholeWeights):
     """Runs training steps: `zero_grad`, call, `criterion`, `backward`, `step`. Built by `colonnade.initialize`.
 
@@ -409,6 +431,7 @@ class Engine(LastStep, WholeWeights):
         stepped_on = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         self._not_stepped_on = [parameter for parameter in model.parameters() if id(parameter) not in stepped_on]
         self._passes, self._total_passes, self._failed = 0, 0, False
+        self._traced: TracedPass | None = None
         self._watch = LoopWatch(model, optimizer, context, sync)
         self.context, self.accumulation, self.training = context, accumulation, True
         self.uses_pipeline = context.pipeline_parallel_size > 1
@@ -460,14 +483,23 @@ class Engine(LastStep, WholeWeights):
                 treated as (sum, count), since it may ignore some labels.
 
         Raises:
-            GradientError: the loss has another form than the earlier ones of the step, or the step is complete already.
+            GradientError: the loss does not have the form of the earlier losses of the step, or the step is complete
+            already.
         """
         self._check_not_failed()
+        if not self._schedule.calls_backward:
+            raise GradientError(
+                "cuda_graph=True records the passes of engine.execute_schedule(iter([batch])); call it in place of engine(...), "
+                "criterion and engine.backward(loss), or use cuda_graph='step', which records only clipping and optimizer step",
+                code="C071",
+            )
         # A loss of the wrong form, or a call too many, is an error of this rank only. The others would wait for its gradients.
         with self._raise_on_all_ranks():
             value, count, self.loss_count = self._book.read(loss)
             self._book.add(count)
             self._begin_pass()
+        if self._traced is not None:
+            self._traced.count, self._traced.loss_count = count, self.loss_count
         self.observers.loss(loss)
         # A mean is divided by the number of micro-steps here. A sum is divided by the count of all ranks and micro-steps,
         # which is known only when the gradients are reduced.
@@ -476,7 +508,10 @@ class Engine(LastStep, WholeWeights):
 
     @contextmanager
     def _watched_pass(self) -> Iterator[None]:
-        """Around a backward pass. After an error its gradients are incomplete, and the next `zero_grad` abandons the step."""
+        """A context manager around a backward pass.
+
+        After an error, gradients are incomplete, and the next `zero_grad` abandons the step.
+        """
         try:
             with self.context.waits.during("in the backward pass", "backward"):
                 yield
@@ -500,8 +535,9 @@ class Engine(LastStep, WholeWeights):
     def _count_pass(self) -> None:
         if self._passes == self.accumulation:
             raise GradientError(
-                f"backward() was called {self._passes + 1} times for one step, which has {self.accumulation}; call "
-                f"step() after each, add up losses that belong together, or set gradient_accumulation in the config",
+                f"backward() was called {self._passes + 1} times in one step, but gradient_accumulation is "
+                f"{self.accumulation}; call step() after each backward(), add up the losses of one batch, or set "
+                f"gradient_accumulation in the config",
                 code="C046",
             )
         self._passes += 1
@@ -525,6 +561,49 @@ class Engine(LastStep, WholeWeights):
         """
         self._sync.prepare(last and self._passes + 1 == self.accumulation)
         torch.autograd.backward(tensors, grads, retain_graph=inputs is not None, inputs=inputs)
+
+    @property
+    def is_first_pass(self) -> bool:
+        """Whether the next backward pass is the first of a step."""
+        return self._passes == 0
+
+    @contextmanager
+    def pass_without_trace(self) -> Iterator[TracedPass]:
+        """A context manager for the recording of a pass as a CUDA graph: at the end, the counters of the host are restored.
+
+        A recording runs no kernels, so the recorded pass must not be counted.
+        """
+        before = self._book, self._passes, self._total_passes, self.loss_count, self._watch.unsummed
+        self._book, self._traced = self._book.copy(), TracedPass()
+        try:
+            yield self._traced
+        finally:
+            self._traced = None
+            self._book, self._passes, self._total_passes, self.loss_count, self._watch.unsummed = before
+
+    def replay_pass(self, replay: Callable[[], None], count: Count | None, loss_count: Count | None) -> None:
+        """Run recorded forward and backward passes, and count them on the host.
+
+        Args:
+            replay: runs the passes, and sets the gradients.
+            count: the count of a loss given as (sum, count), in the memory of the recording; None for a mean.
+            loss_count: the number of labels of the loss, likewise.
+
+        Raises:
+            GradientError: the step is complete already, or the engine has observers, which would not get the recorded loss.
+        """
+        self._check_not_failed()
+        if self.observers:
+            raise GradientError(
+                f"cuda_graph=True: {type(self.observers[0]).__name__} observes the loss of every pass, which recorded passes do not "
+                f"pass on; use cuda_graph='step'",
+                code="C071",
+            )
+        self._begin_pass()
+        with self._watched_pass():
+            replay()
+        self._book.add(count)
+        self.loss_count = loss_count.clone() if isinstance(loss_count, Tensor) else loss_count
 
     def note_loss(self, count: Count | None, here: bool = True, *, trains: bool = True) -> None:
         """Record the loss count of a schedule that does not call `backward`.
@@ -632,7 +711,9 @@ class Engine(LastStep, WholeWeights):
 
     @contextmanager
     def _raise_on_all_ranks(self) -> Iterator[None]:
-        """Around code that may raise on this rank only: the step is abandoned with the error, which all ranks raise."""
+        """A context manager around code that may raise on this rank only: an error abandons the step, and all ranks
+        raise it.
+        """
         try:
             yield
         except GradientError as error:
@@ -656,8 +737,9 @@ class Engine(LastStep, WholeWeights):
         others = self._ranks_without_common_sum()
         if others:
             raise GradientError(
-                f"backward failed on this rank, which shares no gradient all-reduce with ranks {listed(others)}: ranks "
-                f"{listed(others)} cannot learn of it and would step. Stop the run, and resume from a checkpoint",
+                f"backward failed on this rank. Ranks {listed(others)} share no gradient all-reduce with this rank, "
+                f"so they cannot learn of the failure and would take the step. Stop the run, and resume from a "
+                f"checkpoint",
                 code="C046",
             )
         # Gradients of the failed pass are incomplete; zeros are sent in their place.
@@ -709,8 +791,9 @@ class Engine(LastStep, WholeWeights):
             if self._total_passes == before:
                 if not self._schedule.runs_backward:
                     raise ScheduleError(
-                        f"{type(self._schedule).__name__}.forward_back_step() returned without engine.backward(loss): this batch "
-                        f"would not be learnt from. Call engine.backward, or pass forward_only=True to evaluate."
+                        f"{type(self._schedule).__name__}.forward_back_step() returned without engine.backward(loss): "
+                        f"the model would not be trained on this batch. Call engine.backward, or pass "
+                        f"forward_only=True to evaluate."
                     )
                 self._count_pass()
                 if self._passes == self.accumulation:
@@ -721,7 +804,7 @@ class Engine(LastStep, WholeWeights):
         return result
 
     def batches(self, loader: Iterable[Any], after_step: Callable[[], Any] | None = None) -> Iterator[Any]:
-        """Iterate over the batches of `loader`, which may be of different length on each rank. Collective over the world.
+        """Iterate over the batches of `loader`. The number of batches may differ between ranks. Collective over the world.
 
         When a rank has no batches left, it takes part in the remaining steps of the other ranks inside this iterator, with weight
         0 in the mean. The loop body must call `backward` and `step` once per batch.
@@ -769,9 +852,9 @@ class Engine(LastStep, WholeWeights):
                     passes = self._total_passes - before
                     if passes != 1 or self._passes == self.accumulation:
                         raise GradientError(
-                            f"the body of a loop over engine.batches() called backward() {passes} times and left "
-                            f"{self._passes} of {self.accumulation} passes; call backward() and step() once for every batch, or the "
-                            f"ranks lose count of each other",
+                            f"the body of a loop over engine.batches() called backward() {passes} times for one "
+                            f"batch, and {self._passes} of {self.accumulation} passes wait for step(). Ranks can only "
+                            f"agree on the number of batches if every batch has one call of backward() and step()",
                             code="C046",
                         )
             # No rank has a batch left, but the last step is not full: complete it, on all ranks.

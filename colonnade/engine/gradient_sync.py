@@ -28,8 +28,8 @@ class GradientSync:
     """Runs every handler once per step: the automatic ones first, then the named ones in the config's order.
 
     Automatic reductions start during backward and are complete before a custom handler runs. Since all reductions are linear,
-    their order does not change the result. `loose`: for each handler, its parameters whose gradients are in no bucket; the
-    last list has the parameters that no handler reduces (for example, those that FSDP2 reduces during backward).
+    their order does not change the result. `loose`: for each handler, its parameters whose gradients are in no bucket;
+    the last list has the parameters that no handler reduces (for example because FSDP2 reduces them during backward).
     """
 
     def __init__(

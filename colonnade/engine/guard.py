@@ -140,7 +140,9 @@ class Guard:
     # -- facts that are compared --------------------------------------------------------------------------
 
     def _calls(self) -> Iterator[_Part]:
-        """Digests of the calls over each group of this rank, of the order of its handlers, and of the planned reductions."""
+        """Digests of three things: the calls over each group of this rank, the order of its handlers, and the planned
+        reductions.
+        """
         for key, ranks in self._groups().items():
             yield _Part(key, self._log.digests[ranks])
         for ranks, planned in self._planned().items():
@@ -232,9 +234,10 @@ def _plan_key(ranks: tuple[int, ...]) -> int:
 
 
 def _waits_in_vain(here: int, steps: Steps, place: str, calls: Any) -> tuple[int, str, str] | None:
-    """The first difference between the calls of rank `here` and those (`calls`) of a rank that is stuck at `place`.
+    """The first difference between the calls of rank `here` and the `calls` of a rank that is stuck at `place`.
 
-    None if that rank does not wait for `here`, or if all its calls were made here too: then it may wait for a third rank.
+    None if the stuck rank does not wait for `here`, or if `here` made the same calls: then it may wait for a third
+    rank.
     """
     over = _ranks_over(place)
     if calls is None or here not in over:
@@ -277,11 +280,12 @@ def _plans_apart(apart: dict[int, dict[int, list[int]]], reports: dict[int, Any]
         plans = [(ranks, reports[ranks[0]]["planned"].get(str(key))) for ranks in opinions.values()]
         (first, plan), *others = plans
         for other, other_plan in others if plan is not None else ():
-            ended = None, "another number of sums"
+            ended = None, "a different number of reductions"
             differing = ((left, right) for left, right in zip(plan, other_plan, strict=False) if left != right)
             (_, left), (_, right) = next(differing, (ended, ended))
             yield (
-                f"the planned sums: rank {listed(first)} starts that of {left!r} where rank {listed(other)} starts that of {right!r}"
+                f"the planned reductions: rank {listed(first)} starts the reduction of {left!r} where rank {listed(other)} "
+                f"starts the reduction of {right!r}"
             )
 
 
@@ -323,7 +327,10 @@ def _replicas(model: nn.Module, optimizer: Any, context: ParallelContext) -> Ite
 
 
 def _state_of(optimizer: Any, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The optimizer state of a parameter by name; for a sharded optimizer of this rank's slice, which is part of the name."""
+    """The optimizer state of a parameter, by name.
+
+    A sharded optimizer has only the state of this rank's slice, and the name contains the slice.
+    """
     if isinstance(optimizer, ShardedOptimizer):
         shard = optimizer.flat_shard(parameter)
         state, where = ({}, "") if shard is None else (shard.state, f"[{shard.start}:{shard.stop}]")
@@ -341,7 +348,7 @@ Entry = tuple[str, str, tuple[int, ...]]
 Steps = list[tuple[Entry, ...]]
 """The calls of each step."""
 
-_PLANNED = "does its planned sums"
+_PLANNED = "runs its planned reductions"
 
 
 class CallLog:
@@ -425,7 +432,7 @@ class CallLog:
 
 
 def _noted(handler: str, name: str, group: Any, of: str | int) -> tuple[Entry, str] | None:
-    """The entry of a call, and the position of the rank during it; None for a group of one rank."""
+    """The recorded entry of a call, and the position of the rank during the call as text; None for a group of one rank."""
     ranks = tuple(dist.get_process_group_ranks(group))
     what = f"of {of!r}" if isinstance(of, str) else f"of {of} elements"
     at = f"in {handler}, at {name} {what} over ranks {list(ranks)}"
@@ -435,8 +442,8 @@ def _noted(handler: str, name: str, group: Any, of: str | int) -> tuple[Entry, s
 def first_difference(
     one: Steps, other: Steps, ranks: Sequence[int] | None, *, under_way: bool
 ) -> tuple[int, str, str] | None:
-    """The first difference between the calls of two ranks over the group `ranks`: (step, call of one rank, call of the other);
-    None if equal.
+    """The first difference between the calls of two ranks over the group `ranks`, as (step, call of the first rank, call of the
+    second rank); None if equal.
 
     With `ranks=None` the order of handlers is compared. `under_way`: whether the other rank may make further calls in its last
     step.

@@ -122,7 +122,10 @@ def _state(optimizer: EngineOptimizer) -> Iterable[Tensor]:
 
 
 def _held(tensors: Iterable[Tensor], device: torch.device, known: set[int], formula: int) -> KindBytes:
-    """The memory of the tensors, counting each storage once, and none in `known`, which gets the counted ones."""
+    """The memory of the tensors.
+
+    Each storage counts once. Storages in `known` do not count, and the counted ones are added to it.
+    """
     here = host = 0
     for tensor in tensors:
         local = local_part(tensor)

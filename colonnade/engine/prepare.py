@@ -143,7 +143,7 @@ def prepare_model(
 
 
 def read_losses(model: nn.Module, criterion: Any, schedule: BaseSchedule) -> tuple[Any, TrainingLoss | None]:
-    """Determine the loss. Returns (criterion, the model's own loss or None).
+    """Determine how the loss is computed. Returns (criterion, the model's own loss or None).
 
     The model's own loss is used if no criterion is given. In a pipeline, it also becomes the criterion of the last stage.
     """
@@ -228,5 +228,5 @@ def prepare_sums(
     # Handlers get the optimizer that steps: one with `sync_grad()` brings a handler of its own.
     named = list(config.get("gradient_handler") or config.get("gradient_handlers") or ())
     handlers = build_handlers(named, model, None if driven is None else driven.user_optimizer, context, failed)
-    bucket_all = driven is not None and driven.needs_buckets(bool(config.get("graph_step")), planned_on)
+    bucket_all = driven is not None and driven.needs_buckets(planned_on)
     return SumSettings(driven, handlers, bucket_all, shards)

@@ -51,7 +51,7 @@ from colonnade.parallel.placement import Shard
 
 @dataclass(frozen=True)
 class Slots:
-    """The names of all slots of the world, the clip group of each, and the slot of each parameter of this rank.
+    """The names of all slots of the world, the clip group of each slot, and the slot of each parameter of this rank.
 
     A slot is a clip group, a layer or a parameter with a norm of its own. The numbers are the same on every rank, although
     pipeline stages have different layers.
@@ -116,8 +116,9 @@ def label_of(name: str, per: Per) -> str:
 
 
 class OwnNorms:
-    """A norm per replica of the model, for waived parameters, whose gradients are not reduced because replicas differ on purpose
-    (local SGD).
+    """One norm per model replica, for waived parameters.
+
+    Their gradients are not reduced, because replicas differ on purpose (local SGD).
 
     The sums of powers of waived parameters go into further slots, one set per replica, in the same collective as all others;
     each rank then selects the set of its own replica. Slot s of a replica is at slots * (1 + replica) + s. If other parameters
@@ -179,7 +180,7 @@ class OwnNorms:
 
     @property
     def count(self) -> int:
-        """The number of slots that are measured: those of all replicas, and those of parameters that are not waived."""
+        """The number of measured slots: one set of slots for parameters that are not waived, and one set for each replica."""
         return self._slots * (1 + self._replicas)
 
     def in_replica(self, entry: Held) -> Held:
@@ -190,12 +191,13 @@ class OwnNorms:
         return replace(entry, holding=Holding(ranks, self._rank))
 
     def slot(self, entry: Held, slot: int) -> int:
-        """The slot, among all measured ones, of the entry's sum of powers and of its divisor; `slot` is its slot in a single
-        replica."""
+        """The entry's slot among all measured slots, for its sum of powers and its divisor; `slot` is its slot in a single
+        replica.
+        """
         return self._slots * (1 + self._replica) + slot if entry.name in self._waived else slot
 
     def select(self, norms: Norms) -> Norms:
-        """Select the norms of this replica.
+        """Select the norms of this rank's model replica.
 
         Non-finite counts include all replicas, so that either all replicas skip a step or none.
         """
@@ -235,7 +237,7 @@ class SkipReport:
     def read(self) -> int:
         """Count all flags, and wait for the flag of the last step.
 
-        Returns the number of skipped steps among those not counted before.
+        Returns the number of skipped steps that were not counted before.
         """
         return self._count(wait=True)
 
@@ -307,7 +309,7 @@ class Stepper:
             clip = ClipSettings(max_norm=float("inf"))  # fp16 overflows are found by the norm
         if graph and clip is not None and clip.nonfinite == "raise":
             raise ConfigError(
-                "graph_step=True is not available with clip_grad_norm=dict(nonfinite='raise'), which reads the norm on the "
+                "cuda_graph is not available with clip_grad_norm=dict(nonfinite='raise'), which reads the norm on the "
                 "host in every step; use nonfinite='skip', and engine.skipped_steps",
                 code="C003",
             )

@@ -37,7 +37,7 @@ class Buffer:
         self.transport: Transport
 
     def look(self, bucket: Bucket) -> None:
-        """Create the view of each parameter.
+        """Create one view of the buffer for each parameter.
 
         Called again if other code has replaced the memory of a view, as `Module.to` does for gradients.
         """
@@ -194,7 +194,7 @@ class Bucket:
     def keeps_gradients(self) -> bool:
         """Whether the bucket has its own memory.
 
-        If not, it uses a staging buffer from the time when it is full until it is reduced.
+        If not, it uses a staging buffer while it is full and not yet reduced.
         """
         return self.sum.sharding is None or self.sum.sharding.keep_full
 
@@ -303,7 +303,10 @@ class Bucket:
 
     @property
     def tail(self) -> Tensor:
-        """The elements of the buffer after the gradients, for piggybacked numbers, which are summed together with the gradients."""
+        """The elements of the buffer after the gradients.
+
+        They hold piggybacked numbers, which are summed together with the gradients.
+        """
         return self._flat[self.layout.numel : self.layout.numel + TAIL]
 
     def collect(self, *, early: bool) -> dict[int, int]:
@@ -462,7 +465,7 @@ class BucketStorage:
         return buckets
 
     def clear(self) -> None:
-        """Zero this rank's memory. Needed for a new layout, whose padding is at other places and must be zero."""
+        """Zero this rank's memory before a new layout: its padding is at different positions and must be zero."""
         for memory in self._memory:
             memory.own.zero_()
 
@@ -532,7 +535,7 @@ def in_starting_order(sums: Iterable[Sequence[Bucket]]) -> list[Bucket]:
 
 
 def last_over_ranks(buckets: Iterable[Bucket]) -> list[Bucket]:
-    """For each set of ranks, the bucket that starts last, given buckets in starting order.
+    """Return the bucket that starts last for each set of ranks. `buckets` are in starting order.
 
     These buckets never start during backward.
 
@@ -615,6 +618,6 @@ class BucketValues:
 
     @torch.no_grad()
     def copy_out(self) -> None:
-        """Copy parameters from the flat memory to those that have other memory (DTensors). Called after the all-gather."""
+        """Copy values from the flat memory to parameters that have other memory (DTensors). Called after the all-gather."""
         for local, view, _ in self._elsewhere:
             local.copy_(view)

@@ -101,8 +101,8 @@ def give_back(group: RankGroup, buckets: Sequence[Bucket]) -> None:
 
 
 class GatherAhead:
-    """Overlaps all-gathers of parameters with the next forward pass: hooks let each module, when it is called, wait for its own
-    parameters.
+    """Overlaps all-gathers of parameters with the next forward pass: a hook on each module waits only for the parameters of this
+    module.
 
     For a parameter whose module was never called, `hold_back` waits before the step ends: another module may use the parameter
     directly, as in `F.linear(x, self.child.weight)`, and would read the parameter before the all-gather is complete.
@@ -146,7 +146,7 @@ class GatherAhead:
                 self._handles.append(module.register_forward_pre_hook(ModelHook(waiting_for(own))))
 
     def hold_back(self) -> None:
-        """Wait for every bucket with a parameter whose module was never called. Called at the end of a step."""
+        """At the end of a step, wait for each bucket with a parameter of a module that was not called in the step."""
         for gather in self._gathers:
             gather.wait([v for v in gather.values if any(id(p) not in self._called for p in v.bucket.parameters)])
 

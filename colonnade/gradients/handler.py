@@ -1,8 +1,8 @@
 """Gradient handlers: the base classes for custom handlers, the built-in handlers, and the assignment of reductions to handlers.
 
 A `BaseGradientHandler` calls collectives itself, in `handle_gradient`. A `PlannedGradientHandler` only declares its reductions, in
-`reductions()`, and the engine performs them. The built-in handlers derive their reductions from placements; the ones that the
-config does not name are attached automatically where a reduction is required and no named handler performs it.
+`reductions()`, and the engine performs them. The built-in handlers derive their reductions from placements; built-in
+handlers that the config does not name are attached automatically if a required reduction has no named handler.
 
 `plan_sums` compares the reductions of the named handlers with those that placements require (parallel.demand.owed), assigns the
 remaining ones to automatic handlers, and joins all reductions of a parameter into one sum. This is arithmetic on a layout and needs
@@ -227,7 +227,7 @@ class DemandGradientHandler(PlannedGradientHandler):
         return self.reductions_among(self.demands())
 
     def reductions_among(self, demands: Iterable[Demand]) -> list[Reduction]:
-        """Of the reductions that `demands` require, those that this handler is responsible for."""
+        """The reductions in `demands` that this handler is responsible for."""
         return group_reductions(
             (demand, factor)
             for demand in demands
@@ -242,7 +242,10 @@ class DemandGradientHandler(PlannedGradientHandler):
 
 @GRADIENT_HANDLER.register_module
 class DataParallelGradientHandler(DemandGradientHandler):
-    """Declares the all-reduces over DATA, whose divisor is the number of ranks with distinct data; none on a single data rank."""
+    """Declares the all-reduces over DATA, divided by the number of ranks with distinct data.
+
+    Declares none on a single data rank.
+    """
 
     modes = frozenset({ParallelMode.DATA})
     when = frozenset({ParallelMode.DATA})
@@ -253,9 +256,9 @@ class DataParallelGradientHandler(DemandGradientHandler):
 class MoeGradientHandler(DemandGradientHandler):
     """Declares the reductions of a model with experts: dense parameters over DATA, experts over EXPERT_DATA (or MOE_DATA).
 
-    The divisor of both is the number of data ranks; `parallel.demand.owed` computes it, and the synchroniser divides. For an
-    expert, this is not the size of the (smaller) group that communicates, because the gradient of an expert already contains the
-    tokens of every rank of its expert group.
+    The divisor of both is the number of data ranks; `parallel.demand.owed` computes it, and the synchroniser divides.
+    For an expert, the group that communicates is smaller than this divisor, because the expert's gradient already
+    contains the tokens of every rank of its expert group.
     """
 
     modes = frozenset({ParallelMode.DATA, ParallelMode.EXPERT_DATA, ParallelMode.MOE_DATA})

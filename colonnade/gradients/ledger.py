@@ -37,7 +37,7 @@ class LedgerRow(NamedTuple):
 
     @property
     def who(self) -> str:
-        """The name of the handler, as text for the table; "NOBODY" if there is none."""
+        """The name of the handler as text for the table; "NOBODY" if the row has no handler."""
         if self.waived:
             return f"{self.done_by} (waived)" if self.done_by else "waived"
         return self.done_by or "NOBODY"
@@ -212,7 +212,10 @@ def _enter(
 
 
 def _matching(demand: Demand, reduction: Reduction, layout: Layout, rank: int) -> tuple[Owed, ...] | None:
-    """The required factors whose joint sum is over exactly these ranks; preferably the one of the same mode."""
+    """The required factors whose joint sum is over exactly these ranks.
+
+    If several match, a factor of the same mode is preferred.
+    """
     for factor in demand.owed:
         if factor.mode is reduction.mode and factor.ranks == reduction.ranks:
             return (factor,)

@@ -67,7 +67,7 @@ class _ProbeValues:
         return self._limit * min(count, 3 * sqrt(count))
 
     def next_run(self) -> None:
-        """Draw new values. By SHA-512 of run and rank, so that each rank knows those of all others."""
+        """Draw new values: a SHA-512 of run and rank. Each rank can compute the values of all ranks."""
         run = len(self._runs)
         rows = [list(sha512(f"{run}:{rank}".encode()).digest()) for rank in range(self._world_size)]
         values = _VALUES[torch.tensor(rows, device="cpu") % len(_VALUES)]
@@ -227,7 +227,7 @@ def _run(
     except Exception as error:
         raise LedgerError(
             f"{name}.handle_gradient() raised {type(error).__name__} on gradients of small integers: {error}. "
-            f"If it needs other gradients, define covers() on the handler.",
+            f"If the handler needs other gradients, define covers() on it.",
             code="C042",
         ) from error
     finally:
@@ -263,7 +263,7 @@ def _explain(handler: BaseGradientHandler, entry: _Probed, values: _ProbeValues,
 
 
 def _divisor(values: Tensor, total: Tensor, required: float | None, tolerance: float, exact: bool) -> float | None:
-    """The number by which `total` was divided to give `values`: an integer, or one over it (summed several times); or None."""
+    """The divisor that turned `total` into `values`: an integer; a fraction 1/n if the sum was taken n times; or None."""
     square = float(total @ total)
     share = float(values @ total) / square if square else 1 / (required or 1)
     if not 0 < share < float("inf"):
@@ -356,7 +356,7 @@ class SameCalls(TorchDispatchMode):
 
 
 def find_difference(rank: int, ranks: Sequence[int], states: Mapping[int, Any], unchanged: bool) -> str | None:
-    """The reason why `rank` waits in vain for the other ranks of its collective; None if they may still arrive.
+    """The reason why the ranks that `rank` waits for will never arrive at its collective; None if they may still arrive.
 
     Args:
         rank: The waiting rank.
@@ -399,7 +399,7 @@ def find_difference(rank: int, ranks: Sequence[int], states: Mapping[int, Any], 
 
 @contextmanager
 def state_put_back(handler: Any, context: ParallelContext) -> Iterator[None]:
-    """Run a block, and afterwards restore the attributes of the handler and all RNG streams.
+    """A context manager: after the block, the attributes of the handler and all RNG streams are restored.
 
     Tensors (but not parameters), random generators, and dicts, lists, sets, deques and tuples of these are restored in place.
     For other objects (the model, the optimizer, process groups) only the reference is restored.

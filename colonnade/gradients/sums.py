@@ -1,4 +1,4 @@
-"""Records of gradient reductions, and their conversion: the reductions of handlers become the sums that are performed.
+"""Records of gradient reductions, and their conversion from the reductions of handlers to the sums that are performed.
 
 - `Demand`: one parameter and its required reductions, by mode (`Owed`).
 - `Reduction`: parameters for which a handler declares the same reduction over one mode.
@@ -84,7 +84,7 @@ class Sharding:
 
 @dataclass(frozen=True, eq=False)
 class Sum:
-    """A reduction as it is performed, as one collective: reduced gradient = (sum of the local gradients over `ranks`) / `divisor`.
+    """A reduction that one collective performs: reduced gradient = (sum of the local gradients over `ranks`) / `divisor`.
 
     Args:
         names: Names of the parameters on this rank. They may differ between ranks: a weight that is tied over pipeline

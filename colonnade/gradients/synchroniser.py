@@ -52,7 +52,8 @@ def open_groups(sums: Sequence[Sum], log: Log) -> dict[tuple[int, ...], RankGrou
         for name, parameter in zip(sum_.names, sum_.parameters, strict=True):
             if id(parameter) in names:
                 raise GradientError(
-                    f"{name!r} is in two sums (as {names[id(parameter)]!r} before); join them into one over all their ranks"
+                    f"{name!r} is in two reductions (in the first as {names[id(parameter)]!r}); join them into one "
+                    f"reduction over all their ranks"
                 )
             names[id(parameter)] = name
         if not sum_.divisor > 0:
@@ -206,7 +207,7 @@ class Synchroniser:
 
     @property
     def host_waits(self) -> bool:
-        """Whether the host waits for the reductions in any case, so that comparing notes costs no additional wait."""
+        """Whether the host waits for the reductions anyway, so that a comparison of notes needs no additional wait."""
         return any(bucket.transport.host_waits for bucket in self.buckets)
 
     def agree_by(self, flags: PiggybackedFlags) -> None:
@@ -487,7 +488,7 @@ class Synchroniser:
                 self._state_of[id(bucket)].start(bucket, early=True)
 
     def _start_rest(self, buckets: Sequence[Bucket]) -> None:
-        """Start those of the buckets that were not started during backward."""
+        """Start the buckets that were not started during backward."""
         for bucket in buckets:
             if not bucket.started:
                 self._state_of[id(bucket)].start(bucket, early=False)

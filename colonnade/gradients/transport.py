@@ -54,7 +54,7 @@ class Transport(ABC):
 
     @classmethod
     def sizes(cls, total: float, ranks: int) -> tuple[float, float]:
-        """(bucket size, size of the first bucket) in MiB, for `total` MiB of gradients reduced over `ranks` ranks."""
+        """Return (bucket size, size of the first bucket) in MiB, for `total` MiB of gradients reduced over `ranks` ranks."""
         return cls.bucket_mb, cls.first_bucket_mb
 
     @abstractmethod
@@ -93,11 +93,11 @@ Steps = Iterator[tuple[Any, Tensor | None]]
 
 
 class CollectiveTransport(Transport):
-    """Reduction by collectives of any backend, for which the host waits (gloo).
+    """Reduces buckets by collectives of any backend, such as gloo. The host waits for each collective.
 
     A scheme (`_plain`, `_scattered`, `_sliced`) is a generator: it starts a collective, yields its work, and continues once the
-    work is done. It runs up to its first wait when the bucket is full, and to its end in `finish`. So each rank issues the
-    collectives of its buckets in the same order.
+    work is done. It runs up to its first wait as soon as the bucket is full, and runs to its end in `finish`. So each
+    rank issues the collectives of its buckets in the same order.
     """
 
     name = "process group"
@@ -203,8 +203,10 @@ class CollectiveTransport(Transport):
 
 
 class DeviceCollectiveTransport(CollectiveTransport):
-    """Reduction by collectives that are queued on a device (NCCL): `start` queues the full scheme on a side stream, and the
-    host does not wait."""
+    """Reduces buckets by collectives on a device (NCCL).
+
+    `start` queues all of them on a side stream, so the host does not wait.
+    """
 
     bucket_mb = 25.0
     most_mb = 100.0
@@ -213,8 +215,11 @@ class DeviceCollectiveTransport(CollectiveTransport):
 
     @classmethod
     def sizes(cls, total: float, ranks: int) -> tuple[float, float]:
-        """The sizes for a device: few buckets, because each costs a launch on every rank; larger buckets for more ranks, whose
-        slices are smaller."""
+        """The sizes for a device.
+
+        Buckets are few, because each bucket costs a launch on every rank. With more ranks, buckets are larger, because the slice of a
+        rank is smaller.
+        """
         size = min(max(cls.bucket_mb, total / 3, ranks / 2), cls.most_mb)
         return size, size / 2
 

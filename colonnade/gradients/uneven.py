@@ -100,13 +100,12 @@ class SumState:
             self.places.update((position, (bucket, i)) for i, position in enumerate(bucket.positions))
 
     def start(self, bucket: Bucket, *, early: bool) -> None:
-        """Start the reduction of a bucket, and write notes for the gradients that are not in the bucket."""
+        """Start the reduction of a bucket, and write notes for gradients outside the bucket."""
         self.collect(bucket, early=early)
         bucket.send()
 
     def collect(self, bucket: Bucket, *, early: bool) -> None:
-        """Complete the buffer of a bucket without starting its reduction, and write notes for gradients that are not in the
-        bucket."""
+        """Complete the buffer of a bucket without starting the reduction, and write notes for gradients outside the bucket."""
         if not bucket.keeps_gradients:
             self._storages[bucket.layout.dtype, bucket.layout.device].acquire_staging(bucket)
         notes = bucket.collect(early=early)
@@ -230,8 +229,8 @@ def by_kind(kinds: Sequence[Kind], bucketed: Sequence[bool]) -> dict[Kind, list[
 
 
 USE_ONE_FORM = (
-    "use one form. A cross-entropy mean counts as (sum, count); multiplied by 1.0 it is a plain mean. A rank without labels "
-    "gives (0 * output.sum(), 0)"
+    "use one form on all ranks. The mean of F.cross_entropy counts as (sum, count); `1.0 * mean` makes it a plain mean. "
+    "On a rank without labels, give (0 * output.sum(), 0)"
 )
 _STEP = Struct("<q")
 _NO_STEP = 1 << 48
@@ -309,7 +308,7 @@ class GroupNotes:
 
 
 def notes_of_all(groups: Sequence[GroupNotes], step: int, counts: bool = False) -> list[list[bytes]]:
-    """For each sum, the notes of every rank; in the order of the groups and their sums.
+    """The notes of every rank for each sum, ordered by group, then by sum.
 
     Collective over the ranks of each group; the host waits.
     """
@@ -319,7 +318,7 @@ def notes_of_all(groups: Sequence[GroupNotes], step: int, counts: bool = False) 
 
 
 def finish_uneven(state: SumState, reports: Sequence[bytes], factor: float | Tensor) -> dict[int, list[int]]:
-    """Reduce the gradients that are not in a bucket. Collective over the ranks of the sum, after its buckets are reduced.
+    """Reduce the gradients outside buckets, after the buckets of the sum. Collective over the ranks of the sum.
 
     Args:
         state: The sum.
@@ -426,8 +425,8 @@ def finish_uneven(state: SumState, reports: Sequence[bytes], factor: float | Ten
 def explain(sum_: Sum, position: int, ranks: Sequence[int], step: int) -> str:
     """The log message for a parameter that had no gradient on some ranks."""
     return (
-        f"step {step}: no gradient for {sum_.names[position]!r} on ranks {listed(ranks)}, "
-        f"but on others of {listed(sum_.ranks)}: counted as zero (logged once)"
+        f"step {step}: no gradient for {sum_.names[position]!r} on ranks {listed(ranks)}, but other ranks of "
+        f"{listed(sum_.ranks)} have one; the missing gradients count as zero (logged once)"
     )
 
 
@@ -461,8 +460,8 @@ class PiggybackedFlags:
 
     With NCCL the host runs ahead of the device, and a comparison of notes through the host would stall it in every step. So a rank
     whose gradients arrive as in earlier steps sends only a few numbers, summed with a bucket or with the norm, and the host reads
-    the sums two steps later. A step in which a rank's gradients arrive in another way (it deviates) is skipped on the device, by
-    all ranks: no weight is ever wrong. Afterwards the ranks compare notes in every step.
+    the sums two steps later. If the gradients of a rank arrive differently (the rank deviates), all ranks skip the step
+    on the device, so no weight is ever wrong. Afterwards the ranks compare notes in every step.
 
     The numbers: 1 if this rank deviates; 1 if it is not steady (it records an order, or its notes are irregular); and a 1 in the
     slot of the step's number modulo 4, which shows whether ranks are at different steps.
@@ -495,14 +494,16 @@ class PiggybackedFlags:
         deviates, unsteady, *slots = self._pending.popleft().read()
         if sum(count > 0 for count in slots) > 1:
             raise GradientError(
-                f"ranks were not at the same step {_LAG} steps ago; a rank has skipped or repeated one. That step was skipped",
+                f"ranks were at different steps {_LAG} steps ago, because a rank has skipped or repeated a step. All "
+                f"ranks skipped that step",
                 code="C043",
             )
         if deviates > 0 and not self._uneven:
             self._uneven = True
             message = (
                 f"step {self._step - _LAG} was skipped: on some rank, the set of parameters with a gradient has changed. "
-                f"From now on the ranks compare these sets in every step, so that no other step is skipped for this"
+                f"From now on the ranks compare these sets in every step, so that no other step is skipped for this "
+                f"reason"
             )
         self.steady = not self._uneven and unsteady == 0
         return message

@@ -83,7 +83,7 @@ class _Splitting:
 
 
 class _Current:
-    """The batch of the running forward pass: transformers' functions for masks do not get it as an argument."""
+    """Stores the batch of the running forward pass, because transformers' mask functions do not get it as an argument."""
 
     batch: SplitSequence | None = None
 
@@ -122,7 +122,10 @@ def prepare_sequence(model: nn.Module, context: ParallelContext) -> None:
 
 
 def _mask(*_: Any, use_vmap: bool = False, **__: Any) -> SplitSequence:
-    """The current batch in place of a mask; the arguments of each layer's own attention call add windows and causality."""
+    """Return the current batch in place of a mask.
+
+    Windows and causality follow from the arguments of each layer's attention call.
+    """
     if use_vmap:
         raise LayoutError(
             "context parallelism: the model adds a custom mask function, which no kernel here supports; train it "
@@ -233,7 +236,7 @@ def split_batch(model: nn.Module, batch: Mapping[str, Any]) -> tuple[dict[str, A
     parts = Parts.of(total, size, splitting.balanced)
     if min(run.length for runs in parts.segments for run in runs) == 0:
         raise LayoutError(
-            f"a batch of {total} tokens per row has too few for {size} ranks of parallel.sequence; pad rows to "
+            f"a batch of {total} tokens per row is too short for {size} ranks of parallel.sequence; pad rows to "
             f"{2 * size if parts.balanced else size} tokens or more",
             code="C061",
         )
@@ -284,16 +287,16 @@ def find_documents(batch: Mapping[str, Any]) -> tuple[tuple[tuple[tuple[int, ...
         for row, (start, stop, count, wrong) in enumerate(rows):
             if count and stop - start != count:
                 raise LayoutError(
-                    f"context parallelism: the attention_mask of row {row} has holes between tokens, which no kernel "
-                    f"here supports; pad behind the tokens",
+                    f"context parallelism: the attention_mask of row {row} masks positions between tokens, which no "
+                    f"kernel here supports; put all padding behind the tokens",
                     code="C061",
                 )
             if wrong:
                 # Padding attends to padding here, so these predictions would differ from a single process.
                 raise LayoutError(
-                    f"context parallelism: row {row} has {wrong} labels to be predicted from padding, for which the "
-                    f"result would differ from that of a single process; set these labels to {IGNORED} (and if padding comes "
-                    f"before the tokens, the label of the first token)",
+                    f"context parallelism: row {row} has {wrong} labels that would be predicted from padding, with a "
+                    f"different result than in a single process; set them to {IGNORED}. If padding comes before the "
+                    f"tokens, also set the label of the first token",
                     code="C061",
                 )
         ends = [[0, start, stop, total] if count else [0, total] for start, stop, count, _ in rows]

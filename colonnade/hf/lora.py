@@ -41,7 +41,7 @@ _EMBEDDING = ("rowwise", "embedding_rowwise", "embedding_colwise")
 
 
 class Adapters:
-    """The adapters of a model. The constructor detaches them, so that `base` is the model without peft until `put_back`."""
+    """The peft adapters of a model. The constructor detaches the adapters: until `put_back`, `base` is the model without peft."""
 
     def __init__(self, model: nn.Module, context: ParallelContext) -> None:
         self.base = base_model(model)
@@ -81,7 +81,9 @@ class Adapters:
             _set(self.base, name, layer)
 
     def _materialize(self, name: str, layer: Any) -> None:
-        """Initialize adapters on the meta device, where peft creates them if the model is there, as peft would."""
+        """Initialize adapters that peft created on the meta device, because the model is there, with the values that
+        peft would draw.
+        """
         for adapter in [*layer.lora_A, *layer.lora_embedding_A]:
             matrices = [layer.lora_A, layer.lora_B, layer.lora_embedding_A, layer.lora_embedding_B]
             containers = [matrix for matrix in matrices if adapter in matrix]

@@ -80,7 +80,7 @@ class ModelLoss:
         return output
 
     def count(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """Return the number of terms in the mean loss of a batch; None if it is unknown."""
+        """Return the number of terms in the mean loss of a batch; None if the number is unknown."""
         if self.over == "positions":
             length = next(
                 batch[name].shape[1] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None
@@ -118,7 +118,7 @@ class ModelLoss:
         return data, labels if shifted is None else F.pad(shifted, (1, 0), value=IGNORED)
 
     def __call__(self, output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """(sum, count) of the loss of logits, or of an output with logits."""
+        """Compute the loss of logits, or of an output with logits, as (sum, count)."""
         logits = self.logits(output)
         if self.over == "problem":
             mean = self._inner.loss_function(labels=labels, pooled_logits=logits, config=self._config)
@@ -213,7 +213,7 @@ def base_model(model: Any) -> nn.Module:
 
 
 def _times(mean: Tensor, count: Tensor) -> Tensor:
-    """The sum. A mean over no terms is NaN, and counts as a sum of 0 without a gradient."""
+    """Convert a mean to the sum. A mean over no terms is NaN; its sum is 0, without a gradient."""
     return torch.where(count > 0, mean * count, 0.0)
 
 
@@ -261,7 +261,9 @@ def join_router_loss(model: nn.Module, context: ParallelContext) -> None:
 
 
 def _router_sums(logits: tuple[Tensor, ...], mask: Tensor | None, choices: int) -> Tensor:
-    """(3, experts): assignments, summed probabilities, and the number of tokens (the same for all), over all layers."""
+    """A tensor (3, experts), summed over all layers: assignments, probabilities, and the number of tokens (equal for all
+    experts).
+    """
     joined = torch.cat([layer.to(logits[0].device) for layer in logits])
     scores = joined.softmax(-1, dtype=torch.promote_types(joined.dtype, torch.float32))
     weights = scores.new_ones(len(scores)) if mask is None else mask.reshape(-1).to(scores).repeat(len(logits))

@@ -1,8 +1,8 @@
 """`parallelize`: shard the layers of an unmodified model by a TP plan, and split it into pipeline stages.
 
-The steps have a file each: which TP plan, and which modules its patterns match (`plans.py`), whether it can be right
-(`plan_checks.py`), the effect of a style on a layer (`styles.py`), and the additions for transformers models (`model_loss.py`,
-`attention_patch.py`, `lora.py`).
+Each step has a file: `plans.py` finds the TP plan and the modules that its patterns match, `plan_checks.py` checks it,
+`styles.py` applies a style to a layer. `model_loss.py`, `attention_patch.py` and `lora.py` have the additions for
+transformers models.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Checks of a TP plan: before any layer is sharded, and by comparing the sharded forward pass with that of the full model.
+"""Checks of a TP plan: of its entries before any layer is sharded, and of the sharded forward pass, compared with the
+full model.
 
 `parallelize` calls `check_mode`, then `with_ties`, which adds the entries that weight ties need, then `check_entries`.
 The generators below `check_entries` yield one sentence per problem; all problems go into one error.
@@ -116,8 +117,8 @@ def with_ties(entries: dict[str, PlanEntry], model: nn.Module) -> dict[str, Plan
             if style is None or owners_of[name] in found or name in found:
                 raise PlacementError(
                     f"{first!r} and {name!r} are one parameter, but the TP plan shards only the first, which would untie them. "
-                    f"Give {owners_of[name]!r}, a {type(module).__name__}, a style that shards it along dimension {dim} too, "
-                    f"leave both out of the TP plan, or untie them before",
+                    f"Give {owners_of[name]!r}, a {type(module).__name__}, a style that also shards it along "
+                    f"dimension {dim}, leave both out of the TP plan, or untie them first",
                     code="C060",
                 )
             found[owners_of[name]] = PlanEntry(f"the tie of {first}", style, {})
@@ -213,8 +214,8 @@ def _unfit_layers(styles: Mapping[str, str], model: nn.Module) -> Iterator[str]:
         if hasattr(layer, "original_module") and hasattr(layer, "adapter_layer_names"):
             yield (
                 f"{name!r} is trained in full next to the adapters (modules_to_save or trainable_token_indices of peft), but "
-                f"the TP plan shards it. Name it in target_modules instead, whose adapters are sharded with their layer, or "
-                f"train without tensor parallelism: data parallelism, ZeRO and pipelines do not shard it"
+                f"the TP plan shards it. Name it in target_modules instead (adapters are sharded with their layer), "
+                f"or train without tensor parallelism"
             )
         if not _is_linear(layer) and not isinstance(layer, nn.Embedding):
             continue
@@ -239,8 +240,9 @@ def _unfit_layers(styles: Mapping[str, str], model: nn.Module) -> Iterator[str]:
             or "forward" in vars(layer)
         ):
             yield (
-                f"{name!r} is a {type(layer).__name__} with a custom forward pass, which sharding would replace by that of nn.Linear; "
-                f"move everything but the product into a module around it, or leave it out of the TP plan"
+                f"{name!r} is a {type(layer).__name__} with a custom forward pass, but sharding would run the forward "
+                f"pass of nn.Linear. Move everything except the matrix product into a module around this layer, or "
+                f"leave the layer out of the TP plan"
             )
 
 
@@ -292,8 +294,8 @@ def _reduced_twice(styles: Mapping[str, str], model: nn.Module) -> Iterator[str]
         inner = next((n for n in styles if _is_inside(n, name) and _linear_at(n, model) is not None), None)
         if inner is not None:
             yield (
-                f"{name!r} is 'all_reduce', which is for a module that computes with its own sharded parameters, but the TP "
-                f"plan shards the layer {inner!r} inside it, which reduces its own output; leave {name!r} out of the TP plan"
+                f"{name!r} has the style 'all_reduce', for a module that computes with its own sharded parameters, but the TP "
+                f"plan also shards the layer {inner!r} inside, and that layer reduces its own output; leave {name!r} out of the TP plan"
             )
 
 
@@ -359,7 +361,9 @@ Outputs = list[tuple[str, Tensor]]
 def record_unsharded(
     model: nn.Module, entries: Mapping[str, PlanEntry], sample: Any, context: ParallelContext
 ) -> Callable[[Sequence[nn.Module]], None]:
-    """Run the full model on the sample, and return a function that runs the sharded stages and compares their outputs.
+    """Run the full model on the sample.
+
+    Returns a function that runs the sharded stages and compares their outputs with those of the full model.
 
     The returned function does nothing without a sample, if no layer is sharded, or if the model cannot run here (meta
     device, another device, a split sequence). Otherwise it is collective over the world.
@@ -392,8 +396,8 @@ def record_unsharded(
                         f"that in the full model (by {float((value - reference).abs().max()):.3g}, values up to "
                         f"{float(size):.3g}); up to {last_equal} outputs are equal. An operation in between treats sharded "
                         f"features as all features: around a softmax or a norm over features use 'colwise_gather_output' and "
-                        f"'rowwise_split_input'; if the output of a layer is divided (chunk, split), 'packed_colwise' with its "
-                        f"'sections'",
+                        f"'rowwise_split_input'; if the output of a layer is divided (chunk, split), use "
+                        f"'packed_colwise' with its 'sections'",
                         code="C060",
                     )
                 last_equal = repr(name)

@@ -1,8 +1,8 @@
 """TP plans: their entries, the modules and parameters that their patterns match, and the plan of a Hugging Face model.
 
-`plan_of` returns the plan of a model: the one that transformers ships, corrected, or a built-in one from the table for architectures
-without one, by `config.model_type`, with the names of the base model. transformers is not imported: only attributes of the model and
-of its config are read.
+`plan_of` returns the plan of a model: the plan that transformers ships, with corrections; or, for architectures without
+one, a built-in plan, found by `config.model_type`, with the names of the base model. transformers is not imported: only
+attributes of the model and of its config are read.
 
 `resolve` turns a TP plan into one `PlanEntry` per name; `plan_checks.py` checks these entries, and `parallelize.py` passes a
 `Target` for each to its style (`styles.py`). Values of a TP plan may be styles of torch's `parallelize_module`.
@@ -178,7 +178,7 @@ def from_torch(value: Any, module: nn.Module, name: str) -> tuple[str, dict[str,
 
 
 def _layout(layouts: Any) -> str:
-    """A placement of torch as one of the three constants above; other placements as their own text."""
+    """Convert a torch placement to one of the three constants above; any other placement to its text."""
     layout = layouts[0] if isinstance(layouts, (tuple, list)) and len(layouts) == 1 else layouts
     if layout is None or type(layout).__name__ == "Replicate":
         return _FULL if layout is not None else "None"

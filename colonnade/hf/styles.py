@@ -234,7 +234,10 @@ def packed_rowwise(target: Target) -> None:
 
 
 def _linear(target: Target, split: Split, replicated: bool = False, packed: int = 1) -> None:
-    """Shard a linear layer. `replicated`: its sharded features (output of a column, input of a row) are full outside it."""
+    """Shard a linear layer.
+
+    `replicated`: the features that the layer shards (output of a column, input of a row) are full outside of the layer.
+    """
     module: Any = target.module
     here = target.arrangement
     transposed = type(module).__name__ == "Conv1D"
@@ -357,7 +360,7 @@ def _embedding(target: Target) -> nn.Embedding:
 
 @style("replicated_with_grad_allreduce")
 def replicated_with_grad_allreduce(target: Target) -> None:
-    """Keep parameters (of a norm per head, for example) replicated that each rank applies to its own features.
+    """Replicate parameters that each rank applies to its own features, such as those of a norm per head.
 
     Their gradients are partial. They are all-reduced with all other gradients, once per step.
     """
@@ -367,7 +370,7 @@ def replicated_with_grad_allreduce(target: Target) -> None:
 
 @style("sequence_parallel", options=("sequence",))
 def sequence_parallel(target: Target) -> None:
-    """Keep parameters (of a norm, for example) replicated that each rank applies to its own tokens.
+    """Replicate parameters that each rank applies to its own tokens, such as those of a norm.
 
     Their gradients are partial.
     """
@@ -403,7 +406,7 @@ def gather_sequence(target: Target) -> None:
 
 @style("replicate")
 def keep_replicated(target: Target) -> None:
-    """Keep parameters replicated that have the same full gradient on every rank."""
+    """Replicate parameters that have the same full gradient on every rank."""
     for name in _own_parameters(target):
         replicate(target, name, partial_gradient=False)
 
@@ -428,7 +431,7 @@ def all_reduce(target: Target) -> None:
 
 @style("mla_kv_a_proj")
 def mla_kv_a_proj(target: Target) -> None:
-    """Keep a layer replicated whose last `qk_rope_head_dim` outputs, the rotary key, bypass all `colwise` layers.
+    """Replicate a layer whose last `qk_rope_head_dim` outputs, the rotary key, bypass all `colwise` layers.
 
     The gradient of these outputs on a rank comes from this rank's heads only, so it is all-reduced here.
     `qk_rope_head_dim` is read from the parent module or from the model's config.
@@ -489,8 +492,8 @@ def grouped_gemm(target: Target) -> None:
         # Expert groups that span tensor ranks split the tokens between these ranks, which needs routed tokens.
         if len(inspect.signature(type(target.module).forward).parameters) < 4:
             raise LayoutError(
-                f"{target.name!r}: a {type(target.module).__name__} gets every token for every expert, and expert groups that "
-                f"span tensor ranks cannot split those; let parallel.expert span data ranks only"
+                f"{target.name!r}: a {type(target.module).__name__} gets every token for every expert, and expert "
+                f"groups that span tensor ranks cannot split these tokens; let parallel.expert span only data ranks"
             )
         place(shard, {**placement_of(shard).modes, _TENSOR: Replicate(owes="sum")}, placement_of(shard).shape)
     if hasattr(target.module, "num_experts"):
@@ -506,7 +509,7 @@ def ep_dispatch_experts(target: Target) -> None:
 
 @style("ep_router", mode=_EXPERT, options=("tensor",))
 def ep_router(target: Target) -> None:
-    """Change nothing: a router computes its full choices, by which the experts send the tokens."""
+    """Replicate the router: every rank computes the choices of all experts for its tokens. The experts then send the tokens."""
 
 
 @style("moe_identity_expert")
@@ -612,7 +615,7 @@ def _parallelize_experts(target: Target) -> None:
 
 
 def _forward(self: Any, before: Any, hidden: Tensor, *routing: Any) -> Tensor:
-    """`routing`: the chosen experts and their weights, (tokens, choices), if the module takes them."""
+    """The forward pass. `routing` has the chosen experts and their weights, (tokens, choices), if the module takes them."""
     mixture: _Mixture = self.mixture
     if not mixture.splits_experts:
         return _reduced(self, before, hidden, *routing)

@@ -118,7 +118,8 @@ def sources_for(model: Any, stored: Mapping[str, AnyTensor]) -> tuple[dict[str, 
             source = StoredParts(stored[key].shape, (StoredPart(stored[key], full_box(stored[key].shape)),))
             if name in found and not are_same(found[name], source, state[name].dtype):
                 raise CheckpointError(
-                    f"the folder has more than one for {name}: {found[name]}, {source}; remove all but one from the files",
+                    f"the folder has several tensors for {name}: {found[name]}, {source}; remove all but one from the "
+                    f"files",
                     code="C061",
                 )
             found[name] = source
@@ -413,7 +414,7 @@ def _match_folder(
             for name, source in sources.items()
             if tuple(state[name].shape) != source.shape
         ],
-        "tied in the model, two weights in the folder": untied,
+        "tied in the model, but two weights in the folder": untied,
     }
     lines = [
         f"  {problem} ({len(names)}): {listed(names[:_SHOWN])}{' ...' if len(names) > _SHOWN else ''}"

@@ -59,7 +59,7 @@ def checked(job: LaunchJob) -> LaunchJob:
         )
 
     if job.nnodes == 1 and job.node_rank not in (None, 0):
-        raise LaunchError(f"--node-rank {job.node_rank} needs --nnodes above it.", code="C022")
+        raise LaunchError(f"--node-rank {job.node_rank} needs a larger --nnodes.", code="C022")
     if job.nnodes > 1 and job.node_rank is not None and not 0 <= job.node_rank < job.nnodes:
         raise LaunchError(
             f"--node-rank {job.node_rank} must be 0 to {job.nnodes - 1} with --nnodes {job.nnodes}.", code="C022"

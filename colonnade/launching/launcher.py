@@ -296,7 +296,7 @@ class RankLogs(LogsSpecs):
         return str(self._folder)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Name the files of one start of all local ranks, and let the console follow them."""
+        """Return the output files for one start of all local ranks; the console follows these files."""
         if handlers:  # the count of torch differs between machines: each counts the failures it has seen
             for env in envs.values():
                 env["TORCHELASTIC_RESTART_COUNT"] = str(handlers[-1].restarts)
@@ -375,7 +375,7 @@ class _FollowedFile:
     hidden: bool = False
 
     def new_bytes(self) -> bytes:
-        """Return the bytes since the last call, up to the traceback, which the launcher prints at the end."""
+        """Return the bytes since the last call, without the traceback. The launcher prints the traceback at the end."""
         if self.hidden or not self.path.exists():
             return b""
         with self.path.open("rb") as log:

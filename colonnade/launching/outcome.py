@@ -228,8 +228,8 @@ def silent_failure(rank: int, exitcode: int, seen: float) -> Outcome:
 def launch_report(outcomes: Mapping[int, Outcome], stderr: Mapping[int, Path]) -> tuple[str, int]:
     """Return the report on the failed ranks, and the exit status of the first failure.
 
-    The report lists the other ranks first. Then follows the first failure: one line that names it, and its traceback;
-    or the end of its stderr, and that line.
+    The report lists the other ranks first. The first failure follows: a line that names it, then its traceback; or,
+    without a traceback, the end of its stderr, then that line.
     """
     first = first_failure(outcomes.values())
     assert first is not None
@@ -259,7 +259,7 @@ def launch_report(outcomes: Mapping[int, Outcome], stderr: Mapping[int, Path]) -
 
 
 def who_failed(first: Outcome) -> str:
-    """Return the rank that failed first, in words. `first` may be a rank that only noticed the failure."""
+    """Describe the rank that failed first. `first` may be a rank that only noticed the failure."""
     if not first.lost_a_peer:
         return f"rank {first.rank} failed first"
     if first.named_ranks:
@@ -281,7 +281,7 @@ def exit_status(outcome: Outcome) -> int:
 
 
 def without_frames(text: str) -> str:
-    """Shorten the C++ stacks of torch in a text, because they only show places inside torch."""
+    """Shorten the C++ stacks of torch in a text. These stacks only show places inside torch."""
     return _FRAMES.sub(lambda found: f"({found[0].count(chr(10))} lines of a torch stack)\n", text)
 
 

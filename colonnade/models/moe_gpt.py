@@ -91,7 +91,7 @@ class MoELoss(LanguageModelLoss):
         return self.with_losses((logits,), loss, labels)
 
     def with_losses(self, outputs: Sequence[Tensor], loss: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss for the outputs of the model, plus the auxiliary losses."""
+        """Return the sum of the loss of the model's outputs and the auxiliary losses."""
         total, count = self.mean(outputs, labels).sum_and_count  # type: ignore[attr-defined]
         return mean_over(total + loss * count.to(total.dtype), count)
 

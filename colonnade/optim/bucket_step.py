@@ -32,18 +32,25 @@ from colonnade.optim.flat_step import (
     JOINED,
     FlatBucket,
     FlatStep,
-    ScatteredGradient,
     check_capturable,
     why_not,
 )
-from colonnade.optim.norm import GradientBlock, Meter, bucket_blocks, kernels_available
-from colonnade.parallel.flat import FlatLayout, Span, flattened
+from colonnade.optim.norm import (
+    GradientBlock,
+    Meter,
+    ScatteredGradient,
+    ScatteredRange,
+    bucket_blocks,
+    kernels_available,
+    numbers_on,
+)
+from colonnade.parallel.flat import FlatLayout, Span, flattened, padded
 from colonnade.parallel.held import Held
 from colonnade.parallel.placement import is_dtensor, local_part
 
 
 class BucketStep:
-    """Measures this rank's gradient norm and runs the step, for gradients in buckets and for gradients in no bucket.
+    """Measures this rank's gradient norm and runs the optimizer step, for gradients inside and outside buckets.
 
     `flat` is the `FlatStep`; None before it exists.
 
@@ -76,10 +83,15 @@ class BucketStep:
         self._buckets: list[OwnedBucket] = []
         self._absent: list[list[int]] | None = None
         self._outside: list[Held] = []
+        self._not_inside: list[Held] = []
+        self._outside_key: object = None
         self._meter: Meter | None = None
         self._meter_key: object = None
         self.flat: FlatStep | None = None
         self._flat_key: object = None
+        self._owned: set[int] = set()
+        self._bucketless: list[Held] = []
+        self._owned_key: object = None
         self._model = weakref.ref(model)
         self.measures_full_gradient = measures_full_gradient
         self.captured = False
@@ -90,17 +102,17 @@ class BucketStep:
     def capture(self) -> None:
         """Record flat steps as CUDA graphs. Raises GradientError if steps are not flat or cannot be recorded."""
         owned = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        check_capturable(owned, wants_flat(owned, self._optimizer, True, "graph_step") and self._is_flat)
+        check_capturable(owned, wants_flat(owned, self._optimizer, True, "cuda_graph") and self._is_flat)
         self.captured = True
 
     def meter(self, norm_type: float, slots: int, device: torch.device) -> Meter:
         """The meter of this rank's gradients in this step.
 
-        If all gradients are in buckets, whose memory stays the same, the meter is reused.
+        If all gradients are in buckets, the meter is reused: their memory stays the same, or kernels read its addresses on the device.
         """
         absent = self._take_gradients()
-        if self._outside or any(bucket.scattered for bucket in self._buckets):
-            blocks = self._blocks(absent)
+        if self._outside or (norm_type != 2.0 and any(bucket.scattered for bucket in self._buckets)):
+            blocks = self._blocks(absent, once=True)
             for entry in self._outside:
                 # A DTensor's gradient is brought to its parameter's placement first, which completes pending reductions.
                 gradient = local_part(entry.tensor.grad, entry.tensor)  # type: ignore[arg-type]
@@ -111,7 +123,7 @@ class BucketStep:
         key = (self._made_for, absent, norm_type, slots)
         if key != self._meter_key:
             self._meter = None  # frees its memory before the next one is allocated
-            self._meter = Meter(self._blocks(absent), norm_type, slots=slots, device=device)
+            self._meter = Meter(self._blocks(absent, once=False), norm_type, slots=slots, device=device)
             self._meter_key = key
         assert self._meter is not None
         return self._meter
@@ -137,15 +149,15 @@ class BucketStep:
             for bucket, missing in zip(self._buckets, absent, strict=True):
                 places += [start + place for place in missing]
                 start += len(bucket.members)
-            divisor = self._where_stepped(divisor, torch.ones)
-            flat.step(divisor, self._where_stepped(found_inf, torch.zeros).float(), places)
+            divisor = self._where_stepped(divisor, 1.0)
+            flat.step(divisor, self._where_stepped(found_inf, 0.0).float(), places)
         elif divisor is None and found_inf is None:
             self._optimizer.step()
         else:
             slots = {m: s for bucket in self._buckets for m, s in zip(bucket.members, bucket.slots, strict=True)}
             slots.update((entry.tensor, self._slot_of(entry)) for entry in self._loose_entries)
-            divisor = self._where_stepped(divisor, torch.ones)
-            found_inf = None if found_inf is None else self._where_stepped(found_inf, torch.zeros)
+            divisor = self._where_stepped(divisor, 1.0)
+            found_inf = None if found_inf is None else self._where_stepped(found_inf, 0.0)
             ScaledStep(self._optimizer, slots).step(divisor, found_inf)
 
     def first_nonfinite(self) -> str | None:
@@ -177,18 +189,22 @@ class BucketStep:
 
         # The gradient of a bucket's parameter may be outside of the bucket in this step, if it is sparse or of another dtype. Then it
         # is absent from the bucket and treated like that of a parameter in no bucket.
-        inside: set[int] = set()
-        for bucket, missing in zip(self._buckets, self._absent, strict=True):
-            gone = set(missing)
-            inside.update(id(member) for at, member in enumerate(bucket.members) if at not in gone)
-        self._outside = [
-            entry for entry in self._loose_entries if entry.tensor.grad is not None and id(entry.tensor) not in inside
-        ]
+        key = (generation, self._absent)
+        if key != self._outside_key:
+            inside: set[int] = set()
+            for bucket, missing in zip(self._buckets, self._absent, strict=True):
+                gone = set(missing)
+                inside.update(id(member) for at, member in enumerate(bucket.members) if at not in gone)
+            self._not_inside = [entry for entry in self._loose_entries if id(entry.tensor) not in inside]
+            self._outside_key = key
+        self._outside = [entry for entry in self._not_inside if entry.tensor.grad is not None]
         return self._absent
 
-    def _blocks(self, absent: Sequence[Sequence[int]]) -> list[GradientBlock]:
+    def _blocks(self, absent: Sequence[Sequence[int]], once: bool) -> list[GradientBlock]:
         return [
-            block for bucket, missing in zip(self._buckets, absent, strict=True) for block in bucket.blocks(missing)
+            block
+            for bucket, missing in zip(self._buckets, absent, strict=True)
+            for block in bucket.blocks(missing, once)
         ]
 
     def _flat_step(self) -> FlatStep | None:
@@ -218,15 +234,17 @@ class BucketStep:
         # A flat step updates the members of buckets only, so all gradients of the optimizer's parameters must be in buckets.
         if not self._is_flat or not self._buckets:  # all parameters of a pipeline stage may be frozen
             return None
-        owned = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
-        if any(id(entry.tensor) in owned for entry in self._outside):
+        key = (self._made_for, self._sizes)
+        if key != self._owned_key:
+            self._owned = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
+            bucketless = self._owned.difference(id(member) for bucket in self._buckets for member in bucket.members)
+            self._bucketless = [entry for entry in self._loose_entries if id(entry.tensor) in bucketless]
+            self._owned_key = key
+        if any(id(entry.tensor) in self._owned for entry in self._outside):
             return None
-        bucketless = owned.difference(id(member) for bucket in self._buckets for member in bucket.members)
-        loose = self._loose_entries if bucketless else []
-        if any(entry.tensor.requires_grad and id(entry.tensor) in bucketless for entry in loose):
+        if any(entry.tensor.requires_grad for entry in self._bucketless):
             return None  # its gradients are sparse, even if it has none in this step
 
-        key = (self._made_for, self._sizes)
         if key != self._flat_key:
             if self.flat is None:
                 get_dist_logger().debug(
@@ -240,10 +258,10 @@ class BucketStep:
             self._flat_key = key
         return self.flat
 
-    def _where_stepped(self, number: Tensor | None, default: Callable[..., Tensor]) -> Tensor:
+    def _where_stepped(self, number: Tensor | None, default: float) -> Tensor:
         """A number on the device of the stepped tensors, which with offloading is not the device of the norm."""
-        home = next((member.device for bucket in self._buckets for member in bucket.members), None)
-        return default((), dtype=torch.float32, device=home) if number is None else number.to(home)
+        home = next((member.device for bucket in self._buckets for member in bucket.members), torch.device("cpu"))
+        return numbers_on((default,), torch.float32, home).view(()) if number is None else number.to(home)
 
 
 def _sizes(optimizer: Any) -> list[int]:
@@ -275,8 +293,11 @@ class OwnedBucket(ABC):
         """Attach the gradients of this step to the members. Returns the indices of members without a gradient."""
 
     @abstractmethod
-    def blocks(self, absent: Sequence[int]) -> list[GradientBlock]:
-        """The blocks that this rank measures for the norm, without the members at the indices `absent`."""
+    def blocks(self, absent: Sequence[int], once: bool) -> list[GradientBlock]:
+        """The blocks that this rank measures for the norm, without the members at the indices `absent`.
+
+        `once`: the blocks are read only in this step, by any reader.
+        """
 
     @abstractmethod
     def flat(self) -> FlatBucket:
@@ -313,7 +334,7 @@ class ReplicatedBucket(OwnedBucket):
                 missing.append(at)
         return missing
 
-    def blocks(self, absent: Sequence[int]) -> list[GradientBlock]:
+    def blocks(self, absent: Sequence[int], once: bool) -> list[GradientBlock]:
         ranks = self._bucket.sum.ranks
         return bucket_blocks(
             self._bucket.layout,
@@ -333,7 +354,7 @@ class ReplicatedBucket(OwnedBucket):
 
 
 def _fits(gradient: Tensor, place: Tensor) -> bool:
-    """Whether a gradient can be copied into its place in a bucket as it is."""
+    """Whether a gradient can be copied into its place in a bucket without a conversion."""
     plain = type(gradient) is type(place) is Tensor and gradient.layout is torch.strided
     return plain and (gradient.dtype, gradient.device) == (place.dtype, place.device)
 
@@ -370,7 +391,7 @@ class ShardedBucket(OwnedBucket):
                 shard.grad = grad
         return missing
 
-    def blocks(self, absent: Sequence[int]) -> list[GradientBlock]:
+    def blocks(self, absent: Sequence[int], once: bool) -> list[GradientBlock]:
         assert self._layout is not None
         size = len(self._values.bucket.sum.ranks)
         # Replicas may split the parameter at other offsets, so each counts its full slice with a weight of 1 / replicas.
@@ -401,6 +422,10 @@ class ScatteredBucket(OwnedBucket):
         self._members = [entry.tensor for entry in entries]
         self._layout = FlatLayout(self._members)
         self._gradient = ScatteredGradient(self._layout)
+        self._offsets = [  # bytes before each member in a flat buffer
+            (member, span.start * member.element_size())
+            for member, span in zip(self._members, self._layout.spans, strict=True)
+        ]
 
     @property
     def members(self) -> Sequence[Tensor]:
@@ -409,24 +434,29 @@ class ScatteredBucket(OwnedBucket):
     def take_gradients(self) -> list[int]:
         # A kernel reads the gradients by their addresses; gradients that it could not read (strides, alignment) are copied.
         addresses, missing = [], []
-        for at, (member, span) in enumerate(zip(self._members, self._layout.spans, strict=True)):
+        dtype, strided = self._layout.dtype, torch.strided
+        for at, (member, offset) in enumerate(self._offsets):
             grad = member.grad
-            if grad is None or grad.layout is not torch.strided or grad.dtype != member.dtype:
+            if grad is None or grad.layout is not strided or grad.dtype is not dtype:
                 missing.append(at)
                 addresses.append(0)
                 continue
-            if grad.stride() != member.stride() or grad.data_ptr() % _ALIGNED:
+            address = grad.data_ptr()
+            if address % _ALIGNED or grad.stride() != member.stride():
                 member.grad = grad = torch.empty_like(member).copy_(grad)
-            addresses.append(grad.data_ptr() - span.start * grad.element_size())
+                address = grad.data_ptr()
+            addresses.append(address - offset)
         self._gradient.point_to(addresses)
         return missing
 
-    def blocks(self, absent: Sequence[int]) -> list[GradientBlock]:
+    def blocks(self, absent: Sequence[int], once: bool) -> list[GradientBlock]:
         missing, found = set(absent), []
-        for at, (entry, member) in enumerate(zip(self.entries, self._members, strict=True)):
+        for at, (entry, member, span) in enumerate(zip(self.entries, self._members, self._layout.spans, strict=True)):
             if at not in missing and member.grad is not None:
                 count, index = (1, 0) if self._measures_full_gradient else (entry.holding.count, entry.holding.index)
-                found.append(GradientBlock(flattened(member.grad), count, index, self.slots[at]))
+                stop = padded(span.stop, self._layout.dtype)
+                there = ScatteredRange(self._gradient, at, span.start, stop)
+                found.append(GradientBlock(flattened(member.grad) if once else there, count, index, self.slots[at]))
         return found
 
     def flat(self) -> FlatBucket:

@@ -341,7 +341,7 @@ class Decision:
 
 
 class ClipPolicy:
-    """Applies a clip method to the total norm, and their own limits to the clip groups that have one.
+    """Clips the total norm by a clip method. A clip group with a limit of its own is clipped by this limit.
 
     Args:
         method: Computes the divisor for all groups without a limit of their own.
@@ -629,7 +629,9 @@ def grad_norm(
 
 
 def _replicas_by_mesh(placed: Any) -> int:
-    """The number of replicas without a context: world size / shards for a DTensor, the world size for a plain tensor."""
+    """The number of replicas if there is no context: the world size for a plain tensor, world size / number of shards for a
+    DTensor.
+    """
     world = dist.get_world_size()
     if not is_dtensor(placed):
         return world
@@ -670,7 +672,7 @@ def _device(tensors: list[Tensor], context: ParallelContext | None) -> torch.dev
 
 
 def _context(context: ParallelContext | None) -> ParallelContext | None:
-    """The launched context that is given, or the global one; None if it is not launched."""
+    """The given context, or the global one; None if that context is not launched."""
     if context is None:
         from colonnade.core import global_context
 

@@ -49,7 +49,9 @@ class EngineOptimizer(ABC):
     @property
     @abstractmethod
     def stepped(self) -> Any:
-        """The torch optimizer that has the state of this rank: the twin of a sharded optimizer; else the user's optimizer."""
+        """The torch optimizer that has the state of this rank: for a sharded optimizer its twin, otherwise the user's
+        optimizer.
+        """
 
     @property
     @abstractmethod
@@ -71,12 +73,10 @@ class EngineOptimizer(ABC):
         """
 
     @abstractmethod
-    def needs_buckets(self, graph: bool, planned_on: str | None = None) -> bool:
+    def needs_buckets(self, planned_on: str | None = None) -> bool:
         """Whether all gradients must be in buckets, including those that need no reduction.
 
-        Args:
-            graph: The key `graph_step` of the config.
-            planned_on: For a simulated run, the device type of the machine that is planned for.
+        `planned_on`: for a simulated run, the device type of the machine that is planned for.
         """
 
     @abstractmethod
@@ -156,11 +156,10 @@ class PlainOptimizer(EngineOptimizer):
     def plan_shards(self, pipeline: bool) -> Shards | None:
         return None
 
-    def needs_buckets(self, graph: bool, planned_on: str | None = None) -> bool:
-        # The Triton kernels read gradients at any address, but a CUDA graph needs them at the same addresses in every step.
+    def needs_buckets(self, planned_on: str | None = None) -> bool:
+        # The Triton kernels read gradients at any address.
         trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        any_address = not graph and all(can_scatter(parameter, planned_on) for parameter in trained)
-        return self.is_flat and not any_address
+        return self.is_flat and not all(can_scatter(parameter, planned_on) for parameter in trained)
 
     def attach(self, synchroniser: Synchroniser, waits: WaitWatch) -> None:
         pass

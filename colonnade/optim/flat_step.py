@@ -28,7 +28,14 @@ from torch.optim import optimizer as optimizer_module
 
 from colonnade.errors import GradientError
 from colonnade.gradients.sums import HALVES
-from colonnade.optim.norm import STEP_CHUNK, chunk_table, kernels_available, on_device, to_device
+from colonnade.optim.norm import (
+    STEP_CHUNK,
+    ScatteredGradient,
+    chunk_table,
+    kernels_available,
+    on_device,
+    to_device,
+)
 from colonnade.parallel.flat import FlatLayout, Span, padded
 
 # --- The step ---
@@ -84,7 +91,8 @@ class FlatStep:
     Args:
         optimizer: The optimizer; `why_not(optimizer)` must be None.
         buckets: The parameters of the optimizer and their gradients.
-        graph: Record the launches as a CUDA graph; gradients must then stay at the same addresses.
+        graph: Record the launches as a CUDA graph. Flat gradients must then stay at the same addresses; the addresses of scattered ones
+            are read from device memory.
     """
 
     def __init__(self, optimizer: Optimizer, buckets: Sequence[FlatBucket], graph: bool = False) -> None:
@@ -100,7 +108,7 @@ class FlatStep:
             )
         devices = {bucket.grad.device for bucket in buckets}
         if len(devices) != 1:
-            found = ", ".join(sorted(map(str, devices))) or "no bucket at all"
+            found = ", ".join(sorted(map(str, devices))) or "no buckets were given; give at least one"
             raise GradientError(f"a flat step needs all buckets on one device, got: {found}", code="C070")
         for number, group in enumerate(optimizer.param_groups):
             for index, param in enumerate(group["params"]):
@@ -206,7 +214,7 @@ class FlatStep:
         _advance(self._state.steps, plan.counted, found_inf, -1)
 
     def _planned(self, absent: Collection[int]) -> _LaunchPlan:
-        """The launch plan for all parameters but `absent`; that of the last step if nothing has changed."""
+        """The launch plan for all parameters except `absent`; the plan of the last step is reused if nothing has changed."""
         key = (sorted(absent), self._state.names())
         if key == self._plan.key:
             return self._plan
@@ -294,35 +302,6 @@ class FlatBucket:
                 f"fit {len(self.members)} parameters and a gradient buffer of {self.grad.numel()} elements",
                 code="C070",
             )
-
-
-class ScatteredGradient:
-    """Gradients at arbitrary addresses, in place of a flat buffer.
-
-    For each gradient, the object has the address at which element 0 of a flat buffer would be that contained this gradient.
-    """
-
-    def __init__(self, layout: FlatLayout) -> None:
-        self.dtype, self.device = layout.dtype, layout.device
-        self.like = torch.empty((), dtype=layout.dtype, device=layout.device)
-        self.addresses = torch.zeros(len(layout), dtype=torch.int64, device=layout.device)
-        self.limits = to_device(torch.tensor([span.stop for span in layout.spans], device="cpu"), layout.device)
-        self._numel, self._known = layout.numel, list[int]()
-
-    def numel(self) -> int:
-        """The number of elements of the flat buffer."""
-        return self._numel
-
-    def point_to(self, addresses: list[int]) -> None:
-        """Set the addresses of the gradients for the next step."""
-        if addresses != self._known:
-            self.addresses.copy_(pinned(torch.tensor(addresses, device="cpu")), non_blocking=True)
-            self._known = addresses
-
-
-def pinned(numbers: Tensor) -> Tensor:
-    """Copy a CPU tensor to pinned memory, from which the device can copy asynchronously."""
-    return numbers.pin_memory()
 
 
 JOINED = 1 << 26
@@ -453,7 +432,9 @@ class FlatState:
         return [("momentum_buffer",) if group["momentum"] else () for group in self._optimizer.param_groups]
 
     def count(self, present: Sequence[int]) -> list[int]:
-        """The places among `present` whose steps are counted. Creates their state, as torch does at the first step.
+        """Return the places in `present` whose parameters have a step count.
+
+        Creates missing state, as torch does at the first step.
 
         Places with equal `histories` have been counted in the same calls of this method. So equal histories mean equal step counts,
         whichever steps the device skips.
@@ -709,7 +690,7 @@ def check_capturable(parameters: Sequence[Tensor], flat: bool) -> None:
         elif parameter.dtype not in (torch.float32, *HALVES) or not kernels_available():
             reason = f"a parameter has dtype {parameter.dtype}; supported are fp32, bf16 and fp16, with Triton"
     if reason is not None:
-        raise GradientError(f"graph_step=True is not available here: {reason}. Remove it from the config.")
+        raise GradientError(f"cuda_graph is not available here: {reason}. Remove it from the config.", code="C071")
 
 
 class Capture:

@@ -18,7 +18,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -41,11 +41,57 @@ SLICE = 64
 """Slices of a replicated block start at multiples of this many elements, to keep loads aligned."""
 
 
+class ScatteredGradient:
+    """Gradients at arbitrary addresses, in place of a flat buffer.
+
+    For each gradient, the object has the address at which element 0 of a flat buffer would be that contained this gradient. Kernels
+    read the addresses from device memory, so what is built for a layout stays valid when autograd allocates gradients elsewhere.
+    """
+
+    def __init__(self, layout: FlatLayout) -> None:
+        self.dtype, self.device = layout.dtype, layout.device
+        self.like = torch.empty((), dtype=layout.dtype, device=layout.device)
+        self.addresses = torch.zeros(len(layout), dtype=torch.int64, device=layout.device)
+        self.limits = to_device(torch.tensor([span.stop for span in layout.spans], device="cpu"), layout.device)
+        self._numel, self._known = layout.numel, list[int]()
+
+    def numel(self) -> int:
+        """The number of elements of the flat buffer."""
+        return self._numel
+
+    def point_to(self, addresses: list[int]) -> None:
+        """Set the addresses of the gradients for the next step."""
+        if addresses != self._known:
+            self.addresses.copy_(pinned(torch.tensor(addresses, device="cpu")), non_blocking=True)
+            self._known = addresses
+
+
+@dataclass(frozen=True, eq=False)
+class ScatteredRange:
+    """The elements [start, stop) of a flat buffer that a `ScatteredGradient` replaces. All are elements of gradient `owner`."""
+
+    gradient: ScatteredGradient
+    owner: int
+    start: int
+    stop: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.gradient.device
+
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def __getitem__(self, part: slice) -> ScatteredRange:
+        start, stop, _ = part.indices(self.numel())
+        return replace(self, start=self.start + start, stop=self.start + max(start, stop))
+
+
 @dataclass(frozen=True, eq=False)
 class GradientBlock:
     """A local gradient, the number of its replicas (`count`), the index of this rank among the replicas, and its slot."""
 
-    tensor: Tensor
+    tensor: Tensor | ScatteredRange
     count: int = 1
     index: int | None = 0
     slot: int = 0
@@ -59,11 +105,11 @@ class GradientBlock:
             raise GradientError(f"a slot must be 0 or larger, not {self.slot}")
 
     @property
-    def owned(self) -> Tensor:
-        """The slice of the block that this rank reads. Together, the slices of all replicas cover the block once."""
+    def owned(self) -> Tensor | ScatteredRange:
+        """The slice of the block that this rank reads. The slices of all replicas together cover the block exactly once."""
         if self.count == 1 or self.index is None:
             return self.tensor
-        flat = flattened(self.tensor)
+        flat = _flat(self.tensor)
         units = -(-flat.numel() // SLICE)
         start, stop = (at * units // self.count * SLICE for at in (self.index, self.index + 1))
         return flat[start:stop]
@@ -72,6 +118,10 @@ class GradientBlock:
     def weight(self) -> float:
         """The factor by which the sum of powers of `owned` is multiplied."""
         return 1.0 / self.count if self.index is None else 1.0
+
+
+def _flat(tensor: Tensor | ScatteredRange) -> Tensor | ScatteredRange:
+    return tensor if isinstance(tensor, ScatteredRange) else flattened(tensor)
 
 
 def bucket_blocks(
@@ -166,7 +216,9 @@ class Meter:
 
     @torch.no_grad()
     def measure(self) -> Tensor:
-        """The vector for `reduce_norms`: a sum of powers per slot, then a count of non-finite blocks per slot."""
+        """Return the vector for `reduce_norms`: the sums of powers of all slots, then the numbers of non-finite blocks of all
+        slots.
+        """
         vectors = [sums.vector().to(self.device, non_blocking=True) for sums in self._sums]
         if not vectors:
             return torch.zeros(2 * self.slots, dtype=torch.float64, device=self.device)
@@ -184,18 +236,21 @@ class _DeviceSums:
         self._p = p
         self._blocks = sorted(blocks, key=lambda block: block.slot)
         owned = [block.owned for block in self._blocks]
-        rows = [flattened(tensor) for tensor in owned]
+        rows = [_flat(tensor) for tensor in owned]
+        tensors = [row for row in rows if isinstance(row, Tensor)]
         if once:
-            self._read: Callable[[], Tensor] = TorchReader(rows, p)
+            self._read: Callable[[], Tensor] = TorchReader(tensors, p)
         else:
             # A reader that is kept reads the same memory again, but a copy made by `flattened` would be out of date by then.
             for tensor, row in zip(owned, rows, strict=True):
-                if row.numel() and row.data_ptr() != tensor.data_ptr():
+                if not isinstance(tensor, Tensor) or not isinstance(row, Tensor) or not row.numel():
+                    continue
+                if row.data_ptr() != tensor.data_ptr():
                     raise GradientError(
                         f"a gradient of shape {tuple(tensor.shape)} and strides {tensor.stride()} has gaps or "
                         "overlaps, so it cannot be measured in place; make it contiguous or use powsums()"
                     )
-            self._read = KernelReader(rows) if suits_kernel(rows, p) else TorchReader(rows, p)
+            self._read = KernelReader(rows) if suits_kernel(rows, p) else TorchReader(tensors, p)
 
         # Blocks that replicas read in full have a weight below 1. A maximum needs none.
         (device,) = {block.tensor.device for block in blocks}
@@ -203,18 +258,24 @@ class _DeviceSums:
         weights = [block.weight for block in self._blocks]
         if not math.isinf(p) and any(weight != 1.0 for weight in weights):
             self._weights = numbers_on(tuple(weights), torch.float64, device)
-        # With one block per slot, in order, there is no sum over blocks, which saves a launch.
-        self._one_block_per_slot = [block.slot for block in self._blocks] == list(range(slots))
+        # With one block per slot, in order, there is no sum over blocks, which saves launches. The kernels can also sum the blocks of
+        # each slot, where these have the same weight.
         counts = Counter(block.slot for block in self._blocks)
-        self._lengths = numbers_on(tuple(counts[slot] for slot in range(slots)), torch.int64, device)
+        per_slot = [counts[slot] for slot in range(slots)]
+        self._one_value_per_slot = per_slot == [1] * slots
+        if self._weights is None and isinstance(self._read, KernelReader) and self._read.join(per_slot):
+            self._one_value_per_slot = True
+        self._lengths = numbers_on(tuple(per_slot), torch.int64, device)
 
     def vector(self) -> Tensor:
-        """2 x slots fp64 numbers: a sum of powers per slot, then the number of its non-finite blocks."""
+        """Return a vector of 2 x slots fp64 numbers: first the sum of powers of each slot, then the number of non-finite blocks
+        of each slot.
+        """
         values = self._read()
         if self._weights is not None:
             sums, nonfinite = values
             values = torch.stack([sums * self._weights, nonfinite])
-        if self._one_block_per_slot:
+        if self._one_value_per_slot:
             return values.reshape(-1)
         return segment_sums(values.t().contiguous(), self._lengths, self._p).t().reshape(-1)
 
@@ -263,7 +324,7 @@ def reduce_norms(
     order = check_order(p)
     if not measures_full_gradient and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
         dist.all_reduce(vector, dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM, group=group)
-    values, nonfinite = vector[: len(vector) - piggybacked].view(2, -1).unbind(0)
+    values, nonfinite = (vector[:-piggybacked] if piggybacked else vector).view(2, -1).unbind(0)
     if math.isinf(order):  # MAX may ignore a NaN, so the readers send it as inf with the number 2
         values = torch.where(nonfinite > 1.5, math.nan, values)
         nonfinite = nonfinite.clamp(max=1.0)
@@ -293,7 +354,7 @@ class Norms:
         return self._root(sums.amax(-1) if math.isinf(self.p) else sums.sum(-1))
 
     def over(self, members: Tensor) -> Tensor:
-        """The norms of several sets of slots. `members` is a mask of shape (sets, slots)."""
+        """The norm of each of several sets of slots. `members` is a mask of shape (sets, slots)."""
         sums = torch.where(members, self.sums, 0.0)
         return self._root(sums.amax(-1) if math.isinf(self.p) else sums.sum(-1))
 
@@ -417,59 +478,89 @@ class TorchReader:
 
 
 def _row_length(numel: int) -> int:
-    """At most ROW, and a divisor of `numel` if possible: a remainder would cost a further launch."""
+    """The length of a row: at most ROW and, if possible, a divisor of `numel`, because a remainder would cost another launch."""
     return next((length for length in range(ROW, ROW // 2, -1) if numel % length == 0), ROW)
 
 
 class KernelReader:
-    """Reads flat, aligned tensors of fp32 or half precision on CUDA with Triton kernels, for the 2-norm."""
+    """Reads flat, aligned gradients of fp32 or half precision on CUDA with Triton kernels, for the 2-norm."""
 
-    def __init__(self, rows: Sequence[Tensor]) -> None:
+    def __init__(self, rows: Sequence[Tensor | ScatteredRange]) -> None:
         from colonnade.optim import optim_kernels
 
         self._kernels = optim_kernels
         (self._device,) = {row.device for row in rows}
-        # One launch per buffer: tensors of one storage are read by offsets from the first of them.
-        members_of: dict[tuple[int, torch.dtype], list[int]] = {}
+        # One launch per buffer: tensors of one storage are read by offsets from the first of them, scattered gradients by address.
+        members_of: dict[object, list[int]] = {}
         for index, row in enumerate(rows):
             if row.numel():
-                members_of.setdefault((row.untyped_storage().data_ptr(), row.dtype), []).append(index)
+                storage = (
+                    id(row.gradient)
+                    if isinstance(row, ScatteredRange)
+                    else (row.untyped_storage().data_ptr(), row.dtype)
+                )
+                members_of.setdefault(storage, []).append(index)
 
-        # Each launch leaves a partial sum per chunk; `ranges` has the range of partial sums of each tensor.
-        self._bases: list[Tensor] = []
-        self._launches: list[tuple[Tensor, int]] = []
+        # Each launch leaves a partial sum per chunk; `ranges` has the range of partial sums of each gradient.
+        launches: list[tuple[Tensor, tuple[Tensor, Tensor] | None, Tensor, int]] = []
         chunks_of = [-(-row.numel() // CHUNK) for row in rows]
         ranges = torch.zeros(len(rows), 2, dtype=torch.int32, device="cpu")
         first = 0
         for members in members_of.values():
-            own = [rows[index] for index in members]
-            origin = min(int(row.storage_offset()) for row in own)
-            end = max(int(row.storage_offset()) + row.numel() for row in own)
-            self._bases.append(next(iter(own)).as_strided((end - origin,), (1,), origin))
-            starts = [int(row.storage_offset()) - origin for row in own]
-            spans = [(start, start + row.numel()) for start, row in zip(starts, own, strict=True)]
-            table = chunk_table(spans, CHUNK, self._device)
-            self._launches.append((table, first))
+            scattered = [row for row in (rows[index] for index in members) if isinstance(row, ScatteredRange)]
+            own = [row for row in (rows[index] for index in members) if isinstance(row, Tensor)]
+            if scattered:
+                gradient = scattered[0].gradient
+                table = chunk_table([(row.start, row.stop) for row in scattered], CHUNK, torch.device("cpu"))
+                table[:, 2] = torch.tensor([row.owner for row in scattered], device="cpu")[table[:, 2].long()]
+                base, places = gradient.like, (gradient.addresses, gradient.limits)
+                table = to_device(table, self._device)
+            else:
+                origin = min(int(row.storage_offset()) for row in own)
+                end = max(int(row.storage_offset()) + row.numel() for row in own)
+                base, places = next(iter(own)).as_strided((end - origin,), (1,), origin), None
+                starts = [int(row.storage_offset()) - origin for row in own]
+                spans = [(start, start + row.numel()) for start, row in zip(starts, own, strict=True)]
+                table = chunk_table(spans, CHUNK, self._device)
+            launches.append((base, places, table, first))
             for index in members:
                 ranges[index, 0], ranges[index, 1] = first, first + chunks_of[index]
                 first += chunks_of[index]
-        self._ranges = to_device(ranges, self._device)
+        self._host_ranges, self._ranges = ranges, to_device(ranges, self._device)
         self._partial = torch.zeros(max(first, 1), dtype=torch.float64, device=self._device)
+        self._launches = [(base, places, table, self._partial[first:]) for base, places, table, first in launches]
+
+    def join(self, lengths: Sequence[int]) -> bool:
+        """From now on, return one sum for each run of so many rows.
+
+        If the chunks of a run are not adjacent, change nothing and return False.
+        """
+        stops = list(accumulate(lengths))
+        joined = torch.zeros(len(lengths), 2, dtype=torch.int32, device="cpu")
+        for at, (stop, length) in enumerate(zip(stops, lengths, strict=True)):
+            chunks = self._host_ranges[stop - length : stop]
+            if length:
+                joined[at, 0], joined[at, 1] = chunks[:, 0].min(), chunks[:, 1].max()
+            if (chunks[:, 1] - chunks[:, 0]).sum() != joined[at, 1] - joined[at, 0]:
+                return False
+        self._ranges = to_device(joined, self._device)
+        return True
 
     def __call__(self) -> Tensor:
         with on_device(self._device):
-            for base, (table, first) in zip(self._bases, self._launches, strict=True):
-                self._kernels.square_sums(base, table, self._partial[first:])
+            for base, places, table, sums in self._launches:
+                self._kernels.square_sums(base, places, table, sums)
             return self._kernels.add_ranges(self._partial, self._ranges)
 
 
-def suits_kernel(rows: Sequence[Tensor], p: float) -> bool:
-    """Whether `KernelReader` can read these flat tensors, all on one device."""
+def suits_kernel(rows: Sequence[Tensor | ScatteredRange], p: float) -> bool:
+    """Whether `KernelReader` can read these flat gradients, all on one device."""
+    tensors = [row for row in rows if not isinstance(row, ScatteredRange)]
     return (
         p == 2.0
         and kernels_available()
-        and all(row.is_cuda and row.is_contiguous() and row.dtype in (torch.float32, *HALVES) for row in rows)
-        and all(row.numel() % UNIT == 0 and row.data_ptr() % (UNIT * row.element_size()) == 0 for row in rows)
+        and all(row.is_cuda and row.is_contiguous() and row.dtype in (torch.float32, *HALVES) for row in tensors)
+        and all(row.numel() % UNIT == 0 and row.data_ptr() % (UNIT * row.element_size()) == 0 for row in tensors)
     )
 
 
@@ -551,6 +642,11 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda":
         return host.pin_memory().to(device, non_blocking=True)
     return host.to(device)
+
+
+def pinned(numbers: Tensor) -> Tensor:
+    """Copy a CPU tensor to pinned memory, from which the device can copy asynchronously."""
+    return numbers.pin_memory()
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

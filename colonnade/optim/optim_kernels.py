@@ -26,12 +26,18 @@ FINISH_TILE = 4096
 
 @triton.jit
 def _square_sums(  # type: ignore[no-untyped-def]
-    data, table, out, UNIT: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr
-):
+    data, addresses, limits, table, out,
+    SCATTERED: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     row = table + program * 3
     start = tl.load(row).to(tl.int64) * UNIT
     stop = tl.load(row + 1).to(tl.int64) * UNIT
+    if SCATTERED:
+        owner = tl.load(row + 2)
+        # The address is that of element 0 of a flat buffer with this gradient in its place; it is aligned, as every span is.
+        data = tl.multiple_of(tl.load(addresses + owner).to(data.dtype), 16)
+        stop = tl.minimum(stop, tl.load(limits + owner))
     lanes = start + tl.arange(0, TILE)
     total = tl.zeros([TILE], tl.float32)
     for tile in tl.static_range(TILES):
@@ -58,10 +64,17 @@ def _add_ranges(values, ranges, out, count, TILE: tl.constexpr):  # type: ignore
     tl.store(out + count + program, tl.where(finite, 0.0, 1.0).to(tl.float64))
 
 
-def square_sums(data: Tensor, table: Tensor, out: Tensor) -> None:
-    """Compute out[i] = the sum of squares of chunk i of `data`; `chunk_table` makes `table`."""
+def square_sums(data: Tensor, scattered: tuple[Tensor, Tensor] | None, table: Tensor, out: Tensor) -> None:
+    """Compute out[i] = the sum of squares of chunk i of `data`; `chunk_table` makes `table`.
+
+    `scattered`: for gradients outside of a flat buffer, the address and the end of each; the table then has the gradient of each
+    chunk, and `data` only the dtype.
+    """
     tile = TILE_BYTES // data.element_size()
-    _square_sums[(len(table),)](data, table, out, UNIT, tile, CHUNK // tile, num_warps=8)
+    _square_sums[(len(table),)](
+        data, *(scattered or (table, table)), table, out,
+        SCATTERED=scattered is not None, UNIT=UNIT, TILE=tile, TILES=CHUNK // tile, num_warps=8,
+    )  # fmt: skip
 
 
 def add_ranges(values: Tensor, ranges: Tensor) -> Tensor:

@@ -334,7 +334,7 @@ def _along(
 
 
 def _lengths_of_shards(x: Tensor, dim: int, sizes: Sequence[int] | None, members: Members) -> tuple[int, ...]:
-    """The lengths of all ranks' shards, of which x is this rank's."""
+    """The lengths of the shards of all ranks; x is the shard of this rank."""
     if sizes is None:
         return tuple(row[0] for row in wire.numbers_of_all([x.shape[dim]], members, x.device))
     lengths = _counted(sizes, members)
@@ -477,6 +477,6 @@ def _wants(ctx: Any) -> list[bool]:
 
 
 def _dtype(x: Tensor) -> torch.dtype:
-    """The dtype of a product: that of autocast if it is on, else that of x."""
+    """The dtype of a product: the autocast dtype if autocast is on, else the dtype of x."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

@@ -224,7 +224,8 @@ class _RequiredSum:
 
 @dataclass(frozen=True)
 class _Reach:
-    """The required sums of a parameter, its replicas (`holders`), and the replicas over which all sums together add (`reached`).
+    """The required sums of a parameter, its replicas (`holders`), and the replicas whose gradients the sums add in total
+    (`reached`).
 
     If `atoms` is None, regions are lists of ranks, because some groups are not products of digits.
     """
@@ -236,7 +237,10 @@ class _Reach:
 
 
 def _once(layout: Layout, placement: Placement, question: Any, answer: Callable[[], Any]) -> Any:
-    """Cache `answer()` in the layout, by placement and question; answers do not depend on the shape of the tensor."""
+    """Cache the result of `answer()` in the layout, by placement and question.
+
+    Results do not depend on the shape of the tensor.
+    """
     key = (placement.key[0], question)
     if key not in layout.derived:
         layout.derived[key] = answer()
@@ -367,7 +371,7 @@ def _find_owed(layout: Layout, placement: Placement, rank: int, reach: _Reach) -
 
 
 def _region(atoms: tuple[Digit, ...], digits: Sequence[Digit], values: Sequence[int] | None = None) -> Region:
-    """All values of these digits, or the given ones."""
+    """A region: all values of these digits, or the given values."""
     inside = (atom for atom in atoms if any(stride <= atom[0] < stride * size for stride, size in digits))
     return {atom: values or range(atom[1]) for atom in inside}
 

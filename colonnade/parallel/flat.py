@@ -94,7 +94,7 @@ def view_like(flat: Tensor, like: Tensor) -> Tensor:
 
 
 def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """Its strides if the tensor is dense, in any order of dimensions; else those of a contiguous tensor."""
+    """The strides of the tensor if it is dense, in any order of dimensions; else those of a contiguous tensor."""
     strides = tensor.stride()
     if not tensor.is_contiguous():
         expected = 1

@@ -80,7 +80,7 @@ class _Tree:
                 yield prefix + name, child
 
     def has_blocks(self, module: nn.Module) -> bool:
-        """Whether it is a list of blocks, or has one inside, outside of blocks."""
+        """Whether the module is a list of blocks, or contains such a list that is not inside a block."""
         return self._is_block_list(module) or any(self.has_blocks(child) for child in module.children())
 
 
@@ -332,8 +332,9 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _guessed(self, func: Any, args: Any) -> Any:
-        """A result of the right shape for an operation that depends on values, with no token for any expert; else
-        NotImplemented."""
+        """A result of the right shape for an operation that depends on values (as if no expert got a token); NotImplemented for
+        other operations.
+        """
         name = func._overloadpacket.__name__
         if name == "nonzero":
             return torch.zeros(0, args[0].dim(), dtype=torch.int64, device="cpu")
@@ -371,7 +372,7 @@ class _Recorder(TorchDispatchMode):
     # -- calls ---------------------------------------------------------------------------------------------
 
     def call(self, name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make a call and record it; its results count as made by it, even if they are its own arguments."""
+        """Make a call and record it. Results count as made by this call, even if the call returns its own arguments."""
         if self.inside:
             return own(*args, **kwargs)
         call = RecordedCall(name, self._time + 1)

@@ -45,8 +45,9 @@ class Held:
 
     @property
     def label(self) -> str:
-        """A name that is equal on all replicas: the key of a tied weight, whose parameter names differ between stages; else
-        the parameter name."""
+        """A name that is equal on all replicas: the parameter name; for a tied weight, whose names differ between stages, its
+        key.
+        """
         return self.placement.tie_key or self.name
 
 
@@ -65,7 +66,7 @@ def replicated_parameters(model: nn.Module, context: ParallelContext, mode: Para
 
     @cache
     def is_distributed(placement: Placement) -> bool:
-        """Whether it is sharded, or has partial gradients, over at least two ranks of this group of `mode`."""
+        """Whether the tensor is sharded, or has partial gradients, over at least two ranks of this group of `mode`."""
         return any(
             len(ranks.intersection(layout.group_of(other, rank))) > 1
             for other, spec in placement.modes.items()
@@ -140,8 +141,7 @@ class Placements:
         self._shapes = [logical_shape(entry.tensor, entry.placement, sizes) for entry in self._held]
 
     def alike(self) -> MustMatch:
-        """A comparison of the properties that must be equal on all ranks of a pipeline stage: full shape, dtype and kind of
-        each parameter."""
+        """A table to compare between the ranks of a pipeline stage: the full shape, dtype and kind of each parameter."""
         return MustMatch(
             "parameter",
             {
@@ -242,7 +242,7 @@ def broadcast_shared(model: nn.Module, context: ParallelContext, compare: bool =
 
 
 def _seeded_alike(held: Sequence[Held], context: ParallelContext) -> dict[tuple[int, ...], list[Held]]:
-    """Parameters by those of their replica ranks that have the same seed as this rank, if there are several."""
+    """Group parameters by the replica ranks that have the same seed as this rank, if there are at least two."""
     layout = context.layout
     apart = [axis.name for axis in layout.axes if axis.seeded_apart]
     here = layout.coordinates(context.get_global_rank())
@@ -272,9 +272,10 @@ def _compare_weights(ranks: tuple[int, ...], entries: list[Held], context: Paral
     modes = [mode for mode in context.layout.modes if context.is_initialized(mode)]
     mode = next((mode for mode in reversed(modes) if context.get_ranks_in_group(mode) == list(ranks)), None)
     advice = (
-        "A parameter without a placement is replicated on these ranks, which have the same seed. If each has a shard of its "
-        f"own, declare it where the parameter is made: place(parameter, {{ParallelMode.{mode.name if mode else 'TENSOR'}: "
-        "Shard(0)}). If the model was built before launch, build it after, so that the ranks draw the same numbers. If the "
+        "A parameter without a placement is replicated on these ranks, which have the same seed. If each rank has its "
+        "own shard, declare the shard where the parameter is created: place(parameter, "
+        f"{{ParallelMode.{mode.name if mode else 'TENSOR'}: Shard(0)}}). "
+        "If the model was built before launch, build it after, so that the ranks draw the same numbers. If the "
         "weights differ on purpose and all ranks are to get those of the first, set compare_weights=False in the config."
     )
     try:
@@ -326,8 +327,10 @@ def words_of(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def checksum(tensor: Tensor) -> Tensor:
-    """Two checksums of a tensor's bits: the sum of its 64-bit words, which differs after a change of any one word, and the sum
-    of their squares."""
+    """Two checksums of a tensor's bits: the sum of its 64-bit words, and the sum of their squares.
+
+    A change of any single word changes the first sum.
+    """
     words = words_of(tensor)
     if words.device.type == "cpu":
         return torch.stack([words.sum(), torch.dot(words, words)])

@@ -78,7 +78,8 @@ def meta_init() -> Iterator[None]:
         if is_expanded(parameter):
             raise PlacementError(
                 f"{name} of {type(module).__name__} is an expanded tensor, of shape {tuple(parameter.shape)} and strides "
-                f"{parameter.stride()}: its elements share memory, so they cannot be trained apart. Give it memory of its own: "
+                f"{parameter.stride()}: its elements share memory, so they cannot be trained separately. Give the "
+                f"parameter its own memory: "
                 f"nn.Parameter(tensor.expand(...).clone())",
                 code="C034",
             )
@@ -164,7 +165,10 @@ class _ReadableMeta(_GivenValuesOnCPU):
 def _truncated_normal(
     tensor: Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
 ) -> Tensor:
-    """By the inverse of the distribution function; torch repeats draws until all are inside, which cannot be recorded."""
+    """Truncated normal numbers by the inverse of the distribution function.
+
+    (torch repeats draws until all are inside the limits, which cannot be recorded.)
+    """
     low, high = (math.erf((bound - mean) / (std * math.sqrt(2))) for bound in (a, b))
     return tensor.uniform_(low, high).erfinv_().mul_(std * math.sqrt(2)).add_(mean).clamp_(a, b)
 
@@ -269,7 +273,9 @@ Run = Callable[[RecordedOp, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class InitRecording(TorchDispatchMode):
-    """A context manager that records every operation on meta tensors, except views: a view is known by its storage and strides.
+    """A context manager that records every operation on meta tensors.
+
+    Views are not recorded: their storage and strides identify them.
 
     Tensors are identified by their storage (`memory_of`), because an in-place operation on a view changes its base.
     """
@@ -357,8 +363,9 @@ class InitRecording(TorchDispatchMode):
         touched = {memory_of(value) for op in ops for value in (*op.inputs, *op.outputs) if value.is_meta}
         if touched & self.owned and any(op.is_random for op in ops):
             raise PlacementError(
-                "inside meta_init() a buffer, or code of the model, needs the values of a parameter, which is drawn only in "
-                "initialize(). Build this module outside meta_init(), or `with torch.device('cpu')` inside it.",
+                "inside meta_init() a buffer, or code of the model, needs the values of a parameter, but these are "
+                "drawn only in initialize(). Build this module outside meta_init(), or `with torch.device('cpu')` "
+                "inside it.",
                 code="C034",
             )
 
@@ -435,7 +442,7 @@ def row_strides(shape: Sequence[int]) -> list[int]:
 
 
 def _merged(shape: Sequence[int], strides: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The same with as few dimensions as possible: contiguous neighbours are merged."""
+    """The same shape, offset and strides with as few dimensions as possible: contiguous neighbours are merged."""
     sizes: list[int] = []
     steps: list[int] = []
     for size, stride in zip(shape, strides, strict=True):
@@ -448,7 +455,7 @@ def _merged(shape: Sequence[int], strides: Sequence[int]) -> tuple[list[int], li
 
 
 def _fractions(key: int, positions: Tensor) -> Tensor:
-    """52 random bits each (splitmix64 of position and key), as numbers between 0 and 1, both exclusive."""
+    """A random number between 0 and 1 (both exclusive) for each position: 52 bits of splitmix64 of position and key."""
     bits = positions.mul(_signed(_GAMMA)).add_(_signed(key))
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
         bits.bitwise_xor_(_shifted(bits, shift)).mul_(_signed(factor))
@@ -547,7 +554,7 @@ class ElementStep:
         return f"{self.kind}{self.values}{'' if self.region is None else ' in a part'}"
 
     def apply(self, values: Tensor, positions: Tensor, key: int) -> Tensor:
-        """The values of elements after this step, as if all of them were in its region."""
+        """Return the values of these elements after this step. All elements must be in the region of the step."""
         if self.call is not None:
             return self.call(values.clone())
         if self.kind == "fill":
@@ -584,8 +591,9 @@ class ElementwiseInit:
         return None if self.cut else replace(self, steps=(*self.steps, replace(step, region=Strided.of(tensor))))
 
     def copied(self, source: Tensor) -> ElementwiseInit | None:
-        """The initialization of a copy of `source`, a tensor in the storage that this object describes; None if it is not
-        element-wise."""
+        """The initialization of a copy of `source`, a tensor in the described storage; None if the initialization is not
+        element-wise.
+        """
         if is_expanded(source):
             return None
         if source.is_contiguous() and covers_memory(source):
@@ -595,8 +603,11 @@ class ElementwiseInit:
         return ElementwiseInit(self.steps, Strided.of(source) if self.has_regions else None, moved=True)
 
     def values(self, positions: Tensor, places: Tensor, key: Callable[[int | None], int]) -> Tensor:
-        """The initial values, in float64, of the elements at `positions` in the full parameter; `places` are their positions
-        in the storage to which the regions refer, and `key` returns the random key of a storage."""
+        """The initial values, in float64, of the elements at `positions` in the full parameter.
+
+        `places` are the positions of these elements in the storage to which the regions refer; `key` returns the random key of a
+        storage.
+        """
         values = torch.zeros_like(positions, dtype=torch.float64)
         for step in self.steps:
             changed = step.apply(values, positions, key(step.source))
@@ -628,7 +639,7 @@ def random_step_of(op: RecordedOp) -> ElementStep | None:
 
 
 def _after(op: RecordedOp, known: dict[int, ElementwiseInit | None]) -> ElementwiseInit | None:
-    """The initialization of the output of an operation, by those of its inputs; None if it is not element-wise."""
+    """The initialization of an operation's output, derived from those of its inputs; None if it is not element-wise."""
     name, (made,) = op.name, op.outputs
     before = known.get(memory_of(made), ElementwiseInit())
     if name in _EMPTY:
@@ -805,8 +816,8 @@ def parameter_inits(stages: Iterable[nn.Module], prefix: str = "") -> dict[int, 
                 )
             if start.version != parameter._version:
                 raise PlacementError(
-                    f"{name} was changed after meta_init(), on the meta device, where that has no effect: initialise it inside "
-                    f"the block, or after initialize()",
+                    f"{name} was changed on the meta device after meta_init(), which has no effect: initialise it "
+                    f"inside the block, or after initialize()",
                     code="C034",
                 )
             # Stages that were built one by one may have equal names.
@@ -826,8 +837,9 @@ def parameter_inits(stages: Iterable[nn.Module], prefix: str = "") -> dict[int, 
         ops = [start.recording.ops[at] for at in start.recording.needed_for(start.tensor)]
         if any(op in start.recording.read_from for op in ops):
             raise PlacementError(
-                f"{name} starts with random numbers that a buffer, or code of the model, has read inside meta_init(); those of "
-                f"parameters are drawn only in initialize(). Build its module outside, or `with torch.device('cpu'):` inside.",
+                f"{name} is initialized with random numbers that a buffer, or code of the model, has read inside "
+                f"meta_init(), but the random numbers of parameters are drawn only in initialize(). Build the module "
+                f"outside of meta_init(), or inside it `with torch.device('cpu'):`.",
                 code="C034",
             )
         drawn[name] = {memory_of(made) for op in ops if op.is_random for made in op.outputs}
@@ -884,8 +896,8 @@ def _refuse_tensors_without_values(stages: Iterable[nn.Module]) -> None:
             # A tensor with a graph is computed from parameters; the old weight_norm does so again in each forward pass.
             if not leaf.requires_grad:
                 raise PlacementError(
-                    f"{name} holds a tensor without values, as it was built inside "
-                    f"meta_init(). Make it a buffer (register_buffer), or build it `with torch.device('cpu'):`.",
+                    f"{name} holds a tensor without values, because it was built inside meta_init(). Make it a buffer "
+                    f"(register_buffer), or build it `with torch.device('cpu'):`.",
                     code="C034",
                 )
 
@@ -912,8 +924,9 @@ def refuse_meta_state(optimizer: Any) -> None:
                 name = type(optimizer).__name__
                 raise GradientError(
                     f"{name} has state ({key}) of parameters that were built inside meta_init() and have no memory yet, so its values are "
-                    f"lost: some optimizers create state when they are built, and load_state_dict() creates it in all. Pass initialize() a "
-                    f"function, lambda parameters: {name}(parameters, ...), and load state afterwards, with CheckpointManager or "
+                    f"lost: some optimizers create state when they are built, and load_state_dict() creates state in "
+                    f"all optimizers. Pass initialize() a function, lambda parameters: {name}(parameters, ...), and "
+                    f"load state afterwards, with CheckpointManager or "
                     f"engine.optimizer.load_state_dict()",
                     code="C034",
                 )
@@ -929,8 +942,10 @@ class MetaStart:
         self._count = 0
 
     def alike(self) -> MustMatch:
-        """A comparison of the initializations, which must be equal on all ranks of a pipeline stage, because no broadcast
-        makes the values equal."""
+        """A table of initializations to compare between ranks.
+
+        The ranks of a pipeline stage must have equal ones, because no broadcast makes the values equal.
+        """
         return MustMatch(
             "the start of",
             {name: str(init) for name, init in self._inits.items()},

@@ -59,7 +59,7 @@ _OTHER_MODALITIES = ("pixel_values", "input_features", "input_values", "audio_va
 
 
 class ForwardSplitter:
-    """Splits a model with blocks in lists by its own forward pass, which is recorded once without weights.
+    """Splits a model whose blocks are in lists. The splitter records the model's own forward pass once, without weights.
 
     Args:
         model: The model; it is not changed until `stages`.
@@ -200,7 +200,7 @@ class ForwardSplitter:
 
 @dataclass(frozen=True)
 class StageSpec:
-    """The part of one stage: it makes the calls [first, stop) of the recorded pass, and receives and sends these values.
+    """The part of one stage: the calls [first, stop) of the recorded pass, and the values that the stage receives and sends.
 
     Calls are numbered as in the recorded pass, values as in its `Value.number`.
     """
@@ -255,7 +255,7 @@ def why_no_cut(recording: Recording, at: int) -> str:
 
 
 def _values_from_before(recording: Recording, at: int) -> Iterator[tuple[str, Value]]:
-    """(unit, value) of the arguments of calls from `at` on that depend on results from before `at`."""
+    """Yield (unit, value) for arguments of calls from `at` on, if they depend on results of calls before `at`."""
     begin = recording.calls[at].time
     for call in recording.calls[at:]:
         for value in call.inputs.values() if call.form is not None else ():
@@ -264,7 +264,7 @@ def _values_from_before(recording: Recording, at: int) -> Iterator[tuple[str, Va
 
 
 def _values_at_hand(recording: Recording, at: int) -> Iterator[tuple[int, tuple[int, str | int]]]:
-    """(number, (call, place)) of the values that a stage ending before call `at` can send.
+    """The values that a stage ending before call `at` can send, as (number, (call, place)).
 
     These are the arguments and results of the calls before it, and the arguments of the call itself.
     """
@@ -306,7 +306,9 @@ def stage_specs(recording: Recording, firsts: Sequence[int]) -> list[StageSpec]:
 
 
 class Absent:
-    """Placeholder for a unit of another stage, which the model's forward() calls here too. Not a module, and has no weights.
+    """Placeholder for a unit of another stage: the model's forward() calls it on this stage too.
+
+    A placeholder is not a module and has no weights.
 
     Args:
         name: The name of the unit in the model.
@@ -335,7 +337,7 @@ class Absent:
 
 
 class _EndOfStage(BaseException):
-    """Ends the forward pass of a stage. Not an Exception, because forward() may catch those."""
+    """Ends the forward pass of a stage. It is not an Exception, because forward() may catch exceptions."""
 
 
 class StageRun:
@@ -367,7 +369,8 @@ class StageRun:
         if at >= len(spec.unit_names) or spec.unit_names[at] != name:
             expected = f"{spec.unit_names[at]!r} was expected" if at < len(spec.unit_names) else "no call was expected"
             raise ScheduleError(
-                f"the forward pass calls {name!r} where {expected}, by the pass recorded when the model was split into stages. A "
+                f"the forward pass calls {name!r} where {expected}, according to the pass recorded when the model was "
+                f"split into stages. A "
                 f"pipeline needs the same calls in every pass, without layer dropout. If your inputs lead to other calls than "
                 f"those recorded, pass a batch of them to parallelize(sample=) or split(sample=)",
                 code="C050",
@@ -492,7 +495,10 @@ def result_of(output: Any) -> Any:
 
 
 class _PartlyAbsent:
-    """A list or dict of modules with absent members: iteration yields these, too, but they are not among its modules."""
+    """A list or dict of modules with absent members.
+
+    Iteration yields the absent members too, but they are not registered as modules.
+    """
 
     _colonnade_members: dict[str, Absent | None]
     _modules: dict[str, nn.Module]
@@ -535,8 +541,9 @@ class _PartlyAbsentDict(_PartlyAbsent):
 
 
 def hide_children(owner: nn.Module, absent: dict[str, Absent]) -> None:
-    """Replace children of a module by `Absent` objects. forward() can still access them, but `modules()` and `parameters()` do
-    not contain them."""
+    """Replace children of a module by `Absent` objects. forward() can still access these objects, but `modules()` and
+    `parameters()` do not contain them.
+    """
     if isinstance(owner, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
         vars(owner)["_colonnade_members"] = {name: absent.get(name) for name in owner._modules}
         owner.__class__ = subclass_with(
@@ -614,8 +621,9 @@ def _call_with_small_inputs(model: nn.Module) -> Call:
     others = [name for name in inspect.signature(model.forward).parameters if name.startswith(_OTHER_MODALITIES)]
     if main == "input_ids" and others:
         raise ScheduleError(
-            f"a {type(model).__name__} takes {others[0]!r} in addition to {main!r}, and calls other layers with it than without: "
-            f"pass sample=, a batch with the inputs of your run (tensors of any values), to parallelize or split",
+            f"a {type(model).__name__} takes {others[0]!r} in addition to {main!r}, and this input changes which "
+            f"layers it calls: pass sample=, a batch with the inputs of your run (tensors of any values), to "
+            f"parallelize or split",
             code="C050",
         )
     return lambda function: function(**inputs)

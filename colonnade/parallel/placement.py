@@ -90,7 +90,7 @@ class Placement:
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
-        """A hashable key, equal for equal placements; its first part has everything but the shape of the tensor."""
+        """A hashable key: equal placements have equal keys. The first part of the key leaves out the shape of the tensor."""
         # In the given order, which matters if two modes shard one dimension.
         return tuple(self.modes.items()), self.shape
 

@@ -261,7 +261,7 @@ def _layers_of(model: nn.Module) -> Layers:
 
 
 def _flat(model: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """The layers of a Sequential, and of those nested in it that have no hooks and no forward() of their own."""
+    """The layers of a Sequential, and of nested Sequentials without hooks and without a custom forward()."""
     for name, layer in model._modules.items():
         assert layer is not None
         if type(layer) is nn.Sequential and len(layer) and not _is_altered(layer):
@@ -300,11 +300,11 @@ _BETWEEN = "Move the operations of its forward() between the layers into one of 
 def _compare_with_stages(
     model: nn.Module, stages: nn.Module, run: Callable[[nn.Module], Any], advice: str = _BETWEEN
 ) -> None:
-    """Raise if the stages return another result than the model, from the same random state, in its current mode.
+    """Raise if the result of the stages differs from the result of the model, from the same random state, in its current mode.
 
     Random state and buffers are restored.
     """
-    differs = f"the layers of {type(model).__name__}, called in order, give another result than its forward pass"
+    differs = f"the layers of {type(model).__name__}, called in order, give a different result than its forward pass"
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     devices = sorted({parameter.device.index for parameter in model.parameters() if parameter.is_cuda})
     results = []
@@ -391,7 +391,9 @@ def _require_chain(model: nn.Module, layers: Layers) -> None:
 
 
 def _not_a_chain(model: nn.Module, layers: Layers) -> str:
-    """The first operation of forward(), from its end, that is not the call of the next layer; empty if there is none."""
+    """Search forward() from its end for an operation that is not the call of the next layer, and return its description; empty
+    if there is none.
+    """
     try:
         graph = _Tracer(layers).trace(model)
     except Exception as error:  # forward() depends on values
@@ -416,7 +418,7 @@ def _not_a_chain(model: nn.Module, layers: Layers) -> str:
 
 
 def _source(call: Node) -> Any:
-    """The single value that a layer is called with: alone, or a tuple's items by position, or a dict's by keyword."""
+    """The single value that a layer is called with: directly, as a tuple passed by position, or as a dict passed by keyword."""
     if len(call.args) == 1 and not call.kwargs:
         (value,) = call.args
         return value
@@ -472,25 +474,27 @@ def _balanced_cuts(names: Sequence[str], num_stages: int | None, weights: Sequen
 
 
 def balanced(weights: Sequence[float], parts: int) -> list[int]:
-    """Split consecutive items into `parts` runs and return the start of each: the heaviest run is as light as possible, and,
-    second, all runs are as even as possible."""
+    """Split consecutive items into `parts` runs, and return the start of each run.
+
+    Minimizes the weight of the heaviest run, then the differences between runs.
+    """
     sums = list(accumulate(weights, initial=0.0))
 
     def options(start: int, parts: int) -> list[tuple[float, int]]:
-        """(weight, end) of each possible next run."""
+        """Yield (weight, end) of each possible next run."""
         stops = range(start + 1, len(weights) - parts + 2) if parts > 1 else (len(weights),)
         return [(sums[stop] - sums[start], stop) for stop in stops]
 
     @cache
     def heaviest(start: int, parts: int) -> float:
-        """The least possible weight of the heaviest of `parts` runs of the items from `start` on."""
+        """The weight of the heaviest run if the items from `start` on are split into `parts` runs as well as possible."""
         if parts == 0:
             return 0.0
         return min(max(own, heaviest(stop, parts - 1)) for own, stop in options(start, parts))
 
     @cache
     def evenest(start: int, parts: int) -> tuple[float, tuple[int, ...]]:
-        """(sum of squares, starts) of the most even runs, none heavier than `limit`."""
+        """Return the most even split in which no run is heavier than `limit`, as (sum of squares, starts)."""
         if parts == 0:
             return 0.0, ()
         found = [(own, evenest(stop, parts - 1)) for own, stop in options(start, parts) if own <= limit]
@@ -606,7 +610,7 @@ class Chunks(nn.ModuleList):
 
 
 def take_stages(split: Split, stage_ranks: Sequence[int], rank: int) -> nn.Module:
-    """The stages of pipeline rank `rank`, several as `Chunks`. `stage_ranks`: the rank of each stage.
+    """Return the stages of pipeline rank `rank`; several stages as `Chunks`. `stage_ranks`: the rank of each stage.
 
     If stages of several ranks share a parameter, the parameter is placed as `Tied` on these ranks: its gradients are summed, it
     counts once in norms, and its copies start equal. If only stages of one rank share a parameter, it stays a single parameter.

@@ -44,7 +44,7 @@ class LocalTensor:
 
     - `label`: a name that is equal on all ranks that store elements of the full tensor; `names`: all names of the tensor on this
       rank.
-    - `holders`: the ranks that store the same elements; `sharers`: the ranks that store any elements of the full tensor.
+    - `holders`: the ranks that store the same elements; `sharers`: all ranks that store some elements of the full tensor.
     - `parts`: for each sharded dimension, (index of this shard, number of shards); `by_hand`: the same, but only for the sharding
       by `place`, without the sharding by FSDP inside it.
     - `shape`: the shape of the full tensor.
@@ -172,8 +172,10 @@ def locate_tensors(
 
 
 def prefix_of(model: nn.Module) -> str:
-    """The prefix that the names of this rank's model lack, compared to the full model; not empty for a stage taken out of a
-    peft wrapper."""
+    """The prefix that parameter names have in the full model but not in this rank's model.
+
+    Empty unless a stage was taken out of a peft wrapper.
+    """
     stage = next(iter(model), model) if isinstance(model, nn.ModuleList) else model
     return str(getattr(stage, PREFIX, ""))
 
@@ -234,7 +236,7 @@ def _in_sections(place: tuple[Box, Box], dim: int, runs: Sequence[tuple[int, int
 
 
 def _along(box: Box, dim: int, start: int, length: int) -> Box:
-    """The box with another extent along one dimension."""
+    """A copy of the box whose extent along one dimension is replaced."""
     return Box((*box.offset[:dim], start, *box.offset[dim + 1 :]), (*box.shape[:dim], length, *box.shape[dim + 1 :]))
 
 

@@ -76,7 +76,7 @@ def members_of(mode: ParallelMode, context: ParallelContext) -> Members | None:
 
 
 def all_reduce(x: Tensor, members: Members, op: Any = dist.ReduceOp.SUM) -> Tensor:
-    """All-reduce into a new tensor, by sum or by another `op`."""
+    """All-reduce into a new tensor; the reduction is a sum by default, or `op`."""
     total = x.clone(memory_format=torch.contiguous_format)
     _note("all_reduce", members, 2 * _bytes(x) * (members.size - 1) // members.size)
     dist.all_reduce(total, op, group=members.group)

@@ -6,7 +6,8 @@
    modules whose dropout a single process cannot repeat.
 2. On the ranks: `_record_steps` trains for the steps, and keeps the batches of each rank.
 3. On rank 0: `_true_run` trains the full model on the global batches (`OneProcess` in reference.py), and `_side_by_side`
-   combines the two (`compare.assemble`). Of large tensors the ranks send sketches, and whole tensors only if these differ.
+   combines the two (`compare.assemble`). For large tensors, the ranks send sketches; they send the full tensors only if
+   the sketches differ.
 
 `diagnose` then explains the differences.
 
@@ -71,6 +72,7 @@ from colonnade.proof.record import (
     micro_batches,
     name_in_full_model,
     on_cpu,
+    recorded,
     sketchable,
     sketched_record,
 )
@@ -105,7 +107,7 @@ def verify(
 ) -> Report:
     """Train `engine` for some steps, train a single process on the same data, and compare the two.
 
-    The engine is `steps` steps further afterwards. Collective over the world; every rank gets the report.
+    Afterwards, the engine has taken `steps` more steps. Collective over the world; every rank gets the report.
 
     Args:
         engine: An engine whose optimizer has no state yet.
@@ -113,7 +115,8 @@ def verify(
             world of one. Default: a copy of the engine's model, if that is unsharded.
         batches: For each step the batches of this rank, one for each pass of `gradient_accumulation`.
         steps: The number of steps to compare; default: all of `batches`.
-        criterion: The criterion of the reference, if that of the engine is for a sharded model. Default: the result of
+        criterion: The criterion of the reference, if the engine's criterion is for a sharded model. Default: the result
+        of
             the model's method `criterion`, else the engine's.
         dropout: The single process drops the same elements as the ranks, as far as possible. False: dropout is off.
 
@@ -312,7 +315,7 @@ def _unjoinable_dropout(
         everyone = gather_to_first((recorder.record, [[_pieces(engine, batch)]]), engine.context)
 
         def replay(everyone: Sequence[tuple[Record, Any]]) -> dict[str, str]:
-            """The modules in which the masks of this forward pass cannot be joined, on rank 0."""
+            """Run one forward pass on rank 0; returns the modules whose masks cannot be joined."""
             records, given = [record for record, _ in everyone], [given for _, given in everyone]
             with torch.random.fork_rng(), world_of_one(engine.context), torch.no_grad():
                 replaying = ReplayedDraws(drawn_by(records, off or {}))
@@ -357,11 +360,12 @@ def _true_run(
     before: tuple[Any, Any],
     whole: Mapping[str, Tensor],
 ) -> TrueRun:
-    """Train the single process. `whole` are the initial values of the tensors of which the records have sketches."""
+    """Train the single process. `whole` has the initial values of the tensors that the records contain as sketches."""
     # Layers are built and called in a world of one. The random numbers of the run continue as if this had not happened.
     with torch.random.fork_rng(), world_of_one(engine.context):
         dropping = ReplayedDraws(drawn_by(records, off))
         single, start, names = _one_process(engine, reference, criterion, records, dropping, whole)
+        start = {name: recorded(value.to(engine.context.device), copy=False) for name, value in start.items()}
         steps, apart = joined_steps(given, engine.accumulation, [record.run for record in records])
         same_host = all(record.run.host == records[0].run.host for record in records)
         short = partial(_short, records=records, names=names)
@@ -400,14 +404,15 @@ def _true_run(
 
 def _short(truth: Truth, records: Sequence[Record], names: Mapping[str, str]) -> Truth:
     """A step of the reference with the sketches that the ranks have."""
-    blocks = sketched_blocks(records, names)
-    return sketched_truth(truth, blocks, records[0].run.norm_type) if blocks else truth
+    return sketched_truth(truth, sketched_blocks(records, names), records[0].run.norm_type)
 
 
 def _side_by_side(records: Sequence[Record], truth: TrueRun) -> Evidence:
     """The records of the ranks and the reference, with the sketches that the ranks have."""
     blocks = sketched_blocks(records, truth.names)
-    start = {name: sketches(value, blocks[name]) if name in blocks else value for name, value in truth.start.items()}
+    start = {
+        name: sketches(value, blocks[name]) if name in blocks else value.cpu() for name, value in truth.start.items()
+    }
     return assemble(
         records, replace(truth, steps=[_short(step, records, truth.names) for step in truth.steps], start=start)
     )

@@ -162,7 +162,7 @@ class Groups:
         self._placed = [mode for mode in listed if re.search(rf"\b{mode}\b", placements, re.IGNORECASE)]
 
     def spelled(self, factor: Factor) -> str:
-        """Format a product of sizes; a mode is followed by the other modes of placements that have the same groups."""
+        """Format a product of sizes. After each mode, name the other modes of placements with the same groups."""
         text = str(factor)
         for mode, _ in factor.powers:
             others = [other for other in self._placed if other != mode and self._name.get(other) == mode]
@@ -184,7 +184,7 @@ class Groups:
         return tuple(sorted(reached))
 
     def subsets(self) -> list[tuple[str, ...]]:
-        """List sets of up to three modes. Among sets that reach the same ranks, only the smallest is listed."""
+        """List sets of up to three modes. If several sets reach the same ranks, list only the smallest."""
         some = [chosen for count in range(_MODES_AT_ONCE + 1) for chosen in combinations(self.of_mode, count)]
         seen: dict[tuple[tuple[int, ...], ...], tuple[str, ...]] = {}
         ranks = sorted({rank for groups in self.of_mode.values() for group in groups for rank in group})
@@ -245,7 +245,7 @@ class Case:
         return candidate
 
     def within(self, elements: Tensor) -> Case:
-        """Return the same case for a part of the tensor: the elements with these indices."""
+        """Return a copy of the case for a part of the tensor: the elements with these indices."""
         before = None if self.before is None else flat(self.before)[elements]
         return replace(self, compared=_within(self.compared, elements), before=before)
 
@@ -347,7 +347,7 @@ class GradientCase(Case):
         )
 
     def within(self, elements: Tensor) -> GradientCase:
-        """Return the same case for a part of the parameter: the elements with these indices."""
+        """Return a copy of the case for a part of the parameter: the elements with these indices."""
         gradient = replace(
             self.gradient,
             raw=[[part for x in some if (part := _part_within(x, elements)) is not None] for some in self.gradient.raw],
@@ -392,7 +392,7 @@ class GradientCase(Case):
         return None if not some or any(x is None for x in some) else torch.stack(some)  # type: ignore[arg-type]
 
     def of_pass(self, raw: Sequence[LocalValue]) -> GradientCase:
-        """Return the same case as if the step had only the pass with these local gradients."""
+        """Return a copy of the case in which the step has only one pass, with these local gradients."""
         return replace(self, gradient=replace(self.gradient, raw=[raw]))
 
     def raw_sum(self, modes: Sequence[str]) -> Candidate:
@@ -409,7 +409,7 @@ class GradientCase(Case):
 
     @cached_property
     def due(self) -> Candidate:
-        """The candidate "local gradients after all required reductions": the gradient that should have resulted."""
+        """The candidate "local gradients after all required reductions", which is the correct gradient."""
         total = self.raw_sum(tuple(self.required))
 
         def candidate(part: LocalValue) -> Tensor | None:
@@ -433,7 +433,7 @@ class GradientCase(Case):
 
     @cached_property
     def local_factor(self) -> float | None:
-        """The factor by which the correctly reduced local gradients of every pass exceed those of the reference.
+        """The factor between the correctly reduced local gradients of every pass and the gradients of the reference.
 
         None if the passes have no common factor, or if their gradients are unknown.
         """
@@ -525,7 +525,7 @@ _SAME_DIRECTION = 0.03
 
 
 def raw_scale(evidence: Evidence, groups: Groups, step: StepEvidence, wrong: Collection[str]) -> float:
-    """Return the factor between reduced local gradients and the final gradients, as read off up to 20 right gradients.
+    """Return the factor between reduced local gradients and final gradients, measured on up to 20 right gradients.
 
     Returns 1 if these parameters have different factors.
     """
@@ -652,7 +652,7 @@ Coefficient = Callable[[str, int], float]
 
 @dataclass(frozen=True)
 class ClipCase:
-    """All clipped gradients of a step. `rows` are the rows of those that differ from the reference.
+    """All clipped gradients of a step. `rows` has the rows of the gradients that differ from the reference.
 
     Hypotheses assume one clip coefficient for all gradients, `by(norm)`.
     """

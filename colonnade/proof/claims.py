@@ -51,6 +51,8 @@ class Claim:
     doubt: int = 0
     """Evidence against the claim, such as healthy parameters that would share the mistake. Compared after `rank`."""
 
+    is_upstream: bool = False
+    """The mistake may be in any backward pass between the loss and the parameter, so the sentence names the last parameter."""
     is_local: bool = False
     """The mistake is no part of a reduction, so the sentence quotes no ledger row."""
 
@@ -149,7 +151,7 @@ CAUSES: Mapping[str, str] = {
     "weights-differ-at-start": "the ranks do not start with the weights of one model",
     "changed-between-steps": "weights, buffers or optimizer state were changed outside of the step, on some ranks",
     "rows-differ": "the ranks together ran on more or fewer rows of the batch than a single process",
-    "masks-differ": "ranks that have the same activation draw other random numbers for it, such as a dropout mask",
+    "masks-differ": "ranks with the same activation draw different random numbers for it, such as a dropout mask",
     "forward-differs": "an activation differs from the reference, with the first module",
     "loss-differs": "the activations agree, but the reported loss does not",
     "recomputation-differs": "the output of a module changes when it is recomputed in the backward pass",

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from colonnade.errors import listed
-from colonnade.proof.random_numbers import LOOP, DrawsOfRanks
-from colonnade.proof.record import BatchAxis, Event, Loss, Piece, Record, RecordedStep
+from colonnade.proof.random_numbers import LOOP, DrawsOfRanks, Replays
+from colonnade.proof.record import BatchAxis, Event, Loss, Piece, Record, RecordedStep, StateName
 from colonnade.proof.reference import RoundingSpread, TrueRun, Truth, norm_of
 from colonnade.proof.sketch import SUMS, Block
 
@@ -136,6 +136,8 @@ class StepEvidence:
     """For each option of the optimizer (with its parameter group) that differs between ranks: the ranks, by value."""
     evaluations: Sequence[int] = ()
     """For each rank: the number of forward passes without gradients since the previous step."""
+    passes: tuple[int, int] | None = None
+    """The number of backward passes on every rank and in the reference; None: not known, or not the same on the ranks."""
     root_losses: bool = False
     """Whether the losses are the values on which `backward` was called, because the script reports none."""
 
@@ -167,6 +169,8 @@ class Evidence:
     parameters: Mapping[str, ParameterInfo]
     weights_at_start: Mapping[str, Compared]
     steps: Sequence[StepEvidence]
+    state_at_start: Mapping[str, Compared] = field(default_factory=dict)
+    """The optimizer's state before the first step, as "key of parameter". A rank without it has zeros."""
     dtype: str = "float64"
     accumulation: int = 1
     max_norm: float | None = None
@@ -224,11 +228,12 @@ def full_shapes(records: Sequence[Record], names: Names) -> dict[str, tuple[int,
 
 
 def assemble(records: Sequence[Record], truth: TrueRun) -> Evidence:
-    """Combine the records of all ranks and the reference to the `Evidence`."""
+    """Combine the records of all ranks and of the reference into an `Evidence` object."""
     run, side_by_side = records[0].run, _SideBySide(records, truth.names, truth.terms)
     notes = [
         *(note for record in records for note in record.notes),
         *truth.notes,
+        *notes_of_equal_draws(truth.replays),
         *warn_of_parameters_without_optimizer(records, truth.names),
         *warn_of_equal_stages(records),
     ]
@@ -246,6 +251,7 @@ def assemble(records: Sequence[Record], truth: TrueRun) -> Evidence:
             for at, (step, spread) in enumerate(zip(truth.steps, truth.spreads, strict=True))
             if all(at < len(record.steps) for record in records)
         ],
+        state_at_start=side_by_side.state_at_start(truth.state),
         dtype=run.dtype,
         accumulation=run.accumulation,
         max_norm=run.max_norm,
@@ -296,8 +302,18 @@ def warn_of_equal_stages(records: Sequence[Record]) -> list[str]:
     ]
 
 
+def notes_of_equal_draws(replays: Replays) -> list[str]:
+    """Return a note for each module whose shards get equal random numbers on several ranks."""
+    return [
+        f"{f'module {name}' if name else 'the model'}: ranks {short_ranks(ranks)} draw the same random numbers for different shards "
+        f"of one tensor, for dropout for example. In a single process they are independent: give each of these ranks a seed of "
+        f"its own there, and restore the generator of each rank after a resume"
+        for name, ranks in replays.equal_shards.items()
+    ]
+
+
 def drawn_on_host(records: Sequence[Record], truth: Mapping[str, Sequence[int]]) -> dict[str, str]:
-    """Return the modules that draw different numbers from Python's or NumPy's generator than in the single process.
+    """Return the modules whose draws from Python's or NumPy's generator differ between the ranks and the single process.
 
     The values are the reasons, as text.
     """
@@ -338,7 +354,7 @@ def sketched_blocks(records: Sequence[Record], names: Names) -> dict[str, list[B
 
 
 class _SideBySide:
-    """Finds the values of the ranks for each tensor of the reference, by its name there."""
+    """Finds the values of the ranks for each tensor of the reference, by the tensor's name in the reference."""
 
     def __init__(self, records: Sequence[Record], names: Names, terms: int) -> None:
         self.records, self.terms = records, terms
@@ -347,12 +363,14 @@ class _SideBySide:
         ]
         self.axes = records[0].run.axes or ()
         self._places: dict[Any, Tensor] = {}
+        self._known_cuts: set[tuple[tuple[int, str], ...]] = set()
+        """Shardings, as (dimension, axis) pairs, that some output of a module has been found to have."""
         self._blocks = sketched_blocks(records, names)
 
     def positions(self, record: Record, name: str, key: str, own: Tensor | None) -> Tensor | None:
         """Return the positions of a rank's elements in the reference.
 
-        Of a sketched tensor, the reference may be a sketch of each shard.
+        For a sketched tensor, the reference may be a sketch of each shard.
         """
         if key not in record.run.sketched:
             return own
@@ -373,6 +391,33 @@ class _SideBySide:
                 found.append(LocalValue(record.rank, tensors[key], positions))
         return found
 
+    def state_at_start(self, truth: Mapping[StateName, Tensor] | None) -> dict[str, Compared]:
+        """The optimizer's state before the first step. A rank that has none for a parameter gets zeros."""
+        if truth is None or any(record.state is None for record in self.records):
+            return {}
+        here = [{own: name for name, own in local.items()} for local in self.local]
+        known = dict(truth)
+        for record, by_own in zip(self.records, here, strict=True):
+            for (key, own), value in (record.state or {}).items():
+                shape = record.tensors[own].shape if value.dim() and own not in record.run.sketched else value.shape
+                known.setdefault((key, by_own[own]), torch.zeros(shape))
+        found: dict[str, Compared] = {}
+        for (key, name), whole in known.items():
+
+            def state(record: Record, key: str = key, whole: Tensor = whole) -> dict[str, Tensor]:
+                empty = (
+                    {} if record.run.has_engine else record.start
+                )  # ZeRO spreads the state of replicas over their ranks
+                zeros = {
+                    own: torch.zeros_like(value) if whole.dim() else torch.zeros(()) for own, value in empty.items()
+                }
+                return zeros | {own: value for (of, own), value in (record.state or {}).items() if of == key}
+
+            parts = self.local_values(name, state)
+            parts = parts if whole.dim() else [LocalValue(part.rank, part.value) for part in parts]
+            found[f"{key} of {name}"] = Compared(whole, parts)
+        return found
+
     def step(self, at: int, truth: Truth, spread: RoundingSpread) -> StepEvidence:
         steps = [record.steps[at] for record in self.records]
 
@@ -386,7 +431,10 @@ class _SideBySide:
             some = [loss for loss, other in zip(losses, at_axes, strict=True) if other == own]
             mean = mean_of(some)
             found_loss.append(None if mean is None else mean[0])
+        counts = {len(step.losses) for step in steps if step.losses}
+        is_counted = len(counts) == 1 and truth.losses and not any(record.run.has_engine for record in self.records)
         return StepEvidence(
+            passes=(counts.pop(), len(truth.losses)) if is_counted else None,
             loss=truth.loss,
             found_loss=found_loss,
             gradients={
@@ -548,7 +596,9 @@ class _SideBySide:
     def _activations(
         self, seen: Sequence[Mapping[str, Tensor]], truth: Truth, spread: RoundingSpread
     ) -> tuple[dict[str, Compared], dict[str, Unplaced], dict[str, Tokens]]:
-        """The outputs of modules that can be compared; those that cannot; and the indices of sharded ones along a dimension."""
+        """Three results: the module outputs that can be compared, those that cannot be compared, and the indices of outputs
+        sharded along a dimension.
+        """
         found: dict[str, Compared] = {}
         unplaced: dict[str, Unplaced] = {}
         tokens: dict[str, Tokens] = {}
@@ -608,7 +658,7 @@ class _SideBySide:
     def _placed(
         self, values: Sequence[tuple[Record, Tensor]], truth: Tensor, spread: RoundingSpread, name: str
     ) -> Compared | Unplaced | None:
-        """The values of ranks at their places in the value of the reference; None: some rows ran on no rank."""
+        """Put the values of the ranks at their places in the reference value; None if some rows ran on no rank."""
         if not values:
             return None
         parts = [self._place_output(record, value, truth) for record, value in values]
@@ -623,21 +673,30 @@ class _SideBySide:
             is_wrong = any(distance(part, truth) > 1e-3 * length(truth) for part in known)
             if not is_wrong or truth.dim() <= 2 or any(part.positions is None for part in known):
                 return compared
-            tokens = torch.cat([part.value.double().norm(dim=-1).flatten() for part in known]).sort().values
-            wanted = truth.double().norm(dim=-1).flatten().sort().values
-            if len(tokens) != len(wanted) or bool((tokens - wanted).norm() > 1e-6 * wanted.norm()):
+            if not _same_slices(known, truth):
                 return compared
             return Unplaced(tuple(values[0][1].shape), tuple(truth.shape))
 
         # Any other sharding (of channels, or without a batch dimension) is not known. If the usual one, in blocks, gives the
-        # values of the reference, it is the sharding; otherwise values and sharding cannot be told apart.
-        for part in self._in_blocks(values, truth):
+        # values of the reference, it is the sharding; otherwise values and sharding cannot be told apart, unless another value
+        # of the step is sharded in the same dimensions, none of which are channels.
+        supposed = None
+        for cut, part in self._in_blocks(values, truth):
             if all(distance(one, truth) <= 1e-6 * length(truth) for one in part):
+                self._known_cuts.add(cut)
                 return self._compared(truth, part, spread, "activations", name)
+            if cut in self._known_cuts and all(dim < truth.dim() - 1 for dim, _ in cut):
+                supposed = supposed or part
+        if supposed is not None and not _same_slices(supposed, truth):
+            return self._compared(truth, supposed, spread, "activations", name)
         return Unplaced(tuple(values[0][1].shape), tuple(truth.shape))
 
-    def _in_blocks(self, values: Sequence[tuple[Record, Tensor]], truth: Tensor) -> Iterator[list[LocalValue]]:
-        """The values as blocks along the dimensions in which they are shorter than the reference, for each choice of axes."""
+    def _in_blocks(
+        self, values: Sequence[tuple[Record, Tensor]], truth: Tensor
+    ) -> Iterator[tuple[tuple[tuple[int, str], ...], list[LocalValue]]]:
+        """Treat the values as blocks along the dimensions in which they are shorter than the reference; one result, with its
+        (dimension, axis) pairs, for each choice of axes.
+        """
         shape = values[0][1].shape
         if len(shape) != truth.dim() or any(value.shape != shape for _, value in values):
             return
@@ -646,7 +705,8 @@ class _SideBySide:
         for chosen in permutations(axes, len(shorter)) if shorter else ():
             if all(shape[dim] * axis.size == truth.shape[dim] for dim, axis in zip(shorter, chosen, strict=True)):
                 cut = list(zip(shorter, chosen, strict=True))
-                yield [LocalValue(record.rank, value, self._block(record, truth, cut)) for record, value in values]
+                blocks = [LocalValue(record.rank, value, self._block(record, truth, cut)) for record, value in values]
+                yield tuple((dim, axis.name) for dim, axis in cut), blocks
 
     def _block(self, record: Record, truth: Tensor, cut: Sequence[tuple[int, BatchAxis]]) -> Tensor:
         """The indices of a rank's block of a tensor, which is sharded along dimensions over axes. Many tensors share them."""
@@ -660,7 +720,10 @@ class _SideBySide:
         return self._places[key]
 
     def _place_output(self, record: Record, output: Tensor, truth: Tensor) -> LocalValue | None:
-        """The output of a rank as its rows of the global batch and its tokens of the sequences; None: sharded otherwise."""
+        """Locate the output of a rank: its rows of the global batch and its tokens of the sequences.
+
+        None if it is sharded in any other way.
+        """
         if output.shape == truth.shape:
             return LocalValue(record.rank, output)
         axes = [axis for axis in self.axes if axis.distinct and axis.size > 1]
@@ -676,9 +739,9 @@ class _SideBySide:
         return None
 
     def sliced_differently(self, truth: Mapping[str, Tensor]) -> list[str]:
-        """Return the axes along which ranks sliced different batches.
+        """Return the axes along which the ranks cut their batches from different full batches.
 
-        Activations are then shorter by the size of the axis twice.
+        The activation of a rank is then shorter than the full one by the square of the axis size.
         """
         found = []
         for axis in self.axes:
@@ -700,7 +763,7 @@ _MOST_TOKENS, _MOST_ELEMENTS = 4096, 1 << 20
 
 
 def _tokens_of(values: Sequence[tuple[Record, Tensor]], truth: Tensor) -> Tokens | None:
-    """The indices at which each rank's slices are in the reference, if a value is sharded along one dimension but the last."""
+    """The indices of each rank's slices in the reference, if a value is sharded along one dimension that is not the last."""
     if not values:
         return None
     shape = values[0][1].shape
@@ -720,6 +783,13 @@ def _tokens_of(values: Sequence[tuple[Record, Tensor]], truth: Tensor) -> Tokens
             return None
         found[record.rank] = tuple(at.tolist())
     return len(whole), found
+
+
+def _same_slices(parts: Sequence[LocalValue], truth: Tensor) -> bool:
+    """Whether the slices along the last dimension (tokens) have the lengths of those of the reference, in any order."""
+    tokens = torch.cat([part.value.double().norm(dim=-1).flatten() for part in parts]).sort().values
+    wanted = truth.double().norm(dim=-1).flatten().sort().values
+    return len(tokens) == len(wanted) and bool((tokens - wanted).norm() <= 1e-6 * wanted.norm())
 
 
 def _error(compared: Compared) -> float:
@@ -800,7 +870,7 @@ class Tolerance:
         return cls(dtype, max(1, evidence.world_size * evidence.accumulation), only_rounding)
 
     def hides_errors(self, spread: float, size: float, everything: float) -> bool:
-        """Return whether a wrong factor could hide in the tolerance; see the function `hides_errors`."""
+        """Return whether the tolerance is too wide to detect a wrong factor; see the function `hides_errors`."""
         return not self.only_rounding and hides_errors(spread, size, everything, self.dtype)
 
     def of(self, compared: Compared, typical: float = 0.0) -> float:
@@ -823,7 +893,7 @@ _VISIBLE, _CHAOS = 1e-5, 8192.0
 
 
 def hides_errors(spread: float, size: float, everything: float, dtype: torch.dtype) -> bool:
-    """Return whether perturbed runs differ so much that a wrong factor could hide in the tolerance.
+    """Return whether perturbed runs differ so much that the tolerance is too wide to detect a wrong factor.
 
     `spread` is compared with the `size` of the value, and with `everything`, the size of all values of this kind in the
     step. The second comparison excludes values that consist of rounding errors, such as the gradient of a bias before a
@@ -855,7 +925,8 @@ def _rounding(dtype: torch.dtype) -> float:
 
 # --- Rows ---
 
-WEIGHTS_AT_START, LOSS, ACTIVATION, RECOMPUTED = "weights at start", "loss", "activation", "recomputed activation"
+WEIGHTS_AT_START, STATE_AT_START = "weights at start", "optimizer state at start"
+LOSS, ACTIVATION, RECOMPUTED = "loss", "activation", "recomputed activation"
 GRADIENT, NORM, NORMS, CLIPPED = "gradient", "norm", "norm of a part", "clipped gradient"
 _REPLICAS_DIFFER = "replicas differ: ranks"
 UNCERTAIN = "uncertain"
@@ -868,6 +939,7 @@ def compare(evidence: Evidence) -> list[Row]:
     """Compare every recorded value; returns one row each, in the order in which a step computes the values."""
     tolerance = Tolerance.for_run(evidence)
     rows = list(_tensors(WEIGHTS_AT_START, None, evidence.weights_at_start, tolerance))
+    rows += _tensors(STATE_AT_START, None, evidence.state_at_start, tolerance)
     for name, ranks in evidence.differing_draws.items():
         rows.append(Row(RANDOM, name, None, "differs" if ranks else "equal", inf if ranks else 0.0, 0.0, ranks))
     rounding_only = set[str]()
@@ -933,7 +1005,9 @@ def compare(evidence: Evidence) -> list[Row]:
     first = next((at for at, name in enumerate(order) if name in modules), len(order)) if modules else 0
     certain = {(ACTIVATION, name) for name in order[:first]}
     certain |= {
-        (row.quantity, row.name) for row in rows if row.quantity in (WEIGHTS_AT_START, RECOMPUTED, RANDOM, MODE, STATE)
+        (row.quantity, row.name)
+        for row in rows
+        if row.quantity in (WEIGHTS_AT_START, STATE_AT_START, RECOMPUTED, RANDOM, MODE, STATE)
     }
     return [
         replace(row, status=UNCERTAIN)
@@ -980,7 +1054,7 @@ def needed_as_a_whole(rows: Iterable[Row], sketched: Collection[str], names: Nam
 
 
 def notes_of_rows(rows: Sequence[Row]) -> list[str]:
-    """Return notes on values that differ without effect on the training."""
+    """Return notes on differences that have no effect on training."""
     scaled = next((row for row in rows if row.quantity == LOSS and row.ok and "times the loss" in row.detail), None)
     return (
         [f"the value that backward() starts from is {scaled.detail}, so it counts as a scale of the loss"]
@@ -1032,7 +1106,7 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def at_positions(whole: Tensor, positions: Tensor | None) -> Tensor:
-    """Return the elements of a full tensor at these flat positions (None: all), in one dimension and in double."""
+    """Return the elements of a full tensor at these flat positions (None: all), as a one-dimensional fp64 tensor."""
     return flat(whole) if positions is None else flat(whole)[positions.flatten()]
 
 
@@ -1101,7 +1175,9 @@ def _tensors(
 
 
 def _recomputed(at: int, step: StepEvidence, tolerance: Tolerance) -> Iterator[Row]:
-    """The recomputed outputs of each rank's modules, compared with its own first outputs, right or wrong."""
+    """Compare the recomputed outputs of each rank's modules with the first outputs on the same rank, whether these are right or
+    wrong.
+    """
     typical = typical_spread(step.recomputed.values())
     for name, again in step.recomputed.items():
         if tolerance.hides_errors(again.spread, length(again.truth), 0.0):
@@ -1119,7 +1195,9 @@ def _recomputed(at: int, step: StepEvidence, tolerance: Tolerance) -> Iterator[R
 
 
 def _loss(at: int, step: StepEvidence, tolerance: Tolerance) -> Row:
-    """The row of the loss: equal if every rank has the loss of the global batch, or if the mean of their losses is that."""
+    """The row of the loss: equal if every rank has the loss of the global batch, or if the mean of the ranks' losses
+    equals it.
+    """
     allowed = tolerance.of_size(abs(step.loss), step.loss_spread)
     found = {rank: value for rank, value in enumerate(step.found_loss) if value is not None}
     mean = sum(found.values()) / len(found) if found else step.loss
@@ -1132,7 +1210,7 @@ def _loss(at: int, step: StepEvidence, tolerance: Tolerance) -> Row:
 
 
 def _scale_of_loss(evidence: Evidence, step: StepEvidence) -> str:
-    """The factor of the loss, if it is the size of a group: a scale that the script takes out of the gradients."""
+    """The factor of the loss, if it is the size of a group: a scale that the script removes from the gradients."""
     found = [value for value in step.found_loss if value is not None]
     factor = sum(found) / len(found) / step.loss if found and step.loss else 0.0
     sizes = {evidence.world_size, *(len(group) for groups in evidence.groups.values() for group in groups)}
@@ -1238,7 +1316,7 @@ class Report:
 
     @property
     def is_uncertain(self) -> bool:
-        """Whether no value is known to differ, but some values cannot be compared."""
+        """Whether all compared values match, but some values could not be compared."""
         return bool(self.uncertain) and not self.findings
 
     @property

@@ -33,6 +33,7 @@ from colonnade.proof.compare import (
     RECOMPUTED,
     STARTED,
     STATE,
+    STATE_AT_START,
     UNCERTAIN,
     WEIGHTS,
     WEIGHTS_AT_START,
@@ -49,6 +50,7 @@ from colonnade.proof.compare import (
     compare,
     compare_tensor,
     differing_elements,
+    distance,
     notes_of_rows,
     short_ranks,
     typical_spread,
@@ -56,7 +58,7 @@ from colonnade.proof.compare import (
 )
 from colonnade.texts import pattern_of
 
-_SURE = 80
+_SURE = 79
 """Claims of this rank and above state that something differs, but hardly why."""
 _FEW = 8
 _TESTED_ELEMENTS = 20_000_000
@@ -99,6 +101,7 @@ class _Diagnosis:
         buffers = {name: some for name, some in named.items() if name not in weights}
         start = self._group(weights, None, "the initial weight", "weights-differ-at-start", rows)
         start += self._group(buffers, None, "the initial buffer", "buffers-differ", rows, always=True)
+        start += self._state_at_start()
         if start:
             return start
 
@@ -120,7 +123,7 @@ class _Diagnosis:
         forward = self._masks() or ([] if again else self._forward())
 
         # Gradients follow from activations, so they are examined only if the activations are right.
-        backward = forward or again or self._first_pass() or self._gradients()
+        backward = forward or again or self._passes() or self._first_pass() or self._gradients()
 
         # A reported loss can be wrong without any effect on gradients, as a mean over the wrong ranks. But it can also be the
         # reason of gradients that no hypothesis explains; then the loss is the better thing to report.
@@ -193,6 +196,54 @@ class _Diagnosis:
         sentence = f"{_called(row)} is the first value that is not finite, on {self._ranks(row.ranks)}{source}."
         return [Finding("not-finite", (row.name,), row.step, sentence)]
 
+    def _state_at_start(self) -> list[Finding]:
+        """The optimizer's state that a resumed run starts with, if it is not that of a single process."""
+        rows, found = self.num_rows(STATE_AT_START), list[Finding]()
+        absent: dict[tuple[int, ...], list[str]] = {}
+        named: dict[str, list[Claim]] = {}
+        for row in rows:
+            compared = self.evidence.state_at_start[row.name]
+            wrong = [part for part in compared.found if part.rank in row.ranks]
+            if all(not bool(part.value.any()) for part in wrong):
+                absent.setdefault(row.ranks, []).append(row.name)
+            else:
+                named[row.name] = claims("tensor", self._case(compared, row))
+        for ranks, names in absent.items():
+            sentence = (
+                f"the initial optimizer state {_shortened(names)} is zero or missing on {self._ranks(ranks)}; look at what the checkpoint "
+                f"has for these parameters, and at names that it is loaded by."
+            )
+            found.append(Finding("optimizer-differs", tuple(names), None, sentence))
+        left = [row for row in rows if row.name in named]
+        found += self._group(named, None, "the initial optimizer state", "optimizer-differs", left, always=True)
+        return found
+
+    def _passes(self) -> list[Finding]:
+        """Another number of backward passes in the step than in a single process, if the first of them agrees."""
+        if self.step.passes is None or self.step.passes[0] == self.step.passes[1]:
+            return []
+        own, single = self.step.passes
+        tolerance = Tolerance.for_run(self.evidence)
+        for name, gradient in self.step.gradients.items():
+            if not gradient.raw or not gradient.truth_of_passes:
+                continue
+            row = Row(GRADIENT, name, self.at, "equal", 0.0, tolerance.of(gradient.total))
+            case = self._gradient_case(row, replace(gradient, raw=gradient.raw[:1]), self.step)
+            truth = gradient.truth_of_passes[0]
+            for part in gradient.total.found:
+                due = case.due(part)
+                apart = None if due is None else LocalValue(part.rank, due, part.positions)
+                if apart is None or distance(apart, truth) > 10 * tolerance.of(
+                    Compared(truth, (), gradient.total.spread)
+                ):
+                    return []
+        sentence = (
+            f"the ranks make {own} backward passes in step {self.at}, and a single process {single}, while the first pass agrees; "
+            f"look at which micro-batches a step has: windows of accumulation that are not full, and gradients that are cleared "
+            f"before they are used."
+        )
+        return [Finding("rows-differ", (), self.at, sentence)]
+
     def _between_steps(self) -> list[Finding]:
         """Weights, buffers and optimizer state that were right at the end of the previous step and are wrong at the start of this one."""
         rows, kinds = self.num_rows(STARTED, STATE), dict[tuple[str, tuple[int, ...]], list[str]]()
@@ -206,15 +257,16 @@ class _Diagnosis:
             elif row.name not in step.changed_in_reference:
                 how = f"changed {since} on {self._ranks(ranks)}, but not in a single process"
             else:
-                how = f"changed {since} on {self._ranks(ranks)} in another way than in a single process"
+                how = f"changed {since} on {self._ranks(ranks)} differently than in a single process"
             kinds.setdefault((how, ranks), []).append(row.name)
         return [
             Finding(
                 "changed-between-steps",
                 tuple(names),
                 self.at,
-                f"{_shortened(names)} {how}; look at code outside of the step that only some ranks run: averages of weights "
-                f"and teachers, weights that are swapped for an evaluation, and loading{self._evaluations()}.",
+                f"{_shortened(names)} {how}; look at code outside of the step that only some ranks run: weight "
+                f"averages, teacher models, weights that are swapped for an evaluation, and "
+                f"loading{self._evaluations()}.",
             )
             for (how, _), names in kinds.items()
         ]
@@ -233,14 +285,14 @@ class _Diagnosis:
         return f" (passes without gradients before this step: {shown})"
 
     def _options(self) -> list[Finding]:
-        """Options of the optimizer that differ between ranks, of which the weights follow."""
+        """Options of the optimizer that differ between ranks, so that the weights differ too."""
         return [
             Finding(
                 "optimizer-differs",
                 (),
                 self.at,
-                f"{row.name} of the optimizer is {row.detail}; look at schedulers that each rank steps by values of its own, such as "
-                f"its loss or its number of batches.",
+                f"{row.name} of the optimizer is {row.detail}; look at schedulers that each rank steps with its own "
+                f"values, such as its loss or its number of batches.",
             )
             for row in self.num_rows(OPTION)
         ]
@@ -354,7 +406,7 @@ class _Diagnosis:
         return [Finding("forward-differs", (name,), self.at, sentence, best.factor if best else None)]
 
     def _share_data(self, wrong: Sequence[int]) -> bool:
-        """Whether one of these ranks is to have the same data as a rank that is not one of them."""
+        """Whether one of these ranks must have the same data as a rank that is not among them."""
         ranks = range(self.evidence.world_size)
         return any(
             other not in wrong
@@ -364,7 +416,7 @@ class _Diagnosis:
         )
 
     def _unlike_tokens(self) -> str:
-        """Two modules whose outputs are those of the reference at different places of a dimension, on one rank."""
+        """Two modules whose outputs on one rank agree with the reference, but at different positions along a dimension."""
         tokens = list(self.step.forward.tokens.items())
         for (a, (size, own)), (b, (other_size, other)) in combinations(tokens, 2):
             for rank in own.keys() & other.keys() if size == other_size else ():
@@ -402,7 +454,7 @@ class _Diagnosis:
             how += ", and differs between ranks"
         unplaced = list(self.step.forward.unplaced.items())
         seen = "all recorded activations agree" if self.step.activations else "no activation was recorded"
-        where = "how the loss is averaged over micro-batches, tokens and ranks"
+        where = "how the loss is averaged over micro-batches, tokens and ranks, and at the labels that each rank passes to it"
         if unplaced:
             names, (_, first) = [name or "the model" for name, _ in unplaced], unplaced[0]
             seen = (
@@ -500,7 +552,7 @@ class _Diagnosis:
         return self._group(named, self.at, "the gradient of", "", rows)
 
     def _tested(self, case: Case, *kinds: str) -> list[Claim]:
-        """The claims that explain the whole tensor; if some of its elements are right, those that explain the others."""
+        """The claims that explain the full tensor; or, if some elements are right, the claims that explain the wrong elements."""
         found = [claim for kind in kinds for claim in claims(kind, case)]
         if all(claim.rank >= _SURE for claim in found):
             elements = differing_elements(case.compared, case.row.tolerance)
@@ -580,7 +632,7 @@ class _Diagnosis:
         rows: Sequence[Row],
         always: bool = False,
     ) -> list[Finding]:
-        """The smallest set of claims that explains all parameters, the claim that explains most of them first.
+        """The smallest set of claims that explains all parameters; the claim that explains most parameters comes first.
 
         `cause` replaces causes that are not in `CAUSES`; with `always`, all of them.
         """
@@ -614,7 +666,9 @@ class _Diagnosis:
             # Many claims name the ranks themselves.
             named_ranks = re.search(r"ranks? \[?\d|(every|each|this) rank", best.what)
             where = "" if named_ranks else f" on {self._ranks(ranks[names[0]])}"
-            sentence = f"{thing} {_shortened(names)}{where} {what}; look at {best.where}{_ledger_line(self.evidence, names[0], best)}."
+            first = f"{_reached_first(names)} first, which the backward pass reaches before the others, and at "
+            look = f"{first if best.is_upstream and len(names) > 1 else ''}{best.where}"
+            sentence = f"{thing} {_shortened(names)}{where} {what}; look at {look}{_ledger_line(self.evidence, names[0], best)}."
             found.append(Finding(known or best.cause, names, step, sentence, best.factor))
             left = {name: some for name, some in left.items() if name not in names}
         if left:
@@ -623,7 +677,7 @@ class _Diagnosis:
             worst = max((row for row in rows if row.name in left), key=lambda row: row.error)
             look = f"the code that writes {_shortened(names)}, and the collectives that it needs"
             if "gradient" in thing:
-                look = f"{names[-1]} first, which the backward pass reaches before the others"
+                look = f"{_reached_first(names)} first, which the backward pass reaches before the others"
             sentence = (
                 f"{thing} {_shortened(names)} differs by up to {worst.error:.3g} tolerances on {self._ranks(worst.ranks)}, and no "
                 f"hypothesis explains it; look at {look}{_ledger_line(self.evidence, names[-1])}."
@@ -661,10 +715,16 @@ def _places(indices: Sequence[int]) -> str:
 
 
 def _shortened(names: Sequence[str]) -> str:
-    """The first names, and the number of the others."""
+    """Format a list of names: the first names, and the number of the remaining ones."""
     if len(names) <= 3:
         return ", ".join(names)
     return f"{names[0]}, {names[1]} and {len(names) - 2} more"
+
+
+def _reached_first(names: Sequence[str]) -> str:
+    """The first parameter of the last module, whose backward pass runs before those of the other modules."""
+    module = names[-1].rpartition(".")[0]
+    return next(name for name in names if name.rpartition(".")[0] == module) if module else names[-1]
 
 
 def _simplest(some: Sequence[Claim]) -> Claim | None:

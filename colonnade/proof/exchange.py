@@ -61,7 +61,9 @@ def unpacked(content: bytearray) -> Any:
 
 
 class _Writer:
-    """Turns a value into JSON: strings, integers, booleans and None stay as they are, all others are lists that start with a kind."""
+    """Turns a value into JSON: strings, integers, booleans and None are unchanged; every other value becomes a list that starts
+    with its kind.
+    """
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -156,7 +158,8 @@ def _loaded(module: str, name: str, fits: Callable[[type], bool]) -> Any:
         found = getattr(found, part, None)
     if not (isinstance(found, type) and fits(found)):
         raise ParityError(
-            f"another rank sent a {module}.{name}, which is no dataclass or named tuple of this one. Define the class at the top of a "
+            f"another rank sent a {module}.{name}, which is not a dataclass or named tuple on this rank. Define the "
+            f"class at the top of a "
             f"module that all ranks import",
             code="C116",
         )
@@ -167,7 +170,8 @@ def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise ParityError(
-            f"another rank sent a tensor of dtype {name!r}, which torch does not have on this one. Use the same version of "
+            f"another rank sent a tensor of dtype {name!r}, which torch does not have on this rank. Use the same "
+            f"version of "
             f"torch on all ranks",
             code="C116",
         )
@@ -175,7 +179,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def gather_to_first(value: Any, context: ParallelContext) -> list[Any] | None:
-    """Return the values of all ranks on rank 0; None on other ranks. Collective over the world.
+    """Return the values of all ranks on rank 0, and None on other ranks. Collective over the world.
 
     Every rank raises if the value of some rank cannot be sent.
     """

@@ -158,7 +158,7 @@ def weigh_passes(engine: Engine, weight: Callable[[int, int], float]) -> bool:
 
 
 def limit_of(engine: Engine) -> float | None:
-    """Return the `max_norm` of all gradients together; None if the run clips in another way, or not at all."""
+    """Return the `max_norm` of all gradients together; None if the run clips by a different rule, or not at all."""
     settings = ClipSettings.read(engine.context.config.get("clip_grad_norm"))
     if settings is None or settings.method != "norm" or engine._stepper.policy is None or settings.clip_groups()[1:]:
         return None
@@ -232,7 +232,7 @@ MISTAKES: dict[str, Mistake] = {}
 
 
 def mistake(what: str, *causes: str) -> Callable[[Callable[[Engine], bool]], Callable[[Engine], bool]]:
-    """Register a function as a mistake. Its name is that of the function, with hyphens.
+    """Register a function as a mistake. The name of the mistake is the name of the function, with hyphens.
 
     `what` describes the mistake in tables; `causes` are the names (keys of `CAUSES`) that `verify` may give to it.
     """
@@ -443,7 +443,7 @@ def clip_locally(engine: Engine) -> bool:
 
 @mistake("the norm counts replicas once for each rank", "norm-counts-replicas")
 def count_replicas(engine: Engine) -> bool:
-    """Clip by the norm over the gradients of all ranks, in which replicas count several times."""
+    """Clip by a norm over the gradients of all ranks that counts each replica separately."""
 
     def norm(true: Tensor) -> Tensor:
         total = squares_of(engine).to(message_device(engine.context.device))
@@ -503,7 +503,7 @@ def start_apart(engine: Engine) -> bool:
 
 @mistake("the optimizer leaves a parameter out", "not-updated")
 def skip_an_update(engine: Engine) -> bool:
-    """Restore one parameter after each optimizer step."""
+    """Undo the update of one parameter after each optimizer step."""
     demand = first(engine, lambda demand: True)
     if demand is None:
         return False
@@ -513,7 +513,7 @@ def skip_an_update(engine: Engine) -> bool:
 
 @mistake("the weights of one rank drift from those of the others", "optimizer-differs", "replicas-differ")
 def drift(engine: Engine) -> bool:
-    """Multiply one replicated parameter by 1 + 1e-7 on the last rank, after each optimizer step."""
+    """After each optimizer step, multiply one replicated parameter by 1 + 1e-7 on the last rank."""
     demand = first(engine, is_summed)
     if demand is None:
         return False

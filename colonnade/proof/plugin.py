@@ -13,8 +13,8 @@ def colonnade_verify() -> Callable[..., Any]:
     """Return a function that verifies a script: `colonnade_verify("train.py", nproc=4)` fails the test if the run is wrong.
 
     The function takes the arguments of the script, and `nproc`, `steps`, `dtype` ("fp64" or "own"), `dropout` (False:
-    turned off), `is_module` and `timeout` (in seconds). It returns the report; with `check=False` also that of a wrong
-    run.
+    turned off), `is_module` and `timeout` (in seconds). It returns the report. With `check=False`, it also returns the
+    report of a wrong run instead of failing.
     """
 
     def verify(

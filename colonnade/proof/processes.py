@@ -1,8 +1,8 @@
 """The processes of `colonnade verify`: forked from a warm process if that is safe, otherwise started one by one.
 
 torch and this package take about two CPU seconds to import, and a small script runs for less than that. `Processes`
-therefore starts a warm process that imports them, and those imports of the script that are packages in `_SAFE`. The
-warm process forks a process for each request (`serve`). A forked process runs the script like a started one: through
+therefore starts a warm process that imports both, and the packages in `_SAFE` that the script imports. The warm process
+forks a process for each request (`serve`). A forked process runs the script like a started one: through
 `colonnade.launching.bootstrap`, as `__main__`, in a separate session, with its own arguments, environment and log.
 
 Forks are safe before CUDA is initialised and before threads exist: the warm process checks both and reports the result.
@@ -169,7 +169,7 @@ class Processes:
 
     @contextmanager
     def running(self, commands: Sequence[Command]) -> Iterator[list[Running]]:
-        """Start these commands and yield the processes; at the end of the block, processes that still run are stopped."""
+        """Start these commands, and yield the processes. At the end of the block, stop all processes that still run."""
         started: list[Running] = []
         try:
             for command in commands:
@@ -203,7 +203,7 @@ class Processes:
                 return None
 
     def _take(self, timeout: float) -> bool:
-        """Read what the warm process has sent, for at most so many seconds; returns whether there was something."""
+        """Read the messages of the warm process, and wait at most `timeout` seconds for one; returns whether there was one."""
         assert self._link is not None
         if not select.select([self._link], [], [], timeout)[0]:
             return False

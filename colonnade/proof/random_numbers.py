@@ -149,7 +149,7 @@ def places_for(
 
 
 def joined(parts: Mapping[int, Tensor], places: Places, shape: Shape) -> Tensor:
-    """Join the shards of the ranks to the full tensor; of replicas, the first rank counts."""
+    """Join the shards of the ranks to the full tensor. If several ranks have the same elements, use those of the first rank."""
     if not shape:
         return next(iter(parts.values()))
     whole = next(iter(parts.values())).new_empty(shape)
@@ -169,7 +169,7 @@ def _at(whole: Tensor, place: Place) -> Tensor:
 
 
 def _numbers(ranks: Sequence[int], groups: Groups) -> dict[str, dict[int, int]]:
-    """By mode in which these ranks differ: the position of each rank in its group, from 0 without gaps."""
+    """For each mode in which these ranks differ: the position of each rank in its group, numbered from 0 without gaps."""
     found = {}
     for mode, lists in groups.items():
         at = {rank: list(group).index(rank) for group in lists for rank in group if rank in ranks}
@@ -368,8 +368,9 @@ class RandomNumbers(TorchFunctionMode):
 
     def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a random operator; returns its result, or the replacement that `drawn` returns."""
-        names = [argument.name for argument in func._schema.arguments]
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        arguments = func._schema.arguments
+        given = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+        given |= {**dict(zip((argument.name for argument in arguments), args, strict=False)), **kwargs}
         tensors = [value for value in given.values() if isinstance(value, Tensor)]
         name = func._schema.name.removeprefix("aten::")
 
@@ -422,7 +423,7 @@ class RandomNumbers(TorchFunctionMode):
         return out
 
     def _operand(self, result: Tensor, tensors: Sequence[Tensor]) -> Tensor | None:
-        """The tensor that random numbers are for: an argument, or the one that the filled tensor was made like."""
+        """The tensor to which random numbers are applied: an argument, or x if the result fills an `empty_like(x)`."""
         likes = [source for made, source in self._like if made is result]
         for tensor in (*likes, *(tensor for tensor in tensors if tensor is not result)):
             tensor = local_part(tensor.detach())
@@ -532,6 +533,8 @@ class Replays:
     """For each module: the reason why its dropout masks cannot be joined."""
     redrawn: dict[str, str] = field(default_factory=dict)
     """For each module: the reason why its other random numbers cannot be joined, so that the single process draws its own."""
+    equal_shards: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """For each module: ranks with the same data that draw equal numbers for different shards of a tensor."""
 
 
 class ReplayedDraws(RandomNumbers):
@@ -592,7 +595,7 @@ class ReplayedDraws(RandomNumbers):
         return numbers
 
     def _joined(self, name: str, draws: Mapping[int, Draw], draw: Draw) -> Tensor | str:
-        """The numbers of the ranks as those of this draw, or the reason why they cannot be joined."""
+        """The ranks' numbers, joined for this draw; or the reason why they cannot be joined."""
         numbers = {rank: one.numbers for rank, one in draws.items() if one.numbers is not None}
         if draw.numbers is None:
             return draw.unknown
@@ -629,7 +632,7 @@ class ReplayedDraws(RandomNumbers):
         first: dict[Any, int] = {}
         apart: tuple[int, ...] = ()
         for rank, place in places.items():
-            other = first.setdefault(tuple(tuple(rows.tolist()) for rows in place), rank)
+            other = first.setdefault(_key(place), rank)
             if torch.equal(numbers[rank], numbers[other]):
                 continue
             if data_rank_of.get(rank) != data_rank_of.get(other):
@@ -639,6 +642,15 @@ class ReplayedDraws(RandomNumbers):
         if name != LOOP:
             before = self.found.differing.get(name, ())
             self.found.differing[name] = (*before, *(rank for rank in apart if rank not in before))
+
+        # Shards of ranks that see the same data should have numbers of their own. With less than two to the power of 32 outcomes,
+        # numbers are equal by chance.
+        for some in self._of_ranks.data_ranks:
+            own = [rank for rank in some if rank in places and numbers[rank].numel() >= _BY_CHANCE]
+            twins = [rank for rank in own[1:] if torch.equal(numbers[rank], numbers[own[0]])]
+            twins = [rank for rank in twins if first[_key(places[rank])] != first[_key(places[own[0]])]]
+            if twins and numbers[own[0]].unique().numel() > 1:
+                self.found.equal_shards.setdefault(name, (own[0], *twins))
 
         # Indices into the rows of a rank's batch (a permutation of them, for example) are indices into the same rows of the
         # global batch.
@@ -651,6 +663,15 @@ class ReplayedDraws(RandomNumbers):
                 return f"the ranks draw numbers below {sorted(map(str, bounds))[0]}, and a single process below {draw.bound}"
             numbers = {rank: some + starts[rank] for rank, some in numbers.items()}
         return joined(numbers, places, shape)
+
+
+_BY_CHANCE = 32
+"""Fewer numbers, which may be bits, are equal on two ranks by chance."""
+
+
+def _key(place: tuple[Tensor, ...]) -> Any:
+    """A place as a key: equal for ranks with the same part of a tensor."""
+    return tuple(tuple(rows.tolist()) for rows in place)
 
 
 def notes_of(random_numbers: RandomNumbers, off: Mapping[str, str] | None) -> list[str]:
@@ -678,7 +699,7 @@ def _is_backward() -> bool:
 
 
 def _state(generator: Any, device: torch.device) -> int:
-    """The state of a torch generator, of the default one of the device if there is none."""
+    """The state of a torch generator; without a generator, the state of the device's default one."""
     if generator is not None:
         state = generator.get_state()
     elif device.type == "cpu":

@@ -131,7 +131,10 @@ def _of_gradients(layout: Layout, config: Config) -> Iterator[Meaning]:
             yield Meaning(n, "summed-not-averaged", name, sentence, likely)
             sentence = f"divided by the {n} ranks of {over} twice: by a mean (ReduceOp.AVG, or a loss divided by the world size), and again by the handler"
             yield Meaning(1 / n, "wrong-divisor", f"1 / {name}", sentence, 1 + likely)
-            sentence = f"a mean over {over} where a sum is required: gradients of a (sum, count) loss whose count is that of all ranks are summed, not averaged"
+            sentence = (
+                f"a mean over {over} where a sum is required: if a (sum, count) loss is divided by the count of all ranks, "
+                f"gradients are summed, not averaged"
+            )
             yield Meaning(1 / n, "averaged-not-summed", f"1 / {name}", sentence, 4 + likely)
             sentence = f"summed over {over} by two handlers, and divided by one of them: engine.ledger() shows the handler of each reduction"
             yield Meaning(n, "reduced-twice", name, sentence, 2 + likely)
@@ -160,8 +163,8 @@ def _of_gradients(layout: Layout, config: Config) -> Iterator[Meaning]:
             sent, ranks = factor.divisor, len(factor.ranks)
             if sent > ranks:
                 sentence = (
-                    f"in experts only: divided by the size of {factor.mode.name} ({ranks}), which communicates, instead of by the "
-                    f"{sent} ranks that sent them tokens"
+                    f"in experts only: divided by the size of the group that communicates ({factor.mode.name}, {ranks}), instead "
+                    f"of by the {sent} ranks that sent tokens"
                 )
                 yield Meaning(sent / ranks, "wrong-divisor", f"{sent} senders / {ranks} replicas", sentence, 1)
 

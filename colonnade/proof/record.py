@@ -227,6 +227,8 @@ class Record:
     rank: int
     tensors: dict[str, TensorNote] = field(default_factory=dict)
     start: dict[str, Tensor] = field(default_factory=dict)
+    state: dict[StateName, Tensor] | None = field(default_factory=dict)
+    """The optimizer's state before the first step: empty, unless the run resumes. None: its elements are not those of parameters."""
     steps: list[RecordedStep] = field(default_factory=list)
     groups: list[tuple[dict[str, Any], list[str]]] = field(default_factory=list)
     """The parameter groups of the optimizer: options, and names of the parameters."""
@@ -284,8 +286,8 @@ class StepRecorder:
         self._coarsest: torch.dtype | None = None
         self.note_start()
         for entry in self.tracked:
-            if entry.is_parameter and entry.tensor.requires_grad and not is_dtensor(entry.tensor):
-                hook = partial(self._on_gradient, entry.name)
+            if entry.is_parameter and entry.tensor.requires_grad:
+                hook = partial(self._on_gradient, entry.name, getattr(entry.tensor, "placements", None))
                 self._handles.append(entry.tensor.register_hook(hook))
         for name, module in model.named_modules():
             # A copy of the model (an average, a teacher) or a pickle of it must not record its outputs, so the hook does not
@@ -335,7 +337,7 @@ class StepRecorder:
         changed = any(
             (pieces := before.get(entry.name)) is None
             or len(pieces) != 1
-            or not torch.equal(pieces[0].value, self._kept(entry.name, piece.value))
+            or not torch.equal(pieces[0].value, self._kept(entry.name, piece.value).to(pieces[0].value.device))
             for entry, piece in after
         )
         if changed:
@@ -398,6 +400,8 @@ class StepRecorder:
     def _begin_step(self) -> None:
         """Record the weights, buffers and state that changed since the previous step, before a forward pass changes them."""
         self._begun = True
+        if not self.record.steps:
+            self.record.state = self._first_state()
         now = dict(self._checksums())
         for entry in self.tracked:
             if now[entry.name] != self._bits.get(entry.name):
@@ -405,10 +409,28 @@ class StepRecorder:
         changed = [name for name, bits in self._bits.items() if bits != now.get(name)]
         self._step.changed_state = [name for name in changed if isinstance(name, tuple)]
 
+    def _first_state(self) -> dict[StateName, Tensor] | None:
+        """The tensors of the optimizer's state that have the elements of a parameter, and numbers; None if there are others."""
+        sizes, found = {entry.name: local_part(entry.tensor).numel() for entry in self.tracked}, {}
+        for key, value in self.state():
+            if key[1] not in sizes or value.numel() not in (1, sizes[key[1]]):
+                return None
+            is_sketched = key[1] in self.sketched and value.dim()
+            found[key] = sketches(value, self.sketched[key[1]]) if is_sketched else copied(value)
+        return found
+
     # --- Hooks ---
 
-    def _on_gradient(self, name: str, grad: Tensor) -> None:
-        """Tensor hook: the local gradient of this backward pass, before it is accumulated or reduced."""
+    def _on_gradient(self, name: str, placements: Any, grad: Tensor | None) -> None:
+        """Tensor hook: the local gradient of this backward pass, before it is accumulated or reduced.
+
+        `placements`: those of the parameter, if it is a DTensor.
+        """
+        # A custom backward pass may return None, and torch calls the hook all the same. The partial gradient of a DTensor has no
+        # place among the elements of the parameter.
+        if grad is None or getattr(grad, "placements", placements) != placements:
+            return
+        grad = local_part(grad)
         # Usually the last recorded loss is that of this backward pass. A pipeline runs several forward passes before the first
         # backward pass, so there the calls of the hook are counted.
         at = self._fired.get(name, -1) + 1 if self._by_count else len(self._step.losses) - 1
@@ -419,7 +441,7 @@ class StepRecorder:
             self._room -= size
             grad = grad.to_dense() if grad.is_sparse else grad
             before, value = self._step.raw.setdefault(name, {}).get(at), self._kept(name, grad)
-            self._step.raw[name][at] = value if before is None else before + value
+            self._step.raw[name][at] = value if before is None else before + value.to(before.device)
 
     def _on_input(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Module hook: the inputs of the first call in the first step, before the module can change them."""
@@ -443,7 +465,7 @@ class StepRecorder:
             step.events.append(("in", name))
 
     def _on_output(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Module hook: the output of the first call in the first step, and that of its recomputation."""
+        """Module hook: record the output of the first call in the first step, and the output of its recomputation."""
         if not torch.is_grad_enabled():
             return
         is_recomputed = torch._C._current_graph_task_id() != -1  # inside a backward pass
@@ -474,7 +496,7 @@ class StepRecorder:
 
     def _kept(self, name: str, value: Tensor) -> Tensor:
         """The record of a value of a tracked tensor: a copy or a sketch."""
-        return sketches(value, self.sketched[name]) if name in self.sketched else copied(value)
+        return sketches(value, self.sketched[name]) if name in self.sketched else recorded(value)
 
     def _own_gradients(self) -> Iterator[tuple[Tracked, Piece]]:
         for entry in self.tracked:
@@ -519,23 +541,32 @@ def sketchable(record: Record) -> dict[str, Block | None]:
 
 
 def sketched_record(record: Record, sketched: Mapping[str, Block | None]) -> Record:
-    """Return a copy of a record in which the given tensors are replaced by their sketches."""
-    names = sketched.keys()
+    """Return a copy of a record in which the given tensors are replaced by their sketches, and all others are on the CPU."""
+
+    def short_value(name: str, value: Tensor) -> Tensor:
+        return sketch(value) if name in sketched else value.cpu()
 
     def short(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: sketch(value) if name in names else value for name, value in tensors.items()}
+        return {name: short_value(name, value) for name, value in tensors.items()}
 
     def short_pieces(pieces: Mapping[str, list[Piece]]) -> dict[str, list[Piece]]:
         return {
-            name: [Piece(sketch(piece.value)) for piece in some] if name in names else some
+            name: [
+                Piece(short_value(name, piece.value), None if name in sketched else piece.positions) for piece in some
+            ]
             for name, some in pieces.items()
         }
 
     def short_raw(raw: Mapping[str, dict[int, Tensor]]) -> dict[str, dict[int, Tensor]]:
         return {
-            name: {number: sketch(value) for number, value in by_pass.items()} if name in names else by_pass
+            name: {number: short_value(name, value) for number, value in by_pass.items()}
             for name, by_pass in raw.items()
         }
+
+    # The positions of the elements in a shard take twice the memory of the shard. The block of a sketch has the same information.
+    tensors = {
+        name: replace(note, positions=None) if name in sketched else note for name, note in record.tensors.items()
+    }
 
     steps = [
         replace(
@@ -550,7 +581,8 @@ def sketched_record(record: Record, sketched: Mapping[str, Block | None]) -> Rec
         )
         for step in record.steps
     ]
-    return replace(record, start=short(record.start), steps=steps, run=replace(record.run, sketched=dict(sketched)))
+    run = replace(record.run, sketched=dict(sketched))
+    return replace(record, tensors=tensors, start=short(record.start), steps=steps, run=run)
 
 
 class CopiesOfTensors:
@@ -586,6 +618,23 @@ class CopiesOfTensors:
 
 def copied(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
+
+
+def recorded(tensor: Tensor, copy: bool = True) -> Tensor:
+    """Return a tensor for a record: on the CPU, or on its GPU if it is large and a quarter of the GPU's memory stays free.
+
+    A GPU sketches a tensor in milliseconds. Its transfer and a sketch on the CPU take seconds for each GB.
+
+    Args:
+        tensor: A weight, buffer or gradient.
+        copy: Whether the caller still changes the tensor.
+    """
+    device = torch.device("cpu")
+    if tensor.is_cuda and tensor.numel() > LARGE:
+        free, total = torch.cuda.mem_get_info(tensor.device)
+        if free - tensor.numel() * tensor.element_size() > total // 4:
+            device = tensor.device
+    return tensor.detach().to(device, copy=copy)
 
 
 def coarser(a: torch.dtype | None, b: torch.dtype) -> torch.dtype:

@@ -45,6 +45,7 @@ from colonnade.proof.record import (
     StateName,
     copied,
     first_tensor,
+    recorded,
 )
 from colonnade.proof.sketch import Blocks, Stored, sketches
 
@@ -93,10 +94,10 @@ class Truth:
 
 
 def sketched_truth(truth: Truth, sketched: Mapping[str, Blocks], norm_type: float) -> Truth:
-    """Return a copy of a step in which the tensors with blocks in `sketched` are replaced by sketches of these blocks."""
+    """Return a copy of a step with sketches of the tensors that have blocks in `sketched`, and all other tensors on the CPU."""
 
     def short(tensors: Tensors) -> Tensors:
-        return {name: sketches(x, sketched[name]) if name in sketched else x for name, x in tensors.items()}
+        return {name: sketches(x, sketched[name]) if name in sketched else x.cpu() for name, x in tensors.items()}
 
     return replace(
         truth,
@@ -122,7 +123,9 @@ class RoundingSpread:
     """By (field of `Truth`, name): the 2-norm of the distance."""
 
     def widen(self, truth: Truth, moved: Truth) -> None:
-        """Raise the distances to those between the reference (`truth`) and one more perturbed run (`moved`)."""
+        """Enlarge the distances so that they cover the distance between the reference (`truth`) and another perturbed run
+        (`moved`).
+        """
         self.loss = max(self.loss, abs(moved.loss - truth.loss))
         for kind in ("total", "clipped", "stepped", "weights", "changed", "buffers", "activations"):
             others: Tensors = getattr(moved, kind)
@@ -160,6 +163,8 @@ class TrueRun:
     """The outcome of repeating the ranks' random numbers."""
     host: Mapping[str, list[int]] = field(default_factory=dict)
     """For each module that draws from Python's or NumPy's generator: a checksum of their states after each draw."""
+    state: Mapping[StateName, Tensor] | None = None
+    """The optimizer's state before the first step; None: the reference is not the script, and starts without state."""
 
 
 # --- The inputs of the reference: global batches ---
@@ -355,11 +360,11 @@ def divided(total: Tensors, divisors: Mapping[str, float]) -> Tensors:
 
 
 def norm_of(values: Sequence[Tensor], norm_type: float, known: Sequence[float] = ()) -> float:
-    """Return the norm of all tensors together, computed in double. `known` are the norms of further tensors.
+    """Return the norm of all tensors together, computed in fp64. `known` are the norms of further tensors.
 
     On a CPU, torch's sum of millions of squares in fp32 has a relative error of 1e-4.
     """
-    norms = [torch.linalg.vector_norm(value, norm_type, dtype=torch.float64) for value in values]
+    norms = [torch.linalg.vector_norm(value, norm_type, dtype=torch.float64).cpu() for value in values]
     norms += [torch.tensor(norm, dtype=torch.float64) for norm in known]
     return float(torch.linalg.vector_norm(torch.stack(norms), norm_type)) if norms else 0.0
 
@@ -437,7 +442,7 @@ class OneProcess:
             optimizer.step()
             for name, parameter in self.model.named_parameters():
                 parameter.grad = None
-                truth.weights[name] = copied(parameter)
+                truth.weights[name] = recorded(parameter)
             truth.buffers = {name: copied(buffer) for name, buffer in self.model.named_buffers()}
             before = {**truth.weights, **truth.buffers}
             yield truth
@@ -474,6 +479,7 @@ class OneProcess:
                 if name not in total:
                     total[name] = value.clone() if keep else value
                 else:
+                    value = value.to(total[name].device)
                     total[name] = total[name] + value if keep else total[name].add_(value)
             if keep:
                 by_pass.append(gradients)
@@ -513,7 +519,7 @@ def load(
 ) -> None:
     """Load weights and buffers by name.
 
-    With `in_place`, tensors keep their dtype; otherwise they take that of the loaded ones.
+    With `in_place`, tensors keep their dtype; otherwise they take the dtype of the loaded tensors.
     """
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -659,12 +665,12 @@ def moved_by_an_ulp(tensor: Tensor, noise: torch.Generator | None, dtype: torch.
 
 
 def _take(model: nn.Module, into: Tensors) -> None:
-    """Move the gradients out of the model, and add them to those in `into`."""
+    """Move the gradients out of the model, and add them to the gradients in `into`."""
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             gradient = parameter.grad.detach()
-            gradient = (gradient.to_dense() if gradient.is_sparse else gradient).cpu()
-            into[name] = into[name] + gradient if name in into else gradient
+            gradient = recorded(gradient.to_dense() if gradient.is_sparse else gradient, copy=False)
+            into[name] = into[name] + gradient.to(into[name].device) if name in into else gradient
             parameter.grad = None
 
 

@@ -65,7 +65,7 @@ def stage_of(layout: Layout, rank: int) -> int:
 
 
 def ranks_of_stage(layout: Layout, stages: tuple[int, ...]) -> list[int]:
-    """Return the ranks of these stages, at most `RANKS_LOOKED_AT` of each."""
+    """Return the ranks of these stages, at most `RANKS_LOOKED_AT` ranks per stage."""
     stride, size = layout.grid.digits.get("pipeline", (1, 1))
 
     def ranks(stage: int) -> Iterator[int]:

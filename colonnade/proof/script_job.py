@@ -102,7 +102,7 @@ def current_role() -> ScriptPart | None:
 IN_EVAL = "in evaluation mode"
 """The key in the joined batches that says that all ranks trained in evaluation mode."""
 _HALF = ("bf16", "fp16", "float8")
-_ONLY_TOGETHER = ("zero", "sync", "gradient_handler", "gradient_handlers", "schedule", "compare_batches", "graph_step")
+_ONLY_TOGETHER = ("zero", "sync", "gradient_handler", "gradient_handlers", "schedule", "compare_batches", "cuda_graph")
 _FROM_GRAPH = "from the graph"
 
 
@@ -219,8 +219,9 @@ class ScriptRecorder:
                 differs = f"{key} is {on_ranks} on the ranks and {here} in a single process, because it depends on the number of ranks"
                 if key == "gradient_accumulation":
                     raise ParityError(
-                        f"{differs}. The single process is given the global batch of each pass, so it must make as many passes "
-                        f"in a step: set {key} to a fixed value for the comparison, {on_ranks} in this case",
+                        f"{differs}. The single process is given the global batch of each pass, so it must take the "
+                        f"same number of passes in a step: set {key} to a fixed value for the comparison, {on_ranks} "
+                        f"in this case",
                         code="C100",
                     )
                 self.notes.append(f"{differs}: each used its own value")
@@ -264,7 +265,10 @@ class ScriptRecorder:
         return clip
 
     def _changed(self, config: Config) -> Config:
-        """The config without half precision in fp64; in a single process every size is 1, and the keys for ranks are gone."""
+        """The config for this process.
+
+        In fp64, half precision is removed. In a single process, every size is 1 and keys for several ranks are removed.
+        """
         changed = config.copy()
         half = [key for key in _HALF if changed.get(key)] if self.part.dtype == "fp64" else []
         for key in half:
@@ -607,7 +611,7 @@ class Loaded:
 class Batches:
     """The batches of a plain torch script, which are recorded or replaced.
 
-    Other attributes are those of the script's object.
+    All other attributes come from the script's object.
     """
 
     def __init__(self, own: Any, script: ScriptRecorder) -> None:
@@ -632,7 +636,7 @@ class Batches:
 
 
 class Criterion:
-    """The criterion of an engine. Its arguments are recorded; in a single process, labels are those of all ranks."""
+    """The criterion of an engine. Its arguments are recorded; in a single process, it gets the labels of all ranks."""
 
     def __init__(self, own: Any, script: ScriptRecorder) -> None:
         self._own, self._script = own, script

@@ -197,13 +197,16 @@ class SingleProcessScript:
                 *warn_of_same_batches(records),
                 *warn_of_uncleared_gradients(self._truth),
                 *(
-                    f"warning: the ranks took unequal numbers of passes: {counts}. The single process had the batches of the "
-                    f"ranks that took one"
+                    f"warning: the ranks took unequal numbers of passes: {counts}. In each pass the single process "
+                    f"was given the batches of the ranks that took this pass"
                     for counts in unequal_passes(records)
                 ),
             ],
             self._truth.run.replays,
             self._truth.run.host,
+            None
+            if self._truth.state is None
+            else {(key, names.get(name, name)): value for (key, name), value in self._truth.state.items()},
         )
         # The reference starts from the weights of the ranks, so wrong ones are in both runs.
         findings, notes = judge_start(self._records, self._truth.run.own_start)
@@ -245,7 +248,7 @@ class SingleProcessScript:
         return needed_as_a_whole(report.rows, self._sketched, self._truth.run.names)
 
     def was_fed(self, records: Sequence[Record]) -> bool:
-        """Return whether a run had the weights, batches and random numbers that this reference was made for."""
+        """Return whether a run had the same weights, batches and random numbers as this reference."""
 
         def inputs(record: Record) -> Any:
             draws = [[draw.numbers for calls in step.draws.values() for draw in calls] for step in record.steps]
@@ -333,7 +336,7 @@ def _check_same_model(ranks: dict[str, tuple[int, ...]], single: dict[str, tuple
 def _most_terms(records: Sequence[Record]) -> int:
     """A bound on the number of terms in an element of a gradient: the elements of everything that the ranks were given.
 
-    A script does not tell where a step ends in its batches, so those of all steps count.
+    The batches of a script do not show where a step ends, so the batches of all steps count.
     """
     given = records[0].run.given
     most = [
@@ -428,7 +431,7 @@ def join_batches(records: Sequence[Record], path: Path, data_rank: int | None) -
 
 
 def _shards_of_batches(records: Sequence[Record], key: str) -> Iterator[tuple[int, list[Any]]]:
-    """For each batch that ranks took at a place, in order: its step, and the parts of the data ranks (None: took none)."""
+    """For each batch that ranks took at a place, in order: its step, and the part of each data rank (None if it took no batch)."""
     runs = [record.run for record in records]
     # Batches belong together by their number within a step, because some ranks may take fewer of them in a step.
     by_step: dict[int, list[list[Any]]] = {}
@@ -482,7 +485,7 @@ def _shown_run(script: Script, how: str, detail: str = "") -> Iterator[None]:
 
 
 def on_ranks(script: Script, folder: Path, processes: Processes) -> list[Record]:
-    """Run the script on its ranks; returns one record per rank."""
+    """Run the script on its ranks, and return one record per rank."""
     count, how = script.nproc, f"on {script.nproc} rank{'s' * (script.nproc > 1)}"
     off = None if script.off is None else dict(script.off)
     whole = None if script.whole is None else list(script.whole)

@@ -49,7 +49,7 @@ def sketch(tensor: Tensor) -> Tensor:
 
 
 def _signs_for(count: int, device: torch.device) -> Tensor:
-    """The signs of so many elements, equal in every process and on every device."""
+    """The signs of this number of elements, equal in every process and on every device."""
     known = _signs.get(device)
     if known is None or len(known) < count:
         # A hash of the index instead of a generator: random numbers that are drawn here would count as the model's.
@@ -76,7 +76,7 @@ class Block:
 
     @classmethod
     def at(cls, positions: Tensor) -> Block | None:
-        """Return the block with these flat positions; None if they are no block."""
+        """Return the block that has exactly these flat positions; None if the positions do not form a block."""
         if not positions.numel():
             return cls(0, tuple(positions.shape), (0,) * positions.dim())
         start, strides = int(positions.flatten()[0]), []
@@ -137,7 +137,7 @@ class Stored:
 
 
 def store(name: str, tensor: Tensor, folder: Path) -> Stored:
-    """Write a tensor to a file, unless the folder already has a file with the same name and sketch."""
+    """Write a tensor to a file, unless the folder already contains a file of the same name and sketch."""
     digest = hashlib.sha256(name.encode() + bytes(raw_bytes(sketch(tensor)))).hexdigest()
     path = folder / f"{digest[:32]}.tensor"
     try:

@@ -43,7 +43,7 @@ def is_constant(tensor: Tensor) -> bool:
 
 @dataclass
 class StartParts:
-    """A weight with different initial values: the parts on the ranks, and the same parts of the script's own weight."""
+    """A weight with different initial values: its parts on the ranks, and the same parts of the single-process weight."""
 
     name: str
     found: dict[int, Tensor] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class StartParts:
 
     @property
     def right(self) -> list[int]:
-        """The ranks whose part equals that of the script's own weight."""
+        """The ranks whose part of the weight equals the same part of the single-process weight."""
         return [rank for rank, value in self.found.items() if torch.equal(value, self.own[rank])]
 
     def same_place(self, a: int, b: int) -> bool:
@@ -140,10 +140,15 @@ def judge_start(records: Sequence[Record], own: OwnStart) -> tuple[list[Finding]
                 "the rank, or the index in its process group, by which each rank chooses its shard",
             )
         elif parts.right and all(rank not in wrong_on for rank in parts.right):
-            what = f"is that of the script on {_ranks(parts.right)} only, and not on {_ranks(wrong)}"
+            what = f"agrees with the script only on {_ranks(parts.right)}, not on {_ranks(wrong)}"
             add(f"some {parts.right} {wrong}", parts, what, "which ranks load weights, and whether the others get them")
+        elif factor := _factor(parts):
+            what = f"is {factor:.6g} times that of the script in a single process"
+            add(
+                f"times {factor:.6g}", parts, what, "the scale with which it is drawn: a fan is that of the full weight"
+            )
         elif same_as:
-            what = f"has the same numbers as {listed(sorted(same_as)[:3])}, and others in a single process"
+            what = f"has the same values as {listed(sorted(same_as)[:3])}, but not in a single process"
             add(
                 "stages",
                 parts,
@@ -167,15 +172,16 @@ def judge_start(records: Sequence[Record], own: OwnStart) -> tuple[list[Finding]
         if all(places is None for places in parts.places.values())
     ]
     if loaded:
-        what = f"has other numbers on the ranks than in a single process, although {_count(len(own.agreeing))} are the same"
+        what = f"has different values on the ranks than in a single process, although {_count(len(own.agreeing))} are the same"
         findings["loaded"], sentences["loaded"] = loaded, (what, "the rank that loads it, and at what it loads")
     others = [parts for parts in unrelated if parts not in loaded]
     notes = []
     if others:
         some = "none of them is equal" if not own.agreeing else "others are equal"
         notes.append(
-            f"{_names(others)} {'start' if len(others) > 1 else 'starts'} from other numbers on the ranks than the script in a single "
-            f"process, and {some}: the seed or the order of random draws depends on the ranks. If weights are loaded, check them"
+            f"{_names(others)} {'start' if len(others) > 1 else 'starts'} from different values on the ranks than in "
+            f"a single process, and {some}: the seed or the order of random draws depends on the ranks. If weights "
+            f"are loaded, check them"
         )
 
     found = []
@@ -188,6 +194,18 @@ def judge_start(records: Sequence[Record], own: OwnStart) -> tuple[list[Finding]
         else:
             notes.append(sentence.removesuffix("."))
     return found, notes
+
+
+def _factor(parts: StartParts) -> float | None:
+    """The number by which the ranks' parts exceed those of the script; None if there is none."""
+    above = sum(float(value.double() @ parts.own[rank].double()) for rank, value in parts.found.items())
+    below = sum(float(parts.own[rank].double().square().sum()) for rank in parts.found)
+    factor = above / below if below else 0.0
+    is_same = all(
+        float((value - factor * parts.own[rank]).norm()) <= 1e-6 * float(value.norm())
+        for rank, value in parts.found.items()
+    )
+    return factor if is_same and factor else None
 
 
 def _names(some: Sequence[StartParts]) -> str:

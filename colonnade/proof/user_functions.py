@@ -65,7 +65,7 @@ def function_named(text: str, folder: Path, option: str) -> Callable[..., Any]:
 
 
 def call_given(function: Callable[..., Any], offered: Mapping[str, Any], what: str) -> Any:
-    """Call a function with those of the offered arguments that it has as parameters.
+    """Call a function with the offered arguments that match its parameters.
 
     `what` names the function in error messages.
     """

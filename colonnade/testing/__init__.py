@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from colonnade.launching.outcome import Outcome as Outcome
     from colonnade.launching.outcome import WorldError as WorldError
     from colonnade.launching.outcome import WorldResult as WorldResult
+    from colonnade.testing.sync_debug import device_waits as device_waits
     from colonnade.testing.truth import Comparison as Comparison
     from colonnade.testing.truth import compare as compare
     from colonnade.testing.truth import gather_gradients as gather_gradients
@@ -26,6 +27,7 @@ __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         "colonnade.launching.outcome": "Outcome WorldError WorldResult",
+        "colonnade.testing.sync_debug": "device_waits",
         "colonnade.testing.truth": "Comparison compare in_double gather_gradients gather_weights plain_gradients",
         "colonnade.testing.world": "cuda_mps run_world",
     },

@@ -36,7 +36,10 @@ _LONGEST_REPR = 300
 
 @dataclass(frozen=True)
 class WorldSpec:
-    """The description of a world that its ranks receive. `folder` belongs to the world and is removed with it."""
+    """The description of a world, which its ranks receive.
+
+    `folder` belongs to the world, and is removed at the end of the world.
+    """
 
     world_size: int
     folder: Path

@@ -178,7 +178,7 @@ class _Double(TorchFunctionMode):
 
 
 def _widens(args: tuple[Any, ...]) -> bool:
-    """Whether a function returns float64 in place of float32: not for arguments of 32 bits or fewer."""
+    """Whether a function must return float64 in place of float32; False if its arguments have 32 bits or fewer."""
     first = args[0] if args else None
     return not isinstance(first, Tensor) or first.dtype == torch.float64 or not first.is_floating_point()
 

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -302,7 +302,7 @@ class _Shown:
 
 
 def _full_texts(files: list[Path], seconds: float = 2.0) -> list[str]:
-    """The contents of files that are being written, once all have text and stop growing, or at the timeout."""
+    """Wait until all files have text and stop growing, or until the timeout, and return their contents."""
     end, before = time.monotonic() + seconds, [-1] * len(files)
     while time.monotonic() < end:
         sizes = [file.stat().st_size if file.exists() else 0 for file in files]
@@ -339,10 +339,13 @@ def _text(path: Path) -> str:
 # --- Preparation of a world: start method, call, folder, port, environments ---
 
 
-def start_server() -> ForkServerContext:
-    """Start the fork server unless it runs, without waiting for its imports; returns its multiprocessing context."""
+def start_server(also: Sequence[str] = ()) -> ForkServerContext:
+    """Start the fork server unless it runs, without waiting for its imports; returns its multiprocessing context.
+
+    `also` are further modules that the server imports, for tests in which all ranks need these modules.
+    """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*_PRELOAD, *(_PRELOAD_UNDER_PYTEST if "pytest" in sys.modules else ())])
+    context.set_forkserver_preload([*_PRELOAD, *(_PRELOAD_UNDER_PYTEST if "pytest" in sys.modules else ()), *also])
     forkserver.ensure_running()
     return context
 
@@ -378,7 +381,7 @@ def check_keywords(fn: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
 
 
 def packed(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """Pickle the call. Raises LaunchError with the value that cannot be sent.
+    """Pickle the call. If a value cannot be pickled, raise a LaunchError that names the value.
 
     Uses plain pickle, because the pickler of multiprocessing would share the memory of tensors between ranks.
     """
@@ -474,14 +477,15 @@ _MPS_SECONDS = 30
 
 @contextlib.contextmanager
 def cuda_mps() -> Iterator[bool]:
-    """Run the CUDA multi-process service inside the block, so that kernels of several ranks run on a GPU concurrently.
+    """Inside the block, run the CUDA multi-process service (MPS): kernels of several ranks then run on one GPU concurrently.
 
     Without MPS the ranks take turns. Its pipes and logs are in a temporary folder, so it does not interfere with another
     service. Worlds that start inside the block use it. Yields True, or False with a warning if MPS is not installed.
     """
     if shutil.which(_MPS) is None:
         warnings.warn(
-            f"{_MPS} is not on the PATH, so ranks that share a GPU take turns. The NVIDIA driver contains it.",
+            f"{_MPS} is not on the PATH, so ranks that share a GPU take turns. It is part of the NVIDIA driver: "
+            f"install that, or add its folder to the PATH.",
             stacklevel=3,
         )
         yield False

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, islice
+from math import prod
 from typing import Any
 
 from torch import Tensor
@@ -159,7 +160,7 @@ def _check_groups(lengths: Lengths, context: ParallelContext, joins: Callable[[A
 
 
 def _other_distinct(context: ParallelContext) -> list[str]:
-    """Axes whose ranks see distinct data and communicate in forward passes; with experts, the data axis is one."""
+    """The axes whose ranks see distinct data and communicate in forward passes. With experts, this includes the data axis."""
     experts = context.is_initialized(ParallelMode.EXPERT) and context.get_world_size(ParallelMode.EXPERT) > 1
     return [
         axis.name
@@ -266,7 +267,7 @@ class Feed:
     def _samples_per_batch(self) -> int:
         """The samples in one batch of each rank, over all ranks; 0 if unknown."""
         size = getattr(self.loader, "batch_size", None)
-        return size * self._context.layout.distinct_data if isinstance(size, int) else 0
+        return size * prod(axis.size for axis in self._context.layout.sample_axes) if isinstance(size, int) else 0
 
     def _streams(self) -> dict[str, Any]:
         generator = getattr(self.loader, "generator", None)

@@ -98,8 +98,8 @@ def _each_once(loader: Iterable[Any]) -> Iterator[int | None]:
     """Make the sampler of a loader yield each sample of an epoch once; restore it afterwards.
 
     Samplers repeat at most one sample per rank, the last. It is removed before the batch is built, so that collators and
-    models never see it. A batch of this sample only is kept, because other ranks may need its forward pass; its number is
-    yielded, else None.
+    models never see it. A batch that consists only of this sample is kept, because other ranks may need its forward
+    pass; then its number is yielded, else None.
     """
     sampler, batches = _sampler_of(loader)
     with _whole_epoch(sampler):

@@ -22,7 +22,7 @@ class Metric(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Remove all accumulated values, at the start of an epoch."""
+        """Remove all accumulated values. Called at the start of an epoch."""
 
     def gather(self) -> None:
         """Compute the value over all ranks. Collective over the world."""

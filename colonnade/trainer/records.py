@@ -269,14 +269,15 @@ def is_first_with_data(context: ParallelContext, rows: bool = False) -> bool:
     With `rows`, it is compared with all ranks that see the same rows: on all pipeline stages, and with all parts of a
     sequence.
     """
-    here = context.layout.coordinates(context.get_global_rank())
+    layout = context.layout
+    here = layout.coordinates(context.get_global_rank())
 
     def is_same(axis: Axis) -> bool:
-        if axis.mode is ParallelMode.PIPELINE:
-            return rows
-        return axis.data == "same" or (rows and axis.mode is ParallelMode.SEQUENCE)
+        if rows:
+            return axis not in layout.sample_axes
+        return axis.data == "same" and axis.mode is not ParallelMode.PIPELINE
 
-    return all(here[axis.name] == 0 for axis in context.layout.axes if is_same(axis))
+    return all(here[axis.name] == 0 for axis in layout.axes if is_same(axis))
 
 
 class Exchange:

@@ -497,7 +497,7 @@ class Trainer:
     # -- batches, and the flags that ranks exchange between two steps --------------------------------------
 
     def _equal_batches(self, fit: FitState, fetched: Iterator[Any]) -> Iterator[Any]:
-        """Batches while all ranks have one; raises on all ranks if only some have run out."""
+        """Yield batches while all ranks have one; raises on all ranks if only some ranks have run out."""
         batch = next(fetched, NO_BATCH)
         self._start_sums(fit, batch is not NO_BATCH)
         while self._finish_sums(fit, batch is not NO_BATCH):
@@ -626,7 +626,7 @@ class Trainer:
 
 
 class _ExtraOfRun:
-    """The part of a checkpoint besides weights and optimizer; rejects a checkpoint that no Trainer has saved."""
+    """The part of a checkpoint in addition to weights and optimizer. Rejects a checkpoint that was not saved by a Trainer."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -38,7 +38,7 @@ def get_dataloader(
     context: ParallelContext | None = None,
     **options: Any,
 ) -> DataLoader[Any]:
-    """Make a DataLoader with the samples of this rank. Ranks that need the same data (tensor, pipeline) get the same samples.
+    """Make a DataLoader with the samples of this rank. Ranks of one model replica (tensor, pipeline, sequence) get the same samples.
 
     The order of samples does not depend on the number of ranks, so that a run can be resumed with another number of ranks.
 

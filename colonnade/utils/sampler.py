@@ -13,7 +13,7 @@ from colonnade.errors import ConfigError
 
 
 class DistinctDataSampler(Sampler[int]):
-    """Yields the samples of a rank. Ranks that need the same data (tensor, pipeline) get the same samples.
+    """Yields the samples of a rank. Ranks of one model replica (tensor, pipeline, sequence) get the same samples.
 
     With `shuffle`, every epoch has a new order. Without `drop_last`, samples from the start of the epoch are repeated at its end,
     so that all ranks have the same number of samples. `state_dict` contains a global position, so that a run can be resumed with
@@ -32,7 +32,7 @@ class DistinctDataSampler(Sampler[int]):
         self._length = len(dataset)
         if self._length == 0:
             raise ConfigError("the dataset is empty; give at least one sample", code="C090")
-        self._rank, self._ranks = distinct_place(layout, rank)
+        self._rank, self._ranks = sample_place(layout, rank)
         if drop_last and self._length < self._ranks:
             raise ConfigError(
                 f"a dataset of {self._length} samples is too small for {self._ranks} ranks with drop_last=True; "
@@ -62,7 +62,7 @@ class DistinctDataSampler(Sampler[int]):
         return (len(self) - 1) * self._ranks + self._rank >= self._length
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, which also advances automatically after each iteration."""
+        """Set the epoch. The epoch also advances automatically after each pass over the samples."""
         self.epoch = epoch
 
     def state_dict(self) -> dict[str, int]:
@@ -81,13 +81,12 @@ class DistinctDataSampler(Sampler[int]):
         return torch.randperm(self._length, generator=generator, device="cpu").tolist()
 
 
-def distinct_place(layout: Layout, rank: int) -> tuple[int, int]:
-    """The place of a rank among the ranks with distinct data: (its index, the number of indices).
+def sample_place(layout: Layout, rank: int) -> tuple[int, int]:
+    """The place of a rank among the ranks that get different samples: (its index, the number of indices).
 
-    Ranks with the same data have equal indices.
+    Ranks that need the same samples have equal indices.
     """
-    here, place = layout.coordinates(rank), 0
-    for axis in layout.axes:
-        if axis.data == "distinct":
-            place = place * axis.size + here[axis.name]
-    return place, layout.distinct_data
+    here, place, count = layout.coordinates(rank), 0, 1
+    for axis in layout.sample_axes:
+        place, count = place * axis.size + here[axis.name], count * axis.size
+    return place, count

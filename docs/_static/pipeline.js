@@ -43,9 +43,9 @@ pieces.start("pipeline", "pipeline-player", (root, table) => {
     state.rows = state.run.rows.map(placed);
     const lines = pieces.make("dl");
     const line = (name, key, text) => lines.append(pieces.make("dt", {}, name), pieces.make("dd", { "data-key": key }, text));
-    line("Step takes", "span", `${state.run.span} units; a forward pass is ${table.costs.F}, a whole backward pass ${table.costs.B}`);
+    line("Step takes", "span", `${state.run.span} units (a forward pass takes ${table.costs.F}, a full backward pass ${table.costs.B})`);
     line("Bubble", "bubble", `${(100 * state.run.bubble).toFixed(1)}% of the ranks' time is waiting`);
-    line("Micro-batches held at most", "peak", state.run.peak.map((count, rank) => `rank ${rank}: ${count}`).join(", "));
+    line("Most micro-batches in memory", "peak", state.run.peak.map((count, rank) => `rank ${rank}: ${count}`).join(", "));
     answer.append(lines);
     scroll.append(drawing());
     slider.max = String(state.run.span - 1);

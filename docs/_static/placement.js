@@ -1,4 +1,4 @@
-// The placement explorer: sizes of the modes and a placement in, what every rank holds and owes out.
+// The placement explorer: sizes of the modes and a placement in, the elements of every rank and its gradient reductions out.
 "use strict";
 
 pieces.start("placement", "placement-explorer", (root, table) => {
@@ -11,12 +11,12 @@ pieces.start("placement", "placement-explorer", (root, table) => {
   );
   const placed = pieces.fields(root, "The parameter");
   const where = {
-    tensor: pieces.choice(placed, "on_tensor", "over tensor", [["whole", "whole"], ["cut", "cut: Shard(0)"], ["part", "whole, its gradient in parts: Replicate(owes='sum')"]], "cut", show),
-    expert: pieces.choice(placed, "on_expert", "over expert", [["whole", "whole"], ["cut", "cut: Shard(0)"]], "whole", show),
+    tensor: pieces.choice(placed, "on_tensor", "over tensor", [["whole", "replicated"], ["cut", "sharded: Shard(0)"], ["part", "replicated, with a partial gradient: Replicate(owes='sum')"]], "cut", show),
+    expert: pieces.choice(placed, "on_expert", "over expert", [["whole", "replicated"], ["cut", "sharded: Shard(0)"]], "whole", show),
     pipeline: pieces.choice(placed, "on_pipeline", "over pipeline", [["own", "at one stage"], ["tied", "tied: first and last stage"]], "own", show),
   };
   const answer = pieces.make("div", { "aria-live": "polite", class: "piece-answer" });
-  const ranks = pieces.make("div", { class: "piece-ranks", role: "group", "aria-label": "Ranks: choose one to see its part" });
+  const ranks = pieces.make("div", { class: "piece-ranks", role: "group", "aria-label": "Ranks: choose one to see its shard and its reduction" });
   const detail = pieces.make("p", { "aria-live": "polite", class: "piece-detail" });
   root.append(answer, ranks, detail);
   show();
@@ -32,7 +32,7 @@ pieces.start("placement", "placement-explorer", (root, table) => {
     detail.replaceChildren();
     if (!layout) {
       const odd = Number(size.data.value) % Number(size.expert.value);
-      answer.append(pieces.make("p", {}, odd ? "The expert size must divide the data size here." : "That is a larger world than this table has (16 ranks). Choose smaller sizes."));
+      answer.append(pieces.make("p", {}, odd ? "The expert size must divide the data size here." : "This table has at most 16 ranks. Choose smaller sizes."));
       return;
     }
     const found = layout.placed[[where.tensor.value, where.expert.value, where.pipeline.value].join(",")];
@@ -48,15 +48,15 @@ pieces.start("placement", "placement-explorer", (root, table) => {
     const line = (name, key, text) => lines.append(pieces.make("dt", {}, name), pieces.make("dd", { "data-key": key }, text));
     line("Ranks", "world", String(layout.ranks.length));
     const sums = found.sums.map(([mode, letters]) => `over ${mode} ${pieces.groups(letters).map(pieces.list).join(" ")}`);
-    line("Sums owed", "sums", sums.join("; and ") || "none: the gradient is final as backward leaves it");
+    line("Required all-reduces", "sums", sums.join("; and ") || "none: the gradient is final after the backward pass");
     line("Divisor", "divisor", String(found.divisor));
-    line("Share of the norm", "share", `each rank counts 1/${found.holders} of its squares`);
+    line("Contribution to the norm", "share", `1/${found.holders} of the squares on each rank`);
     return lines;
   }
 
   function holds(found, rank) {
     if (found.held[rank] === "-") return "nothing";
-    return found.parts.map(([mode, places]) => `${mode} part ${places[rank]}`).join(", ") || "all of it";
+    return found.parts.map(([mode, places]) => `shard ${places[rank]} over ${mode}`).join(", ") || "the full parameter";
   }
 
   function card(layout, found, at, rank) {
@@ -84,9 +84,9 @@ pieces.start("placement", "placement-explorer", (root, table) => {
     const same = pieces.group(found.held, rank);
     const sum = pieces.group(found.joint, rank);
     for (const button of ranks.children) button.classList.toggle("in-sum", sum.length > 1 && sum.includes(Number(button.dataset.rank)));
-    const with_ = sum.length > 1 ? `is summed over ranks ${pieces.list(sum)} (outlined)` : "is summed with nobody";
+    const with_ = sum.length > 1 ? `is all-reduced over ranks ${pieces.list(sum)} (outlined)` : "is not all-reduced";
     const divided = found.divisor > 1 ? ` and divided by ${found.divisor}` : " and not divided";
-    const like = same.length > 1 ? `; ranks ${pieces.list(same)} hold the same (same colour)` : `, and no other rank does: ${pieces.list(same)}`;
-    detail.textContent = `Rank ${rank} holds ${holds(found, rank)}${like}. Its gradient ${with_}${divided}.`;
+    const like = same.length > 1 ? `, like all ranks of ${pieces.list(same)} (same colour)` : `; no other rank stores these elements: ${pieces.list(same)}`;
+    detail.textContent = `Rank ${rank} stores ${holds(found, rank)}${like}. Its gradient ${with_}${divided}.`;
   }
 });

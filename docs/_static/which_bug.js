@@ -25,15 +25,15 @@ pieces.start("which_bug", "which-bug", (root, table) => {
     const found = row.split(" ").map((part) => part.split(":")).filter(([from]) => Number(from) <= asked).pop()[1];
     const near = found.startsWith("?");
     const numbers = found.replace("?", "").split(".").filter(Boolean).map((number) => parseInt(number, 36));
-    if (near) say("Nothing that this layout can make has that value. The nearest:");
-    if (!numbers.length) return say("No size of this layout is above 1, so none can be in the factor.");
+    if (near) say("No combination of sizes of this layout has this value. The nearest:");
+    if (!numbers.length) return say("All sizes of this layout are 1, so they cannot cause a factor.");
     const rows = numbers.map((number) => {
       const [value, cause, madeOf, sentence] = table.said[number];
       return pieces.make("tr", {}, pieces.make("td", {}, `× ${Number(value.toPrecision(4))}`), pieces.make("td", {}, madeOf),
         pieces.make("td", {}, pieces.make("code", {}, cause)), pieces.make("td", {}, sentence));
     });
-    const head = ["factor", "made of", "cause", "what it can mean"].map((text) => pieces.make("th", { scope: "col" }, text));
-    const box = pieces.make("div", { class: "piece-scroll", tabindex: "0", role: "region", "aria-label": "What it can mean" },
+    const head = ["factor", "made of", "cause", "possible mistake"].map((text) => pieces.make("th", { scope: "col" }, text));
+    const box = pieces.make("div", { class: "piece-scroll", tabindex: "0", role: "region", "aria-label": "Possible mistakes" },
       pieces.make("table", {}, pieces.make("thead", {}, pieces.make("tr", {}, ...head)), pieces.make("tbody", {}, ...rows)));
     answer.append(box);
   }

@@ -1,4 +1,4 @@
-"""A small GPT on two pipeline stages, with as many replicas of the pipeline as there are ranks for."""
+"""A small GPT on two pipeline stages; the number of ranks determines the number of data-parallel replicas."""
 
 parallel = dict(pipeline=2)
 schedule = dict(type="OneFOneB", num_microbatches=4)

@@ -1,4 +1,5 @@
-"""A GPT as a plain list of layers, so that a pipeline can be cut anywhere; entrance and exit share one matrix."""
+"""A GPT as a plain list of layers, so that a pipeline can be split anywhere. The embedding and the output layer share
+one weight."""
 
 from collections import OrderedDict
 
@@ -8,7 +9,7 @@ from torch.nn import functional as F
 
 
 class Entrance(nn.Module):
-    """Characters and their places."""
+    """Embeddings of characters and of their positions."""
 
     def __init__(self, vocabulary, width, length):
         super().__init__()
@@ -19,7 +20,7 @@ class Entrance(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention to what came before, then a feed-forward layer."""
+    """Causal self-attention, then a feed-forward layer."""
 
     def __init__(self, width, heads):
         super().__init__()
@@ -37,7 +38,7 @@ class Block(nn.Module):
 
 
 class Exit(nn.Module):
-    """How likely each character is next; `weight` is the entrance's."""
+    """Logits of the next character; `weight` is the weight of the embedding."""
 
     def __init__(self, weight):
         super().__init__()
@@ -48,7 +49,7 @@ class Exit(nn.Module):
 
 
 def gpt(vocabulary, width, heads, layers, length):
-    """The whole model; `colonnade.split` makes stages of it."""
+    """The full model, which `colonnade.split` splits into stages."""
     entrance = Entrance(vocabulary, width, length)
     model = nn.Sequential(
         OrderedDict(
@@ -64,7 +65,7 @@ def gpt(vocabulary, width, heads, layers, length):
 
 
 def continued(model, prompt, count, length, seed=0):
-    """`count` characters after a prompt, drawn one after another."""
+    """Generate `count` characters after a prompt."""
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
     with torch.no_grad():

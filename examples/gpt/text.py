@@ -1,4 +1,4 @@
-"""Text that ships with Python: the language reference, as `help("if")` shows it, in characters."""
+"""Text that is part of Python, as characters: the language reference that `help("if")` prints."""
 
 from pydoc_data.topics import topics
 
@@ -7,13 +7,13 @@ from torch.utils.data import Dataset
 
 
 def reference():
-    """The topics one after another, in plain ASCII."""
+    """All topics of the reference, concatenated, in plain ASCII."""
     text = "\n".join(topics[name] for name in sorted(topics))
     return text.encode("ascii", "ignore").decode()
 
 
 class Characters(Dataset):
-    """Pieces of a text: `length` characters, and the ones that follow them."""
+    """Samples from a text: `length` characters, and the same characters shifted by one as labels."""
 
     def __init__(self, text, alphabet, length):
         number = {character: at for at, character in enumerate(alphabet)}

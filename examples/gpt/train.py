@@ -1,10 +1,11 @@
-"""A small GPT on text that ships with Python: data 2 x pipeline 2 on four ranks, tied embeddings, clipped to 1.0.
+"""Train a small GPT on text that is part of Python: data 2 x pipeline 2 on four ranks, tied embeddings, clipping to
+norm 1.0.
 
 colonnade run --nproc 4 train.py                        # 2 replicas of a pipeline of 2 stages
-colonnade run --nproc 4 --max-restarts 3 train.py       # comes back from its last checkpoint when a rank dies
-colonnade run --nproc 2 train.py --fresh                # one pipeline; begins anew
+colonnade run --nproc 4 --max-restarts 3 train.py       # restarts from its last checkpoint if a rank dies
+colonnade run --nproc 2 train.py --fresh                # one pipeline; starts from step 0
 
-Checkpoint, log and page of the run go to output/ beside this file. Start it again and it goes on.
+Checkpoints, log and HTML report are written to output/ next to this file. The next start resumes the run.
 """
 
 import shutil
@@ -80,7 +81,7 @@ def main():
 
 
 def finish(output, alphabet, sizes, logger):
-    """In one process, with plain torch: what the model writes, and where everything is."""
+    """Generate text with plain torch in one process, and print the paths of all outputs."""
     from safetensors.torch import load_file
 
     weights = output / "model.safetensors"

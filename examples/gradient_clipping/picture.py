@@ -1,10 +1,10 @@
-"""The gradient norm over time as a picture: where it was clipped, and to what."""
+"""Draw the gradient norm over time, with the clipped steps and the clip level."""
 
 from colonnade.proof.report import Series, line_chart
 
 
 def draw(before, after, limit):
-    """Norms before clipping as a line; of clipped steps also what they were before, and after it."""
+    """Draw the norms before clipping as a line, and mark the norm before and after clipping at clipped steps."""
     clipped = [(step, norm) for step, norm in enumerate(before) if norm > limit]
     return line_chart(
         [
@@ -13,6 +13,6 @@ def draw(before, after, limit):
             Series(f"clipped ({len(clipped)})", clipped, "dots", color=1),
             Series("after", [(step, after[step]) for step, _ in clipped], "dots", color=2),
         ],
-        y="norm of the whole gradient",
+        y="norm of the full gradient",
         logarithmic=True,
     )

@@ -1,10 +1,10 @@
-"""Gradient clipping by one line of config: a made task whose data has a bad batch now and then.
+"""Gradient clipping by one line of config, for an artificial task whose data contains some bad batches.
 
 python -m torch.distributed.launch --nproc_per_node 1 --master_addr localhost --master_port 29500  train_with_engine.py
-colonnade run --nproc 4 train_with_engine.py     # the norm is that of the whole gradient on any number of ranks
+colonnade run --nproc 4 train_with_engine.py     # the norm of the full gradient, on any number of ranks
 python train_with_engine.py                      # one process is a world of one
 
-Writes a picture of the gradient norm over time to output/gradient_norm.svg beside this file.
+Draws the gradient norm over time into output/gradient_norm.svg next to this file.
 """
 
 from pathlib import Path
@@ -22,7 +22,7 @@ LEARNING_RATE = 0.2
 
 
 def make_batches(steps, batch_size, rank):
-    """Points and a smooth function of them; every 17th batch was recorded at 6 times the scale."""
+    """Points and the values of a smooth function; every 17th batch has 6 times the scale."""
     direction = nn.functional.normalize(torch.randn(8, generator=torch.Generator().manual_seed(0)), dim=0)
     generator = torch.Generator().manual_seed(1 + rank)
     for step in range(steps):
@@ -33,7 +33,7 @@ def make_batches(steps, batch_size, rank):
 
 
 def flat(model):
-    """All weights in one row."""
+    """All weights in one flat tensor."""
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 

@@ -1,4 +1,4 @@
-"""Data parallelism by a gradient handler, with no DistributedDataParallel anywhere.
+"""Data parallelism by a gradient handler, without DistributedDataParallel.
 
 python -m torch.distributed.launch --nproc_per_node 4 --master_addr localhost --master_port 29500 train_with_engine.py
 colonnade run --nproc 4 train_with_engine.py
@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 
 
 def make_batches(steps, batch_size, rank):
-    """Each rank sees its own samples of one fixed task: which of ten random directions a point lies nearest to."""
+    """This rank's own samples of a fixed task: find the nearest of ten random directions for each point."""
     directions = torch.randn(10, 16, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(1 + rank)
     for _ in range(steps):
@@ -28,7 +28,7 @@ def make_batches(steps, batch_size, rank):
 
 
 def replicas_are_equal(model):
-    """Whether every rank holds the same weights, to the last bit."""
+    """Whether all ranks have bitwise equal weights."""
     flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     low, high = flat.clone(), flat.clone()
     dist.all_reduce(low, op=dist.ReduceOp.MIN)

@@ -1,4 +1,4 @@
-"""The first script to run: four ranks, data 2 x tensor 2, and what each of them knows of its world."""
+"""The first script to run: four ranks, data 2 x tensor 2; each rank prints its position in every group."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Tensor parallelism on two ranks, and as many replicas of that as there are ranks for."""
+"""Tensor parallelism on two ranks; the number of ranks determines the number of data-parallel replicas."""
 
 parallel = dict(tensor=dict(size=2, mode="1d"))
 clip_grad_norm = 1.0

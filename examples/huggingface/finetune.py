@@ -1,11 +1,11 @@
-"""Train any architecture of transformers on several ranks, on text that ships with Python; no download.
+"""Train any transformers architecture on several ranks, on text that is part of Python, without a download.
 
-colonnade run --nproc 2 finetune.py --model qwen3                           # a small config, weights drawn anew
+colonnade run --nproc 2 finetune.py --model qwen3                           # a small config with new weights
 colonnade run --nproc 4 finetune.py --model llama --config pipeline.py      # tensor 2 x pipeline 2
-colonnade run --nproc 2 finetune.py --from output/model --lora 8            # weights of a folder; trains adapters alone
+colonnade run --nproc 2 finetune.py --from output/model --lora 8            # weights of a folder; trains only adapters
 
-The layout is that of the config file and of nothing else: no line below knows of it. Checkpoints, log and weights go to
-output/ beside this file. Start it again and it goes on. `output/model` is a folder as transformers writes one, or peft.
+Only the config file determines the layout; no line below depends on it. Checkpoints, log and weights are written to
+output/ next to this file, and the next start resumes the run. transformers or peft can load the folder `output/model`.
 """
 
 import shutil
@@ -46,7 +46,9 @@ def arguments():
 
 
 def build(options):
-    """The model of the config or the folder, on the ranks of the layout; and whether it has an encoder."""
+    """Build the model of the config or of the folder on the ranks of the layout; returns the model, and whether it has an
+    encoder.
+    """
     import transformers
 
     config = (
@@ -114,7 +116,7 @@ def main():
 
 
 def written(weights, prompt=b"The ", count=80):
-    """In one process, with plain transformers: what the model writes after a prompt."""
+    """Generate text after a prompt with plain transformers in one process."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(weights)

@@ -1,4 +1,4 @@
-"""The same on a pipeline of two stages, each of them on two ranks."""
+"""Tensor parallelism 2 x pipeline 2: two pipeline stages with two tensor-parallel ranks each."""
 
 from config import *  # noqa: F403
 

@@ -1,4 +1,4 @@
-"""A small config of any architecture of transformers, and text that ships with Python, in bytes."""
+"""Small configs of transformers architectures, and text that is part of Python, as bytes."""
 
 import difflib
 from pydoc_data.topics import topics
@@ -26,7 +26,7 @@ SIZES = dict(
 
 
 def small_config(name):
-    """A config of this architecture with the sizes above, of those that it has."""
+    """Return a config of this architecture; the sizes above are used for the keys that it has."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if name not in CONFIG_MAPPING:
@@ -48,9 +48,10 @@ def small_config(name):
 
 
 class Bytes(Dataset):
-    """The language reference, as `help("if")` shows it, in pieces of `length` bytes, each a batch's row as collators give it.
+    """The language reference that `help("if")` prints, in samples of `length` bytes, each in the format of a collated
+    row.
 
-    A decoder learns to go on; an encoder with a decoder learns the second half of a piece from the first.
+    A decoder learns to predict the next byte; an encoder-decoder learns the second half of a sample from the first.
     """
 
     def __init__(self, length, halves):

@@ -1,4 +1,4 @@
-"""Two ranks share the heads of each attention; data parallelism takes the ranks that are left."""
+"""Two ranks share the attention heads; the remaining factor of the world size is data parallelism."""
 
 HEADS = 4
 parallel = dict(head_data=dict(size=2, heads=HEADS))

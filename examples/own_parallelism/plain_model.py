@@ -1,11 +1,11 @@
-"""The model of the example in plain torch: the truth that the split one is compared with."""
+"""The model of the example in plain torch: the reference for the parallel model."""
 
 from torch import nn
 from torch.nn import functional as F
 
 
 class Attention(nn.Module):
-    """Self-attention in one process; the rows of `qkv` are the heads, one after another."""
+    """Self-attention in one process; the rows of `qkv` are sorted by head."""
 
     def __init__(self, width, heads):
         super().__init__()

@@ -1,10 +1,11 @@
-"""Train with a parallelism of one's own, beside one process that is given all samples.
+"""Train with a custom parallelism, and compare with a single process on the global batch.
 
 colonnade run --nproc 4 train.py     # data 2 x head_data 2
 colonnade run --nproc 2 train.py     # head_data 2
 
-Each place of a sequence must find the place with the largest first feature and copy it. Prints the ledger, loss and
-gradient norm, and how far the weights are from those of one process; then loads the checkpoint into the plain model.
+The task: each position of a sequence finds the position with the largest first feature, and copies it. Prints the
+ledger, loss and gradient norm, and the difference of the weights from the single process. Then loads the checkpoint
+into the plain model.
 """
 
 from pathlib import Path
@@ -25,7 +26,7 @@ HERE = Path(__file__).parent
 
 
 def batch(step, part, config):
-    """The samples that data-parallel rank `part` is given at a step."""
+    """The samples of data-parallel rank `part` in a step."""
     generator = torch.Generator().manual_seed(1000 * step + part)
     x = torch.randn(
         config.BATCH_SIZE,
@@ -39,7 +40,7 @@ def batch(step, part, config):
 
 
 def build(sequential, attention, config):
-    """The same weights for the same seed, whichever classes are used."""
+    """Build a model whose weights depend only on the seed, not on the attention class."""
     torch.manual_seed(config.seed)
     return sequential(
         *layers(attention, config.FEATURES, config.WIDTH, config.HEADS, config.DEPTH)
@@ -47,7 +48,7 @@ def build(sequential, attention, config):
 
 
 def one_process(config, parts):
-    """Plain torch on the joined batches: what the weights must be after all steps."""
+    """Train with plain torch on the global batches; returns the reference weights."""
     model = build(nn.Sequential, Attention, config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.LEARNING_RATE, eps=1e-6)
     for step in range(config.STEPS):
@@ -61,7 +62,7 @@ def one_process(config, parts):
 
 
 def say(text):
-    """Print on one rank."""
+    """Print on rank 0."""
     if gpc.get_global_rank() == 0:
         print(text, flush=True)
 
@@ -97,7 +98,7 @@ def main():
 
 
 def finish(config, whole, folder):
-    """On one rank: compare with one process, and load what was saved into the plain model."""
+    """Compare with the single process on one rank, and load the checkpoint into the plain model."""
     table = compare(one_process(config, gpc.data_parallel_size), whole, rtol=1e-10)
     worst = max(table.differences, key=lambda difference: difference.relative)
     say(

@@ -1,4 +1,4 @@
-"""A project of one's own under `mypy --strict`, which uses the public names of Colonnade and nothing else.
+"""A project that passes `mypy --strict` and uses only public names of Colonnade.
 
 python train.py              # it starts two ranks
 mypy --strict train.py
@@ -32,7 +32,7 @@ from colonnade.utils import get_dataloader
 
 @GRADIENT_HANDLER.register_module
 class PlainHandler(BaseGradientHandler):
-    """Sums gradients over data ranks one by one: a handler of one's own, that the ledger looks at."""
+    """A custom handler that all-reduces gradients over data ranks one by one; the ledger checks it."""
 
     def handle_gradient(self) -> None:
         group = self.context.get_group(ParallelMode.DATA)
@@ -44,7 +44,7 @@ class PlainHandler(BaseGradientHandler):
 
 @HOOKS.register_module
 class BestLoss(BaseHook):
-    """Keeps the smallest loss, through checkpoints."""
+    """Stores the smallest loss, also in checkpoints."""
 
     def __init__(self) -> None:
         super().__init__(priority=20)
@@ -62,7 +62,7 @@ class BestLoss(BaseHook):
 
 
 def build(context: ParallelContext) -> Engine:
-    """A model whose layers are split over tensor ranks, and its engine."""
+    """Build a model with layers sharded over tensor ranks, and its engine."""
     model = nn.Sequential(Linear(8, 32), nn.ReLU(), Linear(32, 4, split="row"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     engine, *_ = colonnade.initialize(model, optimizer, nn.CrossEntropyLoss(), context=context)
@@ -92,7 +92,7 @@ def train(folder: Path) -> float:
 
 
 def main() -> None:
-    """The layout without a process; then two ranks."""
+    """Print the layout without starting processes, then train on two ranks."""
     layout: Layout = build_layout({"parallel": {"tensor": {"size": 2, "mode": "1d"}}}, world_size=4)
     assert layout.group_of(ParallelMode.DATA, rank=1) == [1, 3]
     with tempfile.TemporaryDirectory() as folder:

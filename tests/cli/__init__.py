@@ -25,11 +25,5 @@ def command(*words: object) -> list[str]:
 def colonnade(*words: object, cwd: Path = ROOT, timeout: float = 100) -> subprocess.CompletedProcess[str]:
     """Run `colonnade` to its end."""
     return subprocess.run(
-        command(*words),
-        cwd=cwd,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
+        command(*words), cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout, check=False
     )

@@ -50,7 +50,7 @@ def test_errors_of_ours_are_one_message_without_a_traceback() -> None:
     done = colonnade("run", "--node-rank", 1, __file__)
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
-        "colonnade: --node-rank 1 needs --nnodes above it. [C022]",
+        "colonnade: --node-rank 1 needs a larger --nnodes. [C022]",
         "Details: colonnade explain C022",
     ]
 

@@ -52,7 +52,7 @@ def test_a_script_that_is_given_as_a_config_does_not_run(explain, tmp_path):
     done = explain(script)
     assert done.code == 2
     assert "it trains" not in done.out
-    assert "train.py calls launch(): it is a script, not a config. `colonnade run train.py` runs it" in done.err
+    assert "train.py calls launch(): it is a script, not a config. Run it with `colonnade run train.py`" in done.err
     assert "[C002]" in done.err
 
 

@@ -102,7 +102,10 @@ def test_nothing_is_overwritten(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("ring-rows", "lower-case identifier that starts with a letter and is no keyword, such as 'ring_rows'"),
+        (
+            "ring-rows",
+            "lower-case identifier that starts with a letter and is not a Python keyword, such as 'ring_rows'",
+        ),
         ("RingRows", "such as 'ring_rows'"),
         ("class", "such as 'my_class'"),
         ("2d", "such as 'my_2d'"),

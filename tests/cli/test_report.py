@@ -34,7 +34,7 @@ def test_traces_are_joined(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["nowhere"], "neither a folder of a run nor a log"),
+        (["nowhere"], "neither the folder of a run nor a log"),
         (["x", "--trace", "--follow"], "give one of them"),
         (["x", "--trace"], "ProfilerHook"),
     ],

@@ -53,11 +53,7 @@ def test_not_run_is_2_with_the_words_of_the_script(verify) -> None:
     ("how", "seconds", "said"),
     [
         ("hang", "5", "did not finish step 2 on 1 rank within 5 seconds"),
-        (
-            "early",
-            "300",
-            "ended on 1 rank without a step, so there is nothing to compare: it neither builds",
-        ),
+        ("early", "300", "ended on 1 rank without a step, so there is nothing to compare: it neither builds"),
         (
             "idle",
             "300",

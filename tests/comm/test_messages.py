@@ -23,6 +23,7 @@ from colonnade.comm.messages import (
 from colonnade.comm.torch_versions import all_gather_flat, default_store, is_alive, noting_collectives, timeout_of
 from colonnade.errors import ColonnadeError, PlacementError
 from colonnade.testing import run_world
+from tests.ranks import on_ranks
 
 CPU = torch.device("cpu")
 
@@ -137,7 +138,8 @@ def test_every_rank_hears_every_message():
     ]
 
 
-def _private_names() -> tuple[list[float], list[bool], timedelta, bytes]:
+@on_ranks(2)
+def test_the_private_names_of_torch_do_what_we_use_them_for():
     group = dist.new_group([0, 1], timedelta(seconds=37))
     received = torch.empty(2)
     all_gather_flat(received, torch.tensor([float(dist.get_rank())]), group=group)
@@ -145,12 +147,8 @@ def _private_names() -> tuple[list[float], list[bool], timedelta, bytes]:
     limit = timeout_of(group)
     dist.destroy_process_group(group)
     default_store().set("colonnade/test", "here")
-    return received.tolist(), [*alive, is_alive(group)], limit, default_store().get("colonnade/test")
-
-
-def test_the_private_names_of_torch_do_what_we_use_them_for():
-    for value in run_world(2, _private_names).values:
-        assert value == ([0.0, 1.0], [True, False], timedelta(seconds=37), b"here")
+    value = received.tolist(), [*alive, is_alive(group)], limit, default_store().get("colonnade/test")
+    assert value == ([0.0, 1.0], [True, False], timedelta(seconds=37), b"here")
 
 
 @pytest.mark.parametrize("failed", [True, False])

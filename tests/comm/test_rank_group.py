@@ -33,6 +33,7 @@ from colonnade.comm.groups import (
 )
 from colonnade.errors import GradientError
 from colonnade.testing import run_world
+from tests.ranks import on_ranks
 
 
 def _pair() -> list[HostSockets]:
@@ -293,7 +294,9 @@ def test_why_memory_is_not_shared_is_said_or_raised():
     group.close()
 
 
-def _talk(opened: list[object]) -> None:
+@on_ranks(2)
+def test_small_messages_take_the_connections_that_are_there():
+    opened = []
     """Over the group where it moves CPU tensors, else over connections of their own."""
     original = groups.own_gloo
     groups.own_gloo = lambda group: opened.append(group) or original(group)
@@ -307,14 +310,7 @@ def _talk(opened: list[object]) -> None:
         assert group.collect() == [b"0", b"1"]
 
 
-def test_small_messages_take_the_connections_that_are_there():
-    run_world(2, _talk, [])
-
-
-def connect_and_leave():
+@on_ranks(4, timeout=30)
+def test_a_rank_that_lets_go_of_its_connections_at_once_leaves_the_others_theirs():
     for _ in range(20):
         own_gloo()
-
-
-def test_a_rank_that_lets_go_of_its_connections_at_once_leaves_the_others_theirs():
-    run_world(4, connect_and_leave, timeout=30)

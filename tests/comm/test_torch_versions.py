@@ -33,7 +33,7 @@ from colonnade.comm.torch_versions import (
     start_fsdp,
     timeout_of,
 )
-from colonnade.testing import run_world
+from tests.ranks import on_ranks
 
 
 def test_what_this_version_of_torch_can_do():
@@ -51,7 +51,8 @@ def test_a_start_that_failed_leaves_the_count_of_groups_as_in_a_new_process(monk
     assert distributed_c10d._world.group_count == 0
 
 
-def _in_a_world_of_one() -> None:
+@on_ranks(1)
+def test_calls_are_noted_and_tensors_of_a_mesh_are_made_and_exchanged():
     distributed_c10d._world.group_count, before = 5, distributed_c10d._world.group_count
     forget_failed_start()
     assert distributed_c10d._world.group_count == 5, "a world that is up goes on counting"
@@ -73,10 +74,6 @@ def _in_a_world_of_one() -> None:
     exchange_tensors(first, second)
     assert (first.to_local().tolist(), second.to_local().tolist()) == ([3.0, 3.0], [1.0, 1.0])
     assert first.mark == "first"
-
-
-def test_calls_are_noted_and_tensors_of_a_mesh_are_made_and_exchanged():
-    run_world(1, _in_a_world_of_one)
 
 
 def test_plain_tensors_are_exchanged_and_keep_their_attributes():

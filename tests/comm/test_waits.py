@@ -147,12 +147,12 @@ def test_ranks_go_on_when_all_have_come_every_time(store, monkeypatch, ranks):
 @pytest.mark.parametrize(
     ("step", "limit", "least", "message"),
     [
-        (3, 30, 0.15, r"rank 2 is summing the gradients of step 3, for which it needs this rank"),
+        (3, 30, 0.15, r"rank 2 is summing the gradients of step 3 and waits for this rank"),
         (
             4,
             0.3,
             0.3,
-            r"save\(\) must be called on all ranks, but 3 have not called it for 0\.3 s",
+            r"save\(\) must be called on all ranks, but 3 ranks did not call it within 0\.3 s",
         ),  # that step was made
     ],
 )

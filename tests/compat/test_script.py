@@ -154,7 +154,7 @@ def _pipeline() -> None:
     if rank == 1:
         nn.init.zeros_(stage.shared.weight)  # the tie gives it the first stage's
     PipelineSharedModuleWrapper([0, 1]).register_module(stage.shared)
-    with pytest.raises(PlacementError, match=rf"stage {rank} is not one of pipeline_ranks=\(5, 6\)"):
+    with pytest.raises(PlacementError, match=rf"stage {rank} is not in pipeline_ranks=\(5, 6\)"):
         PipelineSharedModuleWrapper([5, 6]).register_module(stage.shared)
     engine = colossalai.initialize(stage, torch.optim.SGD(stage.parameters(), lr=0.1), F.mse_loss)[0]
     engine.schedule = PipelineSchedule(2)

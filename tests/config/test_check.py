@@ -27,51 +27,30 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     ({"parallel": 2}, f"parallel = 2   must be a dict of {AXES} and your own axes"),
     ({"parallel": {"tensro": 2}}, "parallel.tensro = 2   unknown key. Did you mean `tensor`?"),
-    (
-        {"parallel": {"tensro": {"size": 2}}},
-        "parallel.tensro = {'size': 2}   unknown key. Did you mean `tensor`?",
-    ),
+    ({"parallel": {"tensro": {"size": 2}}}, "parallel.tensro = {'size': 2}   unknown key. Did you mean `tensor`?"),
     ({"parallel": {"tp": 2}}, "parallel.tp = 2   unknown key. Did you mean `tensor`?"),
     (
         {"parallel": {"mine": 2}},
-        f"parallel.mine = 2   unknown key; allowed: {AXES}, or a further one as dict(size=..., mode=..., ...)",
+        f"parallel.mine = 2   unknown key; allowed: {AXES}, or a name of your own with dict(size=..., mode=..., ...)",
     ),
     (
         {"parallel": {"mode": "3d"}},
         "parallel.mode = '3d'   belongs to an axis: parallel = dict(tensor=dict(size=..., mode=...))",
     ),
     ({"parallel": {1: 2}}, "parallel[1] = 2   is no valid key: a key is a non-empty string"),
-    (
-        {"parallel": {"tensor": {"mode": "1d"}}},
-        "parallel.tensor.size   is missing; it must be an int >= 1",
-    ),
-    (
-        {"parallel": {"tensor": {"siez": 2}}},
-        "parallel.tensor.siez = 2   unknown key. Did you mean `size`?",
-    ),
+    ({"parallel": {"tensor": {"mode": "1d"}}}, "parallel.tensor.size   is missing; it must be an int >= 1"),
+    ({"parallel": {"tensor": {"siez": 2}}}, "parallel.tensor.siez = 2   unknown key. Did you mean `size`?"),
     ({"parallel": {"tensor": {"size": 0}}}, "parallel.tensor.size = 0   must be an int >= 1"),
     ({"parallel": {"tensor": {"size": 2.0}}}, "parallel.tensor.size = 2.0   must be an int >= 1"),
     ({"parallel": {"tensor": {"size": True}}}, "parallel.tensor.size = True   must be an int >= 1"),
-    (
-        {"parallel": {"tensor": {"size": 2, "mode": 1}}},
-        "parallel.tensor.mode = 1   must be a non-empty string or None",
-    ),
+    ({"parallel": {"tensor": {"size": 2, "mode": 1}}}, "parallel.tensor.mode = 1   must be a non-empty string or None"),
     (
         {"parallel": {"tensor": True}},
         "parallel.tensor = True   must be an int >= 1 or None, or dict(size=..., mode=..., ...)",
     ),
-    (
-        {"parallel": {"pipeline": "auto"}},
-        "parallel.pipeline = 'auto'   must be an int >= 1 or None, or dict(size=...)",
-    ),
-    (
-        {"parallel": {"pipeline": {"size": 2, "mode": "x"}}},
-        "parallel.pipeline.mode = 'x'   unknown key; allowed: size",
-    ),
-    (
-        {"parallel": {"data": 0}},
-        "parallel.data = 0   must be an int >= 1, None, -1 or 'auto', or dict(size=...)",
-    ),
+    ({"parallel": {"pipeline": "auto"}}, "parallel.pipeline = 'auto'   must be an int >= 1 or None, or dict(size=...)"),
+    ({"parallel": {"pipeline": {"size": 2, "mode": "x"}}}, "parallel.pipeline.mode = 'x'   unknown key; allowed: size"),
+    ({"parallel": {"data": 0}}, "parallel.data = 0   must be an int >= 1, None, -1 or 'auto', or dict(size=...)"),
     (
         {"parallel": {"expert": {"size": 2, "over": 3}}},
         "parallel.expert.over = 3   must be a non-empty string, a list of strings or None",
@@ -79,51 +58,27 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"parallel": {"mine": {"mode": "x"}}}, "parallel.mine.size   is missing; it must be an int >= 1"),
     ({"gradient_handler": "A"}, f"gradient_handler = 'A'   {HANDLER_LIST}"),
     ({"gradient_handlers": {"type": "A"}}, "gradient_handlers = {'type': 'A'}   " + HANDLER_LIST),
-    (
-        {"gradient_handler": ["A", 3]},
-        "gradient_handler[1] = 3   must be a registered name, or dict(type='Name', ...)",
-    ),
-    (
-        {"gradient_handler": [{"type": 3}]},
-        "gradient_handler[0].type = 3   must be a non-empty string",
-    ),
-    (
-        {"gradient_handler": [{"bucket": 3}]},
-        "gradient_handler[0].type   is missing; it must be a non-empty string",
-    ),
+    ({"gradient_handler": ["A", 3]}, "gradient_handler[1] = 3   must be a registered name, or dict(type='Name', ...)"),
+    ({"gradient_handler": [{"type": 3}]}, "gradient_handler[0].type = 3   must be a non-empty string"),
+    ({"gradient_handler": [{"bucket": 3}]}, "gradient_handler[0].type   is missing; it must be a non-empty string"),
     (
         {"gradient_handler": ["A"], "gradient_handlers": ["A"]},
         "gradient_handlers   is an alias of gradient_handler, which is set too: remove one",
     ),
-    (
-        {"clip_grad_norm": -1.0},
-        f"clip_grad_norm = -1.0   must be a number >= 0, or a dict of {CLIP_KEYS}",
-    ),
-    (
-        {"clip_grad_norm": float("nan")},
-        f"clip_grad_norm = nan   must be a number >= 0, or a dict of {CLIP_KEYS}",
-    ),
+    ({"clip_grad_norm": -1.0}, f"clip_grad_norm = -1.0   must be a number >= 0, or a dict of {CLIP_KEYS}"),
+    ({"clip_grad_norm": float("nan")}, f"clip_grad_norm = nan   must be a number >= 0, or a dict of {CLIP_KEYS}"),
     ({"clip_grad_norm": True}, f"clip_grad_norm = True   must be a number >= 0, or a dict of {CLIP_KEYS}"),
     (
         {"clip_grad_norm": {"max_norm": 1, "foreach": True}},
         f"clip_grad_norm.foreach = True   unknown key; allowed: {CLIP_KEYS}",
     ),
-    (
-        {"clip_grad_norm": {"max_nrom": 1}},
-        "clip_grad_norm.max_nrom = 1   unknown key. Did you mean `max_norm`?",
-    ),
+    ({"clip_grad_norm": {"max_nrom": 1}}, "clip_grad_norm.max_nrom = 1   unknown key. Did you mean `max_norm`?"),
     (
         {"clip_grad_norm": {"norm_type": 2}},
         "clip_grad_norm.max_norm   is missing: a number >= 0, or give groups or a method",
     ),
-    (
-        {"clip_grad_norm": {"max_norm": 1, "norm_type": 0}},
-        f"clip_grad_norm.norm_type = 0   {ORDER}",
-    ),
-    (
-        {"clip_grad_norm": {"max_norm": 1, "norm_type": 64}},
-        f"clip_grad_norm.norm_type = 64   {ORDER}",
-    ),
+    ({"clip_grad_norm": {"max_norm": 1, "norm_type": 0}}, f"clip_grad_norm.norm_type = 0   {ORDER}"),
+    ({"clip_grad_norm": {"max_norm": 1, "norm_type": 64}}, f"clip_grad_norm.norm_type = 64   {ORDER}"),
     (
         {"clip_grad_norm": 10**400},
         f"clip_grad_norm = {str(10**400)[:57]}...   is too large: the largest allowed number is 2**63 - 1",
@@ -164,10 +119,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"fp16": {"loss_scale": 2}}, "fp16.loss_scale = 2   unknown key. Did you mean `init_scale`?"),
     ({"fp16": {"backoff_factor": 2}}, "fp16.backoff_factor = 2   must be a number between 0 and 1"),
     ({"fp16": {"initial_scale": 2}}, "fp16.initial_scale = 2   unknown key. Did you mean `init_scale`?"),
-    (
-        {"fp16": {"min_scale": 4, "max_scale": 2}},
-        "fp16.min_scale = 4   must not be above max_scale = 2",
-    ),
+    ({"fp16": {"min_scale": 4, "max_scale": 2}}, "fp16.min_scale = 4   must not be above max_scale = 2"),
     (
         {"fp16": {"max_scale": 1024}},
         "fp16.max_scale = 1024   must not be below init_scale = 65536: give a smaller init_scale too",
@@ -194,10 +146,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"fp16": True, "bf16": True}, "bf16   is on together with fp16: remove one"),
     ({"fp16": {}, "bf16": {}}, "bf16   is on together with fp16: remove one"),
     ({"bf16": "yes"}, "bf16 = 'yes'   must be True or False, or a dict of master_weights"),
-    (
-        {"bf16": {"master_weight": True}},
-        "bf16.master_weight = True   unknown key. Did you mean `master_weights`?",
-    ),
+    ({"bf16": {"master_weight": True}}, "bf16.master_weight = True   unknown key. Did you mean `master_weights`?"),
     (
         {"zero": 4},
         "zero = 4   must be 0, 1, 2 or 3, or a dict of stage, reduce_scatter, offload, bucket_mb, gather_ahead, prefetch, master_weights, replicate, wrap, reshard",
@@ -267,15 +216,7 @@ GOOD: list[dict[str, Any]] = [
     {"clip_grad_norm": 1.0},
     {"clip_grad_norm": 0},
     {"clip_grad_norm": float("inf")},
-    {
-        "clip_grad_norm": {
-            "max_norm": 1,
-            "norm_type": "inf",
-            "groups": {},
-            "nonfinite": "skip",
-            "method": None,
-        }
-    },
+    {"clip_grad_norm": {"max_norm": 1, "norm_type": "inf", "groups": {}, "nonfinite": "skip", "method": None}},
     {"clip_grad_norm": {"groups": {"head": {"params": ["head.*"], "max_norm": 1.0, "counted": False}}}},
     {"fp16": {"mode": None, "init_scale": 2**16, "growth_factor": 2, "hysteresis": 2}},
     {"fp16": {"enabled": False}, "bf16": {"master_weights": True}},
@@ -284,24 +225,11 @@ GOOD: list[dict[str, Any]] = [
     {"zero": {"stage": 3, "reduce_scatter": True, "offload": "cpu", "bucket_mb": 25, "prefetch": 2}},
     {"schedule": "PipelineSchedule"},
     {"schedule": {"type": "Mine", "anything": 1, "types": 2}},
-    {
-        "sync": {
-            "bucket_mb": 25,
-            "overlap": True,
-            "reduce_dtype": "float32",
-            "compress": "bf16",
-        }
-    },
+    {"sync": {"bucket_mb": 25, "overlap": True, "reduce_dtype": "float32", "compress": "bf16"}},
     {"sync": {"shared_memory": "auto", "waive": ["head.*"], "fixed_order": True}},
     {"model": {"num_chunks": 2, "num_layers": 12}, "log": {"level": "info", "dir": "runs"}},
     {"model": "gpt2", "log": 10, "seed": 0, "flat_step": True, "gradient_accumulation": 4},
-    {
-        "num_microbatches": 4,
-        "TENSOR_SHAPE": (2, 8, 16),
-        "SEQ_LENGTH": 8,
-        "GLOBAL_BATCH_SIZE": 4,
-        "HIDDEN_SIZE": 16,
-    },
+    {"num_microbatches": 4, "TENSOR_SHAPE": (2, 8, 16), "SEQ_LENGTH": 8, "GLOBAL_BATCH_SIZE": 4, "HIDDEN_SIZE": 16},
     {"TENSOR_SHAPE": [(2, 8), (2,)]},
     dict.fromkeys(("parallel", "gradient_handler", "clip_grad_norm", "sync", "seed", "log", "schedule")),
 ]

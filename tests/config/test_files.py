@@ -69,10 +69,7 @@ def test_no_permission(tmp_path: Path) -> None:
 
 
 def test_syntax_error_shows_its_line(tmp_path: Path) -> None:
-    assert raised(tmp_path, "x = 1\ny = = 2\n") == [
-        "train.py:2  SyntaxError: invalid syntax",
-        "train.py:2 | y = = 2",
-    ]
+    assert raised(tmp_path, "x = 1\ny = = 2\n") == ["train.py:2  SyntaxError: invalid syntax", "train.py:2 | y = = 2"]
     assert raised(tmp_path, "x = 1\n  y = 2\n")[0] == "train.py:2  SyntaxError: unexpected indent"
     (row,) = raised(tmp_path, b"x = 1\0\n")
     assert "null bytes" in row
@@ -172,9 +169,7 @@ run_as = __name__
 """,
     )
     config = load_config(file)
-    assert set(config) == {
-        *("sqrt", "dataclass", "double", "factor", "_private", "thing", "here", "run_as"),
-    }
+    assert set(config) == {*("sqrt", "dataclass", "double", "factor", "_private", "thing", "here", "run_as")}
     assert config.double(4) == 8
     assert config.here == "train.py"
     assert config.run_as != "__main__"

@@ -19,7 +19,7 @@ from colonnade.errors import ConfigError
 
 TOP_LEVEL = (
     "parallel gradient_handler gradient_handlers clip_grad_norm gradient_accumulation fp16 bf16 zero "
-    "float8 schedule sync compare_batches compare_stages guard activation_checkpoint flat_step graph_step seed compile cudnn_benchmark "
+    "float8 schedule sync compare_batches compare_stages guard activation_checkpoint flat_step cuda_graph seed compile cudnn_benchmark "
     "cudnn_deterministic compare_weights model num_microbatches TENSOR_SHAPE"
 )
 

@@ -33,10 +33,7 @@ def test_nothing_asked_means_size_one_and_data_takes_the_rest(config: dict[str, 
             ParallelSizes(tensor=8, tensor_mode="2.5d", tensor_kwargs={"depth": 2}),
         ),
         ({"expert": 2}, ParallelSizes(expert=AxisSpec("expert", 2))),
-        (
-            {"expert": {"size": 2, "over": "data"}},
-            ParallelSizes(expert=AxisSpec("expert", 2, None, {"over": "data"})),
-        ),
+        ({"expert": {"size": 2, "over": "data"}}, ParallelSizes(expert=AxisSpec("expert", 2, None, {"over": "data"}))),
         ({"expert": None, "sequence": None}, ParallelSizes()),
         (
             {"mine": {"size": 3, "mode": "new_mode", "arg1": "a"}, "sequence": 2},

@@ -8,8 +8,7 @@ from colonnade.config.problems import ConfigSource, Problem, config_error, dotte
 
 
 @pytest.mark.parametrize(
-    ("path", "text"),
-    [(("zero",), "zero"), (("a", "b", "c"), "a.b.c"), (("handlers", 0, "type"), "handlers[0].type")],
+    ("path", "text"), [(("zero",), "zero"), (("a", "b", "c"), "a.b.c"), (("handlers", 0, "type"), "handlers[0].type")]
 )
 def test_dotted(path: tuple[object, ...], text: str) -> None:
     assert dotted(path) == text

@@ -187,11 +187,7 @@ def test_sizes_that_do_not_divide_the_world_are_told_with_all_that_would_fit(par
 @pytest.mark.parametrize(
     ("parallel", "world_size", "message"),
     [
-        (
-            {"data": 3, "tensor": 2},
-            8,
-            "parallel: data=3 x tensor=2 = 6 is not world_size=8; data=4 would fit. ",
-        ),
+        ({"data": 3, "tensor": 2}, 8, "parallel: data=3 x tensor=2 = 6 is not world_size=8; data=4 would fit. "),
         ({"data": 3}, 8, "parallel: data=3 is not world_size=8; data=8 would fit. "),
         ({}, 0, "a world has at least one rank, not 0"),
         (
@@ -412,16 +408,8 @@ def test_a_twin_never_leaves_its_stage():
         ({"tensor": {"size": 2, "mode": "1d", "depth": 2}}, 2, ["Initializer_1D", "depth="]),
         ({"expert": 3}, 8, ["size=3 does not divide", "allowed: 1, 2, 4, 8"]),
         ({"expert": {"size": 2, "over": "pipe"}}, 8, ["over='pipe'", "data*tensor"]),
-        (
-            {"tensor": 2, "expert": {"size": 4, "over": "data"}},
-            4,
-            ["size=4 does not divide data 2; allowed: 1, 2"],
-        ),
-        (
-            {"tensor": 3, "expert": 4},
-            6,
-            ["size=4 does not divide data 2 x tensor 3 = 6; allowed: 1, 2, 3, 6"],
-        ),
+        ({"tensor": 2, "expert": {"size": 4, "over": "data"}}, 4, ["size=4 does not divide data 2; allowed: 1, 2"]),
+        ({"tensor": 3, "expert": 4}, 6, ["size=4 does not divide data 2 x tensor 3 = 6; allowed: 1, 2, 3, 6"]),
         ({"tensor": {"size": 8, "mode": "2.5d", "depth": 0}}, 8, ["needs depth=<positive int>, got 0"]),
         ({"tensor": {"size": 8, "mode": "2.5d", "depth": "2"}}, 8, ["needs depth=<positive int>, got '2'"]),
         ({"tensor": {"size": 12, "mode": "2.5d"}}, 12, ["possible: depth=3 (dim 2), depth=12 (dim 1)"]),

@@ -16,6 +16,7 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ContextError, LaunchError
 from colonnade.logging import get_dist_logger
 from colonnade.testing import run_world
+from tests.ranks import on_ranks
 
 LAYOUTS = [
     {"pipeline": 2, "tensor": {"size": 2, "mode": "1d"}},
@@ -87,7 +88,8 @@ def test_groups_beyond_the_modes_are_told_to_all_and_those_of_modes_to_none():
     assert values == [[0.0], [10.0], [2.0], [3.0], [10.0], [10.0], [6.0], [7.0]]
 
 
-def _relaunch_three_times() -> list[tuple[int, int, int, int]]:
+@on_ranks(4, backend=None)
+def test_relaunching_in_one_process_leaks_neither_groups_nor_sockets_nor_threads():
     seen = []
     for parallel in ({"tensor": 2}, {"pipeline": 4}, {"data": 4}, {"tensor": 4}):
         with launch({"parallel": parallel}, context=ParallelContext(), verbose=False) as context:
@@ -99,7 +101,10 @@ def _relaunch_three_times() -> list[tuple[int, int, int, int]]:
         threads = len(os.listdir("/proc/self/task"))
         groups = len(dist.distributed_c10d._world.pg_map)
         seen.append((groups, sockets, threads, threading.active_count()))
-    return seen
+    first, last = seen[0], seen[-1]
+    assert first[0] == last[0] == 0
+    assert last[1] <= first[1]
+    assert last[2] <= first[2] + 1
 
 
 def _link(entry: str) -> str:
@@ -107,14 +112,6 @@ def _link(entry: str) -> str:
         return os.readlink(f"/proc/self/fd/{entry}")
     except OSError:
         return ""
-
-
-def test_relaunching_in_one_process_leaks_neither_groups_nor_sockets_nor_threads():
-    for seen in run_world(4, _relaunch_three_times, backend=None).values:
-        first, last = seen[0], seen[-1]
-        assert first[0] == last[0] == 0
-        assert last[1] <= first[1]
-        assert last[2] <= first[2] + 1
 
 
 def _surface() -> dict[str, object]:

@@ -249,10 +249,7 @@ def test_a_rank_that_fails_before_it_joins_tells_the_store(monkeypatch, timeout,
         return store
 
     monkeypatch.setattr(rendezvous, "_store", opened)
-    with (
-        pytest.raises(ConfigError, match="no such key"),
-        rendezvous.share_start_up_errors(1, 2, "here", 7, timeout),
-    ):
+    with pytest.raises(ConfigError, match="no such key"), rendezvous.share_start_up_errors(1, 2, "here", 7, timeout):
         raise ConfigError("no such key")
     assert asked == [(1, 2, "here", 7, timedelta(seconds=seconds))]
     told = rendezvous._meet(store, 0, 1 << 20, timedelta(seconds=1))

@@ -1,11 +1,11 @@
-"""`python -m tests.corpus` runs the corpus and writes docs/evidence/bugs.md; `python -m tests.corpus NAME ...` prints what is said of these."""
+"""`python -m tests.corpus` runs the corpus and writes its part of docs/evidence/bugs.md; `python -m tests.corpus NAME ...` prints what is said of these."""
 
 from __future__ import annotations
 
 import sys
 
 from tests.corpus.runner import names
-from tests.corpus.table import PAGE, markdown, results
+from tests.corpus.table import markdown, replace_part, results
 
 
 def main(chosen: list[str]) -> int:
@@ -20,7 +20,7 @@ def main(chosen: list[str]) -> int:
         if chosen:
             print(f"    {one.sentence}")
     if not chosen:
-        PAGE.write_text(markdown(found), encoding="utf-8")
+        replace_part("corpus", markdown(found))
     print(f"found {sum(one.found for one in found)} of {len(found)}, cause named {sum(one.named for one in found)}")
     return int(not all(one.found for one in found))
 

@@ -92,9 +92,9 @@ def verified(kind: str, *arguments: str) -> Any:
     )
 
 
-def judged(kind: str, report: Any) -> list[str]:
+def judged(kind: str, report: Any, planted: Planted | None = None) -> list[str]:
     """The faults of a report: nothing where cause and place are right and nothing innocent is blamed."""
-    planted = PLANTED[kind]
+    planted = planted or PLANTED[kind]
     if not planted.causes:
         return [] if report.ok else ["a healthy run is called wrong"]
     if not report.findings:

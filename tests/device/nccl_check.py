@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,13 @@ from torch.utils._device import _device_constructors
 
 import colonnade
 from colonnade.testing import cuda_mps, run_world
+from tests.device import waits_check
 from tests.device.check import Check
 from tests.engine import test_clip, test_engine, test_pipeline
-from tests.engine.precision import test_table
+from tests.engine.precision import test_float8, test_table
 from tests.gradients import summing, test_parity, test_uneven
 from tests.gradients.scenarios import SCENARIOS
+from tests.hf import zoo
 from tests.models import grid
 from tests.nn.moe import test_grouped
 from tests.nn.sequence import test_attention
@@ -49,6 +52,7 @@ from tests.optim.zero import cases as zero_cases
 from tests.optim.zero import device_check
 from tests.optim.zero import test_optimizer as zero_optimizer
 from tests.optim.zero.cases import Way
+from tests.ranks import body_of
 
 TESTS = Path(__file__).parents[1]
 MARGIN = 60
@@ -74,7 +78,19 @@ GRID = (
 
 def checks() -> list[Check]:
     """All of them, part by part; then those of the folders."""
-    parts = [_models, _attention, _experts, _handlers, _zero, _quiet, _precisions, _schedules, _clips, _gradients]
+    parts = [
+        _models,
+        _attention,
+        _experts,
+        _handlers,
+        _zero,
+        _quiet,
+        _waits,
+        _precisions,
+        _schedules,
+        _clips,
+        _gradients,
+    ]
     return [check for checks_of in (*parts, *in_folders()) for check in checks_of()]
 
 
@@ -127,9 +143,43 @@ def _quiet() -> Iterator[Check]:
         yield Check("quiet", str(config), 2, device_check.run, (config, None))
 
 
+WAITS = (
+    "GPT, tied: tensor 2 1d",
+    "GPT, tied: tensor 2 1d sequence_split=True",
+    "GPT: sequence 2, ring",
+    "GPT: sequence 2, ulysses",
+    "ViT: tensor 2 1d",
+    "Llama: data 2",
+    "Llama, experts: data 2",
+    "Llama, experts: expert 2",
+    "MoE-GPT: expert 2",
+    "GPT, tied: pipeline 2",
+)
+"""Every kind of model on two ranks. (2d and 3d tensor parallelism use the same layers and collectives on more ranks.)"""
+
+
+def _waits() -> Iterator[Check]:
+    """A whole steady step without a wait of the host."""
+    known = {str(case): case for case in grid.GRID}
+    for name in WAITS:
+        yield Check("waits", name, 2, waits_check.of_grid, (known[name], {}), places_itself=True)
+    for settings in ({"zero": 1}, {"zero": 2}, {"zero": 3}, {"fp16": True}, {"bf16": True, "gradient_accumulation": 1}):
+        arguments = (known["Llama: data 2"], settings)
+        yield Check("waits", f"Llama: data 2, {settings}", 2, waits_check.of_grid, arguments, places_itself=True)
+    if find_spec("transformers") is not None:
+        names = list(zoo.BY_NAME)
+        for first in range(0, len(names), 8):
+            chosen = names[first : first + 8]
+            text = f"transformers, {', '.join(chosen)}"
+            yield Check("waits", text, 2, waits_check.of_transformers, (chosen, {}), places_itself=True)
+
+
 def _precisions() -> Iterator[Check]:
     for stage in range(4):
         yield Check("precision", f"every precision at stage {stage} of ZeRO", 2, test_table._check_cases, (stage,))
+    if find_spec("torchao") is not None:
+        trained, verify = test_float8._trained, test_float8.check_trained
+        yield Check("precision", "float8", 2, trained, (False,), verify, only_on_gpu=True)
 
 
 def _schedules() -> Iterator[Check]:
@@ -167,14 +217,26 @@ def _gradients() -> Iterator[Check]:
     yield Check("frozen", "engine, accumulated", 4, test_engine._frozen_and_thawed, (2,))
     yield Check("frozen", "sum alone", 2, _summed, (*frozen, {}, 8, True))
     yield Check("frozen", "sum alone, overlapped", 4, _summed, (*frozen, summing.OVERLAPPED, 8, True))
-    yield Check("frozen", "on one rank", 2, test_uneven._flip_on_one_rank, (summing.TINY,))
-    yield Check("frozen", "in one group of two", 4, test_uneven._one_group_changes, (summing.TINY,))
+    yield Check("frozen", "on one rank", 2, body_of(test_uneven.test_frozen_on_one_rank_alone), (summing.TINY,))
+    yield Check(
+        "frozen",
+        "in one group of two",
+        4,
+        body_of(test_uneven.test_buckets_of_one_group_change_without_the_ranks_outside_it),
+        (summing.TINY,),
+    )
     branches = (test_uneven.Branches, test_uneven._branch)
     yield Check("missing", "engine", 2, test_engine._subsets)
     for ranks in (2, 4, 8):
         yield Check("missing", "sum alone", ranks, _summed, (*branches, summing.OVERLAPPED, 4, False))
     yield Check("missing", "sparse", 2, test_uneven._sparse, (summing.TINY,))
-    yield Check("missing", "sparse on one rank", 4, test_uneven._half_sparse, (summing.TINY,))
+    yield Check(
+        "missing",
+        "sparse on one rank",
+        4,
+        body_of(test_uneven.test_sparse_here_and_dense_there_is_dense),
+        (summing.TINY,),
+    )
     for ranks in (2, 4, 8):
         yield Check("accumulation", "three passes", ranks, test_engine._loop, (3,))
     uneven: list[tuple[list[int], int]] = [([5, 2], 2), ([3, 1, 0, 2], 1), ([3, 1, 0, 2, 3, 3, 3, 3], 2)]

@@ -24,8 +24,9 @@ from colonnade.engine.build import initialize
 from colonnade.errors import ConfigError
 from colonnade.models import GPT, MoEGPT
 from colonnade.parallel.split import split
-from colonnade.testing import compare, gather_weights, run_world
+from colonnade.testing import compare, gather_weights
 from tests.engine.twins import twins
+from tests.ranks import on_ranks
 
 
 class Block(nn.Module):
@@ -279,16 +280,6 @@ def _weights(case: str, mode: Any) -> tuple[dict[str, Tensor], int]:
         return weights, len(ran)
 
 
-def _all(cases: Sequence[str]) -> None:
-    for case in cases:
-        wanted, once = _weights(case, None)
-        for mode in MODES.get(case, ("full", "selective")):
-            found, ran = _weights(case, mode)
-            compare(wanted, found, 1e-12)
-            if case != "compiled":  # there, only what is traced runs
-                assert ran == 2 * once, (case, mode, once, ran)
-
-
 FAST, SLOW = ("tensor",), ("zero 3", "pipeline", "zero bubble", "experts", "compiled", "sequence")
 TIERS = [
     FAST,
@@ -298,9 +289,16 @@ TIERS = [
 
 
 @pytest.mark.parametrize("cases", TIERS, ids=["fast", "slow", "long"])
-def test_the_same_steps_under_every_kind_of_parallelism(cases):
+@on_ranks(2, timeout=110)
+def test_the_same_steps_under_every_kind_of_parallelism(cases: Sequence[str]):
     """Dropout and all: the masks come again."""
-    run_world(2, _all, cases, timeout=110)
+    for case in cases:
+        wanted, once = _weights(case, None)
+        for mode in MODES.get(case, ("full", "selective")):
+            found, ran = _weights(case, mode)
+            compare(wanted, found, 1e-12)
+            if case != "compiled":  # there, only what is traced runs
+                assert ran == 2 * once, (case, mode, once, ran)
 
 
 class Scaled(nn.Module):
@@ -315,7 +313,8 @@ class Scaled(nn.Module):
         return x + torch.tanh(self.inner(self.norm(x))) * self.scale
 
 
-def _gathered_inside() -> None:
+@on_ranks(2)
+def test_parameters_are_gathered_inside_blocks_that_keep_chosen_ops():
     """Zero 3 gathers what is inside the blocks by itself, ahead too: other ops run where a block is computed again."""
 
     def build() -> nn.Module:
@@ -333,7 +332,3 @@ def _gathered_inside() -> None:
             for step in range(2):
                 both.train(loss, step)
                 both.follow(loss, step)
-
-
-def test_parameters_are_gathered_inside_blocks_that_keep_chosen_ops():
-    run_world(2, _gathered_inside)

@@ -14,17 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from colonnade._launch import launch
-from colonnade.comm import messages
 from colonnade.config import load_config
 from colonnade.config.settings import ZeroSettings
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.engine import build, compile, prepare
-from colonnade.engine import engine as engine_module
+from colonnade.engine import prepare
 from colonnade.engine.build import initialize
 from colonnade.engine.schedule.schedules import PipelineSchedule
 from colonnade.gradients import synchroniser
-from colonnade.optim import engine_optimizer
-from colonnade.optim.zero import fsdp
 from colonnade.parallel.meta import meta_init
 from colonnade.parallel.split import split
 from colonnade.testing import run_world
@@ -95,54 +91,8 @@ def test_the_start_takes_little_memory_beside_parameters_and_gradients():
         assert parameters // 2 <= sharded <= parameters // 2 + ONE, sharded
 
 
-CHECKS = [
-    *("Precision.build_scaler", "Precision.apply", "Precision.around", "ClipSettings.read", "Agreement.require"),
-    *("refuse_meta_state", "Placements.check", "MetaStart.alike", "MetaStart.locate", "MetaStart.materialise"),
-    *("ActivationSettings.read", "apply_activations", "Float8Settings.read", "SyncSettings.read", "ZeroSettings.read"),
-    *("check_ties", "read_inits", "refuse_colossalai_attributes", "refuse_lazy", "refuse_unfit"),
-    *("warn_of_batch_norm", "warn_of_repeated_work", "training_loss_of", "numeric_settings", "broadcast_shared"),
-    *(
-        "compare_stages",
-        "alike_optimizer",
-        "refuse_optimizer",
-        "refuse_non_elementwise",
-        "build_handlers",
-        "check_tied",
-    ),
-    *("wants_flat", "build_sync", "announce", "_scheduler"),
-]
-ASKED_FOR: list[tuple[str, dict[str, Any]]] = [
-    *((check, {"zero": 3}) for check in ("shard_model", "check_placements", "ShardedModel.carry_over")),
-    ("ShardedModel.guard", {"zero": 3}),
-    ("ZeroOptimizer", {"zero": 1}),
-    ("ZeroOptimizer", {"zero": 2}),
-    ("convert_to_float8", {"float8": {"emulate": True}}),
-    ("compile_model", {"compile": True}),
-]
-
-
 class ReachedError(Exception):
     """Instead of the check."""
-
-
-@pytest.mark.parametrize(("check", "config"), [*((check, {}) for check in CHECKS), *ASKED_FOR])
-def test_initialize_makes_every_check(check, config, monkeypatch):
-    """Each once, with what the config asks for; the modules in which `initialize` finds them are looked through."""
-
-    def reached(*args: object, **kwargs: object) -> None:
-        raise ReachedError
-
-    name, _, method = check.partition(".")
-    where = next(
-        each
-        for each in (messages, build, prepare, compile, fsdp, engine_module, engine_optimizer)
-        if name in vars(each)
-    )
-    model = nn.Linear(2, 2)
-    with launch(config, context=ParallelContext(), verbose=False) as gpc:
-        monkeypatch.setattr(*((getattr(where, name), method) if method else (where, name)), reached)
-        with pytest.raises(ReachedError):
-            initialize(model, torch.optim.SGD(model.parameters()), context=gpc)
 
 
 @pytest.mark.parametrize(

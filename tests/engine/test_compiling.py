@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +19,16 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
 from colonnade.engine.compile import blocks_of, compile_model
-from colonnade.errors import ConfigError
+from colonnade.engine.schedule.graphed import graphed
+from colonnade.engine.schedule.schedules import NonPipelineSchedule, OneFOneB
+from colonnade.errors import ColonnadeError, ConfigError
 from colonnade.models import GPT, ViT
 from colonnade.nn import CrossEntropyLoss
 from colonnade.parallel.split import split
 from colonnade.testing import compare, gather_weights, run_world
 from tests.models.grid import MODELS, batch
 from tests.nn.sequence.training import EPS, RTOL, give_weights, take_weights
+from tests.ranks import on_ranks
 
 TENSOR = {"tensor": {"size": 2, "mode": "1d"}}
 EARLY = {"shared_memory": False, "overlap": True}
@@ -37,10 +41,7 @@ OVER_DATA: list[Case] = [
     ("Llama", {"data": 2}, 3, "eager"),
     ("GPT, tied", {"data": 2}, 0, "eager"),
 ]
-OVER_TENSOR: list[Case] = [
-    ("Llama", TENSOR, 0, "aot_eager"),
-    ("ViT", SPLIT, 0, "eager"),
-]
+OVER_TENSOR: list[Case] = [("Llama", TENSOR, 0, "aot_eager"), ("ViT", SPLIT, 0, "eager")]
 
 
 def _trained(cases: list[Case]) -> list[int]:
@@ -91,7 +92,8 @@ def test_models_that_are_split_compile_without_a_break_too():
     run_world(2, _trained, OVER_TENSOR, timeout=110)
 
 
-def _refused() -> None:
+@on_ranks(2)
+def test_a_torch_that_loses_sums_in_the_backward_pass_compiles_no_split_model():
     torch_versions.COMPILES_COLLECTIVES = False
     with launch({"parallel": TENSOR, "compile": True}, context=ParallelContext(), verbose=False) as gpc:
         model = GPT(16, 8, 16, 4, 2, context=gpc)
@@ -99,10 +101,6 @@ def _refused() -> None:
             ConfigError, match=r"omits all-reduces over .*TENSOR.* from the compiled backward.*torch 2.13 or later"
         ):
             initialize(model, torch.optim.SGD(model.parameters()), context=gpc)
-
-
-def test_a_torch_that_loses_sums_in_the_backward_pass_compiles_no_split_model():
-    run_world(2, _refused)
 
 
 @pytest.mark.parametrize(
@@ -167,12 +165,25 @@ def test_equal_blocks_are_compiled_once(blocks):
 
 
 def test_a_step_as_cuda_graphs_is_refused_on_a_cpu():
-    with launch({"graph_step": True}, context=ParallelContext(), verbose=False) as gpc:
-        layer = nn.Linear(2, 2)
-        with pytest.raises(
-            Exception, match="graph_step=True is not available here: a parameter or its state is on cpu"
-        ):
-            initialize(layer, torch.optim.AdamW(layer.parameters()), context=gpc)
+    said = {"step": "cuda_graph is not available here: a parameter or its state is on cpu", True: "the device is cpu"}
+    for cuda_graph, message in said.items():
+        with launch({"cuda_graph": cuda_graph}, context=ParallelContext(), verbose=False) as gpc:
+            layer = nn.Linear(2, 2)
+            with pytest.raises(ColonnadeError, match=message):
+                initialize(layer, torch.optim.AdamW(layer.parameters()), context=gpc)
+
+
+def test_what_cannot_be_recorded_is_named() -> None:
+    gpu, default = torch.device("cuda"), NonPipelineSchedule()
+    cases = [
+        (default, (), torch.device("cpu"), 1, "the device is cpu"),
+        (default, (), gpu, 2, "there are 2 ranks"),
+        (OneFOneB(num_microbatches=2), (), gpu, 1, "the schedule is OneFOneB"),
+        (default, [{"type": "Own"}], gpu, 1, "the gradient handler {'type': 'Own'} runs on the host"),
+    ]
+    for *given, message in cases:
+        with pytest.raises(ConfigError, match=re.escape(f"cuda_graph=True is not available here: {message}")):
+            graphed(*given)
 
 
 @pytest.mark.parametrize(

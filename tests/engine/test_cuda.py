@@ -38,7 +38,7 @@ class Model(nn.Module):
 @contextmanager
 def engine_of(graph: bool, make: Any, **config: Any) -> Iterator[tuple[Any, Any]]:
     torch.manual_seed(0)
-    settings = {"clip_grad_norm": 0.05, "graph_step": graph, **config}
+    settings = {"clip_grad_norm": 0.05, "cuda_graph": "step" if graph else False, **config}
     with launch(settings, context=ParallelContext(), verbose=False, backend="gloo") as gpc:
         model = Model()
         optimizer = make(model.parameters())

@@ -234,12 +234,12 @@ def test_a_loop_that_forgets_a_step_is_told_so():
             for _ in engine.batches([1, 2]):
                 pass
         assert not engine._book.uneven
-        with pytest.raises(GradientError, match=r"backward\(\) 1 times and left 1 of 1 passes"):
+        with pytest.raises(GradientError, match=r"backward\(\) 1 times for one batch, and 1 of 1 passes"):
             _many(engine, passes=1, steps=0)
     with world_of_one(gradient_accumulation=3) as gpc:
         engine = start(gpc)
         _many(engine, passes=1, steps=1)
-        with pytest.raises(GradientError, match=r"backward\(\) 2 times and left 2 of 3 passes"):
+        with pytest.raises(GradientError, match=r"backward\(\) 2 times for one batch, and 2 of 3 passes"):
             _many(engine, passes=2, steps=0)
 
 
@@ -437,7 +437,7 @@ def test_whole_weights_in_memory_and_in_a_file(tmp_path):
         with pytest.raises(CheckpointError) as error:
             engine.full_state_dict("every")
         assert str(error.value).startswith(
-            "to is 'all', 'first' or the name of a .safetensors file to write, not 'every'"
+            "to= must be 'all', 'first' or the name of a .safetensors file to write, not 'every'"
         )
         engine.close()
 

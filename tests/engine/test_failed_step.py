@@ -20,6 +20,7 @@ from colonnade.errors import GradientError
 from colonnade.registry import GRADIENT_HANDLER
 from colonnade.testing import run_world
 from tests.gradients.scenarios import numbers
+from tests.ranks import on_ranks
 
 CONFIGS: list[dict[str, Any]] = [
     {},
@@ -82,7 +83,9 @@ SLIPS: list[tuple[int, int, Any, str]] = [
 ]
 
 
-def _one_rank_slips(config: dict[str, Any]) -> None:
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@on_ranks(2, timeout=40)
+def test_an_error_of_one_rank_in_a_step_is_raised_on_all(config: dict[str, Any]):
     """In step 1 and in step 3, which is not compared; after it all ranks make a step together."""
     for accumulation, at, slip, said in SLIPS:
         with launch({**config, "gradient_accumulation": accumulation}, context=ParallelContext(), verbose=False) as gpc:
@@ -104,12 +107,12 @@ def _one_rank_slips(config: dict[str, Any]) -> None:
             engine.close()
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_an_error_of_one_rank_in_a_step_is_raised_on_all(config):
-    run_world(2, _one_rank_slips, config, timeout=40)
-
-
-def _changes_form(config: dict[str, Any]) -> str:
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [({}, "use one form"), ({"sync": {"shared_memory": False}}, "a mean on rank 1; (sum, count) on rank 0")],
+)
+@on_ranks(2, timeout=30)
+def test_one_rank_that_changes_to_sums_in_a_step_that_is_not_compared_is_named(config: dict[str, Any], told):
     with launch(config, context=ParallelContext(), verbose=False) as gpc:
         model = nn.Linear(4, 3).double()
         engine = initialize(model, lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)[0]
@@ -123,20 +126,9 @@ def _changes_form(config: dict[str, Any]) -> str:
             else:
                 engine.step()
         engine.close()
-        return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("config", "told"),
-    [
-        ({}, "use one form"),
-        ({"sync": {"shared_memory": False}}, "a mean on rank 1; (sum, count) on rank 0"),
-    ],
-)
-def test_one_rank_that_changes_to_sums_in_a_step_that_is_not_compared_is_named(config, told):
-    for said in run_world(2, _changes_form, config, timeout=30).values:
-        assert told in said
-        assert said.endswith("[C045]")
+        said = str(caught.value)
+    assert told in said
+    assert said.endswith("[C045]")
 
 
 @GRADIENT_HANDLER.register_module

@@ -21,16 +21,9 @@ from colonnade.errors import ConfigError, GradientError, PlacementError
 from colonnade.nn import Linear
 from colonnade.nn.layer import arrange
 from colonnade.testing import compare, gather_weights, run_world
-from tests.engine.twins import twins
+from tests.engine.twins import CONFIGS, twins
 from tests.gradients.scenarios import numbers
-
-CONFIGS: list[dict[str, Any]] = [
-    {},
-    {"clip_grad_norm": 0.1, "sync": {"shared_memory": False}},
-    {"flat_step": False, "sync": {"shared_memory": False, "bucket_mb": 1e-4}},
-    {"zero": 1, "clip_grad_norm": 0.1},
-    {"zero": {"stage": 2, "bucket_mb": 1e-4}},
-]
+from tests.ranks import on_ranks
 
 
 class Net(nn.Module):
@@ -56,7 +49,8 @@ def _clip(model: nn.Module, config: dict[str, Any]) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), config["clip_grad_norm"])
 
 
-def _adversaries() -> None:
+@on_ranks(2)
+def test_two_engines_of_which_one_leaves_gradients_in_the_other():
     """The generator's backward pass leaves gradients in the discriminator, which has an engine of its own."""
     for config in CONFIGS:
         with launch(config, context=ParallelContext(), verbose=False) as gpc:
@@ -86,11 +80,8 @@ def _adversaries() -> None:
                 engine.close()
 
 
-def test_two_engines_of_which_one_leaves_gradients_in_the_other():
-    run_world(2, _adversaries)
-
-
-def _without_engine() -> None:
+@on_ranks(2)
+def test_a_loop_that_leaves_the_engine_out_is_told_so():
     for config in CONFIGS:
         for steps_before in (0, 2):
             with launch(config, context=ParallelContext(), verbose=False) as gpc:
@@ -113,11 +104,8 @@ def _without_engine() -> None:
                 engine.close()
 
 
-def test_a_loop_that_leaves_the_engine_out_is_told_so():
-    run_world(2, _without_engine)
-
-
-def _two_engines_one_optimizer() -> None:
+@on_ranks(2)
+def test_two_engines_take_turns_with_one_optimizer():
     for config in CONFIGS[:3]:
         with launch(config, context=ParallelContext(), verbose=False) as gpc:
             model, plain, rank = Net(), Net(), gpc.get_global_rank()
@@ -137,21 +125,14 @@ def _two_engines_one_optimizer() -> None:
                 engine.close()
 
 
-def test_two_engines_take_turns_with_one_optimizer():
-    run_world(2, _two_engines_one_optimizer)
-
-
-def _not_stepped_on() -> None:
+@on_ranks(2)
+def test_gradients_that_nobody_steps_on_are_cleared_too():
     """The third layer has gradients, and no optimizer: they count in the norm of their own step, and of no later one."""
     for config in [*CONFIGS, {"zero": 3, "clip_grad_norm": 0.1}]:
         with twins(config, Net, lambda m: SGD([*m.first.parameters(), *m.second.parameters()], lr=0.1)) as both:
             for step in range(4):
                 both.train(_loss, step)
                 both.follow(_loss, step)
-
-
-def test_gradients_that_nobody_steps_on_are_cleared_too():
-    run_world(2, _not_stepped_on)
 
 
 class Normed(SGD):
@@ -166,7 +147,8 @@ class Normed(SGD):
                     parameter.sub_(parameter.grad / (rows if group["nesterov"] else parameter.grad.norm()))
 
 
-def _steps_on_parts() -> None:
+@on_ranks(2)
+def test_an_optimizer_that_needs_whole_weights_is_refused_where_they_are_split():
     with launch({"parallel": {"tensor": {"size": 2, "mode": "1d"}}}, context=ParallelContext(), verbose=False) as gpc:
         here = arrange(gpc)
         model = nn.Sequential(
@@ -196,11 +178,8 @@ def _steps_on_parts() -> None:
         assert torch.equal(drawn, torch.get_rng_state())
 
 
-def test_an_optimizer_that_needs_whole_weights_is_refused_where_they_are_split():
-    run_world(2, _steps_on_parts)
-
-
-def _shared_memory() -> None:
+@on_ranks(2)
+def test_two_parameters_in_the_same_memory_are_refused():
     for config in CONFIGS:
         with launch(config, context=ParallelContext(), verbose=False) as gpc:
             model = Net()
@@ -211,11 +190,8 @@ def _shared_memory() -> None:
             initialize(model, SGD(model.parameters(), lr=0.1), context=gpc)[0].close()
 
 
-def test_two_parameters_in_the_same_memory_are_refused():
-    run_world(2, _shared_memory)
-
-
-def _error_in_step() -> None:
+@on_ranks(2)
+def test_an_error_of_the_optimizer_that_is_caught_costs_one_step():
     class Moody(SGD):
         def step(self, closure: Any = None) -> Any:
             if any(float(group["lr"]) == 0 for group in self.param_groups):
@@ -234,20 +210,17 @@ def _error_in_step() -> None:
                     both.follow(_loss, step)
 
 
-def test_an_error_of_the_optimizer_that_is_caught_costs_one_step():
-    run_world(2, _error_in_step)
-
-
 def test_what_cannot_be_trained_is_refused_by_name_before_the_first_step():
     with launch({}, context=ParallelContext(), verbose=False) as gpc:
         model = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2))
-        with pytest.raises(ConfigError, match=r"'1.weight', '1.bias' have no shape yet.*pass of a batch"):
+        with pytest.raises(ConfigError, match=r"'1.weight', '1.bias' have no shape yet.*first forward pass"):
             initialize(model, lambda p: SGD(p, lr=0.1), context=gpc)
         with pytest.raises(ConfigError, match=r"LBFGS\.step\(\) needs 'closure'"):
             initialize(Net(), torch.optim.LBFGS, context=gpc)
 
 
-def _saved_whole() -> None:
+@on_ranks(2)
+def test_a_model_can_be_saved_as_an_object_while_it_trains():
     for config in [*CONFIGS, {"zero": {"stage": 2, "gather_ahead": True}}, {"guard": {"every": 1}}]:
         with launch(config, context=ParallelContext(), verbose=False) as gpc:
             model, rank = Net(), gpc.get_global_rank()
@@ -264,10 +237,6 @@ def _saved_whole() -> None:
                 engine.backward(_loss(engine, rank, step))
                 engine.step()
             engine.close()
-
-
-def test_a_model_can_be_saved_as_an_object_while_it_trains():
-    run_world(2, _saved_whole)
 
 
 def _by_rank_0(what: str, config: dict[str, Any], folder: Path) -> None:

@@ -30,6 +30,7 @@ from colonnade.testing import compare as compare_weights
 from colonnade.testing import run_world
 from tests.models.grid import MODELS as OURS
 from tests.parallel.meta.test_meta_init import Everything
+from tests.ranks import on_ranks
 
 
 def odd_gpt(**options: Any) -> GPT:
@@ -246,7 +247,8 @@ def loaded(optimizer: Any) -> Any:
     return optimizer
 
 
-def _with_state() -> None:
+@on_ranks(2)
+def test_an_optimizer_with_state_of_parameters_without_memory_is_refused():
     """State that has no memory is refused for that reason at every stage; a function makes it where memory is."""
     for stage in (0, 1, 2, 3):
         with launch({"zero": stage, "seed": 3}, context=ParallelContext(), verbose=False) as gpc:
@@ -269,7 +271,3 @@ def _with_state() -> None:
             adagrad.step()
             compare_weights(plain.state_dict(), engine.full_state_dict(), 1e-5)
             engine.close()
-
-
-def test_an_optimizer_with_state_of_parameters_without_memory_is_refused():
-    run_world(2, _with_state)

@@ -13,7 +13,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine import memory
 from colonnade.engine.build import initialize
 from colonnade.engine.memory import KindBytes, MemoryTable
-from colonnade.testing import run_world
+from tests.ranks import on_ranks
 
 WIDTH, LAYERS = 128, 8
 ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
@@ -33,32 +33,29 @@ def _table(config: dict[str, Any], dtype: torch.dtype = torch.float32) -> Memory
         return table
 
 
-def _tables() -> list[MemoryTable]:
-    stages = [_table({"zero": stage}) for stage in range(4)]
-    return [*stages, _table({"zero": 2}, torch.bfloat16)]
-
-
+@on_ranks(2, env=ON_CPU)
 def test_what_is_measured_is_what_the_layout_says_at_every_stage():
-    for plain, one, two, three, half in run_world(2, _tables, env=ON_CPU).values:
-        for table in (plain, one, two, three, half):
-            for kind in (table.parameters, table.gradients, table.state, table.held):
-                assert kind.device == pytest.approx(kind.formula, rel=0.03, abs=1000), table
-            assert (table.other, table.activations, table.peak) == (None, None, None)
-        lines = str(plain).splitlines()
-        assert lines[0].split() == ["MiB", "on", "cpu", "here", "on", "the", "host", "formula"]
-        assert [line.split()[0] for line in lines[1:]] == ["parameters", "gradients", "optimizer", "together"]
-        assert len({len(line) for line in lines}) == 1
-        whole, shard = 4 * NUMEL, 2 * NUMEL
-        sizes = {
-            "plain": (plain, [whole, whole, 2 * whole]),
-            "stage 1": (one, [whole, whole, 2 * shard]),
-            "stage 2": (two, [whole, shard, 2 * shard]),
-            "stage 3": (three, [shard, shard, 2 * shard]),
-            "bf16 weights; fp32 gradients, masters and moments of a half": (half, [whole / 2, shard, 3 * shard]),
-        }
-        for name, (table, wanted) in sizes.items():
-            found = [kind.formula for kind in (table.parameters, table.gradients, table.state)]
-            assert found == pytest.approx(wanted, rel=0.001), name
+    stages = [_table({"zero": stage}) for stage in range(4)]
+    plain, one, two, three, half = [*stages, _table({"zero": 2}, torch.bfloat16)]
+    for table in (plain, one, two, three, half):
+        for kind in (table.parameters, table.gradients, table.state, table.held):
+            assert kind.device == pytest.approx(kind.formula, rel=0.03, abs=1000), table
+        assert (table.other, table.activations, table.peak) == (None, None, None)
+    lines = str(plain).splitlines()
+    assert lines[0].split() == ["MiB", "on", "cpu", "here", "on", "the", "host", "formula"]
+    assert [line.split()[0] for line in lines[1:]] == ["parameters", "gradients", "optimizer", "together"]
+    assert len({len(line) for line in lines}) == 1
+    whole, shard = 4 * NUMEL, 2 * NUMEL
+    sizes = {
+        "plain": (plain, [whole, whole, 2 * whole]),
+        "stage 1": (one, [whole, whole, 2 * shard]),
+        "stage 2": (two, [whole, shard, 2 * shard]),
+        "stage 3": (three, [shard, shard, 2 * shard]),
+        "bf16 weights; fp32 gradients, masters and moments of a half": (half, [whole / 2, shard, 3 * shard]),
+    }
+    for name, (table, wanted) in sizes.items():
+        found = [kind.formula for kind in (table.parameters, table.gradients, table.state)]
+        assert found == pytest.approx(wanted, rel=0.001), name
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -30,6 +30,7 @@ from colonnade.proof.planner.plan import plan
 from colonnade.registry import DIST_GROUP_INITIALIZER
 from colonnade.testing import compare, gather_weights, run_world
 from colonnade.utils import get_dataloader
+from tests.ranks import on_ranks
 
 SNAKE = ParallelMode.register("OWN_SNAKE", "own_snake", data="same")
 NODE = ParallelMode.register("OWN_NODE", "own_node", data="distinct")
@@ -186,7 +187,8 @@ def test_zero_3_works_where_ranks_ascend_along_data() -> None:
 _JOINED = {"parallel": {"own_node": {"size": 2, "groups": CROSSED, "of": "own_snake"}}}
 
 
-def _checked() -> list[str]:
+@on_ranks(4)
+def test_batches_are_compared_by_the_groups_and_groups_across_replicas_are_refused():
     """By hand dealt data, as the places say and as the position in DATA says; a mode that joins ranks of two replicas."""
     found = []
     for by_position in (False, True):
@@ -207,17 +209,13 @@ def _checked() -> list[str]:
         with launch(config, context=ParallelContext(), verbose=False) as gpc, pytest.raises(ColonnadeError) as refused:
             initialize(model(gpc), lambda p: torch.optim.SGD(p, lr=0.1), nn.MSELoss(), context=gpc)
         found.append(str(refused.value))
-    return found
-
-
-def test_batches_are_compared_by_the_groups_and_groups_across_replicas_are_refused():
-    for right, wrong, stage_3, joined in run_world(4, _checked).values:
-        assert right == ""
-        assert "ranks 1 and 2 differ on the axis 'own_snake' alone" in wrong
-        assert "gpc.layout.coordinates(gpc.get_global_rank())['data']" in wrong
-        assert "is sharded over ParallelMode.DATA (as with zero stage 3), and the ranks [3, 2] of this mode" in stage_3
-        assert "0.weight is placed on ParallelMode.OWN_SNAKE, whose ranks see the same data, but the group" in joined
-        assert "C162" in joined
+    right, wrong, stage_3, joined = found
+    assert right == ""
+    assert "ranks 1 and 2 differ only on the axis 'own_snake'" in wrong
+    assert "gpc.layout.coordinates(gpc.get_global_rank())['data']" in wrong
+    assert "is sharded over ParallelMode.DATA (as with zero stage 3), and the ranks [3, 2] of this mode" in stage_3
+    assert "0.weight is placed on ParallelMode.OWN_SNAKE, whose ranks see the same data, but the group" in joined
+    assert "C162" in joined
 
 
 def _batch() -> tuple[Tensor, Tensor]:
@@ -241,13 +239,9 @@ def test_a_plan_goes_by_the_groups():
     assert "C162" in explain(joined, 4, lambda context: model(context)).problems[0]
 
 
-def _gathered() -> tuple[list[float], int, int]:
+@on_ranks(4)
+def test_tokens_of_a_mixture_of_experts_are_in_the_order_of_the_data_on_every_rank():
     with launch(snake(), context=ParallelContext(), verbose=False) as gpc:
         here = gpc.layout.coordinates(gpc.get_global_rank())["data"]
         rows, at = Scope.of(gpc).gathered(torch.tensor([float(here)]))
-        return rows.flatten().tolist(), at, here
-
-
-def test_tokens_of_a_mixture_of_experts_are_in_the_order_of_the_data_on_every_rank():
-    for rows, at, here in run_world(4, _gathered).values:
-        assert (rows, at) == ([0.0, 1.0], here)
+        assert (rows.flatten().tolist(), at) == ([0.0, 1.0], here)

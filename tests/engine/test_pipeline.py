@@ -19,6 +19,7 @@ from colonnade.parallel.placement import Shard, Tied, place
 from colonnade.registry import ORDERS, SCHEDULE
 from colonnade.testing import compare, gather_gradients, gather_weights, run_world
 from tests.gradients.scenarios import Copy, Sum, numbers
+from tests.ranks import on_ranks
 
 RTOL = 1e-10
 WIDTH, LAYERS = 4, 8
@@ -205,7 +206,8 @@ class TwentyLines(BaseSchedule):
         return torch.cat(outputs), label, loss.detach()
 
 
-def _own() -> None:
+@on_ranks(2)
+def test_a_schedule_of_ones_own_in_a_few_lines_chosen_by_config():
     with launch({"schedule": "TwentyLines"}, context=ParallelContext(), verbose=False) as gpc:
         model, plain = Stage(all_parts(None, True)), Stage(all_parts(None, True))
         engine = initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), context=gpc)[0]
@@ -215,10 +217,6 @@ def _own() -> None:
         (sum(F.mse_loss(plain(x), y) for x, y in (batch(0, part) for part in range(2))) / 2).backward()
         compare({k: v.grad for k, v in plain.named_parameters()}, gather_gradients(model, gpc), RTOL)
         engine.close()
-
-
-def test_a_schedule_of_ones_own_in_a_few_lines_chosen_by_config():
-    run_world(2, _own)
 
 
 def by_turns(num_ranks: int, num_microbatches: int) -> dict[int, str]:

@@ -50,10 +50,10 @@ def test_flags_are_piggybacked_where_all_ranks_can(monkeypatch, device, world_si
 
 
 def test_a_graph_step_cannot_raise_on_the_host():
-    config = {"graph_step": True, "clip_grad_norm": {"max_norm": 1.0, "nonfinite": "raise"}}
+    config = {"cuda_graph": "step", "clip_grad_norm": {"max_norm": 1.0, "nonfinite": "raise"}}
     with (
         launch(config, context=ParallelContext(), verbose=False) as gpc,
-        pytest.raises(ConfigError, match=r"^graph_step=True is not available with .* use nonfinite='skip'"),
+        pytest.raises(ConfigError, match=r"^cuda_graph is not available with .* use nonfinite='skip'"),
     ):
         initialize(nn.Linear(1, 1), lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)
 

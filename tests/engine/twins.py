@@ -19,6 +19,16 @@ Loss = Callable[[Any, int, int], Any]
 """The loss of a model, or (sum, count), on the data of (rank, at)."""
 
 
+CONFIGS: list[dict[str, Any]] = [
+    {},
+    {"clip_grad_norm": 0.1, "sync": {"shared_memory": False}},
+    {"flat_step": False, "sync": {"shared_memory": False, "bucket_mb": 1e-4}},
+    {"zero": 1, "clip_grad_norm": 0.1},
+    {"zero": {"stage": 2, "bucket_mb": 1e-4}},
+]
+"""A plain engine, collectives instead of shared memory, the own step of the optimizer, and sharded state."""
+
+
 @dataclass
 class Twins:
     """An engine on this rank, and the truth: the same model and optimizer in one process."""

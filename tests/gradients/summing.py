@@ -18,6 +18,7 @@ from colonnade.gradients import bucket as bucket_module
 from colonnade.gradients.sums import Sum, SyncOptions
 from colonnade.gradients.synchroniser import Synchroniser
 from colonnade.gradients.uneven import PiggybackedFlags
+from tests.ranks import on_ranks
 
 RTOL = 1e-12
 TINY = SyncOptions(bucket_mb=2e-4, first_bucket_mb=1e-4)
@@ -141,3 +142,16 @@ def everywhere(act: Callable[[SyncOptions], Any], ways: Sequence[tuple[dict[str,
             act(replace(TINY, **changes))
         except Exception as error:
             raise AssertionError(f"with {changes}, large from {large}: {error}") from error
+
+
+def in_all_ways(n: int, ways: Sequence[tuple[dict[str, Any], int]] = WAYS, **options: Any) -> Any:
+    """Run the decorated test `everywhere` on `n` ranks; it takes the options of its sums. Its `body_of` takes them, too."""
+
+    def decorate(act: Callable[[SyncOptions], Any]) -> Callable[..., None]:
+        def test(*given: SyncOptions) -> None:
+            act(*given) if given else everywhere(act, ways)
+
+        test.__module__, test.__name__, test.__doc__ = act.__module__, act.__name__, act.__doc__
+        return on_ranks(n, **options)(test)
+
+    return decorate

@@ -16,6 +16,7 @@ from colonnade.testing import run_world
 from tests.engine.twins import twins
 from tests.gradients.scenarios import numbers
 from tests.gradients.summing import on_the_cpu
+from tests.ranks import on_ranks
 
 STEPS = 7
 CONFIG = {"clip_grad_norm": 0.1, "sync": {"shared_memory": False, "bucket_mb": 1e-4, "first_bucket_mb": 1e-4}}
@@ -65,22 +66,20 @@ def _trains(counted: bool, flags: bool, changes: dict[str, Any]) -> list[int]:
     return calls
 
 
-def _both_forms(flags: bool, changes: dict[str, Any]) -> None:
-    counted, mean = (_trains(form, flags, changes) for form in (True, False))
-    assert counted[4:] == mean[4:]
-
-
 @pytest.mark.parametrize("flags", [False, True], ids=["agree", "ride"])
 @pytest.mark.parametrize("changes", [{}, {"gradient_accumulation": 2}], ids=str)
-def test_a_counted_loss_costs_no_collective_more_than_a_mean(flags, changes):
-    run_world(2, _both_forms, flags, changes)
+@on_ranks(2)
+def test_a_counted_loss_costs_no_collective_more_than_a_mean(flags: bool, changes: dict[str, Any]):
+    counted, mean = (_trains(form, flags, changes) for form in (True, False))
+    assert counted[4:] == mean[4:]
 
 
 def _fail(grad: torch.Tensor) -> None:
     raise RuntimeError("on purpose")
 
 
-def _gives_up_and_runs_out() -> None:
+@on_ranks(2)
+def test_ranks_that_give_up_a_step_or_run_out_of_batches_do_not_keep_the_others_waiting():
     """Rank 1 fails in the first of two passes, and later runs out of batches; one process knows of neither."""
     config = {"gradient_accumulation": 2, "sync": CONFIG["sync"]}
     with twins(config, _net, lambda model: torch.optim.SGD(model.parameters(), lr=0.1)) as both:
@@ -107,10 +106,6 @@ def _gives_up_and_runs_out() -> None:
         for first in (20, 22):
             both.follow(_loss, places=[(r, at) for r, at in places if first <= at < first + 2])
         assert engine.skipped_steps == 1
-
-
-def test_ranks_that_give_up_a_step_or_run_out_of_batches_do_not_keep_the_others_waiting():
-    run_world(2, _gives_up_and_runs_out)
 
 
 @pytest.mark.parametrize("changes", [{"zero": 1}, {"sync": {"shared_memory": False, "fixed_order": True}}], ids=str)

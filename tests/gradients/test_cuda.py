@@ -13,13 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colonnade.testing import run_world
 from tests.gradients.summing import TINY, both, data, mean_loss, reduce_all, same_gradients
+from tests.ranks import on_ranks
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.slow]
 
 OPTIONS: list[tuple[dict[str, Any], float]] = [
     ({}, 1e-12),
@@ -40,7 +37,9 @@ def _net() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 3)).cuda()
 
 
-def _parity(backend: str) -> None:
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl", "gloo"])
+@on_ranks(2, backend=None, timeout=110)
+def test_equal_to_one_process_and_no_wait_for_the_device(backend: str):
     _start(backend)
     for changes, tolerance in OPTIONS:
         model, truth = both(_net)
@@ -66,12 +65,8 @@ def _parity(backend: str) -> None:
             same_gradients(model, truth, tolerance)
 
 
-@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl", "gloo"])
-def test_equal_to_one_process_and_no_wait_for_the_device(backend):
-    run_world(2, _parity, backend, backend=None, timeout=110)
-
-
-def _bf16() -> None:
+@on_ranks(2, backend=None, timeout=110)
+def test_bf16_gradients_are_summed_in_fp32():
     _start("nccl")
     parameter = nn.Parameter(torch.zeros(70, dtype=torch.bfloat16, device="cuda"))
     reducer = reduce_all(nn.ParameterList([parameter]), TINY, reduce_dtype=torch.float32)
@@ -82,7 +77,3 @@ def _bf16() -> None:
         reducer.wait()
     # 259 is no bf16 number: a sum in bf16 would round it to 260 and give 130.
     assert bool((parameter.grad == 129.5).all())
-
-
-def test_bf16_gradients_are_summed_in_fp32():
-    run_world(2, _bf16, backend=None, timeout=110)

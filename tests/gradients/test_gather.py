@@ -22,7 +22,7 @@ from colonnade.gradients.gather import Gather, GatherAhead
 from colonnade.gradients.sums import Sharding, Sum, SyncOptions
 from colonnade.gradients.synchroniser import Synchroniser
 from colonnade.gradients.transport import LocalTransport
-from colonnade.testing import run_world
+from tests.ranks import on_ranks
 
 SHAPES = st.lists(st.lists(st.integers(1, 7), max_size=3).map(tuple), min_size=1, max_size=6)
 KINDS = st.sampled_from([torch.float64, torch.float32, torch.bfloat16])
@@ -97,7 +97,8 @@ class Reaches(nn.Module):
         return F.linear(self.called(x), self.reached.weight, self.reached.bias)
 
 
-def _late() -> tuple[set[str], set[str]]:
+@on_ranks(2)
+def test_only_parameters_that_their_module_announces_may_be_late():
     """The parameters whose gather may be under way after the first step, and after the second."""
     config = {"zero": {"stage": 1, "gather_ahead": True, "bucket_mb": 0.0001}, "sync": {"shared_memory": False}}
     with launch(config, context=ParallelContext(), verbose=False) as gpc:
@@ -120,12 +121,8 @@ def _late() -> tuple[set[str], set[str]]:
             )
         engine.optimizer.wait()
         engine.close()
-        return seen[0], seen[1]
-
-
-def test_only_parameters_that_their_module_announces_may_be_late():
-    for first, second in run_world(2, _late).values:
-        assert first == second == {"called.weight", "called.bias"}
+        first, second = seen[0], seen[1]
+    assert first == second == {"called.weight", "called.bias"}
 
 
 def test_a_bucket_is_held_back_as_long_as_one_of_its_parameters_is_not_announced():
@@ -158,7 +155,9 @@ def test_a_bucket_is_held_back_as_long_as_one_of_its_parameters_is_not_announced
     assert waits == []
 
 
-def _slices(shared: bool) -> None:
+@pytest.mark.parametrize("shared", [False, True])
+@on_ranks(2)
+def test_slices_reach_all_ranks_through_shared_memory_and_by_collectives(shared: bool):
     """Gradients that all ranks get back, and parameters of which each rank owns a slice."""
     rank, options = dist.get_rank(), SyncOptions(shared_memory=shared, bucket_mb=64 / 2**20)
     for wide in (False, True):
@@ -191,8 +190,3 @@ def _slices(shared: bool) -> None:
                 assert one.memory.own[:numel].tolist() == expected
             dist.barrier()  # as the next backward pass: from then on another rank may write here again
         reducer.close()
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_slices_reach_all_ranks_through_shared_memory_and_by_collectives(shared):
-    run_world(2, _slices, shared)

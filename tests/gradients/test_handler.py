@@ -64,10 +64,7 @@ DATA, MOE, SEQUENCE, REST = (
         (
             {"tensor": 2, "expert": 2},
             8,
-            {
-                MOE: {("plain", "DATA"), ("sums", "DATA"), ("expert", "EXPERT_DATA")},
-                REST: {("sums", "TENSOR")},
-            },
+            {MOE: {("plain", "DATA"), ("sums", "DATA"), ("expert", "EXPERT_DATA")}, REST: {("sums", "TENSOR")}},
         ),
     ],
 )

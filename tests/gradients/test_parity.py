@@ -19,6 +19,7 @@ from colonnade.parallel.demand import joint_ranks
 from colonnade.registry import GRADIENT_HANDLER
 from colonnade.testing import compare, gather_gradients, gather_weights, plain_gradients, run_world
 from tests.gradients.scenarios import MINE, SCENARIOS, Plain, Scenario
+from tests.ranks import on_ranks
 
 RTOL = 1e-12
 FAST = {"TORCH_DISTRIBUTED_DEBUG": "OFF"}
@@ -101,7 +102,8 @@ class ByHand(BaseGradientHandler):
             parameter.grad = parameter.grad / self.context.data_parallel_size
 
 
-def _by_hand() -> None:
+@on_ranks(2)
+def test_a_handler_by_hand_trains():
     scenario = SCENARIOS["data 2"]
     configs = ({}, {"flat_step": False}, {"clip_grad_norm": 1e9}, {"sync": {"shared_memory": False}})
     for config, part in itertools.product(configs, ("", "head")):
@@ -123,11 +125,8 @@ def _by_hand() -> None:
             engine.close()
 
 
-def test_a_handler_by_hand_trains():
-    run_world(2, _by_hand)
-
-
-def _by_hand_under_zero() -> None:
+@on_ranks(2)
+def test_a_handler_by_hand_is_refused_by_name_where_zero_shards_its_gradients():
     for stage in (1, 2):
         config = {"gradient_handler": [{"type": "ByHand", "part": "head"}], "zero": stage}
         with (
@@ -135,10 +134,6 @@ def _by_hand_under_zero() -> None:
             pytest.raises(GradientError, match=r"ByHand sums 'head\.weight' by hand.*PlannedGradientHandler"),
         ):
             _start(SCENARIOS["data 2"], gpc)
-
-
-def test_a_handler_by_hand_is_refused_by_name_where_zero_shards_its_gradients():
-    run_world(2, _by_hand_under_zero)
 
 
 # -- planted bugs -----------------------------------------------------------------------------------------
@@ -223,12 +218,15 @@ def _each_planted(planted: list[tuple[str, str]]) -> list[tuple[str, str]]:
 ONE_HOLDER = ("expert 4 in data 4", "twice")
 """Experts of size 4 have one holder: there is no second sum to see, only a second division."""
 PLANTED = {(name, bug) for name in SCENARIOS for bug in BUGS if name != "accumulation 3, uneven"} - {ONE_HOLDER}
+IN_TURN = {one for at, one in enumerate(sorted(PLANTED)) if at % 3 != 2}
+"""Two thirds: each bug under several scenarios, and each scenario with two or three bugs. The long test has all."""
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("chosen", [IN_TURN, pytest.param(PLANTED, marks=pytest.mark.long)], ids=["in turn", "all"])
 @pytest.mark.parametrize("world", [2, 4, 8])
-def test_every_planted_bug_is_caught_by_the_ledger_and_by_the_comparison(world):
-    planted = sorted(one for one in PLANTED if SCENARIOS[one[0]].world == world)
+def test_every_planted_bug_is_caught_by_the_ledger_and_by_the_comparison(world, chosen):
+    planted = sorted(one for one in chosen if SCENARIOS[one[0]].world == world)
     for rank, found in enumerate(run_world(world, _each_planted, planted, env=FAST, timeout=110).values):
         for one, (ledger, comparison) in zip(planted, found, strict=True):
             assert ledger.startswith("LedgerError"), (rank, one, ledger)
@@ -269,7 +267,8 @@ def test_a_handler_for_a_mode_of_ones_own_in_one_line(handlers):
     assert "NothingHandler" not in ledger
 
 
-def _used_by_hand() -> None:
+@on_ranks(2)
+def test_a_built_in_handler_works_by_hand_as_the_seeds_describe_it():
     scenario = SCENARIOS["data 2"]
     with launch({}, context=ParallelContext(), verbose=False) as gpc:
         model = scenario.build(gpc)
@@ -281,7 +280,3 @@ def _used_by_hand() -> None:
             torch.nn.functional.mse_loss(model(x), y).backward()
             handler.handle_gradient()
             compare(scenario.truth(), gather_gradients(model, gpc), RTOL)
-
-
-def test_a_built_in_handler_works_by_hand_as_the_seeds_describe_it():
-    run_world(2, _used_by_hand)

@@ -125,10 +125,7 @@ def test_two_handlers_of_one_sum_agree_on_its_options(context):
         ({"reduce_dtype": "fp23"}, "reduce_dtype='fp23'; allowed: "),
         ({"compress": torch.float32}, 'compress must be "bf16", "fp16" or None, not torch.float32'),
         ({"compress": "fp32"}, "compress='fp32'; allowed: "),
-        (
-            {"compress": "bf16", "reduce_dtype": "fp16"},
-            "compress=torch.bfloat16 and reduce_dtype=torch.float16 both",
-        ),
+        ({"compress": "bf16", "reduce_dtype": "fp16"}, "compress=torch.bfloat16 and reduce_dtype=torch.float16 both"),
     ],
 )
 def test_options_that_are_none(settings, message):

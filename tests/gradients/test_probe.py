@@ -24,6 +24,7 @@ from colonnade.gradients import probe
 from colonnade.gradients.sums import read_demands
 from colonnade.registry import GRADIENT_HANDLER
 from colonnade.testing import run_world
+from tests.ranks import on_ranks
 
 
 class Model(nn.Module):
@@ -332,7 +333,8 @@ class OfTrained(OverData):
                 parameter.grad /= self.size
 
 
-def _with_a_frozen_layer() -> tuple[dict[Any, Any], list[bool]]:
+@on_ranks(2)
+def test_a_handler_that_skips_frozen_parameters_is_right():
     config = {"gradient_handler": ["OfTrained"], "sync": {"automatic": False}}
     with launch(config, context=ParallelContext(), verbose=False) as gpc:
         model = Model()
@@ -340,13 +342,9 @@ def _with_a_frozen_layer() -> tuple[dict[Any, Any], list[bool]]:
         engine = initialize(model, lambda p: torch.optim.SGD(p, lr=1), context=gpc)[0]
         engine.close()
         rows = {row.parameter: row.done_by for row in engine.ledger().rows}
-        return rows, [parameter.requires_grad for parameter in model.parameters()]
-
-
-def test_a_handler_that_skips_frozen_parameters_is_right():
-    for rows, trained in run_world(2, _with_a_frozen_layer).values:
-        assert rows == dict.fromkeys(("scale", "shift", "linear.weight", "linear.bias"), "OfTrained")
-        assert trained == [True, True, False, False]
+        trained = [parameter.requires_grad for parameter in model.parameters()]
+    assert rows == dict.fromkeys(("scale", "shift", "linear.weight", "linear.bias"), "OfTrained")
+    assert trained == [True, True, False, False]
 
 
 @GRADIENT_HANDLER.register_module
@@ -374,7 +372,8 @@ class Stateful(OverData):
             gradient /= self.size
 
 
-def _stateful() -> None:
+@on_ranks(2)
+def test_a_handler_with_state_and_the_random_streams_are_as_before():
     numpy = pytest.importorskip("numpy")
     with launch({"gradient_handler": ["Stateful"]}, context=ParallelContext(), verbose=False) as gpc:
         model = Model()
@@ -395,10 +394,6 @@ def _stateful() -> None:
         )
         assert handler.history == ([1], deque([2]), {3})
         engine.close()
-
-
-def test_a_handler_with_state_and_the_random_streams_are_as_before():
-    run_world(2, _stateful)
 
 
 # -- marks ------------------------------------------------------------------------------------------------

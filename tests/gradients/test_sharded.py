@@ -16,6 +16,7 @@ from colonnade.testing import compare, run_world
 from tests.engine.twins import twins
 from tests.gradients.scenarios import numbers
 from tests.optim.zero.cases import whole_gradients
+from tests.ranks import on_ranks
 
 WAYS = [(1, "auto"), (1, False), (2, "auto"), (2, False)]
 
@@ -34,7 +35,9 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def _freed(passes: int) -> None:
+@pytest.mark.parametrize("passes", [1, 2])
+@on_ranks(2)
+def test_stage_2_lets_go_of_gradients_while_backward_runs(passes: int):
     """At stage 2 a gradient is gone when its bucket has been summed, at every pass; nothing is left at the end."""
     for shared_memory in ("auto", False):
         config = _config(2, shared_memory, gradient_accumulation=passes)
@@ -60,12 +63,8 @@ def _freed(passes: int) -> None:
             engine.close()
 
 
-@pytest.mark.parametrize("passes", [1, 2])
-def test_stage_2_lets_go_of_gradients_while_backward_runs(passes):
-    run_world(2, _freed, passes)
-
-
-def _late() -> None:
+@on_ranks(2)
+def test_a_late_gradient_is_summed_too():
     """A gradient that is added to a parameter after its bucket was sent, on one rank only."""
     for stage, shared_memory in WAYS:
         with launch(_config(stage, shared_memory), context=ParallelContext(), verbose=False) as gpc:
@@ -93,11 +92,8 @@ def _late() -> None:
             engine.close()
 
 
-def test_a_late_gradient_is_summed_too():
-    run_world(2, _late)
-
-
-def _loaders() -> None:
+@on_ranks(2)
+def test_uneven_loaders_and_weighted_losses():
     """Rank 1 has one batch less, rank 0's last step is its own; (sum, count) losses."""
 
     def loss(model: Any, rank: int, at: int) -> tuple[Tensor, int]:
@@ -113,11 +109,8 @@ def _loaders() -> None:
                 both.follow(loss, places=[(rank, at) for rank in range(2) if at < 3 - rank])
 
 
-def test_uneven_loaders_and_weighted_losses():
-    run_world(2, _loaders)
-
-
-def _accumulated_loaders() -> None:
+@on_ranks(2, timeout=30)
+def test_uneven_loaders_beside_accumulation():
     """Rank 1 runs out in the middle of a step: rank 0 waits for its part of a pass, and it for rank 0's next batch."""
 
     def loss(model: Any, rank: int, at: int) -> Tensor:
@@ -131,11 +124,8 @@ def _accumulated_loaders() -> None:
                 both.follow(loss, places=[(r, one) for r in range(2) for one in (at, at + 1) if one < 6 - 3 * r])
 
 
-def test_uneven_loaders_beside_accumulation():
-    run_world(2, _accumulated_loaders, timeout=30)
-
-
-def _asked_between() -> None:
+@on_ranks(2, timeout=30)
+def test_ranks_that_use_other_layers_may_talk_between_backward_and_step():
     """Rank 1 does not use the last layers, whose buckets rank 0 waits for in backward; then both join their losses."""
 
     def loss_of(model: Any, rank: int, step: int) -> Tensor:
@@ -151,10 +141,6 @@ def _asked_between() -> None:
                 dist.all_reduce(loss.detach())
                 both.engine.step()
                 both.follow(loss_of, step)
-
-
-def test_ranks_that_use_other_layers_may_talk_between_backward_and_step():
-    run_world(2, _asked_between, timeout=30)
 
 
 def _dtypes() -> dict[str, list[float]]:
@@ -205,7 +191,8 @@ def test_gradients_may_travel_in_half_precision():
     assert torch.equal(gradient, torch.ones(1, 8)), "1.001 is 1 in bf16"
 
 
-def _whole() -> None:
+@on_ranks(2)
+def test_whole_gradients_come_back_where_they_are_wanted():
     """Stage 1 with reduce_scatter=False: every rank has the whole gradient, as at stage 0."""
     for shared_memory in ("auto", False):
         config = _config(1, shared_memory, zero={"reduce_scatter": False})
@@ -224,11 +211,9 @@ def _whole() -> None:
             engine.close()
 
 
-def test_whole_gradients_come_back_where_they_are_wanted():
-    run_world(2, _whole)
-
-
-def _one_bucket(passes: int) -> None:
+@on_ranks(2)
+def test_stage_2_keeps_the_sums_of_all_passes_in_a_single_bucket():
+    passes = 3
     """With a single bucket the next pass finds the sum of the one before still under way."""
     for shared_memory in ("auto", False):
         config = {"zero": 2, "sync": {"shared_memory": shared_memory}, "gradient_accumulation": passes}
@@ -244,7 +229,3 @@ def _one_bucket(passes: int) -> None:
             engine._sum_gradients()
             compare({name: p.grad for name, p in plain.named_parameters()}, whole_gradients(engine, gpc), 1e-12)
             engine.close()
-
-
-def test_stage_2_keeps_the_sums_of_all_passes_in_a_single_bucket():
-    run_world(2, _one_bucket, 3)

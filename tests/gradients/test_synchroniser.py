@@ -25,11 +25,13 @@ from tests.gradients.summing import (
     close,
     data,
     everywhere,
+    in_all_ways,
     mean_loss,
     reduce_all,
     same_gradients,
     train,
 )
+from tests.ranks import on_ranks
 
 
 def net() -> nn.Module:
@@ -69,14 +71,11 @@ class Checkpointed(nn.Module):
         return self.last(x)
 
 
-def _checkpointed() -> None:
+@on_ranks(2)
+def test_activation_checkpointing_of_both_kinds_with_a_layer_in_two_segments():
     for reentrant in (True, False):
         everywhere(partial(train, partial(Checkpointed, reentrant), square))
         everywhere(partial(train, partial(Checkpointed, reentrant), square, micro_batches=2))
-
-
-def test_activation_checkpointing_of_both_kinds_with_a_layer_in_two_segments():
-    run_world(2, _checkpointed)
 
 
 class Reused(nn.Module):
@@ -94,12 +93,9 @@ def _twice(model: nn.Module, rank: int, step: int) -> Tensor:
     return square(model, rank, step) + square(model, rank, step + 50)
 
 
-def _reused() -> None:
-    everywhere(partial(train, Reused, _twice))
-
-
+@on_ranks(2)
 def test_a_module_used_several_times():
-    run_world(2, _reused)
+    everywhere(partial(train, Reused, _twice))
 
 
 class Mixed(nn.Module):
@@ -125,7 +121,8 @@ def _mixed_loss(model: nn.Module, rank: int, step: int) -> Tensor:
     return model(data(rank, step, 3, 64)).square().mean()
 
 
-def _mixed(options: SyncOptions) -> None:
+@in_all_ways(2)
+def test_mixed_dtypes_complex_numbers_and_channels_last(options: SyncOptions):
     model, truth = both(Mixed)
     reducer = reduce_all(model, options)
     assert {b.layout.dtype for b in reducer.buckets} == {torch.float64, torch.complex128, torch.float32}
@@ -143,10 +140,6 @@ def _mixed(options: SyncOptions) -> None:
                 continue
             close(got.grad, expected.grad, name, 1e-6 if name == "single" else 1e-12)
         assert model.conv.weight.grad.is_contiguous(memory_format=torch.channels_last)
-
-
-def test_mixed_dtypes_complex_numbers_and_channels_last():
-    run_world(2, everywhere, _mixed)
 
 
 def _retained(options: SyncOptions) -> None:
@@ -171,7 +164,8 @@ def test_unforeseen_second_backward_is_added_not_lost():
     run_world(4, everywhere, _retained, [(OVERLAPPED, LARGE)])
 
 
-def _late_on_one_rank(options: SyncOptions) -> None:
+@in_all_ways(2)
+def test_a_late_gradient_on_one_rank_alone(options: SyncOptions):
     """One rank alone runs backward twice."""
     model, truth = both(net)
     reducer = reduce_all(model, options)
@@ -189,11 +183,8 @@ def _late_on_one_rank(options: SyncOptions) -> None:
         same_gradients(model, truth)
 
 
-def test_a_late_gradient_on_one_rank_alone():
-    run_world(2, everywhere, _late_on_one_rank)
-
-
-def _starts_in_backward() -> tuple[list[bool], list[bool], list[bool]]:
+@on_ranks(2)
+def test_buckets_start_in_backward_on_the_last_micro_batch_alone():
     model, _ = both(net)
     reducer = reduce_all(model, **OVERLAPPED)
     seen = []
@@ -205,19 +196,16 @@ def _starts_in_backward() -> tuple[list[bool], list[bool], list[bool]]:
             reducer.wait()
             assert not any(bucket.started for bucket in reducer.buckets)
             model.zero_grad()
-    return tuple(seen)
+    recorded, not_last, last = tuple(seen)
+    assert not any(recorded)
+    assert not any(not_last)
+    assert all(last[:-1])
+    assert not last[-1], "the last one starts in wait()"
+    assert len(last) > 2
 
 
-def test_buckets_start_in_backward_on_the_last_micro_batch_alone():
-    for recorded, not_last, last in run_world(2, _starts_in_backward).values:
-        assert not any(recorded)
-        assert not any(not_last)
-        assert all(last[:-1])
-        assert not last[-1], "the last one starts in wait()"
-        assert len(last) > 2
-
-
-def _is_a_view(options: SyncOptions) -> None:
+@in_all_ways(2, [*WAYS, ({"shared_memory": True}, 1)])
+def test_gradients_are_views_of_their_buckets_and_padding_is_zero(options: SyncOptions):
     model, _ = both(Forked)
     # In one bucket, so that the order of the second step needs no more room than that of the first.
     reducer = reduce_all(model, options, bucket_mb=1.0, first_bucket_mb=1.0)
@@ -233,10 +221,6 @@ def _is_a_view(options: SyncOptions) -> None:
             for span in bucket.layout.spans:
                 padding[span.start : span.stop] = 0
             assert not padding.any()
-
-
-def test_gradients_are_views_of_their_buckets_and_padding_is_zero():
-    run_world(2, everywhere, _is_a_view, [*WAYS, ({"shared_memory": True}, 1)])
 
 
 class Forked(nn.Module):
@@ -272,7 +256,8 @@ def test_all_ranks_take_the_order_in_which_the_first_rank_makes_gradients():
     assert layers == [4, 2, 0, 5, 1, 3]
 
 
-def _without_prepare(options: SyncOptions) -> None:
+@in_all_ways(2)
+def test_wait_alone_is_enough(options: SyncOptions):
     model, truth = both(net)
     reducer = reduce_all(model, options)
     for step in range(3):
@@ -284,11 +269,8 @@ def _without_prepare(options: SyncOptions) -> None:
         same_gradients(model, truth)
 
 
-def test_wait_alone_is_enough():
-    run_world(2, everywhere, _without_prepare)
-
-
-def _never_zeroed(options: SyncOptions) -> None:
+@in_all_ways(2)
+def test_gradients_that_are_not_zeroed_go_on_adding_up(options: SyncOptions):
     model, truth = both(net)
     reducer = reduce_all(model, options)
     for step in range(4):
@@ -299,11 +281,8 @@ def _never_zeroed(options: SyncOptions) -> None:
         same_gradients(model, truth)
 
 
-def test_gradients_that_are_not_zeroed_go_on_adding_up():
-    run_world(2, everywhere, _never_zeroed)
-
-
-def _scaled(options: SyncOptions) -> None:
+@in_all_ways(2)
+def test_scale_is_a_further_factor_for_one_step(options: SyncOptions):
     model, truth = both(net)
     reducer = reduce_all(model, options)
     for step, scale in enumerate([0.25, torch.tensor(0.125, dtype=torch.float64), None]):
@@ -317,11 +296,8 @@ def _scaled(options: SyncOptions) -> None:
         same_gradients(model, truth)
 
 
-def test_scale_is_a_further_factor_for_one_step():
-    run_world(2, everywhere, _scaled)
-
-
-def _groups(options: SyncOptions) -> None:
+@in_all_ways(4)
+def test_experts_dense_layers_and_lone_parameters_over_their_own_groups(options: SyncOptions):
     """World of 4: a dense layer over all, experts over pairs with a divisor of 4, one layer on this rank alone."""
     rank = dist.get_rank()
     pairs = [dist.new_group(list(ranks)) for ranks in ((0, 2), (1, 3))]
@@ -369,11 +345,8 @@ def _groups(options: SyncOptions) -> None:
     assert {b.transport.name for b in reducer.buckets if len(b.sum.ranks) == 1} == {"local"}
 
 
-def test_experts_dense_layers_and_lone_parameters_over_their_own_groups():
-    run_world(4, everywhere, _groups)
-
-
-def _talks() -> list[float]:
+@on_ranks(2)
+def test_ranks_may_talk_between_backward_and_wait_whatever_else_each_has():
     """A layer over both ranks and one on each rank alone; between backward and wait the ranks talk of something else."""
     rank = dist.get_rank()
     torch.manual_seed(3)
@@ -381,10 +354,7 @@ def _talks() -> list[float]:
     options = replace(TINY, **OVERLAPPED)
     named = [tuple(zip(*layer.named_parameters(), strict=True)) for layer in (shared, lone)]
     synchroniser = Synchroniser(
-        [
-            Sum(*named[0], (0, 1), dist.group.WORLD, 2.0, options),
-            Sum(*named[1], (rank,), None, 1.0, options),
-        ]
+        [Sum(*named[0], (0, 1), dist.group.WORLD, 2.0, options), Sum(*named[1], (rank,), None, 1.0, options)]
     )
     said = []
     for step in range(4):
@@ -397,14 +367,11 @@ def _talks() -> list[float]:
         dist.all_reduce(total)
         said.append(total.item())
         synchroniser.wait()
-    return said
+    assert said == [2.0] * 4
 
 
-def test_ranks_may_talk_between_backward_and_wait_whatever_else_each_has():
-    assert run_world(2, _talks).values == [[2.0] * 4] * 2
-
-
-def _two_reducers_and_a_subset() -> None:
+@on_ranks(4)
+def test_two_reducers_in_one_process_and_a_group_that_is_part_of_the_world():
     groups = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3), (0, 2, 3))}
     rank = dist.get_rank()
     torch.manual_seed(5)
@@ -434,11 +401,9 @@ def _two_reducers_and_a_subset() -> None:
         reducer.close()
 
 
-def test_two_reducers_in_one_process_and_a_group_that_is_part_of_the_world():
-    run_world(4, _two_reducers_and_a_subset)
-
-
-def _compiled(options: SyncOptions) -> None:
+@pytest.mark.slow
+@in_all_ways(2, timeout=100)
+def test_a_compiled_model(options: SyncOptions):
     model, truth = both(net)
     reducer = reduce_all(model, options)
     fast = torch.compile(model, backend="aot_eager")
@@ -452,12 +417,9 @@ def _compiled(options: SyncOptions) -> None:
         same_gradients(model, truth)
 
 
-@pytest.mark.slow
-def test_a_compiled_model():
-    run_world(2, everywhere, _compiled, timeout=100)
-
-
-def _create_graph(options: SyncOptions) -> None:
+@pytest.mark.filterwarnings("ignore:Using backward")
+@in_all_ways(2)
+def test_gradients_made_with_a_graph_of_their_own(options: SyncOptions):
     """A gradient penalty: backward itself is differentiated, so that gradients are made with grad mode on."""
     model, truth = both(net)
     reducer = reduce_all(model, options)
@@ -477,12 +439,8 @@ def _create_graph(options: SyncOptions) -> None:
         assert not any(parameter.grad.requires_grad for parameter in model.parameters() if parameter.grad is not None)
 
 
-@pytest.mark.filterwarnings("ignore:Using backward")
-def test_gradients_made_with_a_graph_of_their_own():
-    run_world(2, everywhere, _create_graph)
-
-
-def _tensor_parallel() -> None:
+@on_ranks(4)
+def test_dtensor_parameters_keep_dtensor_gradients():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -508,11 +466,8 @@ def _tensor_parallel() -> None:
         close(weight.grad.full_tensor(), truth.grad)
 
 
-def test_dtensor_parameters_keep_dtensor_gradients():
-    run_world(4, _tensor_parallel)
-
-
-def _goes_away() -> None:
+@on_ranks(2)
+def test_a_reducer_that_nobody_holds_is_freed_and_so_is_the_model():
     model, _ = both(net)
     reducer = reduce_all(model)
     alive = weakref.ref(reducer), weakref.ref(model)
@@ -527,11 +482,8 @@ def _goes_away() -> None:
     assert alive[1]() is None
 
 
-def test_a_reducer_that_nobody_holds_is_freed_and_so_is_the_model():
-    run_world(2, _goes_away)
-
-
-def _closed(options: SyncOptions) -> None:
+@in_all_ways(2)
+def test_close_leaves_the_gradients_and_takes_the_hooks_away(options: SyncOptions):
     model, truth = both(net)
     reducer = reduce_all(model, options)
     for _ in range(2):
@@ -553,7 +505,3 @@ def _closed(options: SyncOptions) -> None:
     for bucket in reducer.buckets:
         for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
             assert parameter.grad.data_ptr() != view.data_ptr()
-
-
-def test_close_leaves_the_gradients_and_takes_the_hooks_away():
-    run_world(2, everywhere, _closed)

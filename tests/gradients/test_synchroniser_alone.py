@@ -52,40 +52,12 @@ def opened(*sums: tuple[int, str, dict[str, Any]]) -> tuple[dict[tuple[int, ...]
     return open_groups(made, said.append), said  # type: ignore[return-value]
 
 
-@pytest.fixture
-def made_up(monkeypatch):
-    monkeypatch.setattr(synchroniser, "RankGroup", Group)
-
-
-@pytest.mark.parametrize(
-    ("sums", "asked"),
-    [
-        ([(2, "cpu", {})], False),
-        ([(2, "cpu", {"shared_memory": True})], True),
-        ([(2, "cpu", {"shared_memory": False})], None),
-        ([(2, "meta", {})], None),  # not in memory of the host
-        ([(1, "cpu", {"shared_memory": True})], None),  # with nobody
-        ([(2, "meta", {}), (2, "cpu", {})], False),
-        ([(2, "cpu", {"shared_memory": False}), (2, "cpu", {"shared_memory": True})], True),
-    ],
-)
-def test_memory_is_shared_where_it_is_wanted_and_lies_on_the_host(made_up, sums, asked):
-    (group,) = opened(*sums)[0].values()
-    assert group.asked is asked
-
-
-def test_there_is_one_group_for_each_set_of_ranks(made_up):
-    groups, said = opened((4, "cpu", {}), (2, "cpu", {}), (4, "cpu", {}))
-    assert list(groups) == [(0, 1), (0, 1, 2, 3)]
-    assert said == []
-
-
 def test_parameters_of_two_sums_and_divisors_that_are_none_are_refused():
     parameter = nn.Parameter(torch.zeros(1))
     one = Sum(("a",), (parameter,), (0,), None, 0.5)
     assert open_groups([one], print)
     for wrong in ([one, replace(one, names=("b",))], [replace(one, divisor=0.0)], [replace(one, divisor=-0.5)]):
-        with pytest.raises(GradientError, match=r"is in two sums|a divisor must be greater than 0"):
+        with pytest.raises(GradientError, match=r"is in two reductions|a divisor must be greater than 0"):
             open_groups(wrong, print)
 
 
@@ -159,10 +131,3 @@ def test_a_step_that_flags_dropped_is_logged():
     # Unsteady while it learns; in step 4 it is steady, and deviates; from then on it is noted.
     assert unsteady == [[0, 1], [0, 0], [0, 0], [0, 0], [1, 0], [0, 0], [0, 0]]
     assert [text[:18] for text in said] == ["step 4 was skipped"]
-
-
-def test_the_host_waits_where_one_transport_makes_it_wait():
-    reducer, _ = alone(8)
-    assert not reducer.host_waits
-    reducer.buckets[0].transport.host_waits = True  # type: ignore[misc]
-    assert reducer.host_waits

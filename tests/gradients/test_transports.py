@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colonnade.testing import run_world
 from tests.gradients.summing import LARGE, TINY, data, everywhere, reduce_all, train
+from tests.ranks import on_ranks
 
 GLOO = {"shared_memory": False}
 
@@ -43,16 +43,14 @@ def gathered(grad: Tensor) -> list[Tensor]:
     return every
 
 
-def _all_options_in_fp64() -> None:
+@on_ranks(4)
+def test_options_that_do_not_round_are_exact():
     for changes in ({"fixed_order": True}, {"reduce_dtype": torch.float32}, {"fixed_order": True, "overlap": True}):
         everywhere(partial(train, net, square), [({**changes, **GLOO}, LARGE), (changes, LARGE)])
 
 
-def test_options_that_do_not_round_are_exact():
-    run_world(4, _all_options_in_fp64)
-
-
-def _bf16_in_fp32() -> None:
+@on_ranks(4)
+def test_bf16_gradients_are_summed_in_fp32_if_asked():
     """Small numbers beside a large one: lost in bf16 sums, kept in fp32 ones."""
     rank, size = dist.get_rank(), dist.get_world_size()
     grad = torch.full((70,), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)
@@ -65,22 +63,17 @@ def _bf16_in_fp32() -> None:
         assert not torch.equal(lost, exact)
 
 
-def test_bf16_gradients_are_summed_in_fp32_if_asked():
-    run_world(4, _bf16_in_fp32)
-
-
-def _fp16_does_not_overflow() -> None:
+@on_ranks(4)
+def test_fp16_gradients_do_not_overflow_in_the_sum():
     grad = torch.full((40,), 60000.0, dtype=torch.float16)
     for shared in (True, False):
         (mean,), _ = reduced([grad], shared_memory=shared)
         assert torch.equal(mean, grad)
 
 
-def test_fp16_gradients_do_not_overflow_in_the_sum():
-    run_world(4, _fp16_does_not_overflow)
-
-
-def _compressed(kind: torch.dtype, tolerance: float) -> None:
+@pytest.mark.parametrize(("kind", "tolerance"), [(torch.bfloat16, 0.05), (torch.float16, 0.01)])
+@on_ranks(4)
+def test_compressed_gradients_are_near_and_the_same_on_all_ranks(kind: torch.dtype, tolerance: float):
     torch.manual_seed(dist.get_rank())
     grad = torch.randn(300)
     exact = torch.stack(gathered(grad)).double().mean(0)
@@ -95,12 +88,9 @@ def _compressed(kind: torch.dtype, tolerance: float) -> None:
         assert "no effect in shared memory" in said[0]
 
 
-@pytest.mark.parametrize(("kind", "tolerance"), [(torch.bfloat16, 0.05), (torch.float16, 0.01)])
-def test_compressed_gradients_are_near_and_the_same_on_all_ranks(kind, tolerance):
-    run_world(4, _compressed, kind, tolerance)
-
-
-def _bits(numels: list[int]) -> None:
+@on_ranks(4)
+def test_bits_do_not_depend_on_bucket_sizes_in_shared_memory_nor_with_fixed_order():
+    numels = [5, 1000, 33, 64, 257, 3000]
     torch.manual_seed(dist.get_rank())
     grads = [torch.randn(numel) for numel in numels]
     rows = [torch.stack(gathered(grad)) for grad in grads]
@@ -115,7 +105,3 @@ def _bits(numels: list[int]) -> None:
         got, _ = reduced(grads, **changes)
         for one, expected in zip(got, in_order, strict=True):
             assert torch.equal(one, expected), changes
-
-
-def test_bits_do_not_depend_on_bucket_sizes_in_shared_memory_nor_with_fixed_order():
-    run_world(4, _bits, [5, 1000, 33, 64, 257, 3000])

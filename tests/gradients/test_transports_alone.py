@@ -13,10 +13,7 @@ from colonnade.comm.groups import GroupMemory
 from colonnade.gradients import transport as transport_module
 from colonnade.gradients.bucket import Bucket, GradientShard
 from colonnade.gradients.sums import Sharding, Sum, SyncOptions
-from colonnade.gradients.transport import (
-    CollectiveTransport,
-    SharedMemoryTransport,
-)
+from colonnade.gradients.transport import CollectiveTransport, SharedMemoryTransport
 
 F16, B16, F32, F64, C64 = torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64
 

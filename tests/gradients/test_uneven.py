@@ -23,11 +23,13 @@ from tests.gradients.summing import (
     close,
     data,
     everywhere,
+    in_all_ways,
     mean_loss,
     reduce_all,
     same_gradients,
     train,
 )
+from tests.ranks import on_ranks
 
 
 class Branches(nn.Module):
@@ -50,23 +52,19 @@ def _branch(model: nn.Module, rank: int, step: int) -> Tensor:
     return model(data(rank, step, 5, 6), rank, step).square().mean()
 
 
-def _missing() -> list[str]:
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@on_ranks("ranks")
+def test_a_parameter_without_gradient_on_some_ranks_and_on_all(ranks):
     everywhere(partial(train, Branches, _branch))
     train(Branches, _branch, zero="zeros")
     train(Branches, _branch, replace(TINY, **OVERLAPPED), micro_batches=2)
     said: list[str] = []
     train(Branches, _branch, steps=5, log=said.append)
-    return said
-
-
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_parameter_without_gradient_on_some_ranks_and_on_all(ranks):
-    for said in run_world(ranks, _missing).values:
-        about = [line for line in said if "branches.0.weight" in line]
-        assert len(about) == 1, said
-        others = ", ".join(str(rank) for rank in range(1, ranks))
-        assert f"'branches.0.weight' on ranks {others}," in about[0]
-        assert not any("never" in line or "sometimes" in line for line in said)
+    about = [line for line in said if "branches.0.weight" in line]
+    assert len(about) == 1, said
+    others = ", ".join(str(rank) for rank in range(1, ranks))
+    assert f"'branches.0.weight' on ranks {others}," in about[0]
+    assert not any("never" in line or "sometimes" in line for line in said)
 
 
 def _flip(model: nn.Module, step: int) -> None:
@@ -101,7 +99,8 @@ def test_parameters_frozen_and_thawed_in_mid_run():
     assert generations[0] == generations[1] == 3
 
 
-def _frozen_cost() -> None:
+@on_ranks(2)
+def test_frozen_parameters_take_no_memory():
     """What is frozen takes no room."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 2))
@@ -110,11 +109,8 @@ def _frozen_cost() -> None:
     assert sum(bucket.numel for bucket in reducer.buckets) < 500
 
 
-def test_frozen_parameters_take_no_memory():
-    run_world(2, _frozen_cost)
-
-
-def _flip_on_one_rank(options: SyncOptions) -> None:
+@in_all_ways(2)
+def test_frozen_on_one_rank_alone(options: SyncOptions):
     """Frozen on rank 1 alone: its own gradient counts as zero, and it still gets the others'."""
     model, truth = both(lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2)))
     reducer = reduce_all(model, options)
@@ -132,11 +128,8 @@ def _flip_on_one_rank(options: SyncOptions) -> None:
         same_gradients(model, truth)
 
 
-def test_frozen_on_one_rank_alone():
-    run_world(2, everywhere, _flip_on_one_rank)
-
-
-def _one_group_changes(options: SyncOptions) -> None:
+@in_all_ways(4, WAYS[:3])
+def test_buckets_of_one_group_change_without_the_ranks_outside_it(options: SyncOptions):
     """World of 4: ranks 0 and 2 freeze and thaw their expert, of which ranks 1 and 3 know nothing."""
     rank = dist.get_rank()
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -169,10 +162,6 @@ def _one_group_changes(options: SyncOptions) -> None:
                 close(parameter.grad, grad)
         else:
             assert expert.weight.grad is None
-
-
-def test_buckets_of_one_group_change_without_the_ranks_outside_it():
-    run_world(4, everywhere, _one_group_changes, WAYS[:3])
 
 
 class Words(nn.Module):
@@ -233,7 +222,8 @@ def _half(model: nn.Module, rank: int, step: int) -> Tensor:
     return model(tokens, rank == 0).square().mean()
 
 
-def _half_sparse(options: SyncOptions) -> None:
+@in_all_ways(2)
+def test_sparse_here_and_dense_there_is_dense(options: SyncOptions):
     model, truth = both(HalfSparse)
     reducer = reduce_all(model, options)
     for step in range(3):
@@ -245,11 +235,8 @@ def _half_sparse(options: SyncOptions) -> None:
         close(model.table.grad, expected.to_dense())
 
 
-def test_sparse_here_and_dense_there_is_dense():
-    run_world(2, everywhere, _half_sparse)
-
-
-def _unlike_options() -> None:
+@on_ranks(2)
+def test_sums_of_one_group_that_start_at_unlike_times_keep_one_order():
     """Two sums of one group, one of which is not started during backward; rank 1 misses a layer of each."""
     names = [["trunk", "branches.1", "sometimes"], ["branches.0", "branches.2", "never"]]
     model, truth = both(Branches)
@@ -270,10 +257,6 @@ def _unlike_options() -> None:
         truth.zero_grad()
 
 
-def test_sums_of_one_group_that_start_at_unlike_times_keep_one_order():
-    run_world(2, _unlike_options)
-
-
 PAIRS_OF_NOTES = [
     ((0, 0), True, {}),
     ((0, OUTSIDE), True, {}),
@@ -291,7 +274,8 @@ PAIRS_OF_NOTES = [
 """The notes of two ranks, whether the parameter has a bucket, and the ranks without a gradient where the other has one."""
 
 
-def _pairs_of_notes() -> None:
+@on_ranks(2)
+def test_a_gradient_that_no_bucket_could_reduce_has_the_sum_whatever_the_ranks_have():
     rank = dist.get_rank()
     for notes, has_bucket, missing in PAIRS_OF_NOTES:
         weight = nn.Parameter(torch.ones(4, 2))
@@ -312,7 +296,3 @@ def _pairs_of_notes() -> None:
         assert weight.grad.is_sparse == all(note in (SPARSE, MISSING) for note in notes)
         assert weight.grad.is_sparse or not has_bucket or weight.grad is bucket.grads[0]
         close(weight.grad.to_dense(), torch.full((4, 2), expected))
-
-
-def test_a_gradient_that_no_bucket_could_reduce_has_the_sum_whatever_the_ranks_have():
-    run_world(2, _pairs_of_notes)

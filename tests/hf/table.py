@@ -108,10 +108,7 @@ def written(cells: Cells) -> str:
             return cell or NOTHING
         return f"no ({notes.setdefault(short(cell), len(notes) + 1)})"
 
-    lines = [
-        f"| architecture | {' | '.join(layout.name for layout in LAYOUTS)} |",
-        f"|---|{'---|' * len(LAYOUTS)}",
-    ]
+    lines = [f"| architecture | {' | '.join(layout.name for layout in LAYOUTS)} |", f"|---|{'---|' * len(LAYOUTS)}"]
     for name in BY_NAME:
         row = [text(cells.get((name, layout.name))) for layout in LAYOUTS]
         lines.append(f"| {name} | {' | '.join(row)} |")

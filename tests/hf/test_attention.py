@@ -66,9 +66,9 @@ def test_padding_and_documents_are_read_from_the_batch() -> None:
     assert find_documents({"attention_mask": rows}) == ((((0, 2, 3), (0, 6)), ((1,), (0, 4, 6))), True)
     assert find_documents({"attention_mask": rows[:1]}) == ((), True)
     assert find_documents({"attention_mask": torch.tensor([[0, 1, 1, 0]])}) == ((((0,), (0, 1, 3, 4)),), False)
-    with pytest.raises(LayoutError, match="row 0 has holes"):
+    with pytest.raises(LayoutError, match="row 0 masks positions"):
         find_documents({"attention_mask": torch.tensor([[1, 0, 1]])})
-    with pytest.raises(LayoutError, match="row 1 has 2 labels to be predicted from padding"):
+    with pytest.raises(LayoutError, match="row 1 has 2 labels that would be predicted from padding"):
         find_documents({"attention_mask": rows[:2], "labels": torch.ones(2, 6, dtype=torch.int64)})
     positions = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5]])
     assert find_documents({"position_ids": positions}) == ((((0,), (0, 3, 6)), ((1,), (0, 6))), False)
@@ -139,7 +139,7 @@ def _outputs_of_the_model(gpc: ParallelContext, attention: str) -> None:
         torch.distributed.all_reduce(gradient, group=gpc.get_group(ParallelMode.SEQUENCE))
         torch.testing.assert_close(gradient, parameter.grad, **near)
     for wrong, message in (
-        ({"input_ids": tokens[:, :1]}, "has too few for 2 ranks"),
+        ({"input_ids": tokens[:, :1]}, "is too short for 2 ranks"),
         ({"labels": labels}, "no input_ids"),
         ({"input_ids": tokens, "logits_to_keep": 3}, "'logits_to_keep'"),
         ({"input_ids": tokens, "attention_mask": torch.ones(2, 1, 11, 11)}, "'attention_mask'"),

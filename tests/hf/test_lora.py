@@ -19,6 +19,7 @@ from colonnade.errors import PlacementError
 from colonnade.parallel.placement import placement_of
 from colonnade.testing import compare, gather_gradients, gather_weights, in_double, run_world
 from tests.hf.zoo import BY_NAME, EPS, ROWS, batch_of, num_rows
+from tests.ranks import on_ranks
 
 RTOL = 1e-9
 TENSOR = {"parallel": {"tensor": {"size": 2, "mode": "1d"}}}
@@ -32,10 +33,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline": {"parallel": {"pipeline": 2}, "schedule": SCHEDULE},
 }
 ON_FOUR = {"tensor x pipeline": {"parallel": {"pipeline": 2, **TENSOR["parallel"]}, "schedule": SCHEDULE}}
-TARGETS = {
-    "llama": ["q_proj", "o_proj", "up_proj", "down_proj", "embed_tokens"],
-    "gpt2": ["c_attn", "c_proj"],
-}
+TARGETS = {"llama": ["q_proj", "o_proj", "up_proj", "down_proj", "embed_tokens"], "gpt2": ["c_attn", "c_proj"]}
 
 
 def adapted(name: str, **options: Any) -> Any:
@@ -210,7 +208,10 @@ def _first_stage_alone(folder: str) -> None:
             engine.close()
 
 
-def _names(folder: str) -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_whole_weights_and_checkpoints_have_the_names_of_the_wrapped_model(tmp_path):
+    folder = str(tmp_path)
     """Whole weights have the names of the wrapped model on every layout, and a checkpoint goes from each to the next."""
     whole = adapted("llama").state_dict()
     two_each = {"type": "Interleaved1F1B", "num_microbatches": 2, "num_chunks": 2}
@@ -234,11 +235,6 @@ def _names(folder: str) -> None:
                 assert all(torch.equal(found[key], value) for key, value in whole.items())
                 manager.save(at + 1, engine.model, engine.optimizer)
             engine.close()
-
-
-@pytest.mark.slow
-def test_whole_weights_and_checkpoints_have_the_names_of_the_wrapped_model(tmp_path):
-    run_world(2, _names, str(tmp_path))
 
 
 @pytest.mark.slow

@@ -17,10 +17,11 @@ from colonnade.engine.build import initialize
 from colonnade.engine.schedule.loss import split_loss
 from colonnade.errors import ConfigError
 from colonnade.hf.model_loss import criterion_of
-from colonnade.testing import compare, gather_gradients, in_double, run_world
+from colonnade.testing import compare, gather_gradients, in_double
 from colonnade.trainer import Trainer, hooks
 from tests.engine.test_engine import world_of_one
 from tests.hf.zoo import BY_NAME, ROWS, batch_of, loss_of, num_rows
+from tests.ranks import on_ranks
 
 RTOL = 1e-9
 BERT = BY_NAME["bert"].options
@@ -289,15 +290,12 @@ def _trainer() -> None:
             }
 
 
-def _on_two_ranks() -> None:
+@pytest.mark.slow
+@on_ranks(2, timeout=120)
+def test_batches_of_collators_without_a_criterion_on_two_ranks_are_those_of_one_process():
     _data_parallel()
     _pipeline()
     _trainer()
-
-
-@pytest.mark.slow
-def test_batches_of_collators_without_a_criterion_on_two_ranks_are_those_of_one_process():
-    run_world(2, _on_two_ranks, timeout=120)
 
 
 def test_a_batch_without_labels_is_said_to_have_no_loss():

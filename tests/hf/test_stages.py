@@ -192,7 +192,7 @@ def test_a_model_with_other_inputs_beside_tokens_needs_a_sample() -> None:
     assert_same(model, split(model, num_stages=2, sample={"input_ids": tokens}), input_ids=tokens)
     tokens[:, 1:5] = 95
     images = torch.randn(2, 3, 8, 8, dtype=torch.float64)
-    with pytest.raises(ScheduleError, match=r"LlavaForConditionalGeneration, called in order, give another result"):
+    with pytest.raises(ScheduleError, match=r"LlavaForConditionalGeneration, called in order, give a different result"):
         split(model, num_stages=2, sample={"input_ids": tokens, "pixel_values": images})
 
 

@@ -19,16 +19,16 @@ from tests.hf.zoo import ARCHITECTURES, BY_NAME, MAX_NORM, STEPS, batch_of, refe
 pytest.importorskip("transformers", reason="needs transformers")
 
 CELLS = {
-    "tensor 2": ["gpt2", "phi, qk_layernorm", "cohere, use_qk_norm", "deepseek_v2"],
-    "pipeline 2": ["t5", "gemma2"],
-    "tensor 2 x pipeline 2": ["qwen3_moe", "bert"],
+    "tensor 2": ["gpt2", "deepseek_v2"],
+    "pipeline 2": ["t5"],
+    "tensor 2 x pipeline 2": ["qwen3_moe"],
     "expert 2": ["gpt_oss"],
     "sequence 2": ["qwen3"],
     "ZeRO 3": ["falcon"],
     "tied": ["gpt_oss"],
-    "weights": ["gpt2", "qwen3_moe"],
+    "weights": ["qwen3_moe"],
 }
-"""Of every layout some that differ: plans of ours and mended ones, packed weights, experts, an encoder and a decoder."""
+"""Of every layout one or two that differ: packed weights, experts, an encoder and a decoder. The long test has all."""
 
 SHARES = 6
 """A layout with all architectures takes minutes: the long test of it is cut, so that a tenth of `make long` stays short."""
@@ -92,7 +92,7 @@ def test_architectures_equal_one_process_and_upstream_does_not(tmp_path: Path) -
         assert lines == [f'["{name}", "ok"]' for name in CELLS[layout.name]]
 
 
-TOGETHER = [Layout(f"all with ZeRO {stage}", 8, {"pipeline": 2, **TENSOR}, {"zero": stage}) for stage in (1, 2, 3)]
+TOGETHER = [Layout(f"all with ZeRO {stage}", 8, {"pipeline": 2, **TENSOR}, {"zero": stage}) for stage in (1, 3)]
 
 
 def train_together(folder: str) -> None:

@@ -354,7 +354,7 @@ def test_a_save_that_fails_leaves_the_folder_as_it_was(tmp_path: Path, monkeypat
         found = load_file(tmp_path / "new/all.safetensors")
         assert same(found, {name: value.double() for name, value in truth.items()}) == []
         with pytest.raises(
-            CheckpointError, match=r"to is 'all', 'first' or the name of a \.safetensors file .* 'frist'"
+            CheckpointError, match=r"to= must be 'all', 'first' or the name of a \.safetensors file .* 'frist'"
         ):
             engine.full_state_dict("frist")
         with pytest.raises(

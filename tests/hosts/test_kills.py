@@ -37,8 +37,7 @@ def test_a_job_on_two_hosts_comes_back_after_each_kill_under_torchrun_and_colonn
 @pytest.mark.timeout(300)
 @needs_hosts
 def test_on_two_hosts_shards_lie_inside_a_host_urls_are_refused_and_the_store_is_asked_for_few_keys(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # With DETAIL, torch makes a second gloo group for every group, through the store.
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "OFF")

@@ -148,5 +148,5 @@ def test_a_port_of_the_endpoint_that_a_stranger_holds_is_named_and_not_waited_fo
         endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
         given = {} if place is None else {"rank": place}
         params = RendezvousParameters("any", endpoint, "none", 2, 2, **given)
-        with pytest.raises(LaunchError, match=rf"machines cannot meet at {endpoint}: .*--rdzv-endpoint.*\[C021\]"):
+        with pytest.raises(LaunchError, match=rf"machines cannot connect at {endpoint}: .*--rdzv-endpoint.*\[C021\]"):
             launcher.make_handler(params) if place is None else launcher.make_static_handler(params).next_rendezvous()

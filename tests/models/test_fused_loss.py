@@ -15,7 +15,8 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
 from colonnade.models import GPT, Llama, MoEGPT
 from colonnade.parallel.split import split
-from colonnade.testing import compare, gather_weights, run_world
+from colonnade.testing import compare, gather_weights
+from tests.ranks import on_ranks
 
 SIZES: Any = (18, 8, 16, 4, 2)
 MODELS: dict[str, Any] = {
@@ -63,14 +64,6 @@ def _trained(case: str, fused: bool) -> dict[str, Tensor]:
         return found
 
 
-def _both(cases: Sequence[str]) -> None:
-    for case in cases:
-        try:
-            compare(_trained(case, False), _trained(case, True), 1e-10)
-        except Exception as error:
-            raise AssertionError(f"{case}: {error}") from error
-
-
 FAST, SLOW = ("tensor",), ("zero 3", "zero 3, tied", "pipeline", "sequence")
 TIERS = [
     FAST,
@@ -80,5 +73,10 @@ TIERS = [
 
 
 @pytest.mark.parametrize("cases", TIERS, ids=["fast", "slow", "long"])
-def test_the_same_steps_without_logits(cases):
-    run_world(2, _both, cases, timeout=110)
+@on_ranks(2, timeout=110)
+def test_the_same_steps_without_logits(cases: Sequence[str]):
+    for case in cases:
+        try:
+            compare(_trained(case, False), _trained(case, True), 1e-10)
+        except Exception as error:
+            raise AssertionError(f"{case}: {error}") from error

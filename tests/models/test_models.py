@@ -27,6 +27,7 @@ from colonnade.parallel.split import split
 from colonnade.testing import compare, gather_weights, run_world
 from tests.models.grid import MODELS, batch
 from tests.nn.sequence.training import close, give_weights, numbers, train
+from tests.ranks import on_ranks
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -158,7 +159,9 @@ def test_two_stages_on_each_rank_with_the_ends_tied():
     assert last == {"stages": [["blocks.0"], ["head"]], "tied": (0, 1)}
 
 
-def _lost() -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_auxiliary_losses_of_early_stages_reach_the_loss():
     """The balance loss is most of the loss: a stage that lost it would not be equal to one process."""
     config = {
         "parallel": {"pipeline": 2},
@@ -182,11 +185,6 @@ def _lost() -> None:
         stages = split(model, num_stages=2)
         assert any("router" in name for name, _ in stages[0].named_parameters())
         train(gpc, stages, plain, run, loss_of, criterion=model.criterion())
-
-
-@pytest.mark.slow
-def test_auxiliary_losses_of_early_stages_reach_the_loss():
-    run_world(2, _lost)
 
 
 def test_the_auxiliary_losses_are_those_of_the_layers():
@@ -224,7 +222,13 @@ _IGNORING_TOO: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 """One is compiled: what it sends to other ranks must not be lost in the compiled code."""
 
 
-def _ignoring(cases: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> None:
+@pytest.mark.parametrize(
+    "cases", [_IGNORING, pytest.param(_IGNORING_TOO, marks=pytest.mark.slow)], ids=["fast", "slow"]
+)
+@on_ranks(2)
+def test_ignored_labels_weigh_nothing_wherever_they_lie_compiled_or_not(
+    cases: list[tuple[str, dict[str, Any], dict[str, Any]]],
+):
     for model, parallel, options in cases:
         config = {"parallel": parallel, "clip_grad_norm": 1.0, **options}
         with launch(config, context=ParallelContext(), verbose=False) as gpc:
@@ -253,13 +257,6 @@ def _ignoring(cases: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> None:
 
             stages = split(made, num_stages=2) if parallel.get("pipeline") else made
             train(gpc, stages, plain, run, loss_of, criterion=made.criterion())
-
-
-@pytest.mark.parametrize(
-    "cases", [_IGNORING, pytest.param(_IGNORING_TOO, marks=pytest.mark.slow)], ids=["fast", "slow"]
-)
-def test_ignored_labels_weigh_nothing_wherever_they_lie_compiled_or_not(cases):
-    run_world(2, _ignoring, cases)
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------

@@ -41,11 +41,7 @@ LEFT_OUT = (
     "colonnade/trainer/hooks/progress.py",  # what is shown
 )
 ON_A_GPU = (
-    *(
-        "colonnade/optim/kernels",
-        "colonnade/nn/nn_kernels.py",
-        "colonnade/nn/nn_kernels.py",
-    ),  # Triton
+    *("colonnade/optim/kernels", "colonnade/nn/nn_kernels.py", "colonnade/nn/nn_kernels.py"),  # Triton
     "colonnade/nn/sequence/attention_kernels.py",  # torch's own for attention
 )
 """What only a GPU runs is left out where there is none."""

@@ -142,9 +142,7 @@ CASES: dict[str, Case] = {
     # -- sequence, own modes, everything at once
     "sequence 2 x data 2": Case(4, {"tensor": {"size": 2, "mode": "sequence"}}, (*DENSE, WIDE)),
     "own mode 2 x data 2": Case(
-        4,
-        {"own": {"size": 2, "mode": "field_own"}},
-        (*DENSE, Piece("cut", (7, 3), {"field_own": Shard(0)}), WIDE),
+        4, {"own": {"size": 2, "mode": "field_own"}}, (*DENSE, Piece("cut", (7, 3), {"field_own": Shard(0)}), WIDE)
     ),
     "data 2 x pipeline 2 x tensor 2, experts": Case(
         8,

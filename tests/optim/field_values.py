@@ -124,11 +124,7 @@ def nothing_to_count() -> list[Fact]:
     case = CASES["data 2 x tensor 2"]
     with launched(case.parallel) as gpc:
         for idle in range(4):
-            made = parameters(
-                [Piece("cut", (8,), {"data": Shard(0), "tensor": Shard(0)})],
-                gpc,
-                DOUBLE,
-            )
+            made = parameters([Piece("cut", (8,), {"data": Shard(0), "tensor": Shard(0)})], gpc, DOUBLE)
             held = [] if gpc.get_global_rank() == idle else list(made.values())
             for parameter in held:
                 parameter.grad = torch.ones_like(parameter)

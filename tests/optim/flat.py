@@ -95,9 +95,5 @@ class Pair:
             for key, value in mine.items():
                 exact = key == "step"
                 torch.testing.assert_close(
-                    other_state[key],
-                    value,
-                    rtol=0 if exact else rtol,
-                    atol=0 if exact else atol,
-                    check_device=False,
+                    other_state[key], value, rtol=0 if exact else rtol, atol=0 if exact else atol, check_device=False
                 )

@@ -173,10 +173,7 @@ def test_a_group_says_what_it_is_and_is_not():
     entries = {"a": {"params": ["x", "y.*"], "counted": False}, "b": {"params": "*", "clipped": False}}
     settings = ClipSettings.read({"max_norm": 1, "groups": entries})
     assert settings is not None
-    assert settings.groups == (
-        ClipGroup("a", ("x", "y.*"), counted=False),
-        ClipGroup("b", ("*",), clipped=False),
-    )
+    assert settings.groups == (ClipGroup("a", ("x", "y.*"), counted=False), ClipGroup("b", ("*",), clipped=False))
     assert [group.params for group in settings.groups] == [("x", "y.*"), ("*",)]
     assert [group.name for group in settings.clip_groups()] == ["a", "b", "rest"]
     assert [group.name for group in ClipSettings().clip_groups()] == ["all"]

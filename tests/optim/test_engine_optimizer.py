@@ -16,24 +16,22 @@ CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    ("flat", "scattered", "graph", "in_buckets"),
+    ("flat", "scattered", "in_buckets"),
     [
-        (True, (False, False), False, True),
-        (True, (True, False), False, True),
-        (True, (True, True), False, False),  # kernels find gradients where they lie
-        (True, (True, True), True, True),  # but a graph needs them to stay
-        (True, (False, False), True, True),
-        (False, (False, False), False, False),
-        (False, (True, True), True, False),
+        (True, (False, False), True),
+        (True, (True, False), True),
+        (True, (True, True), False),  # kernels find gradients where they lie
+        (False, (False, False), False),
+        (False, (True, True), False),
     ],
 )
-def test_which_gradients_lie_in_buckets_for_a_flat_step(monkeypatch, flat, scattered, graph, in_buckets):
+def test_which_gradients_lie_in_buckets_for_a_flat_step(monkeypatch, flat, scattered, in_buckets):
     model = nn.Linear(2, 2)
     can = dict(zip(model.parameters(), scattered, strict=True))
     monkeypatch.setattr(engine_optimizer, "can_scatter", lambda parameter, planned_on: can[parameter])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     made = PlainOptimizer(optimizer, model, None if flat else False)
-    assert (made.needs_buckets(graph), made.is_flat) == (in_buckets, flat)
+    assert (made.needs_buckets(), made.is_flat) == (in_buckets, flat)
 
 
 def entry(count: int, trains: bool = True, size: int = 1) -> Any:

@@ -16,17 +16,17 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from colonnade.errors import GradientError
-from colonnade.optim import flat_step
+from colonnade.optim import flat_step, norm
 from colonnade.optim.flat_step import (
     BucketState,
     FlatBucket,
     FlatStep,
-    ScatteredGradient,
     _steps_as_torch,
     _unfit,
     join_neighbours,
     why_not,
 )
+from colonnade.optim.norm import ScatteredGradient
 from colonnade.parallel.flat import FlatLayout
 from tests.optim.flat import Pair, buckets_of, parameters
 from tests.optim.watch import Operations
@@ -377,7 +377,7 @@ def test_buckets_that_do_not_fit() -> None:
         FlatStep(AdamW(params), buckets_of(params[:5], [5]))
     with pytest.raises(GradientError, match="twice"):
         FlatStep(AdamW(params), [*buckets_of(params, [7]), *buckets_of(params[:1], [1])])
-    with pytest.raises(GradientError, match="no bucket at all"):
+    with pytest.raises(GradientError, match="no buckets were given"):
         FlatStep(AdamW([torch.nn.Parameter(torch.zeros(1), requires_grad=False)]), [])
 
 
@@ -499,8 +499,8 @@ def test_what_is_joined_has_a_limit(limit: int, lengths: list[int], monkeypatch:
 
 def test_addresses_are_written_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[list[int]] = []
-    assert flat_step.pinned(SimpleNamespace(pin_memory=lambda: "pinned")) == "pinned"  # type: ignore[arg-type]
-    monkeypatch.setattr(flat_step, "pinned", lambda numbers: (written.append(numbers.tolist()), numbers)[1])
+    assert norm.pinned(SimpleNamespace(pin_memory=lambda: "pinned")) == "pinned"  # type: ignore[arg-type]
+    monkeypatch.setattr(norm, "pinned", lambda numbers: (written.append(numbers.tolist()), numbers)[1])
     bucket, *_ = buckets_in([torch.float32] * 4)
     gradient = ScatteredGradient(bucket.layout)
     for addresses in ([64, 128], [64, 128], [64, 0]):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,13 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from colonnade import optim
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import GradientError
 from colonnade.optim import norm
-from colonnade.optim.norm import UNIT, GradientBlock, Meter, Norms, powsums, reduce_norms
+from colonnade.optim.norm import GradientBlock, Meter, Norms, powsums, reduce_norms
+from colonnade.parallel.flat import FlatLayout, padded
 from colonnade.testing import run_world
+from tests.optim import python_kernels
 from tests.optim.watch import Operations, collectives
 
 
@@ -209,22 +209,9 @@ def test_rows_are_as_long_as_divides_them_or_else_a_thousand() -> None:
     assert {numel: norm._row_length(numel) for numel in lengths} == lengths
 
 
-def square_sums(data: Tensor, table: Tensor, out: Tensor) -> None:
-    """What the Triton kernel does."""
-    for at, (start, stop, _) in enumerate(table.tolist()):
-        out[at] = data[start * UNIT : stop * UNIT].double().square().sum()
-
-
-def add_ranges(values: Tensor, ranges: Tensor) -> Tensor:
-    sums = torch.stack([values[first:last].sum() for first, last in ranges.tolist()])
-    return torch.stack([sums, (~sums.isfinite()).double()])
-
-
 def test_the_launches_of_a_gpu_read_every_row_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of two buffers in turn, one of several chunks, an empty one; the kernels are written in Python."""
-    fake = SimpleNamespace(square_sums=square_sums, add_ranges=add_ranges)
-    monkeypatch.setitem(sys.modules, "colonnade.optim.optim_kernels", fake)
-    monkeypatch.setattr(optim, "optim_kernels", fake, raising=False)
+    python_kernels.install(monkeypatch)
     one, other = torch.randn(200_000), torch.randn(4000).bfloat16()
     rows = [one[64:160], other[80:160], one[1600:181_600], one[:0], other[800:1600], one[199_968:]]
     reader = norm.KernelReader(rows)
@@ -234,10 +221,40 @@ def test_the_launches_of_a_gpu_read_every_row_once(monkeypatch: pytest.MonkeyPat
         values, marks = reader()
         torch.testing.assert_close(values, torch.stack([row.double().square().sum() for row in rows]))
         assert marks.tolist() == [0.0] * 6
-    assert [len(table) for table, _ in reader._launches] == [5, 2]  # a launch for each buffer
+    assert [len(table) for _, _, table, _ in reader._launches] == [5, 2]  # a launch for each buffer
     other[90] = math.inf
     assert reader()[1].tolist() == [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
     assert norm.KernelReader([one[:0]])().tolist() == [[0.0], [0.0]]
+
+
+def test_scattered_gradients_are_read_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of three slots at any address, which change between steps; a replica reads its slice of the largest."""
+    python_kernels.install(monkeypatch)
+    layout = FlatLayout([torch.zeros(200_005), torch.zeros(70), torch.zeros(3)])
+    gradient = norm.ScatteredGradient(layout)
+    ranges = [
+        norm.ScatteredRange(gradient, at, span.start, padded(span.stop, torch.float32))
+        for at, span in enumerate(layout.spans)
+    ]
+    replicas = [
+        norm.Meter(
+            [
+                GradientBlock(ranges[0], 2, replica, slot=1),
+                GradientBlock(ranges[1], slot=0),
+                GradientBlock(ranges[2], slot=1),
+            ],
+            slots=3,
+        )
+        for replica in range(2)
+    ]
+    for _ in range(2):
+        grads = [torch.randn(span.numel) for span in layout.spans]
+        gradient.point_to([g.data_ptr() - 4 * span.start for g, span in zip(grads, layout.spans, strict=True)])
+        first, second, third = (grad.double().square().sum() for grad in grads)
+        sums = [meter.measure()[:3] for meter in replicas]
+        torch.testing.assert_close(sums[0] + sums[1], torch.stack([2 * second, first + 2 * third, second * 0]))
+    assert [len(replica._sums) for replica in replicas] == [1, 1]
+    assert all(sums._one_value_per_slot for replica in replicas for sums in replica._sums)
 
 
 @pytest.mark.parametrize("cuda", [True, False])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,36 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from colonnade import optim
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
-from colonnade.optim import bucket_step, engine_optimizer, flat_step
-from colonnade.optim.norm import UNIT
-
-
-def sgd(
-    buffers: Any, scattered: Any, table: Tensor, control: Any, lr: float, momentum: float, dampening: float, *_: Any
-) -> None:
-    """What the Triton kernel does, without momentum."""
-    param, _, _ = buffers
-    _, divisor, found_inf = control
-    addresses, limits, owners = (tensor.tolist() for tensor in scattered)
-    for (first, last, _), owner in zip(table.tolist(), owners, strict=True):
-        start, stop = first * UNIT, min(last * UNIT, limits[owner])
-        if stop > start and not found_inf:
-            found = (ctypes.c_float * (stop - start)).from_address(addresses[owner] + 4 * start)
-            param[start:stop] -= lr / float(divisor) * torch.tensor(list(found))
+from colonnade.optim import bucket_step, flat_step, norm
+from tests.optim import python_kernels
 
 
 @pytest.fixture
 def python_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = SimpleNamespace(sgd=sgd)
-    monkeypatch.setitem(sys.modules, "colonnade.optim.optim_kernels", fake)
-    monkeypatch.setattr(optim, "optim_kernels", fake, raising=False)
-    monkeypatch.setattr(flat_step, "prepare_launch", flat_step.TritonLaunch)
-    monkeypatch.setattr(flat_step, "pinned", lambda numbers: numbers)
-    monkeypatch.setattr(engine_optimizer, "can_scatter", lambda *_: True)
+    python_kernels.install(monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +43,7 @@ def test_who_is_stepped_and_read_by_kernels(cuda, dtype, triton, kernel, monkeyp
 
 
 def test_gradients_are_found_and_moved_only_where_a_kernel_could_not_read_them(monkeypatch):
-    monkeypatch.setattr(flat_step, "pinned", lambda numbers: numbers)
+    monkeypatch.setattr(norm, "pinned", lambda numbers: numbers)
     members = [nn.Parameter(torch.zeros(4, 8)) for _ in range(6)]
     held: Any = [SimpleNamespace(tensor=one, holding=SimpleNamespace(count=2, index=1)) for one in members]
     bucket = bucket_step.ScatteredBucket(held, [0, 0, 1, 1, 2, 2], False)
@@ -85,9 +63,9 @@ def test_gradients_are_found_and_moved_only_where_a_kernel_could_not_read_them(m
     starts = [4 * span.start for span in bucket._layout.spans[:3]]
     found = [pointer - start for pointer, start in zip(pointers, starts, strict=True)]
     assert bucket.flat().grad.addresses.tolist() == [*found, 0, 0, 0]  # type: ignore[union-attr]
-    blocks = bucket.blocks([1, 3, 4])
+    blocks = bucket.blocks([1, 3, 4], once=True)
     assert [(one.count, one.index, one.slot) for one in blocks] == [(2, 1, 0), (2, 1, 1)]
-    whole = bucket_step.ScatteredBucket(held, [0] * 6, True).blocks([3, 4])
+    whole = bucket_step.ScatteredBucket(held, [0] * 6, True).blocks([3, 4], once=False)
     assert [(one.count, one.index) for one in whole] == [(1, 0)] * 3
 
 

@@ -19,6 +19,7 @@ from colonnade.parallel import collectives, wire
 from colonnade.parallel.wire import Members
 from colonnade.proof.planner.ranks import fake_rank
 from colonnade.testing import run_world
+from tests.ranks import on_ranks
 
 MODE = ParallelMode.PARALLEL_1D
 Ranks = list[Tensor]
@@ -78,10 +79,7 @@ def _splitting(dim: int, sizes: list[int]) -> dict[str, Contract]:
     said = {"sizes": sizes}
     return {
         f"gather {name}": Contract(
-            lambda x, gpc: collectives.gather(x, MODE, dim, **said, context=gpc),
-            parts,
-            _joined(dim),
-            _own(sizes, dim),
+            lambda x, gpc: collectives.gather(x, MODE, dim, **said, context=gpc), parts, _joined(dim), _own(sizes, dim)
         ),
         f"gather asking {name}": Contract(
             lambda x, gpc: collectives.gather(x, MODE, dim, context=gpc), parts, _joined(dim), _own(sizes, dim)
@@ -177,15 +175,12 @@ def _check(name: str, contract: Contract, gpc: ParallelContext) -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-13, msg=lambda m: f"{name}, {what}: {m}")  # noqa: B023
 
 
-def _all(n: int) -> None:
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+@on_ranks("n")
+def test_forward_backward_and_twice_backward(n: int):
     with launch({"parallel": {"tensor": {"size": n, "mode": "1d"}}}, context=ParallelContext(), verbose=False) as gpc:
         for name, contract in _contracts(n).items():
             _check(name, contract, gpc)
-
-
-@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
-def test_forward_backward_and_twice_backward(n):
-    run_world(n, _all, n)
 
 
 def _refusals() -> list[str]:

@@ -18,7 +18,7 @@ from colonnade.nn.layer import Arrangement, Linear, arrange, gather_output, part
 from colonnade.parallel.collectives import Way, row_linear
 from colonnade.parallel.wire import members_of, recorded
 from colonnade.proof.planner.ranks import fake_rank
-from colonnade.testing import run_world
+from tests.ranks import on_ranks
 
 ROWS, LENGTH, WIDTH, OUT = 3, 4, 6, 8
 
@@ -109,7 +109,8 @@ def _autocast(split: str, gpc: ParallelContext) -> None:
     torch.testing.assert_close(found, x.grad, rtol=5e-2, atol=5e-2)
 
 
-def _all() -> None:
+@on_ranks(2)
+def test_one_node_for_a_product_and_its_collectives():
     with launch({"parallel": {"tensor": {"size": 2, "mode": "1d"}}}, context=ParallelContext(), verbose=False) as gpc:
         for split in ("column", "row"):
             for bias in (True, False):
@@ -134,7 +135,3 @@ def test_one_rank_adds_the_bias() -> None:
             way = Way(members, None, lambda x: x, lambda x: x)
             torch.testing.assert_close(row_linear(x, weight, bias, way), F.linear(x, weight, None if rank else bias))
             torch.testing.assert_close(row_linear(x, weight, None, way), F.linear(x, weight))
-
-
-def test_one_node_for_a_product_and_its_collectives() -> None:
-    run_world(2, _all)

@@ -21,6 +21,7 @@ from colonnade.parallel.held import broadcast_shared, check_placements, checksum
 from colonnade.parallel.placement import Placement, Replicate, Shard, Tied, place
 from colonnade.proof.planner.ranks import fake_rank
 from colonnade.testing import run_world
+from tests.ranks import on_ranks
 
 TENSOR, PIPELINE, DATA = ParallelMode.TENSOR, ParallelMode.PIPELINE, ParallelMode.DATA
 
@@ -31,7 +32,8 @@ class One(nn.Module):
         self.w = nn.Parameter(torch.zeros(*shape))
 
 
-def _check() -> dict[str, str]:
+@on_ranks(4)
+def test_placements_must_add_up_to_the_whole():
     told = dict.fromkeys(CASES, "")
     for case, (parallel, build, _) in CASES.items():
         with launch({"parallel": parallel}, context=ParallelContext(), verbose=False) as gpc:
@@ -39,7 +41,8 @@ def _check() -> dict[str, str]:
                 check_placements(build(gpc), gpc)
             except PlacementError as error:
                 told[case] = str(error)
-    return told
+    for case, (*_, part) in CASES.items():
+        assert (part in told[case]) if part else told[case] == "", case
 
 
 def even(gpc):
@@ -104,12 +107,6 @@ CASES = {
     ),
     "other names": ({"tensor": 2}, other_names, "must have the same parameters"),
 }
-
-
-def test_placements_must_add_up_to_the_whole():
-    for told in run_world(4, _check).values:
-        for case, (*_, part) in CASES.items():
-            assert (part in told[case]) if part else told[case] == "", case
 
 
 def _start_different() -> tuple[float, float, float]:
@@ -233,10 +230,7 @@ def test_weights_that_differ_are_shown_by_their_first_numbers_and_all_bits():
     tensors = [torch.tensor([-1]), torch.tensor([0.5, 2.0, -1.0, 7.0])]
     entries = [held.Held(name, each, Placement(), Holding((0, 1), 0)) for name, each in zip("ab", tensors, strict=True)]
     sums = {"a": "10", "b": "ff"}
-    assert held._shown(entries, sums) == {
-        "a": "[-1.0] ... (checksum 10)",
-        "b": "[0.5, 2.0, -1.0] ... (checksum ff)",
-    }
+    assert held._shown(entries, sums) == {"a": "[-1.0] ... (checksum 10)", "b": "[0.5, 2.0, -1.0] ... (checksum ff)"}
     tied = Placement({PIPELINE: Tied((0, 1), "the tie")})
     assert [held.Held("w", tensors[0], each, Holding((0,), 0)).label for each in (Placement(), tied)] == [
         "w",

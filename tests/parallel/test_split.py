@@ -400,10 +400,10 @@ def test_a_forward_pass_that_does_more_than_call_its_layers_is_refused() -> None
     }.items():
         with pytest.raises(ScheduleError, match=f"Plain cannot be shown to call its layers.*{why}.*sample="):
             split(Plain(forward), num_stages=2)
-        with pytest.raises(ScheduleError, match="layers of Plain, called in order, give another result"):
+        with pytest.raises(ScheduleError, match="layers of Plain, called in order, give a different result"):
             split(Plain(forward), num_stages=2, sample=x)
     model = Plain(dropped).eval()  # does nothing more in this mode
-    with pytest.raises(ScheduleError, match="layers of Plain, called in order, give another result"):
+    with pytest.raises(ScheduleError, match="layers of Plain, called in order, give a different result"):
         split(model, num_stages=2, sample=x)
     assert not any(module.training for module in model.modules())
     with pytest.raises(ScheduleError, match=r"cannot be traced \(TraceError"):
@@ -440,7 +440,7 @@ def test_a_comparison_leaves_buffers_takes_nans_and_says_who_failed() -> None:
     with pytest.raises(ZeroDivisionError):
         split(Plain(broken), num_stages=2, sample=x)
     with pytest.raises(
-        ScheduleError, match=r"give another result than its forward pass: they fail \(RuntimeError: mat1"
+        ScheduleError, match=r"give a different result than its forward pass: they fail \(RuntimeError: mat1"
     ):
         split(Disordered(as_declared), num_stages=2, sample=x)
 
@@ -485,7 +485,7 @@ def test_a_sequential_with_a_forward_pass_or_hooks_of_its_own_is_looked_at_too()
     for model in (hooked, patched):
         with pytest.raises(ScheduleError, match=r"hooks or a forward\(\)"):
             split(model, num_stages=2)
-        with pytest.raises(ScheduleError, match="give another result"):
+        with pytest.raises(ScheduleError, match="give a different result"):
             split(model, num_stages=2, sample=torch.ones(1, 4))
 
 

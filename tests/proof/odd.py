@@ -197,8 +197,7 @@ RUNS: dict[str, Odd] = {
     ),
     "words": Odd(sparse, words, nn.CrossEntropyLoss()),
     "a dict": Odd(
-        lambda: Made(lambda self, x: self.body(x)),
-        lambda rank, step: ({"x": rows(rank, step)[0]}, rows(rank, step)[1]),
+        lambda: Made(lambda self, x: self.body(x)), lambda rank, step: ({"x": rows(rank, step)[0]}, rows(rank, step)[1])
     ),
     "called twice": Odd(
         lambda: Made(

@@ -27,7 +27,10 @@ def _alias():
     compat.install()
     yield
     compat.uninstall()
-    for registry, name in ((DIST_GROUP_INITIALIZER, "MyParallelInitializer"), (GRADIENT_HANDLER, "YourGradientHandler")):
+    for registry, name in (
+        (DIST_GROUP_INITIALIZER, "MyParallelInitializer"),
+        (GRADIENT_HANDLER, "YourGradientHandler"),
+    ):
         if registry.has(name):
             registry.remove(name)
     INITIALIZER_MAPPING.pop("new_mode", None)
@@ -45,7 +48,9 @@ def snippet(at: int, root: str, **names: object) -> dict[str, object]:
 def surroundings(root: str) -> dict[str, object]:
     return {
         "DIST_GROUP_INITIALIZER": importlib.import_module(f"{root}.registry").DIST_GROUP_INITIALIZER,
-        "ProcessGroupInitializer": importlib.import_module(f"{root}.context.dist_group_initializer").ProcessGroupInitializer,
+        "ProcessGroupInitializer": importlib.import_module(
+            f"{root}.context.dist_group_initializer"
+        ).ProcessGroupInitializer,
         "Config": importlib.import_module(f"{root}.context").Config,
     }
 

@@ -13,7 +13,11 @@ TUTORIALS = Path(__file__).parents[2] / "docs" / "tutorials"
 
 @pytest.mark.parametrize(
     ("page", "seed", "snippets"),
-    [("gradient_handler", GRADIENT_HANDLER, 3), ("gradient_clipping", GRADIENT_CLIPPING, 2), ("own_parallelism", OWN_PARALLELISM, 6)],
+    [
+        ("gradient_handler", GRADIENT_HANDLER, 3),
+        ("gradient_clipping", GRADIENT_CLIPPING, 2),
+        ("own_parallelism", OWN_PARALLELISM, 6),
+    ],
 )
 def test_the_tutorial_has_every_snippet_of_its_seed(page, seed, snippets):
     text = (TUTORIALS / f"{page}.md").read_text(encoding="utf-8")

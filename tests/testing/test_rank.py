@@ -121,9 +121,7 @@ def test_without_a_backend_there_is_no_group_but_all_to_make_one() -> None:
     assert run_world(3, own_group, backend=None).values == [3, 3, 3]
 
 
-def test_output_is_captured_from_the_descriptors_and_kept_from_the_parent(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_output_is_captured_from_the_descriptors_and_kept_from_the_parent(capfd: pytest.CaptureFixture[str]) -> None:
     result = run_world(2, noisy)
     for rank in range(2):
         assert result.stdout[rank] == "from print\nfrom the descriptor\nno newline at the end"

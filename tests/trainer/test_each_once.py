@@ -20,6 +20,7 @@ from colonnade.trainer import BaseHook, Trainer
 from colonnade.trainer.evaluation import _each_once
 from colonnade.trainer.hooks import AccuracyHook, EvaluateHook, LossHook, MetricHook
 from colonnade.utils import get_dataloader
+from tests.ranks import on_ranks
 from tests.trainer.runs import FEATURES, PIPELINE, cut, dataset, make_trainer, samples, uneven
 from tests.trainer.test_metrics import STATES, Margin, counted
 
@@ -110,7 +111,9 @@ def test_a_loader_that_leaves_out_what_fills_no_batch_keeps_the_rows_beside_a_re
         assert found[11, 3][0] == pytest.approx(truth("mean")[11, 3][0], rel=1e-12)
 
 
-def in_the_middle() -> Any:
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks("ranks")
+def test_an_evaluation_of_the_training_data_in_the_middle_of_an_epoch_sees_all_of_it(ranks):
     trainer = make_trainer({})
     loader = get_dataloader(dataset(22), True, context=trainer.context, batch_size=4)
     seen: list[list[float]] = []
@@ -135,16 +138,13 @@ def in_the_middle() -> Any:
     predicted = trainer.predict(loader)
     with torch.no_grad():
         torch.testing.assert_close(predicted, trainer.engine(samples(22)[0]), rtol=1e-12, atol=0)
-    return losses[0], trainer.evaluate(cut(range(22), 22))["Loss"]
+    during, alone = losses[0], trainer.evaluate(cut(range(22), 22))["Loss"]
+    assert during == pytest.approx(alone, rel=1e-12)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_an_evaluation_of_the_training_data_in_the_middle_of_an_epoch_sees_all_of_it(ranks):
-    for during, alone in run_world(ranks, in_the_middle).values:
-        assert during == pytest.approx(alone, rel=1e-12)
-
-
-def uneven_with_sharded_weights(known: bool) -> list[str]:
+@pytest.mark.parametrize("known", [True, False])
+@on_ranks(2)
+def test_ranks_that_gather_weights_cannot_have_unequally_many_batches(known: bool):
     trainer = make_trainer({"zero": 3})
     mine = uneven(trainer.context, 23)
     told = []
@@ -152,13 +152,7 @@ def uneven_with_sharded_weights(known: bool) -> list[str]:
         with pytest.raises((ConfigError, TrainerError)) as raised:
             call(mine if known else (batch for batch in mine))
         told.append(str(raised.value))
-    return told
-
-
-@pytest.mark.parametrize("known", [True, False])
-def test_ranks_that_gather_weights_cannot_have_unequally_many_batches(known):
-    for told in run_world(2, uneven_with_sharded_weights, known).values:
-        assert all(("ZeRO stage 3" if known else "have run out of batches") in text for text in told)
+    assert all(("ZeRO stage 3" if known else "have run out of batches") in text for text in told)
 
 
 def by_a_model_of_its_own_loss() -> Any:

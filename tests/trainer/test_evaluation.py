@@ -9,11 +9,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 from colonnade.errors import ConfigError
-from colonnade.trainer.evaluation import (
-    _filled,
-    _indices,
-    _join_padded,
-)
+from colonnade.trainer.evaluation import _filled, _indices, _join_padded
 
 ROWS = list(range(5))
 

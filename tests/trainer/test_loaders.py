@@ -19,6 +19,7 @@ from colonnade.testing import compare, gather_weights, run_world
 from colonnade.trainer.data import Lengths, read_lengths
 from colonnade.trainer.hooks import LossHook, LRSchedulerHook
 from colonnade.utils import get_dataloader
+from tests.ranks import on_ranks
 from tests.trainer.runs import PIPELINE, cut, dataset, make_trainer, model, run_each, samples
 
 COUNT = 32
@@ -209,7 +210,8 @@ def test_what_is_no_loader_is_refused(given, told):
         read_lengths(given, ParallelContext())
 
 
-def _no_loader_on_one_rank() -> None:
+@on_ranks(2)
+def test_what_is_no_loader_on_one_rank_is_refused_on_every_rank():
     trainer = make_trainer({})
     x = samples(8)[0]
     for call in (trainer.predict, trainer.evaluate, partial(trainer.fit, epochs=1)):
@@ -219,10 +221,6 @@ def _no_loader_on_one_rank() -> None:
         trainer.fit(cut(range(8), 8), epochs=1, test_dataloader=x)
     assert trainer.cur_step == 0  # before anything is trained
     assert trainer.predict([x]).shape == (16, 3)
-
-
-def test_what_is_no_loader_on_one_rank_is_refused_on_every_rank():
-    run_world(2, _no_loader_on_one_rank)
 
 
 def test_lengths_speak_of_ranks():

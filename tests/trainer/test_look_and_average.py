@@ -52,11 +52,7 @@ def train(config: dict[str, Any], folder: Path, steps: int) -> None:
     """Steps on the same 8 rows, whatever the layout."""
     trainer = make_trainer(config, lr=0.5, optimizer=SGD)
     loader = get_dataloader(dataset(64), batch_size=8 // trainer.context.data_parallel_size, context=trainer.context)
-    hooks = [
-        LoadCheckpointHook(folder),
-        EMAHook(DECAY, warm_up=False),
-        SaveCheckpointHook(2, folder, by_epoch=False),
-    ]
+    hooks = [LoadCheckpointHook(folder), EMAHook(DECAY, warm_up=False), SaveCheckpointHook(2, folder, by_epoch=False)]
     trainer.fit(loader, max_steps=steps, hooks=hooks)
 
 

@@ -19,13 +19,7 @@ from tests.trainer.test_data import world
 
 @pytest.mark.parametrize(
     ("count", "rows", "weight", "total"),
-    [
-        (None, 0, 1.0, 2.5),
-        (None, 4, 4.0, 10.0),
-        (1, 4, 1.0, 2.5),
-        (torch.tensor(3), 4, 3.0, 7.5),
-        (0, 4, 0.0, 0.0),
-    ],
+    [(None, 0, 1.0, 2.5), (None, 4, 4.0, 10.0), (1, 4, 1.0, 2.5), (torch.tensor(3), 4, 3.0, 7.5), (0, 4, 0.0, 0.0)],
 )
 def test_a_batch_weighs_what_its_criterion_counted_or_its_rows(count, rows, weight, total):
     found, weighs = weigh(torch.tensor([2.5 if weight else math.nan]), count, rows)

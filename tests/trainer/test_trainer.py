@@ -22,6 +22,7 @@ from colonnade.logging import get_dist_logger
 from colonnade.testing import run_world
 from colonnade.trainer import BaseHook, StepRecord, Trainer, hooks
 from colonnade.utils import get_dataloader
+from tests.ranks import on_ranks
 from tests.trainer.runs import PIPELINE, cut, dataset, make_trainer, model, run_each, samples
 
 
@@ -156,18 +157,15 @@ def test_records_have_the_loss_and_the_samples_of_all_ranks():
             assert math.hypot(*norms) == pytest.approx(expected[0][1], rel=1e-9)
 
 
-def stopped_early() -> tuple[int, str]:
+@on_ranks(2)
+def test_a_run_that_does_not_get_better_stops_on_every_rank():
     trainer = make_trainer({}, lr=0.0)
     batches = cut(range(8), 8)
     stop = hooks.EarlyStopHook("Accuracy", patience=2)
     trainer.fit(batches, epochs=50, test_dataloader=batches, hooks=[hooks.AccuracyHook(), stop])
-    return trainer.cur_epoch, trainer.stop_reason
-
-
-def test_a_run_that_does_not_get_better_stops_on_every_rank():
-    for epoch, reason in run_world(2, stopped_early).values:
-        assert epoch == 4
-        assert "Accuracy has not improved for 3 epochs" in reason
+    epoch, reason = trainer.cur_epoch, trainer.stop_reason
+    assert epoch == 4
+    assert "Accuracy has not improved for 3 epochs" in reason
 
 
 def test_arguments_and_what_is_missing():

@@ -7,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
+from colonnade.context import ParallelMode
 from colonnade.context.layout_builder import build_layout
 from colonnade.errors import ConfigError
 from colonnade.utils import DistinctDataSampler
-from colonnade.utils.sampler import distinct_place
+from colonnade.utils.sampler import sample_place
 
 sizes = st.integers(1, 4)
 
@@ -32,11 +33,10 @@ def test_every_sample_is_given_once_per_epoch_to_ranks_of_distinct_data(
         by_place = {}
         for rank in range(world):
             here = layout.coordinates(rank)
-            place = (here["data"], here["sequence"])
-            assert by_place.setdefault(place, given_to[rank]) == given_to[rank]
+            assert by_place.setdefault(here["data"], given_to[rank]) == given_to[rank]
         together = [sample for part in by_place.values() for sample in part]
         assert set(together) == set(range(length))
-        assert len(together) - length < data * sequence
+        assert len(together) - length < data
 
 
 def test_drop_last_repeats_nothing():
@@ -62,12 +62,23 @@ def test_one_rank_has_the_order_of_torchs_own_sampler():
         assert list(sampler) == list(torchs)
 
 
-def test_places_are_counted_along_the_axes_of_distinct_data():
-    layout = build_layout({"parallel": {"tensor": 2, "sequence": 2}}, 8)
-    here = [layout.coordinates(rank) for rank in range(8)]
-    places = [distinct_place(layout, rank) for rank in range(8)]
-    assert places == [(2 * at["data"] + at["sequence"], 4) for at in here]
-    assert distinct_place(build_layout({}, 1), 0) == (0, 1)
+@pytest.mark.parametrize(
+    "parallel", [{"tensor": 2, "sequence": 2}, {"pipeline": 2, "tensor": {"size": 2, "mode": "sequence"}}]
+)
+def test_ranks_of_a_sequence_group_get_the_same_samples(parallel):
+    layout = build_layout({"parallel": parallel}, 8)
+    for group in layout.groups(ParallelMode.SEQUENCE):
+        assert len({sample_place(layout, rank) for rank in group}) == 1
+    assert [sample_place(layout, rank) for rank in range(8)] == [
+        (layout.coordinates(rank)["data"], 2) for rank in range(8)
+    ]
+
+
+def test_ranks_of_a_further_axis_of_distinct_data_get_different_samples():
+    ParallelMode.register("SAMPLER_APART", "sampler_apart", data="distinct")
+    layout = build_layout({"parallel": {"sampler_apart": {"size": 2}}}, 4)
+    assert sorted(sample_place(layout, rank) for rank in range(4)) == [(at, 4) for at in range(4)]
+    assert sample_place(build_layout({}, 1), 0) == (0, 1)
 
 
 def test_a_run_goes_on_in_mid_epoch_with_another_number_of_ranks():

@@ -128,7 +128,7 @@ class StepState:
     """The number of rows that the first stage was given, by micro-batch."""
 
     def batch_loss(self) -> tuple[Tensor | None, Tensor | None]:
-        """(loss of the batch, count of the batch).
+        """Return (loss of the batch, count of the batch).
 
         The loss is None if this rank has no losses, and the count is None for a mean.
         """
@@ -470,7 +470,7 @@ class Executor:
         return step.backwards_left == 0 and len(self.modules) == 1
 
     def _take(self, step: StepState, receive: Action) -> Incoming:
-        """The value of a receive: from another stage of this rank, or over a link, where waiting counts as communication."""
+        """The received value, from another stage of this rank or over a link. Waiting for a link counts as communication."""
         if receive in step.inbox:
             return step.inbox.pop(receive)
         before = self.waits.enter("communication")
@@ -481,7 +481,7 @@ class Executor:
     # --- Around a step ---
 
     def share_loss(self, loss: Tensor | None, count: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Broadcast loss and count (None for a mean) from the last stage to all ranks of the pipeline, in float64.
+        """Broadcast the loss and its count (None for a mean) from the last stage to all ranks of the pipeline, in float64.
 
         Collective over the pipeline: a broadcast.
         """
@@ -515,7 +515,7 @@ class Executor:
     # notes (`_agree_on_batch`), and if none of them had a batch, the pipeline stays usable.
 
     def refuse(self, error: Exception, *, forward_only: bool, confirm: bool) -> Exception:
-        """End a step for which this rank has no batch, because of `error`. Returns the error to raise.
+        """End a step for which this rank has no batch because of `error`. Returns the error to raise.
 
         Collective over the pipeline: called in place of `run`, with the same flags. If no rank of the pipeline has a batch, each
         rank raises its own error and the pipeline stays usable. If some rank has a batch, all ranks raise, and the pipeline cannot
@@ -529,7 +529,7 @@ class Executor:
         return self._agree_on_batch(error, error, clean) if confirm else error
 
     def _agree_on_batch(self, own: Exception | None, error: Exception, clean: bool) -> Exception:
-        """The error to raise on this rank in a step for which some rank has no batch.
+        """The error that this rank raises if some rank has no batch for the step.
 
         `own`: the reason why this rank has none; None if it has one. `error`: raised if the ranks cannot be asked.
         `clean`: the result of `_stop`.

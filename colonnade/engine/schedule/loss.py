@@ -75,7 +75,9 @@ def _counted_mean(mean: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def _below(node: Any, branch: int, *chain: str) -> Any:
-    """The node below a chain of nodes of these kinds, from `node` through its `branch`-th input; None if a kind differs."""
+    """Follow a chain of nodes of these kinds, from `node` through its `branch`-th input, and return the node after it; None if
+    a kind differs.
+    """
     for kind in chain:
         if node is None or not node.name().startswith(kind):
             return None
@@ -96,7 +98,7 @@ def _ignored(node: Any) -> Tensor:
 
 
 def _leaves_out(node: Any) -> bool:
-    """Whether the node is a mean with ignored labels. Of compiled or checkpointed code only saved tensors can be examined."""
+    """Whether the node is a mean with ignored labels. In compiled or checkpointed code, only saved tensors can be examined."""
     if node.name() in _NLL:
         return node._saved_reduction == _MEAN and bool(_ignored(node).any())
     kept = node.saved_tensors if node.name().startswith(("CompiledFunction", "CheckpointFunction")) else ()
@@ -110,7 +112,7 @@ class MeanWatch:
         self._looks = _LOOKS
 
     def look(self, mean: Tensor) -> None:
-        """Examine the last autograd nodes of a loss that is read as a plain mean."""
+        """Examine the last autograd nodes of a loss that was given as a plain mean."""
         if self._looks == 0:
             return
         self._looks -= 1
@@ -134,7 +136,7 @@ _MEAN_OF_MEANS = (
 
 
 class DivisionWatch:
-    """Warns once if the user divided a loss by a number by which the engine divides it, too.
+    """Warns once if the user divided a loss by a number although the engine divides it by the same number.
 
     Args:
         numbers: The divisors of the engine, by config key.
@@ -189,7 +191,9 @@ def own_loss(output: Any) -> Any:
 
 
 class LossForm:
-    """Requires the same form of all losses of a run: the first loss determines the form, and a later loss of the other form raises.
+    """Requires all losses of a run to have the form of the first loss, a mean or (sum, count).
+
+    Raises for a later loss of the other form.
 
     Args:
         allow_counts: Whether losses may be given as (sum, count).
@@ -203,7 +207,7 @@ class LossForm:
         """Whether losses are (sum, count); None before the first one."""
 
     def read(self, loss: Any) -> tuple[Tensor, Count | None]:
-        """Split a loss (see `split_loss`). Raises GradientError if it has another form than the earlier losses of the run."""
+        """Split a loss (see `split_loss`). Raises GradientError if its form differs from that of earlier losses of the run."""
         value, count = split_loss(loss, self._implicit)
         self.keep(count is not None)
         if count is None:
@@ -211,7 +215,7 @@ class LossForm:
         return value, count
 
     def keep(self, counted: bool) -> None:
-        """Set the form of the run, or raise GradientError if earlier losses had the other form."""
+        """Record the form of this loss, a mean or (sum, count). Raises GradientError if earlier losses had the other form."""
         if counted and not self._allow_counts:
             raise GradientError(
                 "a loss given as (sum, count) is shared with all ranks: leave out loss_everywhere=False", code="C045"
@@ -240,7 +244,10 @@ def _checked_count(count: Any) -> Count:
 
 
 def count_on(value: Count, device: torch.device) -> Tensor:
-    """Copy a number to the device in fp64 without blocking the host. (A plain copy would block until all device work is done.)"""
+    """Copy a number to the device in fp64 without blocking the host.
+
+    (A plain copy would block the host until all device work is done.)
+    """
     if isinstance(value, Tensor):
         number = value.detach().double().reshape(())
         return to_device(number, device) if number.device.type == "cpu" else number

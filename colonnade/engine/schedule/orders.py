@@ -110,7 +110,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Table:
 
 @ORDERS.register_module
 def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int) -> Table:
-    """1F1B with v chunks per rank (Narayanan et al., Megatron-LM). The bubble is 1/v of that of 1F1B.
+    """1F1B with v chunks per rank (Narayanan et al., Megatron-LM). The bubble is 1/v of the bubble of 1F1B.
 
     A rank holds about p + (p - 1) / v micro-batches. Any number of micro-batches is allowed: they run in groups of at least p,
     of nearly equal size.
@@ -133,7 +133,7 @@ def interleaved_zero_bubble(num_ranks: int, num_microbatches: int, num_chunks: i
 
 
 def _one_for_one(p: int, m: int, v: int, backward: Kind, lead: int) -> Table:
-    """Warm-up of forward passes, then one forward and one backward in turn, then the backward passes left."""
+    """Warm-up forward passes, then one forward and one backward pass in turn, then the remaining backward passes."""
     largest, *_ = _group_sizes(p, m)
     warm_up = (v - 1) * largest
     table: Table = {}
@@ -149,7 +149,7 @@ def _one_for_one(p: int, m: int, v: int, backward: Kind, lead: int) -> Table:
 
 
 def _in_groups(p: int, m: int, chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(chunk, micro-batch): a group of micro-batches goes through all chunks before the next group starts."""
+    """Yield (chunk, micro-batch) in groups: a group of micro-batches goes through all chunks before the next group starts."""
     sizes = _group_sizes(p, m)
     for stop, size in zip(accumulate(sizes), sizes, strict=True):
         for chunk in chunks:

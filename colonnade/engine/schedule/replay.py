@@ -268,7 +268,7 @@ class Costs:
 
     def __post_init__(self) -> None:
         if min(self.forward, self.input, self.weight) <= 0 or self.transfer < 0:
-            raise ScheduleError(f"costs must be above 0 (transfer: 0 or more), unlike {self}", code="C051")
+            raise ScheduleError(f"costs must be above 0 (transfer: 0 or more), not {self}", code="C051")
 
     def __call__(self, action: Action) -> float:
         return {
@@ -381,7 +381,7 @@ def add_transfers(table: Table) -> Table:
 
 
 def confirmation(table: Table) -> Table:
-    """A table of empty messages from the last stage to the first, for the end of an evaluation.
+    """An action table for the end of an evaluation: empty messages from the last stage to the first.
 
     Without these messages, a rank that only sends would not be informed in the same step that a later stage has failed.
     """

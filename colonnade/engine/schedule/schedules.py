@@ -57,6 +57,9 @@ class BaseSchedule(ABC):
     runs_backward = False
     """Whether the schedule runs the backward passes itself (a pipeline); else it must call `engine.backward` once a step."""
 
+    calls_backward = True
+    """Whether `engine.backward` may be called now. A schedule that records the passes allows it only while it runs them."""
+
     _take_dict_apart: Callable[[Mapping[str, Any]], tuple[Any, Any]] | None = None
     """For a model that computes its own loss, in a pipeline: splits a dict into (data, label)."""
 
@@ -221,7 +224,7 @@ class PipelineSchedule(BaseSchedule):
         table: A custom order instead of `order`: a CSV file, or rows such as "0F0 0F1 0B0 0B1".
         loss_reduction: How the criterion reduces over rows. Means of unequal micro-batches are weighted by their rows. A
             criterion may also return (sum, count), which is divided once, by the count of all ranks; a mean
-            cross-entropy, which may ignore labels, is read as that.
+            cross-entropy, which may ignore labels, is read as (sum, count).
         loss_everywhere: Whether all ranks return the loss, not only the rank of the last stage.
 
     Raises:
@@ -401,7 +404,10 @@ class PipelineSchedule(BaseSchedule):
 
 
 def _watched_loss(criterion: Any, watch: DivisionWatch, output: Any, label: Any) -> Any:
-    """The loss of a micro-batch; in training, examined for a division that the engine makes as well."""
+    """Return the loss of a micro-batch.
+
+    In training, warn if the user's code divides the loss by a number by which the engine divides it too.
+    """
     loss = call_criterion(criterion, output, label)
     if torch.is_grad_enabled():
         watch.look(
@@ -411,7 +417,7 @@ def _watched_loss(criterion: Any, watch: DivisionWatch, output: Any, label: Any)
 
 
 def _virtual_rank_switch(context: ParallelContext, stage_ranks: Sequence[int]) -> Callable[[int], None] | None:
-    """In a loop order, a function that sets the context's virtual rank to the chunk of a stage; else None."""
+    """For a loop order: a function that sets the context's virtual rank to the chunk of a stage. None for other orders."""
     num_ranks = max(stage_ranks) + 1
     num_chunks = len(stage_ranks) // num_ranks
     if num_chunks == 1 or list(stage_ranks) != loop_stages(num_ranks, num_chunks):
@@ -421,10 +427,11 @@ def _virtual_rank_switch(context: ParallelContext, stage_ranks: Sequence[int]) -
 
 
 def _transfer_groups(context: ParallelContext) -> tuple[Any, Any]:
-    """Groups of this rank's pipeline for transfers: one for all, and one more for tensors to lower ranks over NCCL.
+    """The process groups of this rank's pipeline for transfers: one for all transfers; over NCCL, a second one for tensors that
+    are sent to lower ranks.
 
-    Apart from the pipeline's own group, in which TORCH_DISTRIBUTED_DEBUG=DETAIL compares the collectives of all ranks, and so that
-    headers can travel on the CPU next to NCCL.
+    They are separate from the pipeline's own group, in which TORCH_DISTRIBUTED_DEBUG=DETAIL compares the collectives of
+    all ranks; and they can send headers on the CPU in addition to tensors over NCCL.
 
     Collective over the world.
     """

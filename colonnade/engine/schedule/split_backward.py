@@ -86,7 +86,7 @@ class StageInput:
 
 @dataclass
 class _Group:
-    """Parameters connected to each other off the way to the inputs, and the nodes that their gradients come from."""
+    """Parameters that share graph nodes outside of the paths to the inputs, and the nodes from which their gradients come."""
 
     sources: list[tuple[GradientEdge, Tensor]] = field(default_factory=list)
     """Outputs with no path to an input, with their gradients: the weight part starts there."""
@@ -105,7 +105,7 @@ class WeightWork:
     def run(self, backward: RunBackward, last: bool) -> None:
         """Accumulate the gradients of the parameters; call it only once.
 
-        Of several calls of `backward`, only the final one gets `last`.
+        If `backward` is called several times, only the final call gets `last`.
         """
         started = [(group, starts) for group in self._groups if (starts := self._starts(group))]
         for index, (group, starts) in enumerate(started, 1):
@@ -175,7 +175,10 @@ def _below(node: Node) -> Iterator[Node]:
 
 
 def _groups(on_way: dict[Node, bool], ends: set[Node], roots: list[tuple[GradientEdge, Tensor]]) -> list[_Group]:
-    """The parameters below the roots, in groups that share no node off the way to the inputs: the weight part runs them apart."""
+    """Group the parameters below the roots.
+
+    Groups share only nodes on paths to the inputs, so the weight part runs each group separately.
+    """
     # Groups are the connected components of the nodes off the way together with the crossings above them.
     neighbours: dict[Node, list[Node]] = defaultdict(list)
     for node in on_way:

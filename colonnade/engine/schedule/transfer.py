@@ -229,8 +229,8 @@ class Wire:
         self.device = device if backends.get(device.type, "gloo") != "gloo" else torch.device("cpu")
         if self.device.type not in backends:
             raise ScheduleError(
-                f"the process group for transfers moves {listed(backends)} memory, but it must move {self.device.type} memory, "
-                f"too. Create it with backend='{with_cpu(group)}'.",
+                f"the process group for transfers moves {listed(backends)} memory, but it must also move "
+                f"{self.device.type} memory. Create the group with backend='{with_cpu(group)}'.",
                 code="C051",
             )
         self.one_queue = backends[self.device.type] != "gloo"
@@ -239,7 +239,10 @@ class Wire:
         self._peer = peer
 
     def send(self, tensor: Tensor, tag: int) -> Pending:
-        """Start to send `tensor`. The caller must keep the result until its `Work` has ended, because it keeps the memory alive."""
+        """Start to send `tensor`.
+
+        The caller must keep the result until its `Work` has ended, because the result keeps the memory alive.
+        """
         if tensor.numel() == 0:
             return []
         plain = tensor.detach().resolve_conj().resolve_neg().to(self.device).contiguous()
@@ -252,7 +255,7 @@ class Wire:
         return torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
 
     def receive(self, meta: Meta, tag: int) -> tuple[Tensor, Pending]:
-        """Start to receive a tensor. Returns the tensor, which is valid when the `Work` of the second result has ended."""
+        """Start to receive a tensor. Returns (tensor, pending): the tensor is valid when the `Work` in `pending` has ended."""
         tensor = self.empty(meta)
         return tensor, self.fill(tensor.view(-1).view(torch.uint8), tag) if tensor.numel() else []
 
@@ -285,7 +288,7 @@ def wait(pending: Pending, at_most: timedelta | None = None) -> None:
 def _started(work: dist.Work | None) -> dist.Work:
     if work is None:
         raise ScheduleError(
-            "this rank is not in the pipeline's process group; pass the group that it is in", code="C051"
+            "this rank is not in the given process group; pass the pipeline group of this rank", code="C051"
         )
     return work
 
@@ -308,7 +311,10 @@ _ANY = Action.parse("0SENT_F0")
 
 
 class PeerFailed(ScheduleError):
-    """Raised if another rank of the pipeline failed in this step. `no_batch`: that rank only had no batch for the step."""
+    """Raised if another rank of the pipeline failed in this step.
+
+    `no_batch`: the other rank failed only because it had no batch.
+    """
 
     no_batch = False
 
@@ -343,7 +349,9 @@ class _Layouts:
         self._predicted: dict[Action, tuple[Meta, ...]] = {}
 
     def predicted(self, key: Action) -> tuple[Meta, ...]:
-        """The expected layout of the message: that of the last two with its key, empty if these differed."""
+        """The expected layout of the message: the layout of the last two messages with the same key; empty if these two
+        differed.
+        """
         return self._predicted.get(key, ())
 
     def note(self, key: Action, layout: tuple[Meta, ...]) -> None:
@@ -354,7 +362,7 @@ class _Layouts:
 
 @dataclass
 class _Expected:
-    """A message to be received: memory for its header or frame, and its tensors if they were predicted."""
+    """A message to be received: the memory for its header or frame and, if predicted, for its tensors."""
 
     key: Action
     frame: Tensor
@@ -377,7 +385,7 @@ class _FrameSize:
         return payload <= self.bytes
 
     def next_step(self) -> None:
-        """From the next step on, a frame has room for the largest message of this one."""
+        """End the step: in the next step, a frame has room for the largest message of this step."""
         # An evaluation may send nothing in this direction; the room then stays as it is.
         self.bytes, self._largest = self._largest or self.bytes, 0
 
@@ -460,9 +468,9 @@ class Link:
         return header + self._cpu_wire.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), _TEXT)
 
     def sent(self, key: Action) -> None:
-        """Release the memory of the value sent as `key`, now or a few sends later.
+        """Record that the value `key` was sent. Its memory is released now or a few sends later.
 
-        Called where, by the program, the peer has used the value.
+        Called at the place of the program where the peer has used the value.
         """
         self._sends_to_end.append(key)
         while len(self._sends_to_end) > SENDS_KEPT:
@@ -538,7 +546,10 @@ class Link:
             self._arriving[expected.key] = _Arriving(description, tensors, pending)
 
     def _read_text(self, number: int, size: int) -> str:
-        """The text after a header: a new description, or the reason of a failure, which is raised."""
+        """Receive the text after a header.
+
+        It is a new description, which is returned, or the reason of a failure, which is raised.
+        """
         data = torch.empty(size, dtype=torch.uint8, device="cpu")
         wait(self._cpu_wire.fill(data, _TEXT), self._patience)
         text = bytes(data.tolist()).decode(errors="replace")
@@ -609,7 +620,7 @@ class Link:
         return self._skipped or self._peer_failed
 
     def end_failure(self) -> None:
-        """Wait until the peer has received this rank's reason; called after `wait_for_peer` on all links."""
+        """Wait until the peer has received this rank's failure reason. Call it after `wait_for_peer` on all links."""
         wait(self._failure, self._patience)
         self._failure, self._peer_failed, self._skipped, self._patience = [], False, False, None
 

@@ -90,7 +90,8 @@ class Arrangement(ABC):
         Raises for schemes that do not multiply by single blocks, such as SUMMA.
         """
         raise PlacementError(
-            f"{type(self).__name__} does not compute a product from this rank's block of the weight and a full input"
+            f"{type(self).__name__} does not multiply a full input by one block of the weight; use mode '1d' or a "
+            f"layer that supports this mode"
         )
 
     @property
@@ -146,7 +147,9 @@ class Arrangement(ABC):
         return (length,) if mode is None else self._sizes(length, mode, unit, "features")
 
     def is_split(self, side: Side) -> bool:
-        """Return whether activations are sharded over several ranks between blocks ("outer") or inside a block ("inner")."""
+        """Return whether activations are sharded over several ranks on this `side`: between blocks ("outer") or inside a block
+        ("inner").
+        """
         return any(size_of(mode, self.context) > 1 for mode in self.side(side).modes)
 
     def __deepcopy__(self, memo: Any) -> Arrangement:

@@ -38,7 +38,7 @@ class Rotary:
         head_size: The width of a head; must be even.
         theta: The base of the frequencies.
         scaling: As in Llama configs: {"rope_type": "linear", "factor": 4.0}, or "llama3" with its keys.
-        length: Compute tables for so many positions now; they grow with longer sequences.
+        length: The number of positions for which tables are computed now; longer sequences extend the tables.
         device: The device of these tables.
     """
 
@@ -72,7 +72,7 @@ class Rotary:
     def __call__(self, q: Tensor, k: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Rotate queries and keys, (batch, heads, length, head_size).
 
-        `positions` are those of the tokens in the full sequence, by default 0, 1, 2, ...
+        `positions` are the positions of the tokens in the full sequence, by default 0, 1, 2, ...
         """
         length = q.size(-2)
         rotation = self.table(length, q.device)[:, :length] if positions is None else self._rotation(positions)
@@ -141,8 +141,8 @@ class SelfAttention(nn.Module):
         dropout: Dropout of attention weights in training.
         bias: Whether the projections have biases.
         arrangement: The sharding scheme; defaults to that of the global context.
-        device: Of the weights.
-        dtype: Of the weights.
+        device: The device of the weights.
+        dtype: The dtype of the weights.
         source: A full attention to take the weights from; see `from_module`.
     """
 

@@ -202,7 +202,8 @@ class LinearCrossEntropyLoss(CrossEntropyLoss):
         if is_dtensor(weight):
             raise PlacementError(
                 "LinearCrossEntropyLoss got a DTensor as weight, but takes the gathered weight inside a forward pass: at "
-                "ZeRO stage 3, return it from the module that is gathered (`zero.wrap`), and set keeps_gathered=True on that"
+                "ZeRO stage 3, return the weight from the module that is gathered (`zero.wrap`), and set "
+                "keeps_gathered=True on that module"
             )
         check_input(self, here, hidden, "outer")
         entered = here.enter(hidden)
@@ -231,7 +232,7 @@ class _LossOptions:
     differentiates: bool
 
     def places(self, labels: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return three tensors about the labels.
+        """Return three tensors that describe the labels.
 
         These are the index of each label among this rank's classes (negative for classes of other ranks), whether the
         label counts, and the number of all classes.
@@ -246,7 +247,7 @@ class _LossOptions:
         return local.masked_fill(~counted | (local >= width), -1), counted, classes
 
     def joined(self, local: Tensor) -> Tensor:
-        """Combine the statistics of the ranks' logits to those over the classes of all ranks.
+        """Combine the statistics of each rank's classes to statistics over all classes.
 
         Returns (3, rows): log-sum-exp, the label's logit and the sum of the logits.
         """
@@ -374,7 +375,7 @@ def _gradient(logits: Tensor, labels: Tensor, log_sums: Tensor, slopes: Tensor, 
 
 
 class Accuracy(nn.Module):
-    """Counts the samples (or tokens) whose largest logit is that of their label; labels of `ignore_index` do not count."""
+    """Counts the samples (or tokens) whose label has the largest logit, without labels equal to `ignore_index`."""
 
     def __init__(self, ignore_index: int = -100) -> None:
         super().__init__()

@@ -43,7 +43,7 @@ class Dropout(nn.Dropout):
 def stream_of(arrangement: Arrangement, side: Side) -> Iterator[None]:
     """Use the RNG stream for activations of this side in the block.
 
-    Replicated activations use the common stream, shards that of TENSOR.
+    Replicated activations use the common stream, sharded activations the stream of TENSOR.
     """
     if not arrangement.is_split(side):
         yield

@@ -220,7 +220,7 @@ def own(block: Tensor, placed: dict[ParallelMode, Spec], shape: tuple[int, ...],
 
 
 class Embedding(nn.Module):
-    """torch.nn.Embedding with this rank's block of the weight, sharded like that of a `Classifier`.
+    """torch.nn.Embedding with this rank's block of the weight, which is sharded like the weight of a `Classifier`.
 
     Takes replicated tokens, the same on every rank of the tensor group, and returns vectors in the outer spread.
     """

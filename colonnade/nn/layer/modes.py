@@ -120,7 +120,7 @@ class Square:
 
 
 class _Product(Function):
-    """One of the three forms; the gradients are products of the other two."""
+    """A product of blocks in one of three forms; its gradients are products of the other two forms."""
 
     @staticmethod
     def forward(ctx: Any, form: str, a: Tensor, b: Tensor, square: Square) -> Tensor:
@@ -153,7 +153,7 @@ class _Product(Function):
 
 
 def ab(a: Tensor, b: Tensor, square: Square) -> Tensor:
-    """Return this rank's block of A B. Row and column of a block are those of its rank."""
+    """Return this rank's block of A B. A block has the row and the column of its rank."""
     return _Product.apply("ab", a, b, square)
 
 
@@ -171,9 +171,9 @@ class _OnSquares(Arrangement):
     """SUMMA on one square of ranks, or on `depth` squares that share the batch.
 
     Rank (d, i, j): square d, row i (its rank in a COL group), column j (its rank in a ROW group). The batch is sharded over
-    the columns of the squares (and over the squares), the hidden dimension over their rows. A column weight is stored so that
-    x is communicated, a row weight so that the result is: in both cases the narrow side of a block, because column weights
-    widen and row weights narrow.
+    the columns of the squares (and over the squares), the hidden dimension over their rows. A column weight is stored
+    so that x is communicated, a row weight so that the result is communicated. In both cases this is the narrower
+    activation: column weights have more outputs than inputs, row weights fewer.
     """
 
     row: ParallelMode

@@ -38,7 +38,7 @@ class Spread:
 
     @property
     def by_dim(self) -> tuple[ParallelMode | None, ParallelMode | None, ParallelMode | None]:
-        """The modes of batch, sequence and hidden."""
+        """The modes that shard the batch, sequence and hidden dimensions."""
         return self.batch, self.sequence, self.hidden
 
     @property
@@ -169,7 +169,7 @@ def check_input(
         raise PlacementError(
             f"{name} takes {width} of {features} features here, because its input is {_text(spread)}, but got "
             f"{x.shape[-1]}. Linear(split='column') is followed by Linear(split='row'), or has gather_output=True; "
-            f"partition_input(x) and gather_output(x) lead into the sharded part of a model and out of it",
+            f"partition_input(x) shards a replicated activation, and gather_output(x) makes it replicated again",
             code="C033",
         )
 
@@ -250,7 +250,7 @@ class FirstPass:
         )
 
     def check(self, layer: str, x: Tensor, spread: Spread) -> None:
-        """Raise PlacementError if x has another spread than expected.
+        """Raise PlacementError if x does not have the expected spread.
 
         Also raises if a replicated parameter took part in computing x although x should be a shard.
         """
@@ -261,15 +261,17 @@ class FirstPass:
                 raise PlacementError(
                     f"{layer} takes an activation that is {_text(expected)}, but got the output of {source}, which is "
                     f"{_text(found)}. Linear(split='column') is followed by Linear(split='row'), or has gather_output=True; "
-                    f"partition_input(x) and gather_output(x) lead into the sharded part of a model and out of it",
+                    f"partition_input(x) shards a replicated activation, and gather_output(x) makes it replicated "
+                    f"again",
                     code="C033",
                 )
         plain = [self._replicated[id(leaf)] for leaf in leaves if id(leaf) in self._replicated]
         if expected.modes and plain:
             raise PlacementError(
                 f"{layer} takes an activation that is {_text(expected)}, but its input was computed with {plain[0]!r}, a "
-                f"parameter replicated on every rank: the layer of that parameter took a shard for the full activation, or "
-                f"its result is replicated. Replace it by the layer of colonnade.nn, or place() the parameter, or shard a "
+                f"parameter replicated on every rank: the layer of that parameter treated a shard as the full "
+                f"activation, or its result is replicated. Replace it by the layer of colonnade.nn, or place() the "
+                f"parameter, or shard a "
                 f"replicated result with partition_input(x); in a TP plan, give the layer of {plain[0]!r} the style "
                 f"'replicated_with_grad_allreduce'",
                 code="C033",
@@ -299,7 +301,8 @@ class _PlainLayer:
                 kind = type(module).__name__
                 raise PlacementError(
                     f"{self._name!r} is a plain {kind}, replicated on every rank ({self._parameter!r} is not placed), but got "
-                    f"the output of {source}, which is {_text(spread)}, and would take a shard for the full activation. "
+                    f"the output of {source}, which is {_text(spread)}, and would treat the shard as the full "
+                    f"activation. "
                     f"Replace it by the layer of colonnade.nn, or call gather_output(x) before it; in a TP plan, give "
                     f"{self._name!r} the style 'rowwise', or 'replicated_with_grad_allreduce' if it treats each shard alike "
                     f"(a norm of each head)",

@@ -57,9 +57,10 @@ class TopKRouter(nn.Module):
         score: "softmax" over the experts, or "sigmoid" of each.
         normalize: Whether the weights of a token's experts add up to one.
         scale: Factor of the weights.
-        groups: The experts are in so many consecutive groups, one per node for example.
-        top_groups: A token goes only to experts of so many groups: those whose two best experts have the highest total score.
-        capacity: An expert accepts at most capacity x (assignments / experts); the rest is dropped, second choices first, then
+        groups: The number of groups into which consecutive experts are divided, for example one per node.
+        top_groups: The number of groups whose experts a token may use: those whose two best experts have the highest
+        total score. capacity: An expert accepts at most capacity x (assignments / experts); the rest is dropped, second
+        choices first, then
             in reverse order of ranks and tokens. None drops nothing.
         balance_loss: Weight of the load-balancing loss.
         z_loss: Weight of the router z-loss.

@@ -48,7 +48,7 @@ class Kernel(ABC):
 
     @abstractmethod
     def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        """Return what these keys contribute to the gradients of q, k and v.
+        """Return the contribution of these keys to the gradients of q, k and v.
 
         `out` and `lse` are over the keys of all blocks.
         """
@@ -96,7 +96,7 @@ class Exact(Kernel):
         return totals[0], totals[1], totals[2]
 
     def _dropout_factors(self, device: torch.device) -> Callable[[Tensor], Tensor] | None:
-        """A function that draws the factors of one tile after another, the same in backward as in forward."""
+        """A function that draws the dropout factors of one tile after another; backward gets the same factors as forward."""
         if not self.dropout:
             return None
         (seed,), keep = self.state, 1.0 - self.dropout
@@ -149,7 +149,7 @@ aten = torch.ops.aten
 
 
 class Cudnn(Kernel):
-    """cuDNN attention: the fastest on recent GPUs; no windows and no documents."""
+    """cuDNN attention, the fastest kernel on recent GPUs. Supports neither windows nor documents."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         out, lse, _, _, _, _, *self.state, _ = aten._scaled_dot_product_cudnn_attention(
@@ -166,7 +166,7 @@ class Cudnn(Kernel):
 
 
 class Flash(Kernel):
-    """Flash attention, with windows and documents."""
+    """Flash attention. Supports windows and documents."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         tensors = [self._to_layout(x) for x in (q, k, v)]
@@ -215,7 +215,7 @@ def _cumulative(documents: tuple[int, ...], batch: int, device: torch.device) ->
 
 
 class Efficient(Kernel):
-    """Memory-efficient attention: for float32, and for old GPUs; no windows and no documents."""
+    """Memory-efficient attention, for float32 and for old GPUs. Supports neither windows nor documents."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         # The kernel needs as many key heads as query heads: one call for each query head per key head.
@@ -271,8 +271,9 @@ def kernel_for(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask, dropou
 @cache
 def _warn_slow(dtype: str, width: int, also: str) -> None:
     get_dist_logger().warning(
-        f"context parallelism: no attention kernel of torch supports {dtype}, head size {width}{also} on this GPU; it is "
-        f"computed by plain matrix products, which are many times slower. Use bfloat16 and a head size that is a multiple of "
+        f"context parallelism: no attention kernel of torch supports {dtype}, head size {width}{also} on this GPU; "
+        f"attention is computed by plain matrix products, which are many times slower. Use bfloat16 and a head size "
+        f"that is a multiple of "
         f"8, at most 256",
         ranks=[0],
     )

@@ -170,7 +170,7 @@ def parts_of(length: int, lengths: Sequence[int] | None, balanced: bool, context
     if len(lengths) != size or lengths[at] != length:
         raise LayoutError(
             f"lengths={list(lengths)} for a sequence group of {size} ranks, in which this rank (number {at}) has {length} "
-            f"tokens: pass one length for each rank, or leave it out"
+            f"tokens: pass one length for each rank, or leave lengths out"
         )
     return Parts(tuple(lengths), balanced)
 

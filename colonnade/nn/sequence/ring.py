@@ -152,7 +152,7 @@ class Softmax:
 
 
 class _Total:
-    """A sum of contributions to some rows. A single contribution to all rows is kept as it is, without a copy in float32."""
+    """A sum of contributions to some rows. A single contribution to all rows is kept unchanged, without a copy in float32."""
 
     def __init__(self, like: Tensor) -> None:
         self._like = like

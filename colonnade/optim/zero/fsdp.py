@@ -271,7 +271,10 @@ class _Units:
             sharded.set_force_sum_reduction_for_comms(self.context.device.type == "cpu")
 
     def watch(self, old: Mapping[str, nn.Parameter]) -> None:
-        """Compare the order of the units' collectives between ranks, and run users' gradient hooks. Collective over the world."""
+        """Compare the order of the collectives of FSDP units between ranks, and run users' gradient hooks.
+
+        Collective over the world.
+        """
         # Ranks whose meshes overlap wait for each other, even if only through a third rank: they compare their order together.
         own_groups = [mesh.mesh.flatten().tolist() for mesh in self.meshes]
         groups_of_ranks = gather_json(own_groups, self.context.device)
@@ -325,7 +328,7 @@ def place_as_sharded(model: nn.Module, layout: Layout, rank: int, settings: Zero
 
 
 def _other_modes(old: nn.Parameter, shard_modes: ShardModes | None) -> dict[ParallelMode, Spec]:
-    """The placement on modes that FSDP2 does not know; over data the gradient is final, also for expert-data shards."""
+    """The placement on modes that FSDP2 does not handle. Over data the gradient is final; this includes expert-data shards."""
     modes: dict[ParallelMode, Spec] = dict(placement_of(old).modes)
     # FSDP2 returns reduced gradients. A shard over DATA shows that itself; where another group stands for DATA, the placement
     # must say that the gradient needs no reduction over DATA.
@@ -366,7 +369,10 @@ class ShardModes:
 def shard_modes_by_parameter(
     model: nn.Module, layout: Layout, rank: int, settings: ZeroSettings
 ) -> dict[int, ShardModes | None]:
-    """The modes over which stage 3 shards each parameter, by id, without DTensors; None for a parameter that is not sharded."""
+    """The modes over which stage 3 shards each parameter, keyed by id; None for a parameter that is not sharded.
+
+    DTensors are left out.
+    """
     axis = replica_mode(layout, settings.replicate)
     left = unsharded_parameters(model, list(model) if isinstance(model, nn.ModuleList) else [model])
     return {
@@ -377,7 +383,7 @@ def shard_modes_by_parameter(
 
 
 def shard_modes_of(parameter: Tensor, layout: Layout, rank: int, axis: ParallelMode | None) -> ShardModes | None:
-    """The modes over which to shard a parameter: those over which its gradient is a mean of distinct data.
+    """The modes over which to shard a parameter: the modes over which its gradient is a mean of distinct data.
 
     None if the gradient is no mean over several ranks. `axis`: a mode over which shards are replicated, or None.
     """
@@ -391,7 +397,7 @@ def shard_modes_of(parameter: Tensor, layout: Layout, rank: int, axis: ParallelM
 
 
 def _usual_modes(shard_modes: Mapping[int, ShardModes | None], root: nn.Module) -> ShardModes | None:
-    """The modes of the root: those of most elements, preferably over DATA."""
+    """The modes over which most elements are sharded, which become the modes of the root; DATA is preferred."""
     counts: Counter[ShardModes] = Counter()
     for parameter in root.parameters():
         key = shard_modes.get(id(parameter))
@@ -404,7 +410,9 @@ def _usual_modes(shard_modes: Mapping[int, ShardModes | None], root: nn.Module) 
 def _sharded_apart(
     module: nn.Module, shard_modes: Mapping[int, ShardModes | None], usual: ShardModes | None
 ) -> list[nn.Module]:
-    """The largest modules whose parameters are all sharded over the same modes, and not the usual ones: the experts."""
+    """The largest modules whose parameters are all sharded over the same modes, if these are not the usual modes: the
+    experts.
+    """
     keys = {shard_modes.get(id(p)) for p in module.parameters() if id(p) in shard_modes} - {None}
     if not keys or keys == {usual}:
         return []
@@ -505,7 +513,9 @@ def outer_members(module: nn.Module) -> Iterable[nn.Module]:
 
 
 def _is_list(child: nn.Module, parent: nn.Module) -> bool:
-    """Whether a member of a container is itself a list of units: a container, or the blocks of a sequential model."""
+    """Whether a member of a container is itself a list of units, because it is a container or has the blocks of a sequential
+    model.
+    """
     if isinstance(child, nn.Sequential):
         blocks = list(child)
         alike = len({type(block) for block in blocks}) == 1 and all(any(True for _ in b.children()) for b in blocks)

@@ -129,8 +129,8 @@ class RunOrder:
                 replay()
         except RuntimeError as error:  # the other ranks have failed, or wait in a collective of the model itself
             raise GradientError(
-                f"zero stage 3, step {self._steps + 1}: this rank {event} where in earlier steps it "
-                f"{self._plan[self._at][0]}, and the other ranks did not take part. {_ADVICE}",
+                f"zero stage 3, step {self._steps + 1}: this rank {event}, but in earlier steps it "
+                f"{self._plan[self._at][0]} at this point; the other ranks did not take part. {_ADVICE}",
                 code="C070",
             ) from error
         rows = self._receive(self._send(1 + self._at, event.code))
@@ -241,7 +241,9 @@ class WatchedReduce(_Allocates):
 
 
 class Member:
-    """A parameter of an FSDP unit, with the gradient hooks of users. Between passes it is `shard`; inside a pass it is gathered.
+    """A parameter of an FSDP unit, with the gradient hooks of users.
+
+    Between passes, the parameter is `shard`; inside a pass, it is gathered.
 
     Hooks of `register_hook` get this rank's gradient of the full parameter, as without sharding. Hooks of
     `register_post_accumulate_grad_hook` get the shard with its reduced gradient, which is what FSDP2 accumulates.
@@ -322,7 +324,7 @@ class Unit:
 
 
 class ForwardGuard:
-    """Frees gathered weights in time, so that a forward pass of `root` never uses weights from before their last change.
+    """Frees outdated gathered weights, so that a forward pass of `root` always uses the current weights.
 
     FSDP2 keeps the gathered parameters of the root, and prefetched ones, for a backward pass, even if none follows. So they are
     freed after a forward pass without gradients, after a forward pass that raised, and by `give_back` before weights change.
@@ -346,7 +348,9 @@ class ForwardGuard:
             unit.reshard()
 
     def _make_memory(self, *_: Any) -> None:
-        """Before a first pass in inference mode: let FSDP2 allocate its buffers outside, so that training can write to them."""
+        """Before a first pass in inference mode, make FSDP2 allocate its buffers outside of that mode, so that training
+        can write to them.
+        """
         if torch.is_inference_mode_enabled() and not self._has_run:
             with torch.inference_mode(False), torch.no_grad():
                 for unit in self._units:
@@ -367,8 +371,8 @@ class ForwardGuard:
         error: Any = sys.exception()
         if "DTensor" in str(error):
             error.add_note(
-                "zero stage 3: a DTensor in a forward pass is a weight that is used outside of its own module, where it is not "
-                "gathered. Name modules in zero.wrap that hold all weights they use, or use zero stage 2."
+                "zero stage 3: a weight was used outside of its own module, where it is a DTensor because only the "
+                "module gathers it. Name modules in zero.wrap that contain every weight they use, or use zero stage 2."
             )
         self.give_back()
 

@@ -110,7 +110,7 @@ class ZeroOptimizer(EngineOptimizer, Optimizer):
         )
         return Shards(sharding, labels, settings.bucket_mb)
 
-    def needs_buckets(self, graph: bool, planned_on: str | None = None) -> bool:
+    def needs_buckets(self, planned_on: str | None = None) -> bool:
         return False  # sharded parameters are in buckets anyway, and others are not stepped on here
 
     def attach(self, synchroniser: Synchroniser, waits: WaitWatch) -> None:
@@ -210,7 +210,8 @@ class ZeroOptimizer(EngineOptimizer, Optimizer):
         if not shared or own != self._sizes:
             raise GradientError(
                 f"the parameter groups of the optimizer are not those that were sharded: they had {self._sizes} parameters and have "
-                f"{original if own == self._sizes else own} now. Other parameters would not be updated; add parameters before "
+                f"{original if own == self._sizes else own} now. Later parameters would not be updated; add "
+                f"parameters before "
                 f"initialize(), and change options in the existing groups",
                 code="C070",
             )
@@ -431,7 +432,7 @@ def twin_on_shards(optimizer: Optimizer, shards: Sequence[ParameterShard]) -> Op
 
 
 def copy_options(source: Optimizer, target: Optimizer) -> None:
-    """Copy the options of all parameter groups, which a scheduler or a step may have changed, from `source` to `target`."""
+    """Copy the options of all parameter groups from `source` to `target`. A scheduler or a step may have changed the options."""
     for group, other in zip(source.param_groups, target.param_groups, strict=True):
         for key, value in group.items():
             if key != "params":
@@ -439,7 +440,7 @@ def copy_options(source: Optimizer, target: Optimizer) -> None:
 
 
 def shard_of(value: Any, shard: ParameterShard, name: str) -> Any:
-    """The shard of a state value of the full parameter; for a value that is not per element, a copy of the value."""
+    """The shard of a state value of the full parameter; a value that has no entry per element is copied."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     parameter, local = shard.local, local_part(value).detach()

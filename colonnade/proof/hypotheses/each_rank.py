@@ -218,6 +218,33 @@ def whole_numbers(case: GradientCase) -> Iterator[Claim]:
 
 
 @hypothesis("gradient")
+def rounded_first(case: GradientCase) -> Iterator[Claim]:
+    """Mistake: each rank's gradient is computed or sent in a narrower dtype than that of the run.
+
+    Signature: the sum of local gradients that are rounded to that dtype, after all passes or in each pass.
+    """
+    if not _is_summed_wrongly(case):
+        return
+
+    def cast(values: Tensor, dtype: torch.dtype) -> Tensor:
+        return values.to(dtype).double()
+
+    own = torch.finfo(getattr(torch, case.evidence.dtype)).eps
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        if torch.finfo(dtype).eps <= 4 * own:
+            continue
+        each = [[replace(part, value=cast(part.value, dtype)) for part in some] for some in case.gradient.raw]
+        of_passes = replace(case, gradient=replace(case.gradient, raw=each))
+        ways = {"": case.residual(summed(case, partial(cast, dtype=dtype)))}
+        if len(each) > 1:
+            ways[" in each micro-batch"] = case.residual(of_passes.due)
+        for when, residual in ways.items():
+            what = f"is the sum of local gradients that are rounded to {str(dtype).removeprefix('torch.')}{when}"
+            where = "the dtype in which each rank computes and sends its gradient"
+            yield Claim("rounded", what, where, residual=residual)
+
+
+@hypothesis("gradient")
 def of_some_something_else(case: GradientCase) -> Iterator[Claim]:
     """Mistake: some ranks send the gradient of the previous step or of another parameter, instead of theirs or added.
 
@@ -300,6 +327,8 @@ def weights_inside(case: GradientCase) -> Iterator[Claim]:
 
     what = f"has {factor:.4g} times the weight added to it"
     where = "code that adds weight decay to gradients, in addition to the optimizer's own"
+    if abs(factor - 1) <= 1e-6:
+        where += ", and at a gradient buffer that is not zeroed after it held the weights"
     yield Claim("weights-in-gradient", what, where, factor, residual=case.residual(candidate))
 
 

@@ -206,7 +206,16 @@ def ranks(case: GradientCase) -> Iterator[Claim]:
             elif not due and abs(weight) > 1e-3:
                 return  # reduced over other ranks than required: `over_other_ranks`
         shown[rank] = ", ".join(f"{w / (len(required & set(some)) or 1):.3g}" for some, w in by_ranks.items())
-    if lacking:
+    # A contribution that is in no sum, also not in that of its own rank, while the others count once: it was lost before the sum.
+    # A broadcast leaves out contributions too, but then the others count more than once.
+    lost = {tuple(some) for some in lacking.values()} if len(lacking) == len(known) else set()
+    counted = [abs(w - len(some)) < 1e-3 for by in known.values() for some, w in by.items() if abs(w) >= 1e-3]
+    if len(lost) == 1 and counted and all(counted):
+        (silent,) = lost
+        what = f"lacks the contribution of ranks {list(silent)} on every rank, while the other ranks count once"
+        where = "what clears or disconnects it on these ranks between the backward pass and the reduction"
+        yield Claim("missing-gradient", what, where, rank=_SOME, residual=case.residual(candidate), is_local=True)
+    elif lacking:
         short = "; ".join(f"rank {rank} lacks the gradient of ranks {some}" for rank, some in list(lacking.items())[:4])
         rank, missing = next(iter(lacking.items()))
         modes = [mode for mode in case.required if set(missing) <= set(case.groups.joint((mode,), rank))]

@@ -163,6 +163,22 @@ def of_another_parameter(case: GradientCase) -> Iterator[Claim]:
     yield Claim("gradients-exchanged", f"has the gradient of {owner}{since}", where, residual=0.3)
 
 
+@hypothesis("gradient")
+def with_another_added(case: GradientCase) -> Iterator[Claim]:
+    """Mistake: a buffer that several parameters share is not zeroed before one of them accumulates into it.
+
+    Signature: the truth plus the gradient of another parameter of this size.
+    """
+    size = case.compared.truth.numel()
+    for name, gradient in case.step.gradients.items() if size >= 4 else ():
+        other = gradient.total.truth
+        if name == case.name or other.numel() != size or not bool(other.any()):
+            continue
+        residual = case.residual(case.moved_to(flat(case.compared.truth) + flat(other)))
+        where = "buffers that parameters of one shape share, and when they are zeroed"
+        yield Claim("gradients-exchanged", f"has the gradient of {name} added to it", where, residual=residual)
+
+
 def _place_in(row: Tensor, value: Tensor, allowed: float) -> int | None:
     """The offset of these numbers in a longer row of numbers."""
     if len(value) < 4 or length(value) <= allowed:

@@ -366,23 +366,32 @@ def _counterpart(case: GradientCase, rank: int, other: int) -> str | None:
 
 @hypothesis("gradient")
 def parts_that_add_up(case: GradientCase) -> Iterator[Claim]:
-    """Mistake: a required sum that no placement declares, or that a layer should make in its backward pass.
+    """Mistake: a required sum or mean that no placement declares, or that a layer should make in its backward pass.
 
-    Signature: the ranks' values for the same elements add up to the truth.
+    Signature: the ranks' values for the same elements add up to the truth, or their mean is the truth.
     """
     if len(case.wrong) < 2 or len({part.value.numel() for part in case.wrong}) > 1:
         return
     for mode in [mode for mode in case.groups.of_mode if not case.raws or mode not in case.required]:
-        distances = []
+        sums, means = list[float](), list[float]()
         for part in case.wrong:
             ranks, truth = case.groups.joint((mode,), part.rank), case.truth(part)
             some = [flat(other.value) for other in case.compared.found if other.rank in ranks]
             if truth is None or len(some) < 2 or any(len(x) != len(truth) for x in some):
                 break
-            distances.append(length(torch.stack(some).sum(0) - truth))
-        if len(distances) < len(case.wrong):
+            sums.append(length(torch.stack(some).sum(0) - truth))
+            means.append(length(torch.stack(some).mean(0) - truth))
+        if len(sums) < len(case.wrong):
             continue
-        residual = max(distances) / (case.row.tolerance or 1.0)
+        # Ranks that take the mean over their own tokens have gradients of the full size.
+        what = f"is that of this rank's part of the batch: the mean over the ranks of {mode} is the true gradient, and nothing takes it"
+        where = f"the process group in which gradients are averaged: it must include {mode}"
+        residual = max(means) / (case.row.tolerance or 1.0)
+        if mode not in case.required and any(
+            length(flat(part.value) - flat(case.wrong[0].value)) > case.row.tolerance for part in case.wrong
+        ):
+            yield Claim("not-reduced", what, where, None, (mode,), residual)
+        residual = max(sums) / (case.row.tolerance or 1.0)
         tied = bool(case.info.tied) or "PIPELINE" in mode.upper()
         what = f"is partial: the values of the ranks of {mode} add up to the true gradient, and nothing sums them"
         where = f"its placement, which should declare a sum over {mode}, or the layer that should make that sum"
@@ -409,4 +418,5 @@ def lost_on_the_way_down(case: GradientCase) -> Iterator[Claim]:
         where = f"the backward pass of whatever gathers or sends over {over}: it must sum"
         yield Claim("partial-gradient", what, where, modes=tuple(others), residual=0.9, rank=90)
     else:
-        yield Claim("backward-differs", f"{how}{after}", _BY_HAND, residual=0.9, rank=90)
+        where = _BY_HAND if case.healthy else "the backward pass of the loss"
+        yield Claim("backward-differs", f"{how}{after}", where, residual=0.9, rank=90, is_upstream=True)

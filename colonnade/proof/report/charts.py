@@ -42,9 +42,11 @@ class Thin(NamedTuple):
 
 @dataclass(frozen=True)
 class Series:
-    """The points of one line: (step, value), or `Thin`, whose range of values becomes an area around the line.
+    """The points of one line, each a (step, value) or a `Thin`.
 
-    Of the kinds, a `level` is a dashed line, a `curve` a line with a mark at each point, and `dots` are marks only.
+    The range of values of a `Thin` is drawn as an area around the line.
+
+    Kinds: `level` is a dashed line, `curve` is a line with a mark at each point, `dots` are marks without a line.
     `color` is an index of `COLORS`. `run` is the index of the run whose tokens and times belong to the steps.
     """
 
@@ -59,7 +61,7 @@ class Series:
 
 
 def buckets(steps: Sequence[float], most: int = MOST_POINTS) -> list[float]:
-    """Return the last step of each bucket: every step, or `most` buckets with equal numbers of steps."""
+    """Group the steps into at most `most` buckets of equal size, and return the last step of each bucket."""
     if len(steps) <= most:
         return list(steps)
     return [steps[round((at + 1) * len(steps) / most) - 1] for at in range(most)]
@@ -142,7 +144,7 @@ def data_block(data: Any, name: str = "") -> str:
 
 
 def _short(value: float) -> float:
-    """With six digits, and without a fraction if it has none."""
+    """A number with six digits, without ".0" for whole numbers."""
     value = float(f"{value:.6g}") if value % 1 else value
     return int(value) if value % 1 == 0 and abs(value) < 2**53 else value
 
@@ -273,7 +275,7 @@ def _file(width: float, height: float, parts: Sequence[str]) -> str:
 
 
 def round_numbers(low: float, high: float, about: int = 5) -> list[float]:
-    """Return about so many round numbers between two values, for the ticks of an axis."""
+    """Return about `about` round numbers between two values, for the ticks of an axis."""
     if not high > low:
         return [low]
     step = 10.0 ** math.floor(math.log10((high - low) / about))

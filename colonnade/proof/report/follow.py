@@ -19,7 +19,7 @@ SECONDS = 5
 def serve(sources: Sequence[str | Path], port: int, say: Callable[[str], Any]) -> None:
     """Serve the report on the loopback interface until Ctrl-C. `say` is called with the address."""
     with make_server(sources, port) as server:
-        say(f"http://127.0.0.1:{server.server_address[1]}/ (made anew every {SECONDS} seconds; Ctrl-C ends it)")
+        say(f"http://127.0.0.1:{server.server_address[1]}/ (updated every {SECONDS} seconds; Ctrl-C stops the server)")
         try:
             server.serve_forever()
         except KeyboardInterrupt:
@@ -54,7 +54,7 @@ def make_server(sources: Sequence[str | Path], port: int) -> ThreadingHTTPServer
             super().end_headers()
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Nothing: the terminal is the user's."""
+            """Log nothing: the terminal belongs to the user."""
 
     try:
         return ThreadingHTTPServer(("127.0.0.1", port), Page)
@@ -66,7 +66,7 @@ def make_server(sources: Sequence[str | Path], port: int) -> ThreadingHTTPServer
 
 @cache
 def _guards() -> tuple[tuple[str, str], ...]:
-    """Headers of every answer: the policy of the page itself, and no other site may show the page in a frame."""
+    """Headers of every answer: the content security policy of the page, and a ban on frames of other sites."""
     return (
         ("Content-Security-Policy", f"{policy(script_of('run'))}; frame-ancestors 'none'"),
         ("X-Frame-Options", "DENY"),

@@ -253,7 +253,7 @@ def _communication_chart(plan: Values, page: bool = True) -> str:
 
 
 def _ledger(plan: Values) -> str:
-    """Parameters by modes: which gradient owes a sum over which mode, divided by what, done by whom."""
+    """A table of parameters by modes. A cell is a required gradient reduction: its ranks, divisor and handler."""
     entries = ledger_entries(plan)
     modes = list(dict.fromkeys(mode for entry in entries for mode in entry.sums))
     numbers = {name: at for at, names in enumerate(_shown(plan)) for name in names.split(", ")}
@@ -292,22 +292,23 @@ def _folded_table(made: PlanTable) -> str:
 
 
 def _search(search: Values) -> str:
-    """The layouts that fit, fastest first, and why others were cut."""
+    """The layouts that fit, fastest first, and the reasons for rejected layouts."""
     fitting, cut = layouts(search, MOST_ROWS), cut_layouts(search, MOST_ROWS)
     parts = [_printed(fitting) if fitting.rows else '<p class="empty">no layout fits</p>']
     if cut.rows:
         parts.append(f"<details><summary>{escape(cut.title)}</summary>{_printed(cut)}</details>")
     if search["config"]:
         parts.append(
-            f"<details open><summary>The first as a config</summary><pre>{escape(search['config'])}</pre></details>"
+            f"<details open><summary>Config of the fastest "
+            f"layout</summary><pre>{escape(search['config'])}</pre></details>"
         )
     if search["verify"]:
-        parts.append(f"<p>Verify its small twin on this machine:</p><pre>{escape(search['verify'])}</pre>")
+        parts.append(f"<p>Verify a scaled-down configuration on this machine:</p><pre>{escape(search['verify'])}</pre>")
     return card("Search", "".join(parts), f"{fitting.title}; fastest first", wide=True)
 
 
 def _data(plan: Values) -> str:
-    """What the script draws from."""
+    """The data that the script of the page draws."""
     timeline = plan["timeline"]
     data = {
         "world_size": plan["totals"]["world_size"],
@@ -326,7 +327,7 @@ def _mode(names: str, mode: Values) -> dict[str, Any]:
 
 
 def _shown(plan: Values) -> dict[str, Values]:
-    """The modes that have groups of several ranks, those with the same groups as one; the world is not shown."""
+    """The modes with groups of several ranks, without the world. Modes with the same groups are combined."""
     alike: dict[str, list[Values]] = {}
     for mode in plan["modes"]:
         if mode["size"] > 1 and mode["mode"] != "GLOBAL":
@@ -349,5 +350,5 @@ def _compact(timeline: Values) -> dict[str, Any]:
 
 
 def _unit(largest: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
-    """The unit of an axis: the largest one that is not above all values."""
+    """The unit of an axis: the largest unit that is not larger than all values."""
     return next((each for each in units if largest >= each[0]), units[-1])

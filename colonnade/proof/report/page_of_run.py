@@ -51,7 +51,7 @@ def write_run_page(sources: Sequence[str | Path], out: str | Path) -> Path:
 def run_page(sources: Sequence[str | Path], refresh: int | None = None) -> str:
     """Return the report as HTML. A source is the log file of a `JsonlHook`, or the folder of that file.
 
-    `refresh`: the browser loads the page again after so many seconds.
+    `refresh`: seconds after which the browser loads the page again.
     """
     runs = _named([read_run(source) for source in sources])
     first, several = runs[0], len(runs) > 1
@@ -99,7 +99,7 @@ def _toolbar(runs: Sequence[Run]) -> str:
 
 
 def _named(runs: list[Run]) -> list[Run]:
-    """Every run under a name of its own: with as much of its path before it as tells it from the others."""
+    """The runs with distinct names: each name has as much of the path in front as distinguishes it from the others."""
     for depth in range(2, 32):
         counts = Counter(run.name for run in runs)
         for run in (run for run in runs if counts[run.name] > 1):
@@ -109,7 +109,7 @@ def _named(runs: list[Run]) -> list[Run]:
 
 
 def _state(run: Run) -> tuple[str, str, bool]:
-    """(how the run stands, in a few words and in a sentence, whether that is bad)."""
+    """The state of the run: (in a few words, as a sentence, whether it is bad)."""
     steps = run.values("seconds")
     if run.end is not None:
         why = f" ({run.end['reason']})" if run.end.get("reason") else ""
@@ -163,7 +163,7 @@ def _figures(run: Run) -> str:
 
 
 def _flops(run: Run) -> tuple[float, str]:
-    """(flops of the model for each token, or sample without tokens, in words how they are known); 0 if they are not."""
+    """(Flops of the model per token, or per sample without tokens; the source of this number as text); 0 if it is unknown."""
     counts = run.values(_count_name(run))
     if given := run.facts.get("tflop_per_step"):
         return given * 1e12 / (median(counts) or 1.0) if counts else 0.0, "by tflop_per_step"
@@ -202,7 +202,7 @@ def _count_name(run: Run) -> str:
 
 
 def _compared(runs: list[Run]) -> str:
-    """Several runs as rows."""
+    """A table with one row per run."""
     rows = []
     rates = [name for name in ("tokens/s", "samples/s") if any(name in run.columns for run in runs)]
     mfu = any(_utilisation(run) for run in runs)
@@ -263,7 +263,7 @@ def _charts(runs: list[Run]) -> list[str]:
     lasts = [buckets(run.steps.steps, max(500, MOST_POINTS // len(runs))) for run in runs]
 
     def lines(key: str, name: str, color: int | None = None, unit: float = 1.0) -> list[Series]:
-        """A line for each run that has the column."""
+        """Return one line for each run that has the column."""
         found = []
         for at, run in enumerate(runs):
             points = thinned(run.columns.get(key, Column()), lasts[at])
@@ -295,7 +295,7 @@ def _charts(runs: list[Run]) -> list[str]:
     rates = plot(lines(rate, rate), y=rate, from_zero=True, smooth=True, second=second)
     made.append(card("Throughput", rates, note))
 
-    note = "rank 0; communication is only what no computation hides; other is hooks, checkpoints and the loop"
+    note = "rank 0; communication: only the part that computation does not hide; other: hooks, checkpoints and the loop"
     made.append(card("Where the time of a step goes", _time_chart(runs), note))
 
     busy = [value for run in runs for value in run.columns.get("busy/slowest", Column()).values]
@@ -330,7 +330,7 @@ def _charts(runs: list[Run]) -> list[str]:
 
 
 def _time_unit(seconds: float) -> tuple[float, str]:
-    """(units in a second, the unit) of an axis that reaches so far."""
+    """(Units in a second, the unit) of a time axis up to this value."""
     return (1.0, "s") if seconds >= 1 else (1000.0, "ms")
 
 
@@ -351,13 +351,13 @@ def _norm_marks(run: Run, at: int, several: bool) -> list[Series]:
 
 
 def _fewer(marks: Points) -> Points:
-    """At most `MOST_MARKS`: of neighbours, the highest."""
+    """At most `MOST_MARKS` marks: of neighbouring marks, the highest."""
     size = -(-len(marks) // MOST_MARKS)
     return [max(marks[at : at + size], key=lambda mark: mark[1]) for at in range(0, len(marks), size or 1)]
 
 
 def _time_chart(runs: list[Run]) -> str:
-    """How the split changes over one run; of several, the mean split of each."""
+    """The time of a step by phase: for one run over its steps, for several runs the mean of each."""
     names = [phase for phase in PHASES if any(f"time/{phase}" in run.columns for run in runs)]
     if not names:
         return '<p class="empty">this log has no times</p>'
@@ -388,7 +388,9 @@ def _layers(run: Run, several: bool) -> list[str]:
     """The norm of each layer over time."""
     names, title = run.layers(), "Gradient norm of each layer" + f", {run.name}" * several
     if len(names) < 2:
-        note = 'not measured: clip_grad_norm=dict(max_norm=..., report="layer") in the config and a GradientNormHook give it'
+        note = (
+            'not measured: needs clip_grad_norm=dict(max_norm=..., report="layer") in the config and a GradientNormHook'
+        )
         return [] if several else [card(title, "", note, wide=True)]
     together = -(-len(names) // MOST_LAYERS)
     rows = [names[at : at + together] for at in range(0, len(names), together)]
@@ -396,13 +398,16 @@ def _layers(run: Run, several: bool) -> list[str]:
     steps, values = _cells(run, rows)
     note = (
         f"{len(names)} layers, {together} in a row; " * (together > 1)
-        + "logarithmic, the largest of the steps (and layers) in a cell"
+        + "logarithmic; each cell shows the largest value of its steps (and layers)"
     )
     return [card(title, heat_map(shown, steps, values), note, wide=True)]
 
 
 def _cells(run: Run, rows: Sequence[Sequence[str]]) -> tuple[list[int], list[list[float | None]]]:
-    """(the last step of each column, the largest norm of each row's layers in it), by steps: a layer may have fewer numbers."""
+    """(The last step of each column, the largest norm of each row's layers in that column).
+
+    Norms are found by step, because a layer may lack some.
+    """
     columns = [[run.columns[f"grad_norm/{name}"] for name in row] for row in rows]
     steps = sorted({step for row in columns for column in row for step in column.steps})
     count = min(len(steps), MOST_COLUMNS)

@@ -111,7 +111,8 @@ def timeline_words(timeline: Values) -> str:
     """Describe the schedule and its bubbles in words."""
     return (
         f"{timeline['schedule']}, {timeline['num_microbatches']} micro-batches in {format_seconds(timeline['makespan'])}; pipeline "
-        f"bubble {timeline['bubble']:.1%} ({timeline['equal_bubble']:.1%} were all passes equally long and transfers free)"
+        f"bubble {timeline['bubble']:.1%} ({timeline['equal_bubble']:.1%} if all passes took the same time and "
+        f"transfers took none)"
     )
 
 
@@ -200,7 +201,7 @@ def ledger_entries(plan: Values) -> list[LedgerEntry]:
             f"{lines[0]['count']:,}",
             f"{lines[0]['elements']:,}",
             ", ".join(map(str, lines[0]["stages"])),
-            placement.strip("{}") or "whole on every rank",
+            placement.strip("{}") or "replicated on every rank",
             {
                 line["mode"]: OwedSum(f"{line['ranks']:,}", f"{line['divisor']:g}", line["done_by"])
                 for line in lines
@@ -222,10 +223,7 @@ def layout_text(layout: Values) -> str:
 
 def search_title(search: Values) -> str:
     """Return the numbers of examined, fitting and rejected layouts as a title."""
-    return (
-        f"{search['world_size']:,} x {search['hardware']['name']}: {len(search['fitting'])} layouts fit, "
-        f"{len(search['cut'])} were cut"
-    )
+    return f"{search['world_size']:,} x {search['hardware']['name']}: {len(search['fitting'])} layouts fit, {len(search['cut'])} were rejected"
 
 
 def layouts(search: Values, most: int) -> PlanTable:
@@ -261,5 +259,5 @@ def cut_layouts(search: Values, most: int) -> PlanTable:
         reasons.setdefault(one["reason"], []).append(layout_text(one["layout"]))
     usual = sorted(reasons.items(), key=lambda each: -len(each[1]))
     rows = [(str(len(some)), reason, some[0]) for reason, some in usual[:most]]
-    note = f"the {most} most usual reasons of {len(usual)}" if len(usual) > most else ""
-    return PlanTable(f"{len(search['cut'])} layouts were cut", ("layouts", "why", "such as"), rows, (0,), note)
+    note = f"the {most} most frequent of {len(usual)} reasons" if len(usual) > most else ""
+    return PlanTable(f"{len(search['cut'])} layouts were rejected", ("layouts", "why", "such as"), rows, (0,), note)

@@ -38,7 +38,7 @@ _NEEDED = {
 
 
 class Column:
-    """The values of one quantity by step, in arrays: a log may have a million steps."""
+    """The values of one quantity by step, stored in arrays because a log may have a million steps."""
 
     def __init__(self) -> None:
         self.steps, self.values = array("q"), array("d")
@@ -127,7 +127,10 @@ class Run:
         return [name for name in self.columns if not _KNOWN.match(name)]
 
     def axes(self) -> dict[str, list[float]]:
-        """Return a few hundred steps with the seconds, and tokens or samples, since the start, to interpolate between."""
+        """Return a few hundred steps, with the seconds and the tokens (or samples) since the start.
+
+        The page interpolates between these steps.
+        """
         steps, seconds = self.steps.steps, self.columns.get("seconds", Column())
         axes: dict[str, list[float]] = {"step": [self.first - 1, *buckets(steps, _MOST_KNOTS)]}
         counted = next((name for name in ("tokens", "samples") if name in self.columns), "")
@@ -197,13 +200,15 @@ def read_run(source: str | Path) -> Run:
             elif line["kind"] in homes:
                 homes[line["kind"]].append(line)
     if not run.steps.steps:
-        raise ConfigError(f"{path} has no finished step: there is nothing to show. A JsonlHook writes one line a step")
+        raise ConfigError(
+            f"{path} has no finished step, so the report would be empty. JsonlHook writes one line for each step"
+        )
     run.facts = run.starts[-1] if run.starts else {}
     return run
 
 
 def _line(text: str) -> Line | None:
-    """A line that a JsonlHook wrote, whole; else None."""
+    """The values in a complete line of a JsonlHook; None for any other text."""
     try:
         line = json.loads(text)
     except ValueError:
@@ -228,7 +233,8 @@ def find_log(path: Path) -> Path:
         return path
     if not path.is_dir():
         raise ConfigError(
-            f"{path} is neither a folder of a run nor a log; give what JsonlHook(path) was given, or its folder"
+            f"{path} is neither the folder of a run nor a log; give the path that was passed to JsonlHook, or its "
+            f"folder"
         )
     found = sorted(path.glob("*.jsonl")) or sorted(path.glob("*/*.jsonl"))
     if len(found) != 1:
@@ -237,10 +243,12 @@ def find_log(path: Path) -> Path:
             if found
             else "no log (*.jsonl)"
         )
-        raise ConfigError(f"{path} has {what}; give the path of one: JsonlHook(path) in the hooks of fit writes it")
+        raise ConfigError(
+            f"{path} has {what}; give the path of one log, as passed to JsonlHook(path) in the hooks of fit"
+        )
     return found[0]
 
 
 def _by_numbers(name: str) -> list[tuple[int, str]]:
-    """So that block2 comes before block10."""
+    """A sort key with which block2 comes before block10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

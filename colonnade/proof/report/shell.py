@@ -27,7 +27,7 @@ def page(
         body: the parts.
         script: the only script that a browser runs on this page.
         style: additional rules of the style sheet.
-        refresh: load again after so many seconds.
+        refresh: the seconds after which the browser loads the page again.
     """
     again = f'<meta http-equiv="refresh" content="{refresh}">' if refresh else ""
     told = "".join(f"<p>{escape(line)}</p>" for line in lines)

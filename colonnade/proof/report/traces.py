@@ -57,7 +57,8 @@ def _read(file: Path) -> dict[str, Any]:
         trace = None
     if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
         raise ConfigError(
-            f"{file} is no whole trace; was its rank killed while it wrote? Without it the others can be joined"
+            f"{file} is incomplete, probably because its rank was killed while it wrote the file; remove it to join "
+            f"the others"
         )
     return trace
 

@@ -197,7 +197,7 @@ class EMAHook(BaseHook):
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Put the average in place of the weights in the block. All ranks must enter the block together."""
+        """Inside the block, replace the weights by the average. All ranks must enter the block together."""
         self._swap_in()
         try:
             yield

@@ -149,7 +149,7 @@ class LogMemoryByEpochHook(MemoryHook):
 
 
 def peak_memory(device: torch.device) -> float:
-    """Return the peak memory of this rank in MiB: of the CUDA allocator since its last reset, elsewhere of the process."""
+    """Return the peak memory of this rank in MiB: on CUDA, of the allocator since its last reset; otherwise, of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -442,7 +442,7 @@ class _Tracker(Sink, ABC):
         """Open the tracker on rank 0."""
 
     def describe(self, trainer: Trainer) -> None:
-        """Describe the run to the tracker, once."""
+        """Send the description of the run to the tracker, once."""
 
     @abstractmethod
     def send(self, numbers: dict[str, float], step: int) -> None:

@@ -106,7 +106,7 @@ class ProfilerHook(BaseHook):
 
 
 def _clocks(trainer: Trainer, times: int) -> list[float]:
-    """The clock of this rank in microseconds at the ends of barriers, common to all ranks. Collective over the world."""
+    """The clock of this rank, in microseconds, at the ends of several barriers that all ranks pass. Collective over the world."""
     moments = []
     for _ in range(times):
         if not is_alone(trainer.context):

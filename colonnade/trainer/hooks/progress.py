@@ -100,7 +100,7 @@ def _of(number: int, last: int | None) -> str:
 
 
 def _numbers(record: StepRecord, speed: float | None, left: float | None, room: int | None) -> str:
-    """The known numbers as text; with `room`, those that fit, in columns of constant width."""
+    """The known numbers as text. With `room`, only the numbers that fit, in columns of constant width."""
     rate = f"{record.samples * (speed or 1 / record.seconds):.4g}"
     known = {name: getattr(record, field) for name, field in (("loss", "loss"), ("lr", "lr"), ("norm", "grad_norm"))}
     texts = {name: f"{value:.4g}" for name, value in known.items() if value is not None}

@@ -95,9 +95,9 @@ def test_a_layout_in_words():
         ({"files": (replace(FILES[0], name="../x.safetensors"), FILES[1])}, "names the file '../x.safetensors'; only"),
         ({"files": (FILES[0], FILES[0])}, "lists a file twice"),
         ({"files": (replace(FILES[0], size=1), replace(FILES[1], size=54))}, "56 bytes of tensors in files of 55"),
-        ({"cuts": (Cut((3, 4), (0,)), GOOD.cuts[1])}, "a cut whose 1 pieces are not adjacent"),
-        ({"cuts": (Cut((4, 4), (0, 1)), GOOD.cuts[1])}, "a cut whose 2 pieces are not adjacent"),
-        ({"cuts": (Cut((0, 4), (0, 1)), GOOD.cuts[1])}, "a cut whose 2 pieces are not adjacent"),
+        ({"cuts": (Cut((3, 4), (0,)), GOOD.cuts[1])}, "a sharded tensor whose 1 pieces are not adjacent"),
+        ({"cuts": (Cut((4, 4), (0, 1)), GOOD.cuts[1])}, "a sharded tensor whose 2 pieces are not adjacent"),
+        ({"cuts": (Cut((0, 4), (0, 1)), GOOD.cuts[1])}, "a sharded tensor whose 2 pieces are not adjacent"),
         ({"cuts": (Cut((3, 4), (0, 2)), GOOD.cuts[1])}, "refers to file 2 but lists only 2 files"),
         ({"cuts": (Cut((3, 4), (0, 0)), GOOD.cuts[1])}, "uses an entry of a file twice"),
         ({"cuts": (Cut((2, 3), (0, 1)), GOOD.cuts[1])}, "the blocks of w do not tile the full tensor of shape"),
@@ -117,10 +117,7 @@ def test_a_layout_in_words():
             r"do not tile the full tensor of shape \[4, 3\]",
         ),
         ({"tensors": (*TENSORS, replace(TENSORS[1], label="t"))}, "uses an entry of a file twice"),
-        (
-            {"tensors": (replace(TENSORS[1], parts=(replace(SCALAR, key="epoch#0"),)),)},
-            "uses an entry of a file twice",
-        ),
+        ({"tensors": (replace(TENSORS[1], parts=(replace(SCALAR, key="epoch#0"),)),)}, "uses an entry of a file twice"),
         ({"items": (ITEM, replace(ITEM, name="other"))}, "uses an entry of a file twice"),
         (
             {"items": (replace(ITEM, value={"$tensor": 0}, tensors=1, key="options", file=FILES[0].name),)},
@@ -216,10 +213,7 @@ def test_marks_that_nobody_writes_are_damage_in_items_and_options(value):
             replace(PLAIN, value=place),
             replace((GOOD.groups or ())[0], options=replace(PLAIN, name="group 0", value=place)),
         )
-        for manifest, name in (
-            (replace(GOOD, items=(item,)), "name"),
-            (replace(GOOD, groups=(group,)), "group 0"),
-        ):
+        for manifest, name in ((replace(GOOD, items=(item,)), "name"), (replace(GOOD, groups=(group,)), "group 0")):
             with pytest.raises(Damaged, match=rf"{name} has .*; expected one of the tags \$tensor, \$float"):
                 parse(manifest.dump())
 

@@ -80,10 +80,7 @@ def test_what_was_read_is_let_go(file, opened):
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        (
-            {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 9]}},
-            r"a, of F32 and shape \[2\], has bytes 0",
-        ),
+        ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 9]}}, r"a, of F32 and shape \[2\], has bytes 0"),
         ({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}}, "bytes 0 to 12"),
         ({"a": {"dtype": "F32", "shape": [-1, -1, 2], "data_offsets": [0, 8]}}, "shape"),
         ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [-1, 7]}}, "bytes -1 to 7"),
@@ -153,7 +150,7 @@ def test_of_several_kinds_of_files_the_whole_one_is_taken_and_what_was_interrupt
         tensors_in(tmp_path)
     assert str(error.value).startswith(
         f"{tmp_path} has no weights: it has neither model.safetensors nor {INDEX}. A save was killed while it replaced "
-        f"them: save again, or move the files in {tmp_path / '.old-1'} back"
+        f"these files: save again, or move the files in {tmp_path / '.old-1'} back"
     )
     for name in ("a", "b"):
         save_file({name: torch.ones(1)}, tmp_path / f"{name}.safetensors")

@@ -158,7 +158,7 @@ def test_state_that_does_not_lie_as_its_parameter_is_refused(tmp_path):
         for value, lies in ((torch.ones(2, 3), Replicate()), (torch.ones(2), Shard(0))):
             optimizer.state[model.weight]["odd"] = distribute_tensor(value, mesh, [lies])
             with pytest.raises(
-                CheckpointError, match="the optimizer's odd of weight is a DTensor with other placements"
+                CheckpointError, match="the optimizer's odd of weight is a DTensor whose placements differ"
             ):
                 manager.save(1, model, optimizer)
         optimizer.state[model.weight]["odd"] = distribute_tensor(torch.full((2, 3), 5.0), mesh, [Shard(0)])

@@ -21,11 +21,7 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.parallel.boxes import full_box, tiles
 from colonnade.parallel.flat import FlatShard, section_runs
 from colonnade.parallel.placement import Placement
-from colonnade.parallel.whole import (
-    LocalTensor,
-    _in_sections,
-    boxes_in_memory,
-)
+from colonnade.parallel.whole import LocalTensor, _in_sections, boxes_in_memory
 from colonnade.testing import run_world
 from tests.checkpoint.models import WAYS, Way, launched
 

@@ -163,7 +163,7 @@ CRAFTED = [
     (_rename_file("/etc/passwd"), "'/etc/passwd'; only plain names"),
     (_set("files", 0, "size", to=1 << 40), "expected 1099511627776"),
     (_set("files", 0, "sha256", to="0" * 64), "expected 0000"),
-    (_set("step", to=2), "contains the checkpoint of step 2: it was renamed"),
+    (_set("step", to=2), "contains the checkpoint of step 2: the folder was renamed"),
     (_set("tensors", 0, "parts", 0, "order", to=[0, 1]), "do not tile the full tensor of shape"),
     (_set("tensors", 0, "parts", 0, "key", to="nothing"), "cannot be read|does not contain"),
     (_cut(stops=[5, 11]), "do not tile the full tensor of shape"),

@@ -14,7 +14,7 @@ from torch import nn
 from colonnade.comm.torch_versions import noting_collectives
 from colonnade.engine.guard import CallLog, Entry, Steps, first_difference
 from colonnade.gradients.handler import BaseGradientHandler, PlannedGradientHandler
-from colonnade.testing import run_world
+from tests.ranks import on_ranks
 
 A: Entry = ("Mine", "all_reduce of 'a'", (0, 1))
 B: Entry = ("Mine", "all_reduce of 'b'", (0, 1))
@@ -94,7 +94,7 @@ def note_them() -> list[Entry]:
     assert log.steps[0] is log.steps[1]  # kept once
     over = " over ranks [0, 1]"
     begins, *called, ends = log.steps[0]
-    assert (begins, ends) == (("Mixed", "begins", ()), ("Planned", "does its planned sums", ()))
+    assert (begins, ends) == (("Mixed", "begins", ()), ("Planned", "runs its planned reductions", ()))
     assert called[:2] == [
         ("Mixed", f"{what}", (0, 1)) for what in ("all_reduce of 'weight'", "broadcast of 2 elements")
     ]
@@ -120,14 +120,11 @@ def fail_inside() -> bool:
     return vars(dist.ProcessGroup)["allreduce"] is before
 
 
-def both() -> tuple[object, bool]:
-    return note_them(), fail_inside()
-
-
+@on_ranks(2)
 def test_collectives_are_noted_before_they_are_made_and_only_inside():
-    for noted, restored in run_world(2, both).values:
-        assert noted == [None, (0, 1)]
-        assert restored
+    noted, restored = note_them(), fail_inside()
+    assert noted == [None, (0, 1)]
+    assert restored
 
 
 def digests_of(*called: tuple[Entry, ...]) -> dict[Any, int]:

@@ -16,6 +16,7 @@ from colonnade.engine.build import initialize
 from colonnade.errors import GradientError
 from colonnade.testing import run_world
 from tests.gradients.scenarios import numbers
+from tests.ranks import on_ranks
 
 TENSOR = {"parallel": {"tensor": {"size": 2, "mode": "1d"}}}
 
@@ -83,7 +84,7 @@ def _each_alone() -> list[str]:
 def test_one_rank_that_evaluates_alone_is_named_before_it_has_a_number():
     for case, said in zip(ALONE, run_world(2, _each_alone, timeout=60).values[0], strict=True):
         meanwhile = f"rank 1 is in the forward pass of step {case[2]} meanwhile"
-        assert f"is called without training on rank 0, and {meanwhile}" in said, case
+        assert f"is called outside of a training step on rank 0, and {meanwhile}" in said, case
         assert "over ranks 0, 1 of TENSOR" in said
         assert said.endswith("[C130]")
 
@@ -108,7 +109,7 @@ def _part_alone(part: str) -> None:
         if gpc.get_global_rank() == 0:
             engine.eval()
             with (
-                pytest.raises(GradientError, match=r"is called without training on rank 0, .*\[C130\]$"),
+                pytest.raises(GradientError, match=r"is called outside of a training step on rank 0, .*\[C130\]$"),
                 torch.no_grad(),
             ):
                 inside(numbers(3, 8, seed=100))
@@ -117,16 +118,14 @@ def _part_alone(part: str) -> None:
         engine.close()
 
 
-def _each_part_alone() -> None:
+@on_ranks(2, timeout=60)
+def test_one_rank_that_evaluates_a_part_of_the_model_is_named_too():
     for part in ("0", "0.0", "0.0.1"):
         _part_alone(part)
 
 
-def test_one_rank_that_evaluates_a_part_of_the_model_is_named_too():
-    run_world(2, _each_part_alone, timeout=60)
-
-
-def _together() -> None:
+@on_ranks(2, timeout=30)
+def test_ranks_that_evaluate_together_and_replicas_that_do_so_alone_have_the_numbers_of_one_process():
     """All ranks evaluate: the numbers of one process, also where one comes late; nothing stays behind."""
     with launch(TENSOR, context=ParallelContext(), verbose=False) as gpc:
         plain, model = _net(), colonnade.parallelize(_net(), {"*.up": "colwise", "*.down": "rowwise"}, context=gpc)
@@ -146,7 +145,3 @@ def _together() -> None:
             _evaluate(engine, False, False)
         _train(engine, 0)
         engine.close()
-
-
-def test_ranks_that_evaluate_together_and_replicas_that_do_so_alone_have_the_numbers_of_one_process():
-    run_world(2, _together, timeout=30)

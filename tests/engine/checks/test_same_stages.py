@@ -17,6 +17,7 @@ from colonnade.engine.build import initialize
 from colonnade.errors import ColonnadeError
 from colonnade.parallel.placement import Tied, place
 from colonnade.testing import run_world
+from tests.ranks import on_ranks
 
 PIPE: dict[str, Any] = {"parallel": {"pipeline": 2}, "num_microbatches": 2}
 
@@ -95,12 +96,9 @@ def test_the_whole_model_on_every_stage_is_refused_on_every_rank_and_split_is_na
         assert fine == [("", "")] * 6
 
 
-def _fourfold() -> list[tuple[str, str]]:
-    two = {"parallel": {"pipeline": 2}, "schedule": {"type": "Interleaved1F1B", "num_chunks": 2, "num_microbatches": 2}}
-    return [said(two, whole), said({**PIPE, "zero": 1}, whole)]
-
-
+@on_ranks(4)
 def test_beside_data_parallelism_all_ranks_are_told_and_the_number_of_stages_is_the_schedules():
-    for first, second in run_world(4, _fourfold).values:
-        assert "num_stages=4" in first[0]
-        assert "num_stages=2" in second[0]
+    two = {"parallel": {"pipeline": 2}, "schedule": {"type": "Interleaved1F1B", "num_chunks": 2, "num_microbatches": 2}}
+    first, second = [said(two, whole), said({**PIPE, "zero": 1}, whole)]
+    assert "num_stages=4" in first[0]
+    assert "num_stages=2" in second[0]

@@ -15,6 +15,7 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
 from colonnade.testing import gather_weights, run_world
 from tests.engine.test_pipeline import Stage, all_parts, batch, build
+from tests.ranks import on_ranks
 
 
 def _overflow(flat: bool) -> tuple[list[float], list[bool], int]:
@@ -79,7 +80,8 @@ def _train(precision: dict) -> tuple[list[float], dict[str, torch.Tensor], float
         return losses, gather_weights(model, gpc), engine.grad_norm.item()
 
 
-def _stays_near() -> None:
+@on_ranks(2)
+def test_mixed_precision_with_fp32_masters_stays_near_fp32():
     losses, weights, norm = _train({})
     for precision in ({"bf16": True}, {"fp16": {"init_scale": 256.0}}):
         mixed, found, mixed_norm = _train(precision)
@@ -88,10 +90,6 @@ def _stays_near() -> None:
         assert mixed_norm == pytest.approx(norm, rel=0.1), precision  # unscaled: that of the true gradient
         for name, value in weights.items():
             assert (found[name] - value).norm() <= 0.03 * value.norm(), (precision, name)
-
-
-def test_mixed_precision_with_fp32_masters_stays_near_fp32():
-    run_world(2, _stays_near)
 
 
 def test_a_copy_computes_with_its_own_weights_and_close_gives_the_forward_pass_back():

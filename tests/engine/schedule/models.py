@@ -42,13 +42,7 @@ class Rich(nn.Module):
         hidden = torch.tanh(self.linear(hidden)) + self.table(ids % 4) * scale
         if self.last:
             return hidden.sum(1)
-        return {
-            "hidden": hidden,
-            "ids": ids + 1,
-            "more": (None, True, [3, "x"]),
-            "scale": scale / 2,
-            "tag": "kept",
-        }
+        return {"hidden": hidden, "ids": ids + 1, "more": (None, True, [3, "x"]), "scale": scale / 2, "tag": "kept"}
 
 
 class SideOutput(nn.Module):

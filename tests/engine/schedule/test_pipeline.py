@@ -205,11 +205,7 @@ def one_rank_engine(schedule: PipelineSchedule, criterion: Any) -> Engine:
 
 
 @pytest.mark.parametrize(
-    ("criterion", "options"),
-    [
-        (nn.MSELoss(reduction="sum"), {"loss_reduction": "sum"}),
-        (nn.MSELoss(), {}),
-    ],
+    ("criterion", "options"), [(nn.MSELoss(reduction="sum"), {"loss_reduction": "sum"}), (nn.MSELoss(), {})]
 )
 def test_losses_add_up_to_the_loss_of_the_batch(criterion: Any, options: dict[str, Any]) -> None:
     schedule = GPipe(4, **options)

@@ -16,10 +16,7 @@ from tests.engine.schedule.tables import valid_tables
 
 def test_times_by_hand() -> None:
     timeline = simulate(parse_table(["0F0 0B0", "1F0 1I0 1W0"]))
-    assert [(str(timed.action), timed.start, timed.end) for timed in timeline.rows[0]] == [
-        ("0F0", 0, 1),
-        ("0B0", 3, 5),
-    ]
+    assert [(str(timed.action), timed.start, timed.end) for timed in timeline.rows[0]] == [("0F0", 0, 1), ("0B0", 3, 5)]
     assert [(str(timed.action), timed.start, timed.end) for timed in timeline.rows[1]] == [
         ("1F0", 1, 2),
         ("1I0", 2, 3),

@@ -197,10 +197,7 @@ def packed_model() -> Model:
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "plain": (Model, PLAN),
     "tied, the embedding left out": (lambda: Model(tied=True), {**PLAN, "head": "colwise_gather_output"}),
-    "tied, the head left out": (
-        lambda: Model(tied=True, embedding=Scaled),
-        {**PLAN, "embedding": "embedding_rowwise"},
-    ),
+    "tied, the head left out": (lambda: Model(tied=True, embedding=Scaled), {**PLAN, "embedding": "embedding_rowwise"}),
     "tied, along the features": (lambda: Model(tied=True), {**PLAN, "head": "rowwise_split_input"}),
     "packed": (packed_model, PACKED),
     "gathered": (
@@ -248,12 +245,7 @@ SEQUENCE_SPLIT: dict[str, Any] = {
 def torch_plan(sequence: bool) -> dict[str, Any]:
     """In the words of torch's parallelize_module; with `sequence`, as models are split along it there."""
     from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        PrepareModuleInput,
-        RowwiseParallel,
-        SequenceParallel,
-    )
+    from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
 
     columns = {f"blocks.*.{name}": ColwiseParallel() for name in ("attention.[qkv]_proj", "mlp.up")}
     if not sequence:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -11,14 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from colonnade import initialize, parallelize
+from colonnade import parallelize
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.errors import ColonnadeError, ConfigError, GradientError, PlacementError
+from colonnade.errors import ColonnadeError, ConfigError, PlacementError
 from colonnade.hf.plan_checks import check_entries
 from colonnade.hf.plans import fits, resolve
 from colonnade.parallel.split import Split
-from colonnade.testing import run_world
 from tests.hf.plans.models import (
     CASES,
     HIDDEN,
@@ -28,11 +26,10 @@ from tests.hf.plans.models import (
     GatedMLP,
     Model,
     build,
-    labels,
     packed_model,
-    summed_loss,
     tokens,
 )
+from tests.ranks import on_ranks
 
 TENSOR = {"tensor": {"size": 2, "mode": "1d"}}
 
@@ -106,11 +103,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         {**PLAN, "blocks.0.mlp.up": "rowwise"},
         r"'blocks\.0\.mlp\.up' two styles: .*'colwise', and .*'rowwise'",
     ),
-    "unknown": (
-        Model,
-        {"norm": "colwize"},
-        r"'norm' the unknown style 'colwize'; .*packed_rowwise.*'colwise'\?",
-    ),
+    "unknown": (Model, {"norm": "colwize"}, r"'norm' the unknown style 'colwize'; .*packed_rowwise.*'colwise'\?"),
     "no row": (
         Model,
         {"blocks.*.mlp.up": "colwise"},
@@ -188,11 +181,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     ),
     "an old weight norm": (pair(nn.utils.weight_norm), UP_DOWN, r"'up'.* 'weight' is not a parameter"),
     "a lazy layer": (lambda: nn.ModuleDict({"up": nn.LazyLinear(8), "down": nn.Linear(8, 4)}), UP_DOWN, r"'up'.*lazy"),
-    "integers": (
-        pair(quantised),
-        UP_DOWN,
-        r"'up'.*'weight' has dtype torch\.int8",
-    ),
+    "integers": (pair(quantised), UP_DOWN, r"'up'.*'weight' has dtype torch\.int8"),
     "a forward pass of its own": (
         lambda: nn.ModuleDict({"up": Scaled(4, 8), "down": nn.Linear(8, 4)}),
         UP_DOWN,
@@ -217,7 +206,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "summed twice": (
         Model,
         {**PLAN, "blocks.*.mlp": "all_reduce"},
-        r"'blocks\.0\.mlp' is 'all_reduce', .*'blocks\.0\.mlp\.up'",
+        r"'blocks\.0\.mlp' has the style 'all_reduce', .*'blocks\.0\.mlp\.up'",
     ),
     "sequence": (
         Model,
@@ -233,7 +222,8 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
 }
 
 
-def _wrong() -> None:
+@on_ranks(2)
+def test_every_wrong_plan_is_named_by_every_rank():
     with launch({"parallel": TENSOR}, context=ParallelContext(), verbose=False) as gpc:
         for name, (made, plan, said) in WRONG.items():
             with pytest.raises(ColonnadeError) as raised:
@@ -250,55 +240,6 @@ def _wrong() -> None:
         bert = nn.ModuleDict({"attention": Bert()})
         plan = {"attention.inside.query": "colwise", "attention.output.dense": "rowwise"}
         check_entries(resolve(plan, bert), bert, gpc)
-        _forgotten(gpc)
-
-
-class Hidden(torch.autograd.Function):
-    """What no one can look through."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0]
-
-
-class Norm(nn.LayerNorm):
-    def forward(self, x: Tensor) -> Tensor:
-        return Hidden.apply(super().forward(x))
-
-
-def _forgotten(gpc: ParallelContext) -> None:
-    """A norm of each head that the plan leaves out: found in the first forward pass, or by its gradients."""
-    plan = {name: style for name, style in PACKED.items() if "q_norm" not in name}
-    for hidden in (False, True):
-        model = build(packed_model)
-        for block in model.blocks if hidden else ():
-            norm = Norm(HIDDEN // 4).double()
-            norm.load_state_dict(block.attention.q_norm.state_dict())
-            block.attention.q_norm = norm
-        for complete in (False, True):
-            named = {**plan, **({"blocks.*.attention.q_norm": "replicated_with_grad_allreduce"} if complete else {})}
-            engine = initialize(
-                parallelize(copy.deepcopy(model), named, context=gpc),
-                lambda p: torch.optim.SGD(p, lr=0.1),
-                summed_loss,
-                context=gpc,
-            )[0]
-            if complete:
-                engine.backward(summed_loss(engine(tokens(4)), labels(4)))
-                assert engine.step()
-            elif hidden:
-                engine.backward(summed_loss(engine(tokens(4)), labels(4)))
-                said = r"'blocks\.0\.attention\.q_norm\.weight', 'blocks\.0\.attention\.q_norm\.bias' replicated, .*'replicated_with"
-                with pytest.raises(GradientError, match=said):
-                    engine.step()
-            else:
-                with pytest.raises(PlacementError, match=r"q_norm.*'replicated_with_grad_allreduce'"):
-                    engine(tokens(4))
-            engine.close()
 
 
 class Mixing(MLP):
@@ -315,7 +256,8 @@ class Flat(Model):
         super().__init__(mlp=GatedMLP)
 
 
-def _compared() -> None:
+@on_ranks(2)
+def test_a_sample_shows_what_names_cannot_tell():
     """What only values tell, by one pass on a sample; plans that are right pass, in one stage and in two."""
     gathered = {"blocks.*.mlp.up": "colwise_gather_output", "blocks.*.mlp.down": "rowwise_split_input"}
     mixing = lambda: Model(mlp=Mixing)  # noqa: E731
@@ -338,24 +280,13 @@ def _compared() -> None:
             assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_a_sample_shows_what_names_cannot_tell():
-    run_world(2, _compared)
-
-
-def test_every_wrong_plan_is_named_by_every_rank():
-    run_world(2, _wrong)
-
-
-def _square() -> None:
+@pytest.mark.slow
+@on_ranks(4)
+def test_modes_that_cut_otherwise_are_refused():
     config = {"parallel": {"tensor": {"size": 4, "mode": "2d"}}}
     said = r"tensor\.mode='2d': a TP plan shards layers for mode '1d'"
     with launch(config, context=ParallelContext(), verbose=False) as gpc, pytest.raises(ConfigError, match=said):
         parallelize(build(), PLAN, context=gpc)
-
-
-@pytest.mark.slow
-def test_modes_that_cut_otherwise_are_refused():
-    run_world(4, _square)
 
 
 def test_a_star_stands_for_one_part_of_a_name():

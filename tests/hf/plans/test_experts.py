@@ -15,7 +15,6 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import LayoutError, PlacementError
 from colonnade.parallel.placement import is_dtensor, placement_of
-from colonnade.testing import run_world
 from tests.hf.plans.mixtures import (
     CHOICES,
     EXPERTS,
@@ -30,6 +29,7 @@ from tests.hf.plans.mixtures import (
 )
 from tests.hf.plans.models import HIDDEN, build
 from tests.hf.plans.training import CLIP, check
+from tests.ranks import on_ranks
 
 CONFIG = {"clip_grad_norm": CLIP, "gradient_accumulation": 3}
 TENSOR_2 = {"tensor": {"size": 2, "mode": "1d"}}
@@ -45,7 +45,9 @@ def _equals(kind: type[nn.Module], plan: Any, gpc: ParallelContext, shape: tuple
         raise AssertionError(f"{kind.__name__} under {gpc.config['parallel']}: {error}") from error
 
 
-def _over_two() -> None:
+@pytest.mark.slow
+@on_ranks(2, timeout=110)
+def test_over_tensor_ranks_and_over_expert_ranks():
     with launch({**CONFIG, "parallel": TENSOR_2}, context=ParallelContext(), verbose=False) as gpc:
         for kind in (Gated, Interleaved, WithIdentity, Every):
             whole = (HIDDEN, INNER) if kind in (Interleaved, Every) else (INNER, HIDDEN)
@@ -120,11 +122,9 @@ def _uneven_and_empty(gpc: ParallelContext) -> None:
 
 
 @pytest.mark.slow
-def test_over_tensor_ranks_and_over_expert_ranks():
-    run_world(2, _over_two, timeout=110)
-
-
-def _over_four() -> None:
+@on_ranks(4, timeout=110)
+def test_over_tensor_and_expert_ranks_at_once():
+    """Also two expert groups beside each other, and expert groups that reach over the tensor ranks."""
     for parallel, kinds, shape in (
         (
             {**TENSOR_2, "expert": 2},
@@ -143,9 +143,3 @@ def _over_four() -> None:
 
 
 TRANSPOSED = {Interleaved: (HIDDEN, INNER), Every: (HIDDEN, INNER)}
-
-
-@pytest.mark.slow
-def test_over_tensor_and_expert_ranks_at_once():
-    """Also two expert groups beside each other, and expert groups that reach over the tensor ranks."""
-    run_world(4, _over_four, timeout=110)

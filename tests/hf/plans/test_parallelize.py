@@ -31,6 +31,7 @@ from tests.hf.plans.models import (
     torch_plan,
 )
 from tests.hf.plans.training import CLIP, check
+from tests.ranks import on_ranks
 
 TENSOR = {"size": 2, "mode": "1d"}
 CONFIG = {"clip_grad_norm": CLIP, "gradient_accumulation": 3}
@@ -67,19 +68,19 @@ def _all_styles(names: list[str]) -> None:
     _equals_one_process({"tensor": {**TENSOR, "sequence_split": True}}, {}, ["sequence split"])
 
 
-def _combined() -> None:
+@pytest.mark.slow
+@on_ranks(4, timeout=110)
+def test_with_data_parallelism_and_zero():
     """With data parallelism, whose ranks count unequally many tokens, and ZeRO."""
     for zero in (0, 1, 2, 3):
         more = {"zero": {"stage": zero}} if zero else {}
         _equals_one_process({"tensor": TENSOR}, more, ["packed"] if zero else ["tied, the head left out"])
 
 
-@pytest.mark.slow
-def test_with_data_parallelism_and_zero():
-    run_world(4, _combined, timeout=110)
-
-
-def _compiled() -> None:
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@on_ranks(2, timeout=280)
+def test_a_model_that_is_cut_compiles_to_one_graph():
     with launch({"parallel": {"tensor": TENSOR}}, context=ParallelContext(), verbose=False) as gpc:
         model = parallelize(build(CASES["packed"][0]), CASES["packed"][1], context=gpc)
         found = []
@@ -90,13 +91,8 @@ def _compiled() -> None:
         torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.long
-@pytest.mark.timeout(300)
-def test_a_model_that_is_cut_compiles_to_one_graph():
-    run_world(2, _compiled, timeout=280)
-
-
-def _copied() -> None:
+@on_ranks(2)
+def test_a_copy_of_the_model_and_a_layer_of_torch_that_evaluates_otherwise_compute_with_their_own_weights():
     with launch({"parallel": {"tensor": TENSOR}}, context=ParallelContext(), verbose=False) as gpc:
         model = parallelize(build(), PLAN, context=gpc)
         assert model.blocks[0].mlp.up.weight.shape == (INNER // 2, HIDDEN)
@@ -114,10 +110,6 @@ def _copied() -> None:
         assert [weight for weight in weights if weight() is not None] == []  # no cycle keeps them
 
 
-def test_a_copy_of_the_model_and_a_layer_of_torch_that_evaluates_otherwise_compute_with_their_own_weights():
-    run_world(2, _copied)
-
-
 class Repeated(nn.Module):
     """One block, three times in a list: as models are that share their layers."""
 
@@ -132,7 +124,8 @@ class Repeated(nn.Module):
         return x
 
 
-def _shared() -> None:
+@on_ranks(2)
+def test_a_module_under_several_names_is_cut_once():
     with launch({"parallel": {"tensor": TENSOR}}, context=ParallelContext(), verbose=False) as gpc:
         plain, x = build(Repeated), torch.randn(2, 3, HIDDEN, dtype=torch.float64)
         plan = {**PLAN, **{name.replace("blocks.*", "first"): style for name, style in PLAN.items()}}
@@ -151,11 +144,9 @@ def _shared() -> None:
         assert model.first.attention.heads == 2
 
 
-def test_a_module_under_several_names_is_cut_once():
-    run_world(2, _shared)
-
-
-def _shared_by_stages() -> None:
+@pytest.mark.slow
+@on_ranks(4)
+def test_a_module_on_several_stages_is_cut_once():
     config = {"parallel": {"tensor": TENSOR, "pipeline": 2}, "num_microbatches": 2}
     with launch(config, context=ParallelContext(), verbose=False) as gpc:
         x = torch.randn(2, 3, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -163,11 +154,6 @@ def _shared_by_stages() -> None:
         parts = [stage.get_parameter("blocks.1.mlp.up.weight") for stage in stages]  # type: ignore[union-attr]
         assert parts[0] is parts[1]
         assert parts[0].shape == (INNER // 2, HIDDEN)
-
-
-@pytest.mark.slow
-def test_a_module_on_several_stages_is_cut_once():
-    run_world(4, _shared_by_stages)
 
 
 def test_without_tensor_parallelism_nothing_is_cut():

@@ -173,9 +173,7 @@ def _classified(smoothing: float, classes: int = WORDS) -> Case:
 def _embedded(rows: int = WORDS) -> Case:
     def ours(plain: nn.Module, here: Arrangement) -> nn.Module:
         return Box(
-            L.Embedding.from_module(plain.layer, arrangement=here),
-            None,
-            lambda y: gather_output(y, arrangement=here),
+            L.Embedding.from_module(plain.layer, arrangement=here), None, lambda y: gather_output(y, arrangement=here)
         )
 
     return Case(_plain(lambda: nn.Embedding(rows, HIDDEN, padding_idx=5)), ours, lambda: words(3) % rows)
@@ -190,9 +188,7 @@ def _attention(hidden: int, heads: int) -> Case:
         return L.SelfAttention.from_module(module, causal=True, arrangement=arrangement)
 
     return Case(
-        _plain(lambda: Attention(hidden, heads), hidden),
-        _between(ours),
-        lambda: numbers(BATCH, LENGTH, hidden, seed=1),
+        _plain(lambda: Attention(hidden, heads), hidden), _between(ours), lambda: numbers(BATCH, LENGTH, hidden, seed=1)
     )
 
 
@@ -225,12 +221,7 @@ UNEVEN: dict[str, Case] = {
     "column 16 to 1": _linear(lambda: nn.Linear(HIDDEN, 1), 1, "outer", "inner"),
     "column 16 to 7 gathered": _linear(lambda: nn.Linear(HIDDEN, 7), 7, "outer", "outer", gather_output=True),
     "row 7 to 16": _linear(
-        lambda: nn.Linear(7, HIDDEN),
-        HIDDEN,
-        "inner",
-        "outer",
-        lambda: numbers(BATCH, LENGTH, 7, seed=2),
-        split="row",
+        lambda: nn.Linear(7, HIDDEN), HIDDEN, "inner", "outer", lambda: numbers(BATCH, LENGTH, 7, seed=2), split="row"
     ),
     "attention with 3 heads": _attention(12, 3),
     "embedding of 7": _embedded(7),

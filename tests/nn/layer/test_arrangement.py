@@ -20,6 +20,7 @@ from colonnade.nn.layer.layer_norm import LayerNorm, RMSNorm
 from colonnade.parallel import collectives
 from colonnade.parallel.placement import check_ties, placement_of
 from colonnade.testing import gather_weights, run_world
+from tests.ranks import on_ranks
 
 
 def tensor(size: int, mode: str, **more: object) -> dict[str, object]:
@@ -170,7 +171,8 @@ def test_what_cannot_be_split_is_said_when_it_is_built():
         assert part in message, message
 
 
-def _copied() -> None:
+@on_ranks(2)
+def test_a_copy_of_a_layer_lives_in_the_same_world():
     with launch(tensor(2, "1d"), context=ParallelContext(), verbose=False) as gpc:
         layer = colonnade.nn.MLP(4, 8, arrangement=arrange(gpc))
         again = copy.deepcopy(layer)
@@ -178,10 +180,6 @@ def _copied() -> None:
         assert placement_of(again.up.weight) == placement_of(layer.up.weight)
         x = torch.randn(2, 3, 4)
         assert torch.equal(layer(x), again(x))
-
-
-def test_a_copy_of_a_layer_lives_in_the_same_world():
-    run_world(2, _copied)
 
 
 class Halves(Arrangement):
@@ -202,7 +200,8 @@ class Halves(Arrangement):
         raise NotImplementedError
 
 
-def _own_mode() -> None:
+@on_ranks(2)
+def test_an_arrangement_of_ones_own_is_found_by_its_mode():
     ARRANGEMENT.remove("1d")
     ARRANGEMENT.register_module("1d")(Halves)
     with launch(tensor(2, "1d"), context=ParallelContext(), verbose=False) as gpc:
@@ -212,10 +211,6 @@ def _own_mode() -> None:
         x = torch.randn(2, 3, 4)
         assert torch.allclose(layer(x), plain(x))
         assert torch.equal(gather_weights(layer, gpc)["weight"], plain.weight.double())
-
-
-def test_an_arrangement_of_ones_own_is_found_by_its_mode():
-    run_world(2, _own_mode)
 
 
 # -- norm -------------------------------------------------------------------------------------------------

@@ -11,8 +11,9 @@ from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
-from colonnade.testing import compare, gather_gradients, gather_weights, plain_gradients, run_world
+from colonnade.testing import compare, gather_gradients, gather_weights, plain_gradients
 from tests.nn.layer.cases import numbers
+from tests.ranks import on_ranks
 
 RTOL = 1e-10
 
@@ -38,7 +39,9 @@ def loss_of(model, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(model(x), y)
 
 
-def _trained() -> None:
+@pytest.mark.slow
+@on_ranks(4, timeout=100)
+def test_a_plan_of_torchs_equals_one_process():
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     config = {"parallel": {"data": 2, "tensor": {"size": 2, "mode": "1d"}}, "clip_grad_norm": 1.0}
@@ -65,8 +68,3 @@ def _trained() -> None:
             chosen.step()
         compare({name: p.detach() for name, p in plain.named_parameters()}, gather_weights(engine.model, gpc), RTOL)
         engine.close()
-
-
-@pytest.mark.slow
-def test_a_plan_of_torchs_equals_one_process():
-    run_world(4, _trained, timeout=100)

@@ -20,6 +20,7 @@ from colonnade.nn.layer.spread import FirstPass
 from colonnade.parallel.placement import place
 from colonnade.proof.planner.ranks import fake_rank
 from colonnade.testing import run_world
+from tests.ranks import on_ranks
 
 HIDDEN, WORDS = 16, 8
 
@@ -205,7 +206,9 @@ def _attempts(mode: str, size: int, cases: str, sequence_split: bool = False, **
                 engine.close()
 
 
-def _square_and_line() -> None:
+@pytest.mark.slow
+@on_ranks(4)
+def test_a_part_is_not_taken_for_the_whole_nor_an_inner_activation_for_an_outer_one():
     _attempts("2d", 4, "SQUARE")
     _attempts("2.5d", 4, "SQUARE", depth=1)
     _attempts("1d", 4, "LINE")
@@ -213,16 +216,12 @@ def _square_and_line() -> None:
 
 
 @pytest.mark.slow
-def test_a_part_is_not_taken_for_the_whole_nor_an_inner_activation_for_an_outer_one():
-    run_world(4, _square_and_line)
-
-
-@pytest.mark.slow
 def test_two_default_linears_in_a_row_are_refused_on_a_cube():
     run_world(8, _attempts, "3d", 8, "CUBE")
 
 
-def _whole_logits() -> None:
+@on_ranks(2)
+def test_whole_logits_are_not_taken_for_a_part_of_them():
     with launch({"parallel": {"tensor": {"size": 2, "mode": "1d"}}}, context=ParallelContext(), verbose=False) as gpc:
         here = arrange(gpc)
         model = nn.Sequential(linear(here, gather_output=True))
@@ -243,10 +242,6 @@ def _whole_logits() -> None:
         ):
             fused(partition_input(logits, side="inner", arrangement=here), weight, labels)
         engine.close()
-
-
-def test_whole_logits_are_not_taken_for_a_part_of_them():
-    run_world(2, _whole_logits)
 
 
 def _watches() -> Any:

@@ -12,7 +12,8 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
 from colonnade.errors import ConfigError
 from colonnade.nn.layer import Arrangement, Classifier, CrossEntropyLoss, Whole, arrange, gather_output, partition_input
-from colonnade.testing import compare, gather_weights, plain_gradients, run_world
+from colonnade.testing import compare, gather_weights, plain_gradients
+from tests.ranks import on_ranks
 
 CLASSES = 10
 
@@ -42,7 +43,16 @@ def _both(logits: Tensor, labels: Tensor, here: Arrangement, **options: object) 
     return found[0], found[1]
 
 
-def _compared(config: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "config"),
+    [
+        (2, {"tensor": {"size": 2, "mode": "1d"}}),
+        pytest.param(3, {"tensor": {"size": 3, "mode": "1d"}}, marks=pytest.mark.slow),
+        pytest.param(4, {"tensor": {"size": 4, "mode": "2d"}}, marks=pytest.mark.slow),
+    ],
+)
+@on_ranks("ranks")
+def test_equals_torchs(ranks, config: dict[str, object]):
     with launch({"parallel": config}, context=ParallelContext(), verbose=False) as gpc:
         here = arrange(gpc)
         for scale, dtype in ((1.0, torch.float64), (1e4, torch.float64), (3.0, torch.float32), (3.0, torch.bfloat16)):
@@ -64,18 +74,6 @@ def _compared(config: dict[str, object]) -> None:
             CrossEntropyLoss(arrangement=here)(part, no_class)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "config"),
-    [
-        (2, {"tensor": {"size": 2, "mode": "1d"}}),
-        pytest.param(3, {"tensor": {"size": 3, "mode": "1d"}}, marks=pytest.mark.slow),
-        pytest.param(4, {"tensor": {"size": 4, "mode": "2d"}}, marks=pytest.mark.slow),
-    ],
-)
-def test_equals_torchs(ranks, config):
-    run_world(ranks, _compared, config)
-
-
 @pytest.mark.parametrize("classes", [1, 5])
 @pytest.mark.parametrize("smoothing", [0.0, 0.3, 1.0])
 def test_whole_logits_too(classes, smoothing):
@@ -88,7 +86,8 @@ def test_whole_logits_too(classes, smoothing):
     assert (total.shape, count.item()) == ((), 20)
 
 
-def _counted() -> None:
+@on_ranks(4)
+def test_a_sum_with_its_count_is_the_mean_over_uneven_ranks():
     config = {"parallel": {"data": 2, "tensor": {"size": 2, "mode": "1d"}}}
     x = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     _, labels = _case(1.0, torch.float64)  # 4 of the first half are ignored, none of the second
@@ -109,10 +108,6 @@ def _counted() -> None:
         after = gather_weights(head, gpc)
         compare(truth, {name: before[name] - after[name] for name in before}, 1e-10)
         engine.close()
-
-
-def test_a_sum_with_its_count_is_the_mean_over_uneven_ranks():
-    run_world(4, _counted)
 
 
 def test_refuses_what_it_does_not_do():

@@ -12,8 +12,8 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.nn.layer.modes import Square, ab, abt, atb
 from colonnade.parallel.wire import members_of
-from colonnade.testing import run_world
 from tests.nn.layer.cases import numbers
+from tests.ranks import on_ranks
 
 FORMS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[int, int], tuple[int, int]]] = {
     "ab": (ab, lambda a, b: a @ b, (4, 6), (6, 8)),
@@ -35,7 +35,8 @@ def _derivatives(product: Callable[..., Tensor], inputs: list[Tensor], outward: 
     return [y.detach(), *(gradient.detach() for gradient in first), *second]
 
 
-def _compared() -> None:
+@on_ranks(4)
+def test_blocks_of_products_and_of_their_derivatives():
     config = {"parallel": {"tensor": {"size": 4, "mode": "2d"}}}
     with launch(config, context=ParallelContext(), verbose=False) as gpc:
         row, col = (members_of(mode, gpc) for mode in (ParallelMode.PARALLEL_2D_ROW, ParallelMode.PARALLEL_2D_COL))
@@ -57,7 +58,3 @@ def _compared() -> None:
                     atol=1e-12,
                     msg=lambda m, at=at, name=name: f"{name} {at}: {m}",
                 )
-
-
-def test_blocks_of_products_and_of_their_derivatives():
-    run_world(4, _compared)

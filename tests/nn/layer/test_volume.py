@@ -10,7 +10,7 @@ from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.nn.layer import Arrangement, Embedding, Linear, arrange, gather_output, partition_input
 from colonnade.parallel.wire import recorded
-from colonnade.testing import run_world
+from tests.ranks import on_ranks
 
 M, K, N = 32, 16, 24  # rows of x, its width, the width of the result
 BYTES = 8
@@ -71,16 +71,13 @@ CONFIGS = [
 ]
 
 
-def _both(config: dict[str, object]) -> list[tuple[int, float]]:
+@pytest.mark.parametrize(("ranks", "config"), CONFIGS)
+@on_ranks("ranks")
+def test_the_volume_is_the_closed_form(ranks, config: dict[str, object]):
     """What arrived and the closed form; in 1d also with the sequence split, which moves as many bytes."""
-    return [
+    found = [
         (_received(config, split, sequence_split), closed_form(config, split))
         for split in ("column", "row")
         for sequence_split in ([False, True] if config["mode"] == "1d" else [False])
     ]
-
-
-@pytest.mark.parametrize(("ranks", "config"), CONFIGS)
-def test_the_volume_is_the_closed_form(ranks, config):
-    for found in run_world(ranks, _both, config).values:
-        assert [received for received, _ in found] == [closed for _, closed in found]
+    assert [received for received, _ in found] == [closed for _, closed in found]

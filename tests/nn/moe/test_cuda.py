@@ -8,14 +8,11 @@ import torch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.nn.moe import MoE, TopKRouter, auxiliary_loss
 from colonnade.nn.moe.dispatch import combine, counted, order
-from colonnade.testing import run_world
 from tests.nn.moe.test_dispatch import by_limits, check_rows
 from tests.nn.moe.test_grouped import KINDS, by_kind, check_experts, check_ranks
+from tests.ranks import on_ranks
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.slow]
 
 
 @by_limits
@@ -70,11 +67,8 @@ def test_a_layer_with_all_experts_here_does_not_wait_for_the_device(capacity):
     assert all(parameter.grad.isfinite().all() for parameter in layer.parameters())
 
 
-def _ranks() -> None:
+@pytest.mark.parametrize("ranks", [2, 4])
+@on_ranks("ranks", backend="nccl", timeout=110)
+def test_experts_on_ranks_equal_one_process(ranks):
     for dtype, capacity in ((torch.bfloat16, None), (torch.bfloat16, 0.7), (torch.float32, None)):
         check_ranks(dtype, capacity)
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_experts_on_ranks_equal_one_process(ranks):
-    run_world(ranks, _ranks, backend="nccl", timeout=110)

@@ -14,7 +14,7 @@ from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.nn.moe import Experts, MoE, TopKRouter, auxiliary_loss, experts, no_losses
 from colonnade.nn.moe.experts import why_not
-from colonnade.testing import run_world
+from tests.ranks import on_ranks
 
 HIDDEN, INNER, EXPERTS = 16, 24, 4
 COUNTS = (3, 0, 5, 2)
@@ -214,11 +214,8 @@ def check_ranks(dtype: torch.dtype, capacity: float | None = None) -> None:
             assert (found.double() - expected).norm() <= 2 * TOLERANCE[dtype] * expected.norm().clamp(min=1)
 
 
-def _every_way() -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_grouped_products_on_two_ranks_equal_one_process():
     for dtype, capacity in ((torch.float32, None), (torch.float32, 0.7), (torch.bfloat16, None)):
         check_ranks(dtype, capacity)
-
-
-@pytest.mark.slow
-def test_grouped_products_on_two_ranks_equal_one_process():
-    run_world(2, _every_way)

@@ -30,6 +30,7 @@ from colonnade.parallel import wire
 from colonnade.parallel.wire import recorded
 from colonnade.testing import run_world
 from tests.nn.sequence.training import close, numbers, seen_keys
+from tests.ranks import on_ranks
 
 RTOL = 1e-12
 ATTENTION = {"ring": ring_attention, "ulysses": ulysses_attention}
@@ -127,14 +128,11 @@ def _all_cases(kind: str, size: int) -> None:
                     _case(kind, causal, Parts.of(total, size, True).lengths, gpc, balanced=True)
 
 
-def _both_kinds(size: int) -> None:
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@on_ranks("size")
+def test_outputs_and_gradients_equal_one_process(size: int):
     for kind in ATTENTION:
         _all_cases(kind, size)
-
-
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_outputs_and_gradients_equal_one_process(size):
-    run_world(size, _both_kinds, size)
 
 
 def test_in_one_process_they_are_plain_attention(monkeypatch):
@@ -225,14 +223,11 @@ def _low_precision(kind: str, total: int = 512, low: torch.dtype = torch.bfloat1
                 )
 
 
-def _low_precision_of_both() -> None:
+@pytest.mark.slow
+@on_ranks(4)
+def test_bfloat16_is_as_near_as_in_one_process():
     for kind in ATTENTION:
         _low_precision(kind, 64)
-
-
-@pytest.mark.slow
-def test_bfloat16_is_as_near_as_in_one_process():
-    run_world(4, _low_precision_of_both)
 
 
 def _refusals() -> list[str]:
@@ -256,7 +251,8 @@ def test_what_cannot_be_meant_is_refused_on_every_rank_before_anything_is_sent()
     assert "lengths=[3, 4, 4]" in lengths
 
 
-def _asked() -> list[int]:
+@on_ranks(2)
+def test_lengths_are_asked_for_once_in_a_pass():
     """How often the ranks asked for lengths, after each of these calls."""
     told = []
     with launch({"parallel": {"sequence": 2}}, context=ParallelContext(), verbose=False) as gpc:
@@ -283,11 +279,7 @@ def _asked() -> list[int]:
         y.register_hook(lambda grad: ask(first, (3, 2)))
         y.backward()
         ask(first, (5, 4))
-    return told
-
-
-def test_lengths_are_asked_for_once_in_a_pass():
-    assert run_world(2, _asked).values == [[1, 0, 0, 1, 0, 1, 1, 0, 1]] * 2
+    assert told == [1, 0, 0, 1, 0, 1, 1, 0, 1]
 
 
 def _memory() -> tuple[int, int]:

@@ -18,8 +18,8 @@ from colonnade.nn import Rotary
 from colonnade.nn.layer import SelfAttention, Whole, arrange
 from colonnade.nn.sequence import Parts
 from colonnade.parallel import wire
-from colonnade.testing import run_world
 from tests.nn.sequence.training import close, numbers, seen_keys, train
+from tests.ranks import on_ranks
 
 KINDS = ("ring", "ulysses")
 EVEN, UNEVEN = (3, 3, 3, 3), (5, 1, 2, 4)
@@ -101,7 +101,9 @@ def _trained(
             assert {row.done_by for row in engine.ledger().rows} == {"SequenceParallelGradientHandler"}
 
 
-def _all_trained(size: int) -> None:
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@on_ranks("size", timeout=180)
+def test_trained_layers_equal_one_process(size: int):
     for kind in KINDS:
         for causal in (False, True):
             _trained(kind, {"sequence": size}, causal, EVEN[:size], {})
@@ -109,20 +111,12 @@ def _all_trained(size: int) -> None:
     _trained("ring", {"sequence": size}, True, Parts.of(3 * size, size, True).lengths, {"balanced": True})
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_trained_layers_equal_one_process(size):
-    run_world(size, _all_trained, size, timeout=180)
-
-
-def _beside_data() -> None:
+@on_ranks(4)
+def test_so_they_do_beside_data_parallelism_in_either_spelling():
+    """SEQUENCE_DP joins data and sequence; the factor of the loss is that of all four ranks."""
     for kind in KINDS:
         for parallel in ({"sequence": 2, "data": 2}, {"tensor": {"size": 2, "mode": "sequence"}}):
             _trained(kind, parallel, True, (2, 5), {})
-
-
-def test_so_they_do_beside_data_parallelism_in_either_spelling():
-    """SEQUENCE_DP joins data and sequence; the factor of the loss is that of all four ranks."""
-    run_world(4, _beside_data)
 
 
 def _grouped_and_masked(kind: str) -> None:
@@ -134,16 +128,14 @@ def _grouped_and_masked(kind: str) -> None:
         _trained(kind, {"sequence": 2}, True, (3, 4), {"rotary": Rotary(2), "balanced": True})
 
 
-def _both_grouped_and_masked() -> None:
+@on_ranks(2)
+def test_fewer_heads_of_keys_windows_and_documents_beside_a_split_sequence():
     for kind in KINDS:
         _grouped_and_masked(kind)
 
 
-def test_fewer_heads_of_keys_windows_and_documents_beside_a_split_sequence():
-    run_world(2, _both_grouped_and_masked)
-
-
-def _masked_and_dropped() -> str:
+@on_ranks(2)
+def test_a_split_sequence_has_dropout_in_training_and_no_mask():
     with launch({"parallel": {"sequence": 2}}, context=ParallelContext(), verbose=False) as gpc:
         layer = SelfAttention(8, 4, dropout=0.5, arrangement=arrange(gpc))
         x = torch.ones(1, 2, 8)
@@ -157,12 +149,8 @@ def _masked_and_dropped() -> str:
         assert torch.equal(layer(x), layer(x))
         with pytest.raises(ConfigError) as error:
             layer(x, torch.ones(2, 2, dtype=torch.bool))
-        return str(error.value)
-
-
-def test_a_split_sequence_has_dropout_in_training_and_no_mask():
-    for mask in run_world(2, _masked_and_dropped).values:
-        assert "takes no mask" in mask
+        mask = str(error.value)
+    assert "takes no mask" in mask
 
 
 def test_a_window_and_documents_in_one_process():

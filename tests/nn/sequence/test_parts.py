@@ -13,8 +13,8 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import LayoutError
 from colonnade.nn.sequence import Parts, gather_sequence, sequence_positions, split_sequence
 from colonnade.nn.sequence.parts import sequence_rank
-from colonnade.testing import run_world
 from tests.nn.sequence.training import close, numbers
+from tests.ranks import on_ranks
 
 
 @given(total=st.integers(0, 60), size=st.integers(1, 6), balanced=st.booleans())
@@ -50,7 +50,9 @@ def test_without_a_sequence_group_everything_is_here():
             sequence_positions(3, lengths=lengths)
 
 
-def _there_and_back(balanced: bool, dim: int) -> None:
+@pytest.mark.parametrize(("balanced", "dim"), [(False, 1), (True, 1), (True, 2)])
+@on_ranks(3)
+def test_split_and_gather_are_inverse_and_gradients_come_together(balanced: bool, dim: int):
     with launch({"parallel": {"sequence": 3}}, context=ParallelContext(), verbose=False) as gpc:
         at = gpc.get_local_rank(ParallelMode.SEQUENCE)
         whole = numbers(7, 7, 7, seed=1)
@@ -63,8 +65,3 @@ def _there_and_back(balanced: bool, dim: int) -> None:
         (back * numbers(7, 7, 7, seed=10 + at)).sum().backward()
         all_ways = sum(numbers(7, 7, 7, seed=10 + other) for other in range(3))
         close(part.grad, all_ways.index_select(dim, positions), 1e-14)
-
-
-@pytest.mark.parametrize(("balanced", "dim"), [(False, 1), (True, 1), (True, 2)])
-def test_split_and_gather_are_inverse_and_gradients_come_together(balanced, dim):
-    run_world(3, _there_and_back, balanced, dim)

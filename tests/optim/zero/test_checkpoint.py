@@ -18,6 +18,7 @@ from colonnade.optim.zero import ZeroOptimizer
 from colonnade.testing import gather_weights, run_world
 from tests.gradients.scenarios import numbers
 from tests.optim.zero.cases import CASES, Way, engine_of, run_steps
+from tests.ranks import on_ranks
 
 State = dict[str, Tensor]
 OFF = {"TORCH_DISTRIBUTED_DEBUG": "OFF"}  # under DETAIL, gloo of torch 2.11 does not gather DTensors
@@ -117,14 +118,15 @@ def test_saved_under_stage_2_on_4_ranks_loads_anywhere_bitwise(tmp_path):
 
 
 @pytest.mark.slow
+@on_ranks(2, env=OFF)
 def test_every_stage_loads_every_other_and_goes_on_alike(tmp_path):
     for saved in (0, 1, 3):
         folder = tmp_path / str(saved)
-        truth = run_world(2, save, folder, saved, torch.float32, env=OFF).values[0]
-        after = [run_world(2, load, folder, stage, torch.float32, 2, env=OFF).values[0] for stage in (0, 1, 2, 3)]
-        assert same(truth, run_world(2, load, folder, 2, torch.float32).values[1]) == []
-        for other in after[1:]:
-            for name, value in after[0].items():
+        truth = save(folder, saved, torch.float32)
+        assert same(truth, load(folder, 2, torch.float32)) == []
+        first, *others = (load(folder, stage, torch.float32, 2) for stage in (0, 1, 2, 3))
+        for other in others:
+            for name, value in first.items():
                 assert torch.allclose(value, other[name], rtol=1e-5, atol=1e-6), name
 
 
@@ -152,7 +154,8 @@ def test_masters_travel_and_are_left_where_nobody_has_any(tmp_path):
     optimizer.step()  # torch's own, which takes no moments of another type
 
 
-def _torch_state() -> None:
+@on_ranks(2)
+def test_state_goes_to_and_comes_from_ordinary_optimizers():
     """The whole state goes into an ordinary optimizer and back; an optimizer with state is taken with it."""
     with launch({"zero": 2}, context=ParallelContext(), verbose=False) as gpc:
         model, plain = Small(), Small()
@@ -185,11 +188,9 @@ def _torch_state() -> None:
         engine.close()
 
 
-def test_state_goes_to_and_comes_from_ordinary_optimizers():
-    run_world(2, _torch_state)
-
-
-def _asked_of_the_users_own(stage: int, folder: Path) -> None:
+@pytest.mark.parametrize("stage", [1, 2])
+@on_ranks(2)
+def test_the_optimizer_that_was_given_says_where_its_state_is(stage: int, tmp_path: Path):
     """What was given to `initialize` says where its state is, while the engine lives and after it."""
     with launch({"zero": stage}, context=ParallelContext(), verbose=False) as gpc:
         model = nn.Linear(4, 3)
@@ -202,7 +203,7 @@ def _asked_of_the_users_own(stage: int, folder: Path) -> None:
         for ask in (
             optimizer.state_dict,
             lambda: optimizer.load_state_dict(before),
-            lambda: CheckpointManager(folder, gpc).save(1, engine.model, optimizer),
+            lambda: CheckpointManager(tmp_path, gpc).save(1, engine.model, optimizer),
         ):
             with pytest.raises(ColonnadeError, match=r"Adam.* sharded .*engine\.optimizer.*\[C121\]$"):
                 ask()
@@ -214,11 +215,6 @@ def _asked_of_the_users_own(stage: int, folder: Path) -> None:
             optimizer.state_dict()
         optimizer.load_state_dict(whole)
         assert sorted(optimizer.state_dict()["state"]) == [0, 1]
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_the_optimizer_that_was_given_says_where_its_state_is(stage, tmp_path):
-    run_world(2, _asked_of_the_users_own, stage, tmp_path)
 
 
 def _resume(name: str, folder: Path, stages: tuple[int, int]) -> None:

@@ -14,7 +14,7 @@ from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
 from colonnade.optim.zero.formula import bytes_held, bytes_moved, shard_dim
-from colonnade.testing import run_world
+from tests.ranks import on_ranks
 
 WIDTH, LAYERS, BUCKET_MB = 128, 12, 0.25
 
@@ -46,7 +46,10 @@ def _config(stage: int, **more: Any) -> dict[str, Any]:
     return {"zero": zero, "sync": {"shared_memory": False}, **more}
 
 
-def _memory(dtype: torch.dtype) -> dict[int, tuple[int, int]]:
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@on_ranks("ranks")
+def test_memory_is_what_the_formula_says(ranks, dtype: torch.dtype):
     """Per stage: bytes when gradients are final, and the elements of the largest bucket."""
     found = {}
     for stage in range(4):
@@ -64,26 +67,19 @@ def _memory(dtype: torch.dtype) -> dict[int, tuple[int, int]]:
             found[stage] = (live_bytes() - before, max((bucket.numel for bucket in buckets), default=0))
             engine.close()
             del engine, buckets
-    return found
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_memory_is_what_the_formula_says(ranks, dtype):
-    for found in run_world(ranks, _memory, dtype).values:
-        for stage, (measured, largest) in found.items():
-            masters = dtype is torch.bfloat16 and stage in (1, 2)
-            width = 4 if stage == 3 else dtype.itemsize  # shards are what the optimizer steps on
-            expected = bytes_held(
-                stage,
-                NUMEL,
-                ranks,
-                width=width,
-                state=8 if masters else 2 * width,
-                master=4 if masters else 0,
-                largest=largest,
-            )
-            assert measured == pytest.approx(expected.total, rel=0.05), f"stage {stage}: {expected}"
+    for stage, (measured, largest) in found.items():
+        masters = dtype is torch.bfloat16 and stage in (1, 2)
+        width = 4 if stage == 3 else dtype.itemsize  # shards are what the optimizer steps on
+        expected = bytes_held(
+            stage,
+            NUMEL,
+            ranks,
+            width=width,
+            state=8 if masters else 2 * width,
+            master=4 if masters else 0,
+            largest=largest,
+        )
+        assert measured == pytest.approx(expected.total, rel=0.05), f"stage {stage}: {expected}"
 
 
 def test_stage_2_needs_two_rooms_whatever_the_size_of_the_model():
@@ -115,7 +111,9 @@ def _tensors(args: Any) -> list[Tensor]:
     return [tensor for arg in args for tensor in _tensors(arg)] if isinstance(args, (list, tuple)) else []
 
 
-def _moved(passes: int) -> dict[int, float]:
+@pytest.mark.parametrize(("ranks", "passes"), [(2, 1), (4, 1), (2, 3)])
+@on_ranks("ranks", env={"TORCH_DISTRIBUTED_DEBUG": "OFF"})
+def test_bytes_moved_per_step(ranks, passes: int):
     found = {}
     for stage in range(4):
         with launch(_config(stage, gradient_accumulation=passes), context=ParallelContext(), verbose=False) as gpc:
@@ -130,18 +128,12 @@ def _moved(passes: int) -> dict[int, float]:
                 found[stage] = moved.bytes
                 assert step or moved.bytes
             engine.close()
-    return found
-
-
-@pytest.mark.parametrize(("ranks", "passes"), [(2, 1), (4, 1), (2, 3)])
-def test_bytes_moved_per_step(ranks, passes):
-    for found in run_world(ranks, _moved, passes, env={"TORCH_DISTRIBUTED_DEBUG": "OFF"}).values:
-        for stage, measured in found.items():
-            assert measured == pytest.approx(bytes_moved(stage, NUMEL, ranks, passes=passes), rel=0.02), stage
-        if passes == 1:
-            assert found[1] == pytest.approx(found[0], rel=0.02)
-            assert found[2] == pytest.approx(found[0], rel=0.02)
-            assert found[3] <= 1.5 * found[0] * 1.02
+    for stage, measured in found.items():
+        assert measured == pytest.approx(bytes_moved(stage, NUMEL, ranks, passes=passes), rel=0.02), stage
+    if passes == 1:
+        assert found[1] == pytest.approx(found[0], rel=0.02)
+        assert found[2] == pytest.approx(found[0], rel=0.02)
+        assert found[3] <= 1.5 * found[0] * 1.02
 
 
 @pytest.mark.parametrize(

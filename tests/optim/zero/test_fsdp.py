@@ -17,6 +17,7 @@ from colonnade.optim.zero.formula import shard_dim
 from colonnade.testing import compare, gather_weights, run_world
 from tests.gradients.scenarios import MINE, SplitMoe, numbers
 from tests.optim.zero.cases import run_all
+from tests.ranks import on_ranks
 
 
 class Net(nn.Module):
@@ -179,7 +180,8 @@ def pair() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
 
 
-def _refusals() -> None:
+@on_ranks(4)
+def test_refusals_say_what_to_do():
     gpc = ParallelContext()
     mixed = pytest.raises(ColonnadeError, match=r"experts over EXPERT_DATA / 4.*module of their own")
     with launch({"parallel": {"expert": 2}, "zero": 3}, context=gpc, verbose=False), mixed:
@@ -191,10 +193,6 @@ def _refusals() -> None:
         context = ParallelContext()
         with launch({"zero": zero}, context=context, verbose=False), pytest.raises(ColonnadeError, match=message):
             initialize(Net(), adamw, context=context)
-
-
-def test_refusals_say_what_to_do():
-    run_world(4, _refusals)
 
 
 def _uneven() -> str:

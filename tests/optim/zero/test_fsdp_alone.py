@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,14 +17,13 @@ from colonnade.errors import ConfigError
 from colonnade.optim.zero import fsdp
 from colonnade.optim.zero.formula import dtypes_of, make_fp32
 from colonnade.optim.zero.fsdp import (
-    ShardedModel,
     ShardModes,
     replica_mode,
     shard_modes_of,
     shards_between_hosts,
     unsharded_parameters,
 )
-from colonnade.parallel.placement import Replicate, Shard, place, placement_of
+from colonnade.parallel.placement import Shard, place
 from tests.gradients.scenarios import MINE
 
 DATA, EXPERT_DATA = ParallelMode.DATA, ParallelMode.EXPERT_DATA
@@ -116,66 +113,6 @@ def test_shards_between_hosts_are_told_where_smaller_groups_would_fit(data, tens
     found = shards_between_hosts(layout, "mine", here)
     assert found is None if told is None else re.search(told, found or "")
     assert shards_between_hosts(layout, None, here) is None
-
-
-def test_the_root_is_sharded_over_data_or_else_as_most_elements_are():
-    root = nn.ParameterList([nn.Parameter(torch.zeros(n)) for n in (3, 2, 4, 9, 1)])
-    small, _, large, left, scalar = root
-    other = ShardModes((MINE, DATA), 2)
-    modes: dict[int, ShardModes | None] = {id(p): SPARSE for p in root} | {id(left): None}
-    modes.pop(id(scalar))
-    assert fsdp._usual_modes(modes, root) is SPARSE
-    modes[id(small)] = other  # fewer elements, and a data mode last
-    assert fsdp._usual_modes(modes, root) is other
-    twin = ShardModes((ParallelMode.MOE_DATA,), 2)
-    modes[id(small)] = twin
-    assert fsdp._usual_modes(modes, root) is SPARSE
-    modes[id(large)] = twin
-    assert fsdp._usual_modes(modes, root) is twin
-    assert fsdp._usual_modes({id(left): None}, root) is None
-
-
-def test_the_largest_modules_that_are_sharded_otherwise_stand_apart():
-    experts, dense = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), nn.Linear(1, 1)
-    root = nn.Sequential(nn.Sequential(experts, dense), nn.Linear(1, 1))
-    modes: dict[int, ShardModes | None] = {id(p): DENSE for p in root.parameters()}
-    assert fsdp._sharded_apart(root, modes, DENSE) == []
-    modes |= {id(p): SPARSE for p in experts.parameters()}
-    modes[id(dense.bias)] = None
-    assert fsdp._sharded_apart(root, modes, DENSE) == [experts]
-    modes |= {id(p): SPARSE for p in root.parameters()}
-    assert fsdp._sharded_apart(root, modes, DENSE) == [root]
-    assert fsdp._sharded_apart(root, {id(p): None for p in root.parameters()}, DENSE) == []
-    assert fsdp._sharded_apart(root, {}, None) == []
-
-
-def test_a_group_of_shards_and_whole_parameters_is_stepped_on_one_by_one(monkeypatch):
-    shards, whole = [nn.Parameter(torch.zeros(1)) for _ in range(2)], nn.Parameter(torch.zeros(1))
-    monkeypatch.setattr(fsdp, "is_dtensor", lambda one: any(one is p for p in shards))
-    monkeypatch.setattr(fsdp, "agreed_errors", lambda device: nullcontext())
-    groups = [{"params": shards}, {"params": [whole]}, {"params": [shards[0], whole]}, {"params": []}]
-    given: list[dict[str, Any]] = [{**group, "foreach": None, "lr": 1.0} for group in groups]
-    units = SimpleNamespace(context=SimpleNamespace(device=None), meshes=[], order=None, guards=[])
-    optimizer = SimpleNamespace(param_groups=given, step=None)
-    ShardedModel.guard(SimpleNamespace(_units=units), optimizer)  # type: ignore[arg-type]
-    assert [group["foreach"] for group in given] == [None, None, False, None]
-    assert all(set(group) == {"params", "foreach", "lr"} for group in given)
-
-
-def test_a_placement_on_other_modes_is_kept_and_data_is_final_where_a_twin_stands_for_it():
-    for modes, specs in (
-        (DENSE, {ParallelMode.TENSOR: Shard(0)}),
-        (None, {ParallelMode.TENSOR: Shard(0)}),
-        (ShardModes((MINE, DATA), 4), {ParallelMode.TENSOR: Shard(0)}),
-        (SPARSE, {ParallelMode.TENSOR: Shard(0), DATA: Replicate(owes="nothing")}),
-    ):
-        old, new = (nn.Parameter(torch.zeros(4)) for _ in range(2))
-        place(old, {ParallelMode.TENSOR: Shard(0)})
-        fsdp._copy_modes(old, new, modes)
-        assert dict(placement_of(new).modes) == specs
-    old, new = (nn.Parameter(torch.zeros(4)) for _ in range(2))
-    fsdp._copy_modes(old, new, DENSE)
-    assert dict(placement_of(new).modes) == {}
 
 
 def test_what_fsdp_cannot_shard_is_left_whole():

@@ -19,6 +19,7 @@ from colonnade.testing import compare, gather_gradients, gather_weights, run_wor
 from tests.gradients.scenarios import numbers
 from tests.models.grid import Case, trained
 from tests.optim.zero.cases import run_all
+from tests.ranks import on_ranks
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -362,7 +363,8 @@ def _no_backward(model: Any) -> None:
 def _no_end(model: Any) -> None:
     with pytest.raises(KeyError):
         _fail_inside(model)
-    assert all(hasattr(parameter, "to_local") for parameter in model.parameters())
+    if hasattr(model, "reset_iter_state"):  # before torch 2.12, parameters stay gathered until the step frees them
+        assert all(hasattr(parameter, "to_local") for parameter in model.parameters())
 
 
 def _stale() -> None:
@@ -437,16 +439,14 @@ def _saved(folder: str, stage: int, steps: range, load: bool) -> dict[str, Tenso
     return found
 
 
-def _resumed(folder: str) -> None:
+@on_ranks(2)
+def test_tied_weights_go_on_under_another_stage(tmp_path):
+    folder = str(tmp_path)
     truth = _saved(f"{folder}/all", 0, range(4), False)
     for first, second in ((3, 0), (3, 2), (1, 3), (3, 3)):
         at = f"{folder}/{first}{second}"
         _saved(at, first, range(2), False)
         compare(truth, _saved(at, second, range(2, 4), True), 1e-10)
-
-
-def test_tied_weights_go_on_under_another_stage(tmp_path):
-    run_world(2, _resumed, str(tmp_path))
 
 
 def test_models_of_every_kind_on_two_ranks():

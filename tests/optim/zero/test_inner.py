@@ -13,12 +13,7 @@ from colonnade.config.settings import ZeroSettings
 from colonnade.errors import ConfigError, GradientError
 from colonnade.optim.engine_optimizer import groups_by_options, run_trial_steps, state_dtypes
 from colonnade.optim.zero import ZeroOptimizer
-from colonnade.optim.zero.zero_optimizer import (
-    ParameterShard,
-    check_elementwise,
-    copy_options,
-    twin_on_shards,
-)
+from colonnade.optim.zero.zero_optimizer import ParameterShard, check_elementwise, copy_options, twin_on_shards
 
 
 def made(count: int = 2, shape: tuple[int, ...] = (2, 3)) -> list[nn.Parameter]:

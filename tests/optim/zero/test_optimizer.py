@@ -19,6 +19,7 @@ from colonnade.errors import ColonnadeError
 from colonnade.testing import compare, gather_weights, run_world
 from tests.gradients.scenarios import numbers
 from tests.optim.zero.cases import run_all
+from tests.ranks import on_ranks
 
 WAYS = [(1, "auto"), (1, False), (2, "auto"), (2, False)]
 
@@ -227,7 +228,9 @@ def _by_hand() -> None:
         engine.close()
 
 
-def _by_hand_again(gather_ahead: bool) -> None:
+@pytest.mark.parametrize("gather_ahead", [False, True])
+@on_ranks(2)
+def test_a_step_by_hand_waits_for_ranks_that_still_read_the_weights_of_the_last_one(gather_ahead: bool):
     """Rank 1 reads its weights for a while between two steps that no sum separates."""
     config = {"zero": {"stage": 1, "gather_ahead": gather_ahead}}
     with launch(config, context=ParallelContext(), verbose=False) as gpc:
@@ -246,11 +249,6 @@ def _by_hand_again(gather_ahead: bool) -> None:
         gradient = engine.optimizer.whole_gradient(model.weight)
         torch.testing.assert_close(model.weight.detach(), first - 0.2 * gradient)
         engine.close()
-
-
-@pytest.mark.parametrize("gather_ahead", [False, True])
-def test_a_step_by_hand_waits_for_ranks_that_still_read_the_weights_of_the_last_one(gather_ahead):
-    run_world(2, _by_hand_again, gather_ahead)
 
 
 class Counting(torch.optim.SGD):
@@ -410,18 +408,15 @@ CLIPS: list[dict[str, Any]] = [
 ]
 
 
-def _every_method() -> None:
+@pytest.mark.slow
+@on_ranks(2, timeout=110)
+def test_every_clip_method_is_the_same_at_every_stage():
     for clip in CLIPS:
         (norms, weights), *stages = _methods(clip)
         for other_norms, other in stages:
             for here, there in zip(norms, other_norms, strict=True):
                 assert here == pytest.approx(there, rel=1e-10), clip
             compare(weights, other, 1e-10)
-
-
-@pytest.mark.slow
-def test_every_clip_method_is_the_same_at_every_stage():
-    run_world(2, _every_method, timeout=110)
 
 
 def test_the_users_own_optimizer_on_two_ranks():

@@ -38,8 +38,7 @@ def test_every_optimizer_clipped_and_accumulated(name, stage):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    [name if name == "data 2" else pytest.param(name, marks=pytest.mark.long) for name in CASES],
+    "name", [name if name == "data 2" else pytest.param(name, marks=pytest.mark.long) for name in CASES]
 )
 def test_by_collectives_instead_of_shared_memory(name):
     ways = [

@@ -12,7 +12,7 @@ from colonnade.engine.build import initialize
 from colonnade.parallel import meta
 from colonnade.parallel.meta import meta_init, parameter_inits
 from colonnade.parallel.placement import local_part
-from colonnade.testing import run_world
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
@@ -37,7 +37,8 @@ def test_a_parameter_is_made_on_the_gpu_with_little_memory_beside_it():
     assert torch.equal(local[100:103].cpu(), rows)
 
 
-def _offloaded() -> list[str]:
+@on_ranks(2, backend="nccl")
+def test_offloaded_shards_start_on_the_cpu():
     """Shards that live on the CPU between their uses start there, and train."""
     with launch({"zero": {"stage": 3, "offload": True}}, context=ParallelContext(), verbose=False) as gpc:
         with meta_init():
@@ -53,9 +54,4 @@ def _offloaded() -> list[str]:
             losses.append(loss.item())
         assert losses[-1] < losses[0]
         engine.close()
-    return devices
-
-
-def test_offloaded_shards_start_on_the_cpu():
-    for devices in run_world(2, _offloaded, backend="nccl").values:
-        assert set(devices) == {"cpu"}
+    assert set(devices) == {"cpu"}

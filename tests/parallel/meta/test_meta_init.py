@@ -290,7 +290,7 @@ def test_mistakes_are_named():
     with pytest.raises(PlacementError, match=r"extra was never given values inside meta_init"):
         parameter_inits([forgotten])
     nn.init.zeros_(changed.weight)
-    with pytest.raises(PlacementError, match=r"weight was changed after meta_init"):
+    with pytest.raises(PlacementError, match=r"weight was changed on the meta device after meta_init"):
         parameter_inits([changed])
     with meta_init():
         layer = nn.Linear(2, 2)
@@ -314,7 +314,7 @@ def test_what_cannot_be_done_later_is_named():
             module.shared = nn.Parameter(torch.ones(1, 4).expand(3, 4))
         with pytest.raises(PlacementError, match=r"needs the values of a parameter"):
             torch.allclose(bare.weight, read.weight)
-    with pytest.raises(PlacementError, match=r"extra starts with random numbers that a buffer, .* has read"):
+    with pytest.raises(PlacementError, match=r"extra is initialized with random numbers that a buffer, .* has read"):
         parameter_inits([read])
     with pytest.raises(PlacementError, match=r"0\.tables holds a tensor without values.*register_buffer"):
         parameter_inits([nn.Sequential(bare)])

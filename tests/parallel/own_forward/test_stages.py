@@ -333,7 +333,7 @@ def test_what_cannot_be_cut_says_what_to_do() -> None:
         split(nn.Bilinear(2, 2, 2), num_stages=2)
     with pytest.raises(ScheduleError, match=r"balance='time' needs an nn\.Sequential"):
         split(Decoder(), num_stages=2, balance="time", sample=ids())
-    with pytest.raises(ScheduleError, match=r"layers of Telling.*give another result.*pass it as an argument"):
+    with pytest.raises(ScheduleError, match=r"layers of Telling.*give a different result.*pass it as an argument"):
         split(Telling(), num_stages=2, sample=torch.ones(2, WIDTH))
     hooked = Decoder()
     hooked.register_forward_hook(lambda module, args, result: None)

@@ -204,6 +204,24 @@ def of_its_neighbour(world, value, name, at, rank):
     return world.truth("down.weight", at).reshape(value.shape) if name == "up.weight" else value
 
 
+def with_its_neighbour(world, value, name, at, rank):
+    return value + world.truth("down.weight", at).reshape(value.shape) if name == "up.weight" else value
+
+
+def each_pass_in_half(world, value, name, at, rank):
+    some = [(one, other) for one in range(world.accumulation) for other in world.group("DATA", rank)]
+    return sum(world.raw(name, at, one, other).bfloat16().double() for one, other in some) / world.data
+
+
+def of_own_tokens(world, value, name, at, rank):
+    """Half of the tokens on each rank, of which it takes the mean."""
+    return value + (0.1 if rank else -0.1) * world.truth(name, at).cos() if name == "down.weight" else value
+
+
+def without_rank_1(world, value, name, at, rank):
+    return value - world.raw_sum(name, at, 1) / world.data if name == "down.weight" else value
+
+
 def of_own_batch(value):
     return value + 0.1 * value.sin()
 
@@ -353,6 +371,7 @@ PLANTED = {
         (World(2, 2, 2), {"total": over((), ["up.weight"])}),
         (World(2, 1), {"total": of_rank_0}),
         (World(4, 1), {"total": without_the_next}),
+        (World(1, 2), {"total": of_own_tokens}),
         (World(2, 1), {"total": end_not_reduced}),
     ],
     "wrong-operation": [
@@ -364,11 +383,14 @@ PLANTED = {
         (World(2, 1), {"total": of_its_neighbour}),
         (World(2, 1), {"total": another_of_rank_1}),
         (World(2, 1), {"total": mixed_with_a_turned_one}),
+        (World(2, 1), {"total": with_its_neighbour}),
     ],
     "rounded": [
         (World(2, 1), {"total": in_half}),
         (World(2, 1, max_norm=1.0), {"norm": rounded_norm}),
         (World(2, 1), {"total": each_rank(in_eight_bits)}),
+        (World(2, 1), {"total": each_rank(lambda own: own.bfloat16().double())}),
+        (World(2, 1, accumulation=2), {"total": each_pass_in_half}),
         (World(2, 1), {"activation": nearly_on_rank_1, "recomputed": nearly_on_rank_1, "loss": more}),
     ],
     "backward-differs": [
@@ -423,6 +445,7 @@ PLANTED = {
     "missing-gradient": [
         (World(2, 1), {"total": times(0, ["up.bias"])}),
         (World(3, 1), {"total": each_rank(larger_half)}),
+        (World(3, 1), {"total": without_rank_1}),
     ],
     "not-finite": [(World(2, 1, accumulation=2), {"raw": nan_on_rank_1})],
     "clipped-before-reduced": [
@@ -680,6 +703,18 @@ def test_the_sentence_names_the_parameter_the_ranks_the_factor_and_the_mode():
     plant = {"weights": lambda world, value, name, before, **_: before if name == "up.weight" else value}
     sentence = only(diagnose(World(2, 1, plant=plant).evidence())).sentence
     assert sentence.startswith("the weight up.weight on every rank is unchanged by the step; look at")
+
+
+def test_the_end_of_a_bucket_that_is_not_reduced_is_this_ranks_gradient():
+    def end(world, value, name, at, rank):
+        own = world.raw_sum(name, at, rank)
+        if name == "up.bias":
+            return own
+        return torch.cat([value.flatten()[:-9], own.flatten()[-9:]]).view(value.shape) if name == "up.weight" else value
+
+    findings = diagnose(World(2, 1, plant={"total": end}).evidence()).findings
+    assert [finding.cause for finding in findings] == ["not-reduced"] * len(findings)
+    assert all("this rank's local gradient, not reduced over DATA" in finding.sentence for finding in findings)
 
 
 def test_replicas_name_their_ranks():

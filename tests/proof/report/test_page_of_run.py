@@ -319,7 +319,7 @@ def test_what_is_no_run_is_said(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="no log"):
         run_page([tmp_path / "empty"])
-    with pytest.raises(ConfigError, match="neither a folder of a run nor a log"):
+    with pytest.raises(ConfigError, match="neither the folder of a run nor a log"):
         run_page([tmp_path / "nowhere"])
     (tmp_path / "a.jsonl").write_text('{"kind": "test", "step": 4}\n')
     with pytest.raises(ConfigError, match="no finished step"):

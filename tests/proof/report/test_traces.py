@@ -44,7 +44,7 @@ def test_clocks_that_differ_are_put_right(tmp_path):
 def test_a_trace_that_is_not_whole_is_named(tmp_path, text):
     write_trace(tmp_path, 0, 0.0)
     (tmp_path / "trace-rank-00001.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"trace-rank-00001\.json is no whole trace"):
+    with pytest.raises(ConfigError, match=r"trace-rank-00001\.json is incomplete"):
         merge_traces(tmp_path, tmp_path / "all.json")
 
 

@@ -13,9 +13,9 @@ LOADS = str(Path(__file__).parent / "of_users" / "loads.py")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 WRONG = {
     "swapped": "0.weight has its shards in another order: rank 0 has the shard of rank 1",
-    "replica": "2.weight has other numbers on the ranks than in a single process, although 4 other weights are the same",
-    "one": "2.weight is that of the script on rank 0 only, and not on rank 1",
-    "stages": "2.weight, 2.bias has the same numbers as 0.weight, and others in a single process",
+    "replica": "2.weight has different values on the ranks than in a single process, although 4 other weights are the same",
+    "one": "2.weight agrees with the script only on rank 0, not on rank 1",
+    "stages": "2.weight, 2.bias has the same values as 0.weight, but not in a single process",
     "shards": "0.weight, 2.weight has equal shards on ranks [0, 1], which are different shards in a single process",
 }
 

@@ -27,6 +27,7 @@ from colonnade.registry import ORDERS
 from colonnade.testing import run_world
 from tests.engine.schedule import models
 from tests.engine.schedule.tables import random_table
+from tests.ranks import on_ranks
 
 
 def loss_of(output: Any, label: Any) -> Tensor:
@@ -146,8 +147,14 @@ def test_values_of_every_form(kind: models.Kind) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", FORMS)
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("num_ranks", "kind"),
+    [
+        *((2, kind) for kind in FORMS),
+        *((4, kind) for kind in (models.Rich, models.Varying)),
+        *(pytest.param(4, kind, marks=pytest.mark.long) for kind in FORMS if kind not in (models.Rich, models.Varying)),
+    ],
+)
 def test_values_of_every_form_under_every_order(num_ranks: int, kind: models.Kind) -> None:
     tables = [make_table(name, num_ranks, 8, chunks_of(name) or 2) for name in ORDERS]
     run_and_compare(num_ranks, kind, tables, rows=9)
@@ -198,7 +205,8 @@ class Recorder:
         run_backward(tensors, grads, inputs=inputs, last=last)
 
 
-def run_recorded() -> dict[tuple[str, str], tuple[list[set[str]], list[bool]]]:
+@on_ranks(2)
+def test_last_is_said_with_the_last_pass_of_a_rank_with_one_chunk_and_never_with_several():
     found = {}
     for name in ORDERS:
         for kind in (models.Simple, models.Unsplittable):
@@ -208,17 +216,12 @@ def run_recorded() -> dict[tuple[str, str], tuple[list[set[str]], list[bool]]]:
             recorder.watch(stages)
             executor.run(split_into_micro_batches(*models.batch_for(kind, 4), 4))
             found[name, kind.__name__] = (recorder.touched, recorder.last)
-    return found
-
-
-def test_last_is_said_with_the_last_pass_of_a_rank_with_one_chunk_and_never_with_several() -> None:
-    for rank in run_world(2, run_recorded).values:
-        for run, (touched, last) in rank.items():
-            names = set[str]().union(*touched)
-            chunks = {name.partition(".")[0] for name in names}
-            assert last == [False] * (len(last) - 1) + [len(chunks) == 1], run
-            for name in names:
-                assert sum(name in touch for touch in touched) == 4, "one hook call per micro-batch"
+    for run, (touched, last) in found.items():
+        names = set[str]().union(*touched)
+        chunks = {name.partition(".")[0] for name in names}
+        assert last == [False] * (len(last) - 1) + [len(chunks) == 1], run
+        for name in names:
+            assert sum(name in touch for touch in touched) == 4, "one hook call per micro-batch"
 
 
 # -- what goes wrong --------------------------------------------------------------------------------------

@@ -141,16 +141,7 @@ def test_a_steady_message_is_one_send_and_any_other_arrives_too() -> None:
     """A new form takes a header, a text and its tensor; a known one that is larger than all of the step before, a
     header and its tensor; a step with no message leaves the room as it was."""
     steps = [[100, 50, 100], [100, 50, 50], [], [50], [100, 50], [100], [300, 100], [300, 100, 0]]
-    assert run_world(2, count_sends, steps).values[0] == [
-        [3, 3, 2],
-        [1, 1, 1],
-        [],
-        [1],
-        [2, 1],
-        [1],
-        [3, 1],
-        [1, 1, 2],
-    ]
+    assert run_world(2, count_sends, steps).values[0] == [[3, 3, 2], [1, 1, 1], [], [1], [2, 1], [1], [3, 1], [1, 1, 2]]
 
 
 def begin_counted_on(steps: list[list[int]]) -> list[list[str]]:
@@ -375,7 +366,7 @@ def test_a_group_that_cannot_move_cpu_memory_is_refused_with_the_right_backend()
     found, wanted, message = run_world(1, backends).values[0]
     assert found["cpu"] == "gloo"
     assert wanted == "gloo"
-    assert "moves cuda memory, but it must move cpu memory, too" in message
+    assert "moves cuda memory, but it must also move cpu memory" in message
     assert "backend='gloo'" in message
 
 
@@ -410,7 +401,7 @@ def test_a_wire_moves_the_memory_that_its_backend_can(monkeypatch, backends, dev
     monkeypatch.setattr(link_module, "backends_of", lambda group: backends)
     if moved is None:
         with pytest.raises(
-            ScheduleError, match=r"moves cuda memory, but it must move cpu memory, too.*cpu:gloo,cuda:nccl"
+            ScheduleError, match=r"moves cuda memory, but it must also move cpu memory.*cpu:gloo,cuda:nccl"
         ):
             link_module.Wire(None, 1, torch.device(device))
     else:
