@@ -55,6 +55,18 @@ CASES: dict[str, Case] = {
     "pipeline 2": Case("gpt", SMALL, 8, {**BF16, "parallel": dict(pipeline=2), "num_microbatches": 4}, ranks=2),
 }
 
+LARGE = dict(vocabulary=32000, length=2048, hidden=2048, heads=16, layers=12, kv_heads=4, inner=5632)
+BLIND: dict[str, Case] = {
+    "blind: llama": Case("llama", LARGE, 4, BF16),
+    "blind: llama, compiled": Case("llama", LARGE, 4, {**BF16, "compile": True}),
+    "blind: gpt, compiled": Case("gpt", _gpt(1280, 16, 20), 8, {**BF16, "compile": True}),
+    "blind: gpt, checkpointed": Case("gpt", _gpt(2048, 16, 16), 8, {**BF16, **FULL}),
+    "blind: experts": Case("moe", {**_gpt(1024, 12, 16), "experts": 16}, 8, BF16),
+    "blind: lora, long": Case("lora", {**LARGE, "length": 8192}, 1, BF16),
+}
+"""Planned before they were measured for the first time."""
+CASES |= BLIND
+
 
 def smaller(case: Case) -> Case:
     """Return the case at a size for a try on a CPU."""

@@ -177,9 +177,9 @@ def _draw(values: dict[str, Any], html: Path | None, svg: Path | None) -> None:
 
 # --- Terminal output: the figures and tables of `plan_tables`, memory bars and the pipeline timeline ---
 
-_COLORS = ("blue", "green", "magenta", "yellow", "cyan", "white")
+_COLORS = ("blue", "green", "magenta", "yellow", "cyan", "white", "red")
 """The colours of the parts of memory."""
-_LETTERS = ("P", "G", "S", "A", "C", "B")
+_LETTERS = ("P", "G", "S", "A", "C", "B", "W")
 """The letters of the parts of memory, for a terminal or a file without colours."""
 _SUFFIX = "GradientHandler"
 """The end of handler names, which tables leave out because every handler has it."""

@@ -25,34 +25,36 @@ class OutOfMemory(Exception):
 
 
 @dataclass(eq=False)
-class Block:
+class MemoryBlock:
     """A part of a segment. `before` and `after` are its neighbours in the segment."""
 
     address: int
     size: int
-    pool: Pool
+    pool: BlockPool
     free: bool = False
-    before: Block | None = None
-    after: Block | None = None
+    before: MemoryBlock | None = None
+    after: MemoryBlock | None = None
 
 
-class Pool:
+class BlockPool:
     """The free blocks of one stream and size class, by (size, address)."""
 
     def __init__(self, small: bool) -> None:
         self.small = small
-        self.blocks: dict[int, Block] = {}
+        self.blocks: dict[int, MemoryBlock] = {}
+        self.end: MemoryBlock | None = None
+        """With expandable segments: the last block of the one segment."""
         self._sizes: list[tuple[int, int]] = []
 
-    def add(self, block: Block) -> None:
+    def add(self, block: MemoryBlock) -> None:
         self.blocks[block.address] = block
         insort(self._sizes, (block.size, block.address))
 
-    def remove(self, block: Block) -> None:
+    def remove(self, block: MemoryBlock) -> None:
         del self.blocks[block.address]
         self._sizes.pop(bisect_left(self._sizes, (block.size, block.address)))
 
-    def best(self, size: int) -> Block | None:
+    def best(self, size: int) -> MemoryBlock | None:
         """Return the smallest block of at least this size; of equal ones that with the lowest address."""
         at = bisect_left(self._sizes, (size, 0))
         return self.blocks[self._sizes[at][1]] if at < len(self._sizes) else None
@@ -64,39 +66,38 @@ class CachingAllocator:
     def __init__(self, capacity: float = inf, expandable: bool = False) -> None:
         self.capacity, self.expandable = capacity, expandable
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
-        self._pools: dict[tuple[int, bool], Pool] = {}
-        self._ends: dict[tuple[int, bool], Block] = {}
+        self._pools: dict[tuple[int, bool], BlockPool] = {}
         self._next = 0
 
-    def allocate(self, nbytes: int, stream: int = 0) -> Block:
+    def allocate(self, nbytes: int, stream: int = 0) -> MemoryBlock:
         """Return a block for a request. Raises OutOfMemory."""
         size = max(MINIMUM, -(-nbytes // MINIMUM) * MINIMUM)
         small = size <= SMALL
-        pool = self._pools.setdefault((stream, small), Pool(small))
+        pool = self._pools.setdefault((stream, small), BlockPool(small))
         block = pool.best(size)
         if block is None:
-            block = self._grow(pool, size, stream) if self.expandable else self._segment(pool, size)
+            block = self._grow(pool, size) if self.expandable else self._segment(pool, size)
         else:
             pool.remove(block)
         rest = block.size - size
         if rest >= MINIMUM if small or self.expandable else rest > SMALL:
-            other = Block(block.address + size, rest, pool, True, block, block.after)
+            other = MemoryBlock(block.address + size, rest, pool, True, block, block.after)
             if block.after is not None:
                 block.after.before = other
             block.after, block.size = other, size
             pool.add(other)
-            if self._ends.get((stream, small)) is block:
-                self._ends[stream, small] = other
+            if pool.end is block:
+                pool.end = other
         block.free = False
         self.allocated += block.size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
         return block
 
-    def release(self, block: Block) -> None:
+    def release(self, block: MemoryBlock) -> None:
         """Free a block."""
         self.allocated -= block.size
         block.free = True
-        pool, ends = block.pool, [key for key, end in self._ends.items() if end is block or end is block.after]
+        pool = block.pool
         for other in (block.before, block.after):
             if other is None or not other.free:
                 continue
@@ -108,8 +109,8 @@ class CachingAllocator:
                 second.after.before = first
             block = first
         pool.add(block)
-        for key in ends:
-            self._ends[key] = block
+        if self.expandable and block.after is None:
+            pool.end = block
 
     def empty_cache(self) -> None:
         """Release all segments that have no block in use."""
@@ -118,21 +119,19 @@ class CachingAllocator:
                 if block.before is None and block.after is None:
                     pool.remove(block)
                     self.reserved -= block.size
-                    self._ends = {key: end for key, end in self._ends.items() if end is not block}
+                    pool.end = None
 
-    def _segment(self, pool: Pool, size: int) -> Block:
+    def _segment(self, pool: BlockPool, size: int) -> MemoryBlock:
         nbytes = (
             SMALL_SEGMENT if pool.small else LARGE_SEGMENT if size < _OWN_SEGMENT else -(-size // _ROUNDED) * _ROUNDED
         )
         self._reserve(nbytes)
         self._next += nbytes + _ROUNDED  # segments are never neighbours
-        return Block(self._next - nbytes, nbytes, pool)
+        return MemoryBlock(self._next - nbytes, nbytes, pool)
 
-    def _grow(self, pool: Pool, size: int, stream: int) -> Block:
-        """The last free block of the pool's one segment, after as many pages as it lacks were mapped behind it."""
-        page = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
-        key = stream, pool.small
-        last = self._ends.get(key)
+    def _grow(self, pool: BlockPool, size: int) -> MemoryBlock:
+        """The last block of the pool's segment, after as many pages as it lacks were mapped behind it."""
+        page, last = SMALL_SEGMENT if pool.small else LARGE_SEGMENT, pool.end
         if last is not None and last.free:
             more = -(-(size - last.size) // page) * page
             self._reserve(more)
@@ -141,11 +140,11 @@ class CachingAllocator:
             return last
         nbytes = -(-size // page) * page
         self._reserve(nbytes)
-        address = last.address + last.size if last is not None else (len(self._ends) + 1) << 50
-        block = Block(address, nbytes, pool, before=last)
+        self._next += 1 << 50
+        block = MemoryBlock(self._next if last is None else last.address + last.size, nbytes, pool, before=last)
         if last is not None:
             last.after = block
-        self._ends[key] = block
+        pool.end = block
         return block
 
     def _reserve(self, nbytes: int) -> None:
@@ -159,7 +158,7 @@ class CachingAllocator:
 
 def replayed(events: Iterable[tuple[int, int, int]], allocator: CachingAllocator) -> CachingAllocator:
     """Replay events (number, bytes, stream): bytes above 0 allocate under this number, 0 frees it. Raises OutOfMemory."""
-    held: dict[int, Block] = {}
+    held: dict[int, MemoryBlock] = {}
     for number, nbytes, stream in events:
         if nbytes > 0:
             held[number] = allocator.allocate(nbytes, stream)

@@ -21,7 +21,10 @@ from torch.func import functional_call
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from colonnade.config.settings import CompileSettings
+from colonnade.engine.compile import blocks_of
 from colonnade.proof.planner.kernels import Operator, Shaped
+from colonnade.proof.planner.planned_passes import signature
 from colonnade.proof.planner.recorder import _FLOPS, OperatorRecorder, _is_free, _is_view
 
 _READS_OF_A_CHEAP_VALUE = 4
@@ -46,31 +49,43 @@ _OWN_KERNELS = [
 class CompiledBlock:
     """The forward pass of a block as compiled code; set as `forward` of the block."""
 
-    def __init__(self, block: nn.Module, recorder: OperatorRecorder) -> None:
-        self._block, self._recorder = block, recorder
-        self._known: dict[Any, tuple[_Fused, _Fused, Any, int]] = {}
+    def __init__(self, block: nn.Module, recorder: OperatorRecorder, known: dict[Any, Any]) -> None:
+        self._block, self._recorder, self._known = block, recorder, known
+        self._kind = signature(block)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._graphs(
+            self._block, args, kwargs
+        )  # traced before checkpointing hooks into the tensors that autograd saves
         runs = getattr(self._block, "_colonnade_runs", None)
         if runs is None or not torch.is_grad_enabled():
             return self._run(self._block, *args, **kwargs)
         return runs(self._run, self._block, args, kwargs)
 
     def _run(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        leaves, spec = tree_flatten((args, kwargs))
-        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        held = [*given, *block.parameters(), *block.buffers()]
-        key = tuple((tuple(each.shape), each.dtype, each.requires_grad) for each in held), str(spec)
-        if key not in self._known:
-            with self._recorder.paused():
-                self._known[key] = self._traced(held, leaves, spec)
-        forward, backward, out_spec, count = self._known[key]
+        held, (forward, backward, out_spec, count) = self._graphs(block, args, kwargs)
         found = _Compiled.apply(self._recorder, forward, backward, count, *held)
         return tree_unflatten(list(found) if isinstance(found, tuple) else [found], out_spec)
 
-    def _traced(self, held: list[Tensor], leaves: list[Any], spec: Any) -> tuple[_Fused, _Fused, Any, int]:
+    def _graphs(
+        self, block: nn.Module, args: Any, kwargs: Any
+    ) -> tuple[list[Tensor], tuple[_FusedGraph, _FusedGraph, Any, int]]:
+        """The tensors that a call takes, and what was traced for such tensors."""
+        leaves, spec = tree_flatten((args, kwargs))
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        held = [*given, *block.parameters(), *block.buffers()]
+        forms = tuple((tuple(each.shape), each.dtype, each.requires_grad) for each in held)
+        key = forms, str(spec), self._kind, torch.is_grad_enabled()
+        if key not in self._known:
+            with self._recorder.paused():
+                self._known[key] = self._traced(held, leaves, spec)
+        return held, self._known[key]
+
+    def _traced(self, held: list[Tensor], leaves: list[Any], spec: Any) -> tuple[_FusedGraph, _FusedGraph, Any, int]:
         """The fused graphs of forward and backward, the structure of the output, and the number of its tensors."""
-        from functorch.compile import aot_function, make_boxed_func, min_cut_rematerialization_partition
+        from torch._functorch._aot_autograd.utils import make_boxed_func
+        from torch._functorch.aot_autograd import aot_function
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
         from torch._inductor.decomposition import select_decomp_table
 
         names = [name for name, _ in (*self._block.named_parameters(), *self._block.named_buffers())]
@@ -86,9 +101,9 @@ class CompiledBlock:
             outputs[:] = [out_spec, len(flat)]
             return flat
 
-        def keep(graph: GraphModule, _: Any) -> Any:
-            graphs.append(graph)
-            return make_boxed_func(graph.forward)
+        def keep(gm: GraphModule, example_inputs: Any) -> Any:
+            graphs.append(gm)
+            return make_boxed_func(gm.forward)
 
         table = {op: rule for op, rule in select_decomp_table().items() if "flash_attention_for_cpu" not in str(op)}
         with _bare(self._block):
@@ -100,7 +115,7 @@ class CompiledBlock:
             found = [each for each in traced(*fresh) if each.requires_grad]
             torch.autograd.backward(found, [torch.empty_like(each) for each in found])
         forward, backward = graphs
-        return _Fused(forward), _Fused(backward), outputs[0], outputs[1]
+        return _FusedGraph(forward), _FusedGraph(backward), outputs[0], outputs[1]
 
 
 @contextmanager
@@ -117,12 +132,25 @@ def _bare(block: nn.Module) -> Iterator[None]:
             block._colonnade_runs = runs
 
 
+def compile_blocks(module: nn.Module, criterion: Any, config: Any, recorder: OperatorRecorder) -> None:
+    """Let the blocks run as compiled code that `compile_model` compiles."""
+    settings = CompileSettings.read(config.get("compile"))
+    if settings is None:
+        return
+    losses = criterion.modules() if isinstance(criterion, nn.Module) else ()
+    built_in = [loss for loss in losses if vars(type(loss)).get("layer_kind") == "cross_entropy"]
+    chosen = [loss for loss in built_in if loss.reduction != "mean"]
+    known: dict[Any, Any] = {}  # blocks that are alike are traced once
+    for block in (*chosen, *(blocks_of(module) if settings.blocks else [module])):
+        vars(block)["forward"] = CompiledBlock(block, recorder, known)
+
+
 class _Compiled(Function):
     """Runs the fused graphs; what the partitioner keeps is saved as autograd saves it, so that hooks see it."""
 
     @staticmethod
     def forward(
-        ctx: Any, recorder: OperatorRecorder, forward: _Fused, backward: _Fused, count: int, *held: Tensor
+        ctx: Any, recorder: OperatorRecorder, forward: _FusedGraph, backward: _FusedGraph, count: int, *held: Tensor
     ) -> Any:
         found = forward.run(list(held), recorder)
         outputs, kept = found[:count], found[count:]
@@ -138,7 +166,7 @@ class _Compiled(Function):
         return None, None, None, None, *found
 
 
-class _Fused:
+class _FusedGraph:
     """A graph of AOTAutograd as a sequence of kernels."""
 
     def __init__(self, graph: GraphModule) -> None:
@@ -158,7 +186,7 @@ class _Fused:
                 continue
             before = [self._group[source] for source in _sources(node) if source in self._group]
             latest = max(before, default=-1)
-            alone = node.target._opname in _OWN_KERNELS
+            alone = _has_own_kernel(node)
             if not alone and latest in open_groups and not _sums_rows(node):
                 self._group[node] = latest
                 continue
@@ -177,9 +205,9 @@ class _Fused:
                     if source not in self._group:
                         continue
                     same = user in self._group and self._group[user] == self._group[source]
-                    opaque = user.op == "output" or user.target._opname in _OWN_KERNELS
+                    opaque = user.op == "output" or _has_own_kernel(user)
                     cheap = len(set(_sources(source))) <= _READS_OF_A_CHEAP_VALUE and _is_pointwise(source)
-                    if opaque or source.target._opname in _OWN_KERNELS or (not same and not cheap):
+                    if opaque or _has_own_kernel(source) or (not same and not cheap):
                         stored.add(source)
         return stored
 
@@ -206,6 +234,14 @@ class _Fused:
 
     def run(self, given: list[Any], recorder: OperatorRecorder) -> list[Any]:
         """Allocate what the kernels store, count them, and return the outputs."""
+        recorder.add_call("compiled call")
+        recorder.counts_views = False
+        try:
+            return self._run(given, recorder)
+        finally:
+            recorder.counts_views = True
+
+    def _run(self, given: list[Any], recorder: OperatorRecorder) -> list[Any]:
         values: dict[Node, Any] = {}
         places = iter(given)
         given = []
@@ -242,15 +278,15 @@ class _Fused:
     def _count(
         self, nodes: Sequence[Node], reads: set[Node], writes: Sequence[Node], recorder: OperatorRecorder
     ) -> None:
-        if len(nodes) == 1 and nodes[0].target._opname in _OWN_KERNELS:
-            recorder.add(_operator_of(nodes[0]), forward=False)
+        if len(nodes) == 1 and _has_own_kernel(nodes[0]):
+            recorder.add(_operator_of(nodes[0]), forward=False, host="compiled kernel")
             return
         if not writes:
             return
         inputs = tuple(each for node in reads for each in _shapes(node))
         outputs = tuple(each for node in writes for each in _shapes(node))
         name = "fused sum of rows" if any(map(_sums_rows, nodes)) else "fused"
-        recorder.add(Operator(name, inputs, outputs), forward=False)
+        recorder.add(Operator(name, inputs, outputs), forward=False, host="compiled kernel")
 
 
 def _sources(node: Node) -> list[Node]:
@@ -271,6 +307,10 @@ def _passes_on(node: Node) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         return True
     return _is_view(target) or _is_free(target)
+
+
+def _has_own_kernel(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._opname in _OWN_KERNELS
 
 
 def _is_pointwise(node: Node) -> bool:

@@ -33,11 +33,13 @@ class CudaOperators:
         self._before: dict[str, Callable[..., Any]] = {}
 
     def __enter__(self) -> None:
+        self._recorder.workspace = workspace_of
         for name, own in (("scaled_dot_product_attention", self._attention), ("rms_norm", self._rms_norm)):
             self._before[name] = getattr(F, name)
             setattr(F, name, own)
 
     def __exit__(self, *_: object) -> None:
+        self._recorder.workspace = lambda op: 0
         for name, before in self._before.items():
             setattr(F, name, before)
 
@@ -45,6 +47,8 @@ class CudaOperators:
         func = self._before["scaled_dot_product_attention"]
         names = ("attn_mask", "dropout_p", "is_causal")
         options |= dict(zip(names, rest, strict=False))
+        if self._recorder.is_paused:  # a block is traced for compilation
+            return func(query, key, value, **options)
         if options.get("attn_mask") is not None or query.dim() != 4:  # other kernels, which no sweep measures
             return func(query, key, value, **options)
         if torch.is_autocast_enabled("cpu"):
@@ -52,15 +56,42 @@ class CudaOperators:
             query, key, value = (each.to(dtype) for each in (query, key, value))
         if query.dtype not in (torch.bfloat16, torch.float16):
             return func(query, key, value, **options)
-        return _Attention.apply(self._recorder, query, key, value, bool(options.get("is_causal")))
+        return _CudaAttention.apply(self._recorder, query, key, value, bool(options.get("is_causal")))
 
     def _rms_norm(
         self, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
     ) -> Any:
+        if self._recorder.is_paused:
+            return self._before["rms_norm"](x, normalized_shape, weight, eps)
         return _RMSNorm.apply(self._recorder, x, weight, prod(normalized_shape))
 
 
-class _Attention(Function):
+_BLOCKS = 8 * 132
+"""Blocks that torch starts for a reduction on 132 multiprocessors."""
+
+
+def workspace_of(op: Operator) -> int:
+    """Return the bytes that the kernels of an operator take for themselves while they run.
+
+    A sum over rows that are few columns wide is split over many blocks, which store partial sums (`Reduce.cuh` in torch). The
+    backward pass of cuDNN's attention adds up the gradient of the queries in fp32.
+    """
+    if (
+        op.name == "sum"
+        and op.outputs
+        and len(op.inputs[0].shape) == 2
+        and op.inputs[0].shape[-1:] == op.outputs[0].shape[-1:]
+    ):
+        rows, columns = op.inputs[0].shape
+        blocks = min(rows // 128, -(-_BLOCKS * 128 // columns))
+        return 4 * 256 * columns * blocks if blocks > 1 else 0
+    if op.name.startswith("attention backward"):
+        q = op.outputs[0].shape
+        return 4 * prod(q) + 4 * prod(q[:3])
+    return 0
+
+
+class _CudaAttention(Function):
     @staticmethod
     def forward(ctx: Any, recorder: OperatorRecorder, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         batch, heads, length = q.shape[:3]
@@ -73,7 +104,7 @@ class _Attention(Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         q, k, v, out, _ = ctx.saved_tensors
         found = [torch.empty_like(each) for each in (q, k, v)]
         flops = sdpa_backward_flop_count(gradient.shape, *ctx.shapes)
@@ -104,7 +135,7 @@ class _RMSNorm(Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         x, _, *weight = ctx.saved_tensors
         found = torch.empty_like(x)
         of_weight = torch.empty_like(weight[0]) if weight else None

@@ -1,6 +1,7 @@
 """The time model of a machine, and the TOML files that describe machines.
 
-An operator takes a latency plus the longer of two times: its matrix products at the reachable part of the peak, and its
+If the file has the samples of a calibration sweep, kernels, the host and collectives take what was measured (`kernels.py`, `clocks.py`).
+Otherwise an operator takes a latency plus the longer of two times: its matrix products at the reachable part of the peak, and its
 memory traffic at the memory bandwidth. A collective takes a latency for each step of its algorithm plus its bytes over
 the slowest link; an all-reduce takes the faster of a ring and a tree.
 """
@@ -11,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, asdict, fields
-from math import ceil, inf, log2
+from math import ceil, exp, inf, log2
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,6 +26,7 @@ from colonnade.paths import local_path
 from colonnade.proof.planner.clocks import HostTimes
 from colonnade.proof.planner.kernels import KernelTimes, Operator
 from colonnade.proof.planner.plan_records import Hardware, Link
+from colonnade.proof.planner.sweep import Sweep, collectives
 from colonnade.testing import run_world
 
 _FOLDER = Path(__file__).parent / "hardware_files"
@@ -74,6 +76,12 @@ def _checked(given: dict[str, Any], path: Path) -> Hardware:
             raise ConfigError(f"{path}: {name} = {given[name]!r}: a text, in quotes")
     if given.get("device", "cuda") not in ("cpu", "cuda"):
         raise ConfigError(f'{path}: device = {given["device"]!r}: "cpu" or "cuda"')
+    for table, rows in given.get("kernels", {}).items():
+        if not all(
+            isinstance(row, list) and len(row) > 1 and all(isinstance(each, (int, float)) for each in row)
+            for row in rows
+        ):
+            raise ConfigError(f"{path}: kernels.{table}: a list of rows of numbers, (sizes ..., seconds)")
     if given.get("overlap", 1.0) > 1:
         raise ConfigError(f"{path}: overlap = {given['overlap']!r}: a part of the time, from 0 to 1")
     return Hardware(**given)
@@ -91,7 +99,7 @@ class Clock:
     def operator(self, op: Operator) -> float:
         """Return the seconds that the device is busy with one call of an operator."""
         if self.kernels is not None:
-            return self.kernels.seconds(op)
+            return self.hardware.operator_latency + self.kernels.seconds(op) * self.hardware.contention
         machine = self.hardware
         computed = op.flops / (self.peak(op.dtype) * machine.matmul_efficiency) if op.flops else 0.0
         return machine.operator_latency + max(computed, op.moved / machine.memory_bandwidth)
@@ -118,6 +126,9 @@ class Clock:
         size = len(key)
         if size < 2:
             return 0.0
+        measured = self.kernels.tables.get(f"collective {'send' if op == 'receive' else op}") if self.kernels else None
+        if measured is not None:
+            return exp(measured.log_seconds((max(nbytes, 1),)))
         link, inside = self._link(key)
         latency, bandwidth = self._speeds(link, inside)
         steps = ceil(log2(size))
@@ -162,6 +173,10 @@ class Clock:
 # --- This machine as a hardware file: its collectives and products, timed -------------------------
 
 
+_BETWEEN_KERNELS = 1.5e-6
+"""Seconds from the end of a kernel to the start of the next one that is already launched (H200: 1.0 to 1.6)."""
+_CONTEXT = 1_500_000_000
+"""Bytes of a GPU that a process needs for its context and its libraries (H200 with cuBLAS, cuDNN and NCCL: 1.41 GB)."""
 SMALL, LARGE = 1 << 10, 1 << 24
 """Bytes of the two messages that a link is timed with."""
 _DTYPES = {"cpu": ("float32", "float64", "bfloat16"), "cuda": ("bfloat16", "float16", "float32")}
@@ -179,7 +194,7 @@ def measure_machine(nproc: int) -> Hardware:
         "nccl" if device == "cuda" else "gloo",
         {"TORCH_DISTRIBUTED_DEBUG": "OFF"},
     )  # a debug mode is no link's fault
-    found = run_world(max(1, ranks), measured, device, backend=backend, env=env, timeout=300)
+    found = run_world(max(1, ranks), measured, device, backend=backend, env=env, timeout=400)
     return Hardware(**found.values[0])
 
 
@@ -189,16 +204,19 @@ def measured(device: str) -> dict[str, Any]:
     latency, bandwidth = _link(device) if size > 1 else (0.0, 1e12)
     flops = {name: _products(getattr(torch, name), device) for name in _DTYPES[device]}
     on_gpu = device == "cuda"
+    kernels = _swept() if on_gpu else {}
+    if on_gpu and size > 1:
+        kernels |= collectives()
     memory = torch.cuda.get_device_properties(0).total_memory if on_gpu else _host_memory() // size
     return dict(
         name=torch.cuda.get_device_name(0) if on_gpu else "this machine's CPU",
         source=f"measured between {size} processes",
         devices_per_node=max(size, torch.cuda.device_count()) if on_gpu else 1 << 20,
-        memory=int(memory * 0.94),
+        memory=memory - _CONTEXT if on_gpu else int(memory * 0.94),
         matmul_flops=flops,
         matmul_efficiency=1.0,
         memory_bandwidth=_bandwidth(device),
-        operator_latency=_operator(device),
+        operator_latency=_BETWEEN_KERNELS if on_gpu else _operator(device),
         node_bandwidth=bandwidth,
         node_latency=latency,
         network_bandwidth=bandwidth,
@@ -207,17 +225,37 @@ def measured(device: str) -> dict[str, Any]:
         at_once=0 if on_gpu else len(os.sched_getaffinity(0)),
         backend=dist.get_backend(),
         device=device,
+        kernels=kernels,
     )
+
+
+def _swept() -> dict[str, list[list[float]]]:
+    """The calibration sweep of rank 0 while the others wait."""
+    found = Sweep().run() if dist.get_rank() == 0 else {}
+    dist.barrier()
+    return {table: rows for table, rows in found.items() if not table.startswith("check")}
 
 
 def to_toml(machine: Hardware) -> str:
     """Return the text of the file that `load_hardware` reads."""
     lines = ["# Measured by `colonnade plan --measure`. Bytes and seconds."]
     for key, value in asdict(machine).items():
-        if key != "matmul_flops":
+        if key not in ("matmul_flops", "kernels"):
             lines.append(f'{key} = "{value}"' if isinstance(value, str) else f"{key} = {value!r}")
     lines += ["", "[matmul_flops]", *(f"{key} = {value!r}" for key, value in machine.matmul_flops.items())]
+    if machine.kernels:
+        lines += ["", "[kernels]  # rows of (sizes ..., seconds); see docs/reference/plan.md"]
+        lines += [f'"{table}" = {_rows(rows)}' for table, rows in machine.kernels.items()]
     return "\n".join(lines) + "\n"
+
+
+def _rows(rows: Sequence[Sequence[float]]) -> str:
+    """Samples as text, with four digits."""
+    return (
+        "["
+        + ", ".join(f"[{', '.join(f'{value:.4g}' if value < 1 else f'{value:.0f}' for value in row)}]" for row in rows)
+        + "]"
+    )
 
 
 def _link(device: str) -> tuple[float, float]:

@@ -152,7 +152,7 @@ def _totals(
         mfu=(flops - again) / most if most else 0.0,
         hfu=flops / most if most else 0.0,
         peak_memory=peak,
-        fits=peak <= hardware.memory,
+        fits=all(one.memory.fit != "does not fit" for one in classes),
         bytes_inside_nodes=moved["node"],
         bytes_between_nodes=moved["network"],
         communicators=number,

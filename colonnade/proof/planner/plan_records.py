@@ -12,6 +12,9 @@ from typing import Any, Literal
 Link = Literal["node", "network"]
 """The slowest link of a message: inside one node, or between nodes. A group with ranks in several nodes is "network"."""
 
+Fit = Literal["fits", "fits with expandable segments", "does not fit"]
+"""Whether a rank has enough memory: by the allocator's replay, or by `MemoryPlan.total` if there is none."""
+
 When = Literal["forward", "backward", "pipeline", "gradients", "step"]
 """The part of a step in which a collective is called."""
 
@@ -40,6 +43,8 @@ class Hardware:
     network_latency: float
     overlap: float = 1.0
     """The fraction of a collective that may overlap with computation at no cost; 1: communication has its own hardware."""
+    contention: float = 1.0
+    """The factor on the time of kernels if other ranks use the same device at the same time (CUDA MPS)."""
     at_once: int = 0
     """The number of devices of a node that compute at full speed concurrently, if they share cores; 0: all."""
     backend: str = "nccl"
@@ -90,10 +95,18 @@ class MemoryPlan:
     """Buffers of the model: running means, masks, tables."""
     host: int = 0
     """Offloaded memory on the host, not part of `total`."""
+    workspace: int = 0
+    """Memory that the libraries of matrix products take for themselves."""
+    reserved: int = 0
+    """The most that torch's caching allocator reserves; 0 if it is not estimated (no calibration sweep)."""
+    expandable: int = 0
+    """The same with expandable segments (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True)."""
+    fit: Fit = "fits"
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.state + self.activations + self.communication + self.buffers
+        held = self.parameters + self.gradients + self.state + self.buffers + self.workspace
+        return held + self.activations + self.communication
 
 
 @dataclass(frozen=True)
@@ -244,7 +257,9 @@ class Totals:
     hfu: float
     """Hardware flops utilisation: flops / (step_seconds x ranks x peak)."""
     peak_memory: int
+    """The most that the fullest rank allocates."""
     fits: bool
+    """Whether every rank has enough memory, if need be with expandable segments (`MemoryPlan.fit`)."""
     bytes_inside_nodes: int
     """Bytes that all ranks send in a step to ranks of the same node."""
     bytes_between_nodes: int
@@ -324,4 +339,8 @@ def _timeline(timeline: PlannedTimeline) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value]
-    return asdict(value) if hasattr(value, "__dataclass_fields__") else value
+    if not hasattr(value, "__dataclass_fields__"):
+        return value
+    plain = asdict(value)
+    plain.pop("kernels", None)  # the thousands of samples of a machine
+    return plain

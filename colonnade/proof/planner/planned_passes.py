@@ -22,6 +22,9 @@ from colonnade.parallel.split import Stage
 from colonnade.proof.planner.recorder import Cost, OperatorRecorder
 from colonnade.texts import pattern_of
 
+Events = tuple[tuple[int, int], ...]
+"""(number, bytes) of each allocation and (number, 0) of each free, in order."""
+
 
 @dataclass(frozen=True)
 class StagePass:
@@ -53,6 +56,8 @@ class StagePass:
     """Bytes that the last stage returns to the caller, which keeps them to the end of the step."""
     pending: int = 0
     """Bytes of large gradients that are held next to their bucket until it is full, if `extra` does not contain them."""
+    events: tuple[Events, Events] | None = None
+    """The allocations and frees of forward and backward, with all layers; None if they were not recorded."""
 
 
 def fake_module(module: nn.Module, device: str = "cpu") -> None:
@@ -108,12 +113,16 @@ def _run_stage(
     apart: bool,
 ) -> StagePass:
     parts = _in_parts(stage, module, micro_batch, inputs, criterion, recorder) if apart else None
+    if recorder.events is not None:
+        recorder.events.clear()
     graph = _forward(stage, module, micro_batch, inputs, criterion, recorder)
     before, forward = recorder.live, recorder.take()
     recorder.start_peak()
+    first = len(recorder.events or ())
     with recorder:
         torch.autograd.backward(graph.roots, graph.gradients)
     backward, extra = recorder.take(), recorder.peak - before
+    events = None if recorder.events is None else (tuple(recorder.events[:first]), tuple(recorder.events[first:]))
     returned = [each.grad for each in graph.inputs if each.grad is not None]
     result = sum(_bytes(each) for each in _tensors(graph.result))
     if parts is None:
@@ -130,6 +139,7 @@ def _run_stage(
         returned=HEADER_BYTES + payload_bytes(returned),
         counted=graph.counted,
         result=result,
+        events=events,
     )
 
 
@@ -305,9 +315,12 @@ class Repeat:
             self.container._modules.update(layers)
 
 
-def run_repeated(module: nn.Module, run: Callable[[], StagePass], sharded: bool = False) -> StagePass:
+def run_repeated(
+    module: nn.Module, run: Callable[[], StagePass], sharded: bool = False, recorder: OperatorRecorder | None = None
+) -> StagePass:
     """Return the cost of `run()`, one pass through the module, by running only a few of its repeated layers.
 
+    `recorder`: also run all layers, and record their allocations.
     `sharded`: the module uses FSDP2, which must see all layers when it starts, and whose first pass differs from the
     others.
     """
@@ -317,12 +330,18 @@ def run_repeated(module: nn.Module, run: Callable[[], StagePass], sharded: bool 
         with found.shortened(2) if found is not None else nullcontext():
             run()
     if found is None:
+        if recorder is not None:
+            recorder.events = []
         return run()
     with found.shortened(1):
         one = run()
     with found.shortened(2):
         two = run()
-    return extended(one, two, found.times - 2)
+    made = extended(one, two, found.times - 2)
+    if recorder is not None:
+        recorder.events = []
+        made = replace(made, events=run().events)
+    return made
 
 
 def find_repeat(module: nn.Module) -> Repeat | None:

@@ -26,6 +26,7 @@ from colonnade.gradients.sums import Sum, read_demands, with_groups
 from colonnade.gradients.transport import CollectiveTransport, DeviceCollectiveTransport, LocalTransport, Transport
 from colonnade.gradients.uneven import by_kind
 from colonnade.optim.engine_optimizer import PlainOptimizer, state_dtypes
+from colonnade.optim.flat_step import JOINED
 from colonnade.parallel.placement import local_part
 from colonnade.proof.planner.recorder import OperatorRecorder, PlannedCall
 
@@ -59,6 +60,20 @@ class PendingGradients:
     nbytes: int
 
 
+@dataclass(frozen=True)
+class Pieces:
+    """The allocations in bytes that hold parameters, gradients and optimizer state after the first step.
+
+    `in_buckets`: `parameters` and `gradients` are those of buckets, which exist from the start. Without buckets, a flat step moves the
+    parameters into `parameters` after the first backward pass, or leaves them where they are if there are none.
+    """
+
+    parameters: tuple[int, ...] = ()
+    gradients: tuple[int, ...] = ()
+    state: tuple[int, ...] = ()
+    in_buckets: bool = False
+
+
 @dataclass
 class GradientPlan:
     """The gradient reductions and the memory of one rank. `rank` represents all ranks of its kind.
@@ -87,6 +102,7 @@ class GradientPlan:
     """The indices of parameters whose gradients are in no bucket, so that autograd allocates them in each step."""
     loose_bytes: int = 0
     """The part of `gradients` that belongs to `loose`."""
+    pieces: Pieces = Pieces()
     pending: tuple[PendingGradients, ...] = ()
     """By bucket, on the CPU.
 
@@ -170,12 +186,39 @@ def plan_gradients(
     _hold_rest(list(rest.values()), plan, states, optimizer_everywhere=settings.shards is None)
     flat = PlainOptimizer(optimizer, model, config.get("flat_step")).is_flat
     plan.stepping = _stepping(optimizer, flat, zero, context, device, notes)
+    plan.pieces = _pieces(laid_out, list(rest.values()), plan, states, flat)
     plan.loose = frozenset(at for at, parameter in rest.items() if parameter.requires_grad)
     if device == "cpu":
         places = {id(parameter): at for at, parameter in enumerate(model.parameters())}
         filled = [_pending(bucket, places) for bucket in laid_out if bucket.keeps_gradients]
         plan.pending = tuple(each for each in filled if each.large)
     return plan
+
+
+def _pieces(
+    laid_out: Sequence[Bucket],
+    rest: Sequence[Tensor],
+    plan: GradientPlan,
+    states: dict[torch.dtype, tuple[torch.dtype, ...]],
+    flat: bool,
+) -> Pieces:
+    """The allocations of buckets; of parameters in none, those of a flat step, which joins neighbours up to a limit."""
+    if laid_out:
+        sizes = [bucket.numel * bucket.layout.dtype.itemsize for bucket in laid_out]
+        kept = [size for size, bucket in zip(sizes, laid_out, strict=True) if bucket.keeps_gradients]
+        share = plan.state // (2 * len(sizes))
+        loose = [each.nbytes for each in rest]
+        return Pieces((*sizes, *loose), tuple(kept), (share,) * (2 * len(sizes)), True)
+    trained = [local_part(each) for each in rest if each.requires_grad]
+    joined: list[list[int]] = []
+    for each in trained:
+        if not joined or joined[-1][0] + each.numel() > JOINED or not flat:
+            joined.append([0, 0])
+        joined[-1][0] += each.numel()
+        joined[-1][1] += each.nbytes
+    dtype = trained[0].dtype if trained else torch.float32
+    state = tuple(numel * each.itemsize for numel, _ in joined for each in states[dtype])
+    return Pieces(tuple(nbytes for _, nbytes in joined) if flat else (), (), state)
 
 
 def _pending(bucket: Bucket, places: dict[int, int]) -> PendingGradients:

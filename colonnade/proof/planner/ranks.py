@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from colonnade.comm.groups import ProcessGroups
 from colonnade.comm.torch_versions import apart_from_world
 from colonnade.config import Config
+from colonnade.config.settings import ActivationSettings
 from colonnade.context.layout import Layout
 from colonnade.context.layout_builder import build_layout
 from colonnade.context.parallel_context import ParallelContext
@@ -32,6 +33,7 @@ from colonnade.optim.zero.fsdp import shard_model
 from colonnade.parallel.demand import check_same_data
 from colonnade.parallel.placement import Placement, logical_shape, placement_of
 from colonnade.parallel.split import Split, build_schedule
+from colonnade.proof.planner.compiled import compile_blocks
 from colonnade.proof.planner.cuda_operators import CudaOperators
 from colonnade.proof.planner.hardware import Clock
 from colonnade.proof.planner.job import ASSUMED_LOSS, Job, no_loss
@@ -88,9 +90,19 @@ def fake_rank(config: Config, world_size: int, rank: int, context: ParallelConte
 
 
 NOT_PLANNED = {
-    "compile": "fused kernels take less time, and may store less, than this estimate",
+    "compile": "without a calibration sweep in the hardware file, kernels are not fused",
     "float8": "linear layers are estimated in their dtype without float8",
 }
+
+
+NO_SWEEP = (
+    "the hardware file has no calibration sweep: the step time differs by up to 20% from a run in which the device is the limit, and "
+    "is too low if the host is; reserved memory is not estimated. `colonnade plan --measure` writes a file with a sweep"
+)
+NO_OFFLOADING = (
+    "`activation_checkpoint.offload` is not planned: memory is estimated as if stored activations stayed on the device, and the time "
+    "of the copies is missing"
+)
 
 
 @dataclass(frozen=True)
@@ -195,8 +207,14 @@ class _Planning:
             if not piped and type(schedule) is not NonPipelineSchedule:
                 kinds.notes[f"the schedule {kinds.schedule} is estimated as one pass over the batch of a rank"] = None
             kinds.notes |= {
-                f"`{key}` is not planned: {why}": None for key, why in NOT_PLANNED.items() if self.config.get(key)
+                f"`{key}` is not planned: {why}": None
+                for key, why in NOT_PLANNED.items()
+                if self.config.get(key) and not (key == "compile" and self.clock.kernels is not None)
             }
+            if self.clock.hardware.device == "cuda" and self.clock.kernels is None:
+                kinds.notes[NO_SWEEP] = None
+            if ActivationSettings.read(self.config.get("activation_checkpoint")).offload:
+                kinds.notes[NO_OFFLOADING] = None
             kinds.one_pass = not piped and int(self.config.get("gradient_accumulation") or 1) == 1
             whole = built(self.job.build, self.context)
             module = (whole.whole or list(whole)[-1]) if isinstance(whole, Split) else whole
@@ -311,6 +329,8 @@ class _Planning:
             in_pass = whole and (len(gradients.pending) <= 1 or find_repeat(module) is None)
             with self.fake:
                 fake_module(module)
+                if self.clock.kernels is not None and self.config.get("compile"):
+                    compile_blocks(module, criterion, self.config, recorder)
                 ids = [id(parameter) for parameter in module.parameters()]
                 fresh = {ids[at] for at in loose}
                 pending = [
@@ -318,14 +338,15 @@ class _Planning:
                     for each in (gradients.pending if in_pass else ())
                 ]
 
-                on_gpu = CudaOperators(recorder) if self.clock.kernels is not None else nullcontext()
+                on_gpu = CudaOperators(recorder) if self.clock.hardware.device == "cuda" else nullcontext()
 
                 def run() -> StagePass:
                     with on_gpu:
                         return run_stage(stage, module, self.first, value, criterion, recorder, apart, fresh, pending)
 
                 try:
-                    found = run_repeated(module, run, sharded=sharded)
+                    recorded = recorder if self.clock.kernels is not None else None
+                    found = run_repeated(module, run, sharded=sharded, recorder=recorded)
                 except DynamicOutputShapeException as error:
                     raise ConfigError(
                         f"the model makes a tensor whose size depends on values ({error}; a mask or nonzero(), for example), and "

@@ -90,13 +90,20 @@ class OperatorRecorder(TorchDispatchMode):
         self.cost = Cost()
         self.live = self.peak = 0
         self._clock, self._memory, self._resizes = clock, memory, resizes
-        self._paused = False
-        self._alive: dict[int, tuple[int, Any]] = {}
+        self.is_paused = False
+        self.counts_views = True
+        """Whether views and new memory cost time of the host, as outside of compiled code."""
+        self.events: list[tuple[int, int]] | None = None
+        """If a list: (number, bytes) of every allocation, (number, 0) of every free, in order."""
+        self.workspace: Callable[[Operator], int] = lambda op: 0
+        """Bytes that the device's kernels of an operator take for themselves."""
+        self._number = 0
+        self._alive: dict[int, tuple[int, Any, int]] = {}
         self._ranks: dict[str, tuple[int, ...]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._paused:
+        if self.is_paused:
             return func(*args, **kwargs)
         if func.namespace == "c10d":
             call = self._call(func, args)
@@ -108,7 +115,7 @@ class OperatorRecorder(TorchDispatchMode):
         grouped = func is _aten._grouped_mm.default and isinstance(args[0], FakeTensor)
         found = _grouped_mm(*args, **kwargs) if grouped else func(*args, **kwargs)
         if _is_view(func):
-            if self._clock is not None:
+            if self._clock is not None and self.counts_views:
                 self.cost.host += self._clock.host_seconds("view", torch.is_grad_enabled())
         else:
             if self._clock is not None:
@@ -118,14 +125,19 @@ class OperatorRecorder(TorchDispatchMode):
                     self.hold(tensor, in_place=func._overloadpacket in _IN_PLACE_ELSEWHERE)
         return found
 
+    def add_call(self, kind: str) -> None:
+        """Count work of the host alone."""
+        if self._clock is not None and not self.is_paused:
+            self.cost.host += self._clock.host_seconds(kind, True)
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Record nothing inside the block."""
-        self._paused = True
+        self.is_paused = True
         try:
             yield
         finally:
-            self._paused = False
+            self.is_paused = False
 
     def take(self) -> Cost:
         """Return the cost since the last call."""
@@ -148,23 +160,32 @@ class OperatorRecorder(TorchDispatchMode):
         if key in self._alive:
             return
         size = storage.nbytes()
-        self._alive[key] = size, weakref.ref(storage, lambda _: self._gone(key))
+        self._number += 1
+        self._alive[key] = size, weakref.ref(storage, lambda _: self._gone(key)), self._number
+        self._note(self._number, size)
         self.live += size
         if not in_place:
             self.peak = max(self.peak, self.live)
 
     def look_again(self) -> None:
         """Update the sizes of storages that have been resized."""
-        for key, (size, reference) in list(self._alive.items()):
+        for key, (size, reference, number) in list(self._alive.items()):
             storage = reference()
             if storage is not None and (now := storage.nbytes()) != size:
-                self._alive[key] = now, reference
+                self._alive[key] = now, reference, number
+                self._note(number, 0)
+                self._note(number, now)
                 self.live += now - size
         self.peak = max(self.peak, self.live)
 
     def _gone(self, key: int) -> None:
-        size, _ = self._alive.pop(key, (0, None))
+        size, _, number = self._alive.pop(key, (0, None, 0))
+        self._note(number, 0)
         self.live -= size
+
+    def _note(self, number: int, size: int) -> None:
+        if self.events is not None:
+            self.events.append((number, size))
 
     def _call(self, func: Any, args: Any) -> PlannedCall | None:
         op = OPS.get(func._opname)
@@ -178,7 +199,7 @@ class OperatorRecorder(TorchDispatchMode):
 
     def _count(self, func: Any, args: Any, kwargs: Any, found: Any) -> None:
         if _is_free(func):
-            if func.namespace != "prim":
+            if func.namespace != "prim" and self.counts_views:
                 self.cost.host += self._clock.host_seconds("new memory", torch.is_grad_enabled())
             return
         counted = _FLOPS.get(func._overloadpacket)
@@ -186,21 +207,27 @@ class OperatorRecorder(TorchDispatchMode):
         inputs, outputs = (tuple(map(Shaped.of, _tensors(given))) for given in ((args, kwargs), found))
         self.add(Operator(func._opname, inputs, outputs, flops))
 
-    def add(self, op: Operator, forward: bool | None = None) -> None:
+    def add(self, op: Operator, forward: bool | None = None, host: str = "") -> None:
         """Count one call of an operator: of torch, or a kernel that several operators share.
 
-        `forward`: whether it belongs to a forward pass; None: if gradients are enabled.
+        `forward`: whether it belongs to a forward pass; None: if gradients are enabled. `host`: what the host does for it, if that is
+        not what it does for an operator of this name.
         """
         cost, forward = self.cost, torch.is_grad_enabled() if forward is None else forward
-        if self._paused:
+        if self.is_paused:
             return
         cost.flops += op.flops
         cost.graded += op.flops if forward else 0
         cost.moved += op.moved
         cost.operators += 1
+        if taken := self.workspace(op):
+            self.peak = max(self.peak, self.live + taken)
+            self._number += 1
+            self._note(self._number, taken)
+            self._note(self._number, 0)
         if self._clock is not None:
             cost.seconds += self._clock.operator(op)
-            cost.host += self._clock.host_seconds(op.name, forward)
+            cost.host += self._clock.host_seconds(host or op.name, forward)
 
 
 def _read(tensor: Tensor) -> bool:

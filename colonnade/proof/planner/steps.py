@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -29,6 +29,7 @@ from colonnade.engine.stepper import count_slots
 from colonnade.gradients.bucket import STAGING_BUFFERS
 from colonnade.proof.planner.hardware import Clock
 from colonnade.proof.planner.plan_records import (
+    Fit,
     Interval,
     MemoryPlan,
     PlannedCollective,
@@ -40,6 +41,7 @@ from colonnade.proof.planner.plan_records import (
 from colonnade.proof.planner.planned_sums import GradientPlan
 from colonnade.proof.planner.ranks import Kinds
 from colonnade.proof.planner.recorder import PlannedCall
+from colonnade.proof.planner.reserved_memory import WORKSPACES, reserve
 from colonnade.proof.roles import stage_of
 
 _SENT = {Kind.SENT_FORWARD: Kind.SEND_FORWARD, Kind.SENT_BACKWARD: Kind.SEND_BACKWARD}
@@ -116,9 +118,15 @@ class Steps:
         bubble = bubble_of(self.rows) * passing
         after = ends[rank] - self.makespan + sum(call.exposed for call in self._after(gradients, rank))
         optimizer = self._optimizer(gradients)
-        step = max(passing + after + optimizer, self._on_shared_cores())
+        step = max(passing + after + optimizer, self._on_shared_cores(), self._host(rank))
         exposed = inline + after
         return Times(step, step - exposed - bubble - optimizer, exposed, bubble, optimizer)
+
+    def _host(self, rank: int) -> float:
+        """Seconds in which the host issues the operators of a step: it works ahead of the device, so the slower of the two counts."""
+        row = self._row(rank)
+        passes = [self.kinds.passes[timed.action.stage] for timed in row if timed.action.kind is Kind.FORWARD]
+        return sum(one.forward.host + one.backward.host for one in passes) * self.accumulation
 
     def _on_shared_cores(self) -> float:
         """What the work of all ranks takes, where devices of a node are really a few cores: one computes while others wait."""
@@ -236,7 +244,8 @@ class Steps:
 
     def _memory(self, gradients: GradientPlan, rank: int, at: int) -> MemoryPlan:
         # On a device a full bucket is filled at once, from gradients that autograd has made; on the CPU so are the large ones.
-        mine = [self.kinds.passes[stage] for stage, home in enumerate(self.kinds.stage_ranks) if home == at]
+        mine_stages = [stage for stage, home in enumerate(self.kinds.stage_ranks) if home == at]
+        mine = [self.kinds.passes[stage] for stage in mine_stages]
         moved = max(one.pending for one in mine) if self._on_cpu else gradients.largest
         activations, frames, left = self._fullest(at)
         if self.kinds.one_pass:  # the pass has taken gradients that lie in no bucket, as far as they were there
@@ -247,7 +256,10 @@ class Steps:
             (left + gradients.stepping, 0),
         )
         activations, communication = max(moments, key=sum)
-        return MemoryPlan(
+        capacity = self.clock.hardware.memory
+        program = [action for action in self._program(at) if action.stage in mine_stages]
+        replay = reserve(self.kinds.models[rank], gradients, self.kinds.passes, program, capacity)
+        made = MemoryPlan(
             parameters=gradients.parameters,
             gradients=gradients.gradients,
             state=gradients.state,
@@ -255,7 +267,14 @@ class Steps:
             communication=gradients.turns + communication,
             buffers=sum(buffer.nbytes for buffer in self.kinds.models[rank].buffers()),
             host=gradients.host,
+            workspace=2 * sum(WORKSPACES) if self.clock.kernels is not None else 0,
         )
+        if replay is None:
+            return replace(made, fit="fits" if made.total <= capacity else "does not fit")
+        fit: Fit = (
+            "fits" if replay.fits else "fits with expandable segments" if replay.fits_expandable else "does not fit"
+        )
+        return replace(made, reserved=replay.reserved, expandable=replay.expandable, fit=fit)
 
     def _under_way(self, gradients: GradientPlan) -> int:
         """What the sums of one pass keep while the next pass runs, where each pass has sums of its own."""

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -22,6 +23,8 @@ from torch.nn import functional as F
 
 Samples = dict[str, list[list[float]]]
 """Name of a table -> rows of (sizes ..., seconds)."""
+Make = Callable[..., Callable[[], Any]]
+"""Makes the call to measure, of sizes."""
 
 _LAYOUTS = ("nt", "nn", "tn")
 """Whether the left and the right operand are transposed, as in x @ w.T (forward), g @ w and g.T @ x (backward)."""
@@ -70,42 +73,38 @@ class Sweep:
     # -- matrix products ----------------------------------------------------------------------------------
 
     def _products(self) -> None:
-        bf16 = torch.bfloat16
         # Shapes that are not on the grid, to state the error of the interpolation.
         generator = torch.Generator().manual_seed(7)
         for _ in range(2 if self._small else 40):
             draw = [int(2 ** (8 + 6.5 * torch.rand((), generator=generator).item())) // 8 * 8 for _ in range(3)]
             if math.prod(draw) < 1 << (24 if self._small else 38):
                 at = _LAYOUTS[int(torch.randint(3, (), generator=generator))]
-                self._add(f"check mm bfloat16 {at}", draw, lambda s, at=at: _mm(*s, at, bf16))
-        self._grid("mm bfloat16", _EDGES, 1 << 38, lambda s, at: _mm(*s, at, bf16), _LAYOUTS)
+                self._add(f"check mm bfloat16 {at}", draw, partial(_mm, layout=at))
+        self._grid("mm bfloat16", _EDGES, 1 << 38, _mm, _LAYOUTS)
 
     def _other_products(self) -> None:
-        fp32 = torch.float32
-        self._grid("mm float32", _COARSE, 1 << 33, lambda s, at: _mm(*s, at, fp32), ("nn",))
+        fp32 = partial(_mm, dtype=torch.float32)
+        self._grid("mm float32", _COARSE, 1 << 33, fp32, ("nn",))
         before = torch.backends.cuda.matmul.allow_tf32
         torch.backends.cuda.matmul.allow_tf32 = True
         try:
-            self._grid("mm tf32", _COARSE, 1 << 36, lambda s, at: _mm(*s, at, fp32), ("nn",))
+            self._grid("mm tf32", _COARSE, 1 << 36, fp32, ("nn",))
         finally:
             torch.backends.cuda.matmul.allow_tf32 = before
         wide = [(rows, 1024, 50304) for rows in (1024, 4096, 8192)] + [(1024, 4096, 32000), (4096, 1536, 32000)]
         for rows, inner, columns in () if self._small else wide:  # weight gradients that a fused loss adds up in fp32
-            self._add("addmm fp32 out", (columns, inner, rows), lambda s: _accumulated(*s))
+            self._add("addmm fp32 out", (columns, inner, rows), _accumulated)
         self._try("grouped_mm", self._grouped)
         for recipe in ("tensorwise", "rowwise"):
-
-            def make(s: Sequence[int], at: str, recipe: str = recipe) -> Callable[[], Any]:
-                return _float8(*s, recipe)
-
-            self._grid(f"mm float8 {recipe}", (1024, 2048, 4096, 8192, 16384), 1 << 39, make, ("nt",))
+            edges = (1024, 2048, 4096, 8192, 16384)
+            self._grid(f"mm float8 {recipe}", edges, 1 << 39, partial(_float8, recipe=recipe), ("nt",))
 
     def _grid(
         self,
         name: str,
         edges: Sequence[int],
         most: int,
-        make: Callable[[Sequence[int], str], Callable[[], Any]],
+        make: Make,
         layouts: Sequence[str],
     ) -> None:
         edges, most = (edges[:3], 1 << 26) if self._small else (edges, most)
@@ -120,15 +119,15 @@ class Sweep:
         shapes.sort(key=lambda shape: sum(math.log2(edge) % 2 > 0 for edge in shape))
         for shape in shapes:
             for at in layouts:
-                self._add(f"{name} {at}", shape, lambda s, at=at: make(s, at))
+                self._add(f"{name} {at}", shape, partial(make, layout=at))
 
     def _grouped(self) -> None:
         """(experts, rows in all, inner, columns); rows are spread evenly, and then with one expert that has half of them."""
         shapes = itertools.product((8, 64), (2048, 8192, 32768), (768, 2048), (768, 3072))
         for experts, rows, inner, columns in itertools.islice(shapes, 1 if self._small else None):
             for name, even in (("grouped_mm", True), ("grouped_mm skewed", False)):
-                self._add(name, (experts, rows, inner, columns), lambda s, even=even: _grouped_mm(*s, even))
-            self._add("grouped_mm weights", (experts, rows, inner, columns), lambda s: _grouped_weights(*s))
+                self._add(name, (experts, rows, inner, columns), partial(_grouped_mm, even=even))
+            self._add("grouped_mm weights", (experts, rows, inner, columns), _grouped_weights)
 
     # -- attention ----------------------------------------------------------------------------------------
 
@@ -140,8 +139,8 @@ class Sweep:
                 continue
             for shared in (1, 4) if causal and width == 128 else (1,):
                 sizes = (heads, heads // shared, length, width, causal)
-                self._add("attention", sizes, lambda s: _attend(*s))
-                self._add("attention backward", sizes, lambda s: _attend_backward(*s))
+                self._add("attention", sizes, _attend)
+                self._add("attention backward", sizes, _attend_backward)
 
     # -- memory-bound kernels -----------------------------------------------------------------------------
 
@@ -149,11 +148,11 @@ class Sweep:
         """(bytes read and written) of each kind of kernel."""
         for name, (make, moved) in _MEMORY_BOUND.items():
             for elements in _SIZES[:2] if self._small else _SIZES:
-                self._add(f"memory {name}", (elements * moved,), lambda s, make=make, n=elements: make(n, self.device))
+                self._add(f"memory {name}", (elements * moved,), partial(_of_elements, make, elements))
         for direction, pinned in itertools.product(("to device", "to host"), (True, False)):
             for nbytes in (1 << 12, 1 << 20, 1 << 24, 1 << 27):
                 sizes, name = (nbytes,), f"copy {direction}, {'pinned' if pinned else 'pageable'}"
-                self._add(name, sizes, lambda s, d=direction, p=pinned: _copy(int(s[0]), d, p), False)
+                self._add(name, sizes, partial(_copy, direction=direction, pinned=pinned), False)
 
     # -- the host -----------------------------------------------------------------------------------------
 
@@ -176,9 +175,7 @@ class Sweep:
 
     # -- timing -------------------------------------------------------------------------------------------
 
-    def _add(
-        self, table: str, sizes: Sequence[float], make: Callable[[Sequence[Any]], Callable[[], Any]], graph: bool = True
-    ) -> None:
+    def _add(self, table: str, sizes: Sequence[float], make: Make, graph: bool = True) -> None:
         if time.perf_counter() > self._end:
             self.failed[table] = "cut short: no time left"
             return
@@ -187,7 +184,7 @@ class Sweep:
             # A stream of its own from the start: autograd runs a backward pass where its forward pass ran, and the default
             # stream cannot be captured.
             with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
-                seconds = self._seconds(make(sizes), graph)
+                seconds = self._seconds(make(*sizes), graph)
             self.found.setdefault(table, []).append([*sizes, float(f"{seconds:.4g}")])
 
         self._try(table, measure)
@@ -253,14 +250,14 @@ def _random(*shape: int, dtype: torch.dtype = torch.bfloat16, device: str = "") 
     return torch.randn(*shape, device=device or _on(), dtype=torch.float32).to(dtype)
 
 
-def _mm(m: int, n: int, k: int, layout: str, dtype: torch.dtype) -> Callable[[], Any]:
+def _mm(m: int, n: int, k: int, layout: str, dtype: torch.dtype = torch.bfloat16) -> Callable[[], Any]:
     left = _random(m, k, dtype=dtype) if layout[0] == "n" else _random(k, m, dtype=dtype).t()
     right = _random(k, n, dtype=dtype) if layout[1] == "n" else _random(n, k, dtype=dtype).t()
     out = torch.empty(m, n, dtype=dtype, device=left.device)
     return lambda: torch.mm(left, right, out=out)
 
 
-def _float8(m: int, n: int, k: int, recipe: str) -> Callable[[], Any]:
+def _float8(m: int, n: int, k: int, layout: str, recipe: str) -> Callable[[], Any]:
     left = _random(m, k).to(torch.float8_e4m3fn)
     right = _random(n, k).to(torch.float8_e4m3fn).t()
     rows, columns = (m, n) if recipe == "rowwise" else (1, 1)
@@ -335,6 +332,10 @@ def _differentiated(function: Callable[..., Any], *dtypes: torch.dtype) -> Calla
     return make
 
 
+def _of_elements(make: Callable[[int, str], Callable[[], Any]], elements: int, _: float) -> Callable[[], Any]:
+    return make(elements, _on())
+
+
 def _embedded(elements: int, device: str) -> Callable[[], Any]:
     table = _random(50304, _WIDTH, dtype=torch.float32)
     at = torch.randint(0, 50304, (max(1, elements // _WIDTH),), device=_on())
@@ -351,7 +352,9 @@ def _adamw(elements: int, device: str) -> Callable[[], Any]:
     tensors = [torch.zeros(elements, device=_on()) for _ in range(4)]
     held, gradient, first, second = ([each] for each in tensors)
     steps = [torch.ones((), device=_on())]
-    options = dict(amsgrad=False, lr=1e-4, beta1=0.9, beta2=0.999, weight_decay=0.01, eps=1e-8, maximize=False)
+    options: dict[str, Any] = dict(
+        amsgrad=False, lr=1e-4, beta1=0.9, beta2=0.999, weight_decay=0.01, eps=1e-8, maximize=False
+    )
     return lambda: torch._fused_adamw_(held, gradient, first, second, [], steps, **options)
 
 
@@ -466,7 +469,7 @@ class _Same(torch.autograd.Function):
         return x * 1.0
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, slope: Tensor) -> Tensor:
         return slope * 1.0
 
 
@@ -488,7 +491,7 @@ def _parameters_backward(hooks: bool) -> Callable[[str], Any]:
         held = [nn.Parameter(torch.ones(16, device=device)) for _ in range(200)]
         for each in held if hooks else ():
             each.register_post_accumulate_grad_hook(lambda _: None)
-        total = torch.stack(held).sum()
+        total = torch.stack(list(held)).sum()
         slope = torch.ones_like(total)
 
         def call() -> None:
@@ -554,11 +557,11 @@ def collectives(sizes: Sequence[int] = (1 << 10, 1 << 16, 1 << 20, 1 << 23, 1 <<
         whole = torch.zeros(nbytes // 4, device=device)
         part = torch.zeros(nbytes // 4 // size, device=device)
         calls: dict[str, Callable[[], Any]] = {
-            "all_reduce": lambda whole=whole: dist.all_reduce(whole),
-            "all_gather": lambda whole=whole, part=part: dist.all_gather_into_tensor(whole, part),
-            "reduce_scatter": lambda whole=whole, part=part: dist.reduce_scatter_tensor(part, whole),
-            "broadcast": lambda whole=whole: dist.broadcast(whole, 0),
-            "send": lambda whole=whole: _passed_on(whole),
+            "all_reduce": partial(dist.all_reduce, whole),
+            "all_gather": partial(dist.all_gather_into_tensor, whole, part),
+            "reduce_scatter": partial(dist.reduce_scatter_tensor, part, whole),
+            "broadcast": partial(dist.broadcast, whole, 0),
+            "send": partial(_passed_on, whole),
         }
         for name, call in calls.items():
             for _ in range(2):

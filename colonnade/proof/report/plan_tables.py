@@ -14,7 +14,7 @@ from colonnade.texts import format_bytes, format_count, format_seconds
 
 Values = Mapping[str, Any]
 
-MEMORY = ("parameters", "gradients", "state", "activations", "communication", "buffers")
+MEMORY = ("parameters", "gradients", "state", "activations", "communication", "buffers", "workspace")
 """The parts of a rank's memory, in the order in which they are stacked."""
 
 FORMULAS = (
@@ -128,7 +128,12 @@ def spread(items: Sequence[Any], most: int) -> list[Any]:
 
 def memory_words(kind: Values) -> str:
     """List the parts of the memory of a kind of rank."""
-    return ", ".join(f"{name} {format_bytes(kind['memory'][name])}" for name in MEMORY if kind["memory"][name])
+    memory = kind["memory"]
+    parts = [f"{name} {format_bytes(memory[name])}" for name in MEMORY if memory[name]]
+    if memory["reserved"]:
+        expandable = f"{format_bytes(memory['expandable'])} with expandable segments"
+        parts.append(f"reserved by the allocator {format_bytes(memory['reserved'])} ({expandable}): {memory['fit']}")
+    return ", ".join(parts)
 
 
 def slowest_kind(plan: Values) -> Values:

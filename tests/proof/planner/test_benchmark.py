@@ -1,4 +1,4 @@
-"""The benchmark of plans on a GPU, tried on the CPU."""
+"""The table of plans and runs on a GPU: the planned figures of docs/evidence/plan.md are computed again."""
 
 from __future__ import annotations
 
@@ -11,31 +11,24 @@ import pytest
 
 from tests.cli import ROOT, environment
 
+PAGE = ROOT / "docs" / "evidence" / "plan.md"
+QUICK = ("short", "tensor 2")
+
 
 @pytest.mark.slow
-def test_plan_cuda_compares_plans_with_runs(tmp_path: Path) -> None:
-    words = [
-        "--device",
-        "cpu",
-        "--size",
-        "small",
-        "--only",
-        "fp32,compiled,zero 1",
-        "--json",
-        "--out",
-        tmp_path / "out",
-    ]
+def test_the_table_has_what_is_planned_now(tmp_path: Path) -> None:
+    """Two of the configurations; `python benchmarks/plan_cuda.py` prints all lines."""
     script = ROOT / "benchmarks" / "plan_cuda.py"
-    command = [sys.executable, str(script), *map(str, words)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=200)
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["failed"] == {}, done.stderr
-    assert {"gpt 354M, fp32: memory", "gpt 354M, fp32: step", "zero 1: memory", "median: step"} <= set(found["ratios"])
-    assert set(found["goals"]) <= set(found["ratios"])
-    assert not any(name.startswith("gpt 354M, compiled") for name in found["goals"])  # nothing is promised of it
-    for name, ratio in found["ratios"].items():
-        if name.endswith(": memory"):
-            assert ratio < 0.02, name
-    written = json.loads((tmp_path / "out" / "plan_cuda.json").read_text())
-    assert written["figures"].keys() == found["figures"].keys()
-    assert (tmp_path / "out" / "measured.toml").exists()
+    command = [sys.executable, str(script), "--json", "--only", ";".join(QUICK)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300)
+    lines = [line for line in done.stdout.splitlines() if line.startswith(tuple(f"| {name} |" for name in QUICK))]
+    assert len(lines) == len(QUICK), done.stderr
+    page = PAGE.read_text().splitlines()
+    assert [line for line in lines if line not in page] == []
+    assert json.loads(done.stdout.splitlines()[-1])["ratios"]["tensor 2: allocated"] < 0.01
+
+
+def test_all_recorded_runs_are_in_the_table() -> None:
+    recorded = json.loads((ROOT / "benchmarks" / "plan_recorded.json").read_text())["cases"]
+    page = PAGE.read_text()
+    assert [name for name in recorded if f"| {name} |" not in page] == []

@@ -29,7 +29,7 @@ def test_operators_bytes_and_flops_of_a_fake_pass_are_those_of_a_real_one(half: 
 
 
 def test_look_ups_views_and_what_makes_no_tensor_are_no_operators() -> None:
-    recorder = OperatorRecorder(Clock(load_hardware("h200")).operator)
+    recorder = OperatorRecorder(Clock(load_hardware("h200")))
     with FakeTensorMode(), recorder:
         one = torch.empty(4, 6)
         assert one.device.type == "cpu"  # `prim.device` on a fake tensor
@@ -46,7 +46,7 @@ def test_look_ups_views_and_what_makes_no_tensor_are_no_operators() -> None:
 
 def _run(fake: bool, half: bool, recomputed: str) -> StagePass:
     torch.manual_seed(0)
-    recorder = OperatorRecorder(Clock(load_hardware("h200")).operator, memory=True)
+    recorder = OperatorRecorder(Clock(load_hardware("h200")), memory=True)
     model: Any = GPT(512, 64, 64, 4, 2)
     apply_activations(model, ActivationSettings.read(recomputed), [model], True)
     with FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext():
