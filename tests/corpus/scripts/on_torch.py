@@ -443,8 +443,9 @@ def forward_mode():
     model, optimizer, own = colonnade.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), batches())
     for x, y in own:
         weights = dict(model.named_parameters())
-        call = torch.func.functional_call
-        out, slope = torch.func.jvp(lambda x, weights=weights: call(model, weights, (x,)), (x,), (torch.ones_like(x),))
+        out, slope = torch.func.jvp(
+            lambda x, weights=weights: torch.func.functional_call(model, weights, (x,)), (x,), (torch.ones_like(x),)
+        )
         optimizer.zero_grad()
         (F.mse_loss(out, y) + slope.square().mean()).backward()
         average(model.parameters())
