@@ -261,8 +261,10 @@ class BucketStep:
 
     def _where_stepped(self, number: Tensor | None, default: float) -> Tensor:
         """A number on the device of the stepped tensors, which with offloading is not the device of the norm."""
-        home = next((member.device for bucket in self._buckets for member in bucket.members), torch.device("cpu"))
-        return numbers_on((default,), torch.float32, home).view(()) if number is None else number.to(home)
+        home = next((member.device for bucket in self._buckets for member in bucket.members), None)
+        if number is None:
+            return numbers_on((default,), torch.float32, home or torch.device("cpu")).view(())
+        return number if home is None else number.to(home)
 
 
 def _sizes(optimizer: Any) -> list[int]:

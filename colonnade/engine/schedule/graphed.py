@@ -87,7 +87,8 @@ class GraphedSchedule(NonPipelineSchedule):
         # All passes run on the stream of the recording: autograd accumulates a gradient on the stream of its first use.
         if first not in self._recordings:
             self._runs[first] += 1
-            if self._runs[first] <= WARM_UP:
+            # A later micro-step adds to the gradients of the first one, so these must be recorded before.
+            if self._runs[first] <= WARM_UP or not (first or self._recordings):
                 self._stream.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(self._stream):
                     result = self._run(engine, batch, return_output_label)
@@ -136,6 +137,7 @@ class GraphedSchedule(NonPipelineSchedule):
             for parameter in parameters:
                 parameter.grad = None
         graph = torch.cuda.CUDAGraph()
+        random_state = torch.cuda.get_rng_state(self.device)
         try:
             with (
                 engine.pass_without_trace() as traced,
@@ -143,6 +145,11 @@ class GraphedSchedule(NonPipelineSchedule):
             ):
                 result = self._run(engine, tree_unflatten(inputs, structure), return_output_label)
         except RuntimeError as error:
+            # A recording that failed leaves the default generator in a state that only a recording may use.
+            fresh = torch.Generator(self.device)
+            fresh.set_state(random_state)
+            index = torch.cuda.current_device() if self.device.index is None else self.device.index
+            torch.cuda.default_generators[index].graphsafe_set_state(fresh.graphsafe_get_state())
             reason: BaseException = error
             while reason.__context__ is not None:  # the end of a failed recording raises an error of its own
                 reason = reason.__context__
