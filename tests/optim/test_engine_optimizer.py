@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from colonnade.optim import engine_optimizer
+from colonnade.optim.bucket_step import BucketStep
 from colonnade.optim.engine_optimizer import PlainOptimizer
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -60,3 +61,12 @@ def test_on_gpus_that_hold_the_same_each_rank_measures_all(counts, world_size, d
     made = PlainOptimizer(optimizer, nn.Module(), False)
     step = made.make_step(synchroniser, [entry(one) for one in counts], lambda _: 0, context(world_size, device))
     assert step.measures_full_gradient is whole
+
+
+def test_a_number_stays_where_it_is_if_no_gradient_is_in_a_bucket():
+    """At ZeRO 3: a copy to another device would wait for it."""
+    step = object.__new__(BucketStep)
+    step._buckets = []
+    number = torch.ones((), device="meta")
+    assert step._where_stepped(number, 1.0) is number
+    assert step._where_stepped(None, 1.0).item() == 1.0

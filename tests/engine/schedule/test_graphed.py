@@ -186,6 +186,19 @@ def compare(eager: Any, replayed: Any, tolerance: float = 1e-6) -> None:
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance / 10)
 
 
+def test_later_passes_are_recorded_after_the_first(on_cpu: None) -> None:
+    """They add to the gradients of the first one, which get their place when it is recorded."""
+    with engine_of(True, gradient_accumulation=3) as (engine, _):
+        seen = set()
+        for step in range(STEPS):
+            engine.zero_grad()
+            for micro in range(3):
+                engine.execute_schedule(iter([batch(10 * step + micro)]))
+                engine.step()
+                seen.add(tuple(engine.schedule._recordings))
+    assert seen == {(), (True,), (True, False)}
+
+
 def test_results_are_copies_and_another_form_of_batch_is_an_error(on_cpu: None) -> None:
     with engine_of(True) as (engine, _):
         kept = []
