@@ -430,8 +430,6 @@ class StepRecorder:
         # place among the elements of the parameter.
         if grad is None or getattr(grad, "placements", placements) != placements:
             return
-        while torch._C._functorch.is_functorch_wrapped_tensor(grad):  # of a transform that has ended
-            grad = torch._C._functorch.get_unwrapped(grad)
         grad = local_part(grad)
         # Usually the last recorded loss is that of this backward pass. A pipeline runs several forward passes before the first
         # backward pass, so there the calls of the hook are counted.
@@ -626,7 +624,14 @@ class CopiesOfTensors:
 
 
 def copied(tensor: Tensor) -> Tensor:
-    return as_real(tensor.detach()).to("cpu", copy=True)
+    return _unwrapped(as_real(tensor.detach()).to("cpu", copy=True))
+
+
+def _unwrapped(tensor: Tensor) -> Tensor:
+    """Return a copy that was made inside a transform of torch.func without the transform's wrappers."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def as_real(tensor: Tensor) -> Tensor:
@@ -648,7 +653,7 @@ def recorded(tensor: Tensor, copy: bool = True) -> Tensor:
         free, total = torch.cuda.mem_get_info(tensor.device)
         if free - tensor.numel() * tensor.element_size() > total // 4:
             device = tensor.device
-    return as_real(tensor.detach()).to(device, copy=copy)
+    return _unwrapped(as_real(tensor.detach()).to(device, copy=copy))
 
 
 def coarser(a: torch.dtype | None, b: torch.dtype) -> torch.dtype:

@@ -3,6 +3,7 @@
 import copy
 import math
 import sys
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -442,10 +443,8 @@ def forward_mode():
     model = mlp()
     model, optimizer, own = colonnade.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), batches())
     for x, y in own:
-        weights = dict(model.named_parameters())
-        out, slope = torch.func.jvp(
-            lambda x, weights=weights: torch.func.functional_call(model, weights, (x,)), (x,), (torch.ones_like(x),)
-        )
+        call = partial(torch.func.functional_call, model, dict(model.named_parameters()))
+        out, slope = torch.func.jvp(call, (x,), (torch.ones_like(x),))
         optimizer.zero_grad()
         (F.mse_loss(out, y) + slope.square().mean()).backward()
         average(model.parameters())
