@@ -95,7 +95,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "a slip": (
         Model,
         {**PLAN, "block.*.mlp.up": "colwise"},
-        r"'block\.\*\.mlp\.up' matches no .*Did you mean 'blocks\.\*\.mlp\.up'",
+        r"'block\.\*\.mlp\.up' of the TP plan matches no .*Did you mean 'blocks\.\*\.mlp\.up'",
     ),
     "a prefix": (Model, {"blocks.*.up": "colwise"}, r"matches no .*Names in the model are blocks\.\*\.mlp\.up"),
     "two styles": (

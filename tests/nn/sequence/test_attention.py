@@ -186,7 +186,7 @@ def test_gradients_are_copied_only_where_kernels_would_refuse_them(monkeypatch):
 @pytest.mark.parametrize("dropout", [1.0, 1.5, -0.1])
 @pytest.mark.parametrize("attention", [ring_attention, ulysses_attention])
 def test_a_share_that_is_dropped_is_below_one(attention, dropout):
-    with pytest.raises(LayoutError, match=f"dropout={dropout} of attention weights"):
+    with pytest.raises(LayoutError, match=f"dropout of attention weights is {dropout};"):
         attention(*_inputs(6, 4), dropout=dropout)
     attention(*_inputs(6, 4), dropout=0.9)
 
