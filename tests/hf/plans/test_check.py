@@ -162,12 +162,12 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "a weight for its layer": (
         pair(bias=False),
         {"up.weight": "colwise", "down.weight": "rowwise"},
-        r"'up\.weight' is a parameter of the Linear 'up', .*Name 'up'.*'down\.weight' is",
+        r"'up\.weight' is a parameter of the Linear 'up'\. .*Name 'up'.*'down\.weight' is",
     ),
     "words of an embedding": (
         Model,
         {**PLAN, "embedding.weight": "colwise"},
-        r"'embedding\.weight' is a parameter of the Embedding 'embedding', .*Name 'embedding'",
+        r"'embedding\.weight' is a parameter of the Embedding 'embedding'\. .*Name 'embedding'",
     ),
     "one layer, two styles": (
         one_layer_twice,
