@@ -381,7 +381,7 @@ def test_another_order_of_calls_is_an_error_by_name() -> None:
     stages = split(Twofold(), num_stages=2, sample=x)
     for stage in stages:
         stage.once_more = True
-    with pytest.raises(ScheduleError, match=r"calls 'act' where no call was expected"):
+    with pytest.raises(ScheduleError, match=r"calls 'act', but no call was expected"):
         run_all(stages.stages, x)
     assert WATCHER.get() is None
 
