@@ -111,7 +111,7 @@ def named(monkeypatch):
         ("Plain", RuntimeError("Default process group has not been initialized"), "creates process groups itself"),
         ("Plain", ValueError("the default process group has not been initialized"), "creates process groups itself"),
         ("Plain", ValueError("something else"), "something else"),
-        ("Plain", {MINE: [[0, 1]]}, "miss ranks 2, 3 of 4"),
+        ("Plain", {MINE: [[0, 1]]}, "do not contain ranks 2, 3 of 4"),
     ],
 )
 def test_initializers_that_need_a_running_world_or_do_not_fit(named, monkeypatch, mode, gives, message):

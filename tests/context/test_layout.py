@@ -193,7 +193,7 @@ def test_sizes_that_do_not_divide_the_world_are_told_with_all_that_would_fit(par
         (
             {"sequence": 2, "tensor": {"size": 2, "mode": "sequence"}},
             8,
-            "parallel.'tensor' and parallel.'sequence' are two axes of the one mode ParallelMode.SEQUENCE. Give one of them another mode",
+            "parallel.tensor and parallel.sequence are two axes of the one mode ParallelMode.SEQUENCE. Give one of them another mode",
         ),
     ],
 )
