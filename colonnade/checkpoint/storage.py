@@ -273,7 +273,7 @@ class RunLock:
                 )
             raise CheckpointError(message, code="C084")
         if refused is not None:
-            last = f" (last owner in the file: {_describe_owner(owner)})" if owner else ""
+            last = f" The last owner in the file is {_describe_owner(owner)}." if owner else ""
             get_dist_logger().warning(
                 f"the file system of {self.path} does not support locks ({refused.strerror}). Make sure that no "
                 f"other run writes to this folder.{last}"

@@ -260,9 +260,7 @@ def _check_user(connection: socket.socket) -> None:
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(credentials)
     if user != os.getuid():
-        raise PermissionError(
-            f"a process of user {user} answered in place of a rank. Stop that process, or start the job again."
-        )
+        raise PermissionError(f"a process of user {user} answered in place of a rank")
 
 
 Gather = Callable[[Tensor, Tensor], Any]

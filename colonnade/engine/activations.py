@@ -197,13 +197,13 @@ def _nothing_found(blocks: Sequence[str], stages: Iterable[nn.Module]) -> str:
         close = did_you_mean(blocks[0], kinds)
         return (
             f"activation_checkpoint.blocks={list(blocks)} matches no module and no class of the model.{close} "
-            f"The classes of the model are {listed(kinds)}."
+            f"The classes of the model are {listed(kinds)}"
         )
     return (
         "activation_checkpoint finds no blocks in the model. Blocks are two or more members of one class in an "
         "nn.ModuleList or nn.Sequential, and each has submodules. Name the blocks by class or by pattern of "
         f"module names: activation_checkpoint = dict(blocks=['{kinds[0]}']). The classes of the model are "
-        f"{listed(kinds)}."
+        f"{listed(kinds)}"
     )
 
 

@@ -98,7 +98,9 @@ def test_nothing_is_overwritten(tmp_path):
     (tmp_path / "test_mine.py").write_text("kept")
     done = colonnade("new", "parallelism", "mine", cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr.startswith("colonnade: files exist and are never overwritten: test_mine.py. Choose another name")
+    assert done.stderr.startswith(
+        "colonnade: the files test_mine.py exist, and existing files are never overwritten. Choose another name"
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["test_mine.py"]
     assert (tmp_path / "test_mine.py").read_text() == "kept"
 

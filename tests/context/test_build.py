@@ -111,7 +111,7 @@ def named(monkeypatch):
         ("Plain", RuntimeError("Default process group has not been initialized"), "creates process groups itself"),
         ("Plain", ValueError("the default process group has not been initialized"), "creates process groups itself"),
         ("Plain", ValueError("something else"), "something else"),
-        ("Plain", {MINE: [[0, 1]]}, "miss ranks 2, 3 of 4"),
+        ("Plain", {MINE: [[0, 1]]}, "do not contain ranks 2, 3 of 4"),
     ],
 )
 def test_initializers_that_need_a_running_world_or_do_not_fit(named, monkeypatch, mode, gives, message):
@@ -159,7 +159,7 @@ def test_none_adds_nothing():
         ("{MINE: [[-1, 0], [1, 2, 3]]}", "name rank -1 in [-1, 0], but the world has ranks 0 to 3"),
         ("{MINE: [[0, 1], 2]}", "Return a list of groups for each mode"),
         ("[[0, 1], 2]", "return {mode: [[ranks], ...]}"),
-        ("[]", "miss ranks 0, 1, 2, 3 of 4"),
+        ("[]", "do not contain ranks 0, 1, 2, 3 of 4"),
         ("(1, 2, 3, 4, 5, 6)", "creates process groups itself"),
         ("[(1, 2, 3, 4, 5, 6)]", "creates process groups itself"),
         ("[(1, 2, 3, 4, 5, 6), [0, 1]]", "name rank 4 in [1, 2, 3, 4, 5, 6]"),

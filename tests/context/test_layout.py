@@ -193,7 +193,7 @@ def test_sizes_that_do_not_divide_the_world_are_told_with_all_that_would_fit(par
         (
             {"sequence": 2, "tensor": {"size": 2, "mode": "sequence"}},
             8,
-            "parallel.'tensor' and parallel.'sequence' are two axes of the one mode ParallelMode.SEQUENCE. Give one of them another mode",
+            "parallel.tensor and parallel.sequence are two axes of the one mode ParallelMode.SEQUENCE. Give one of them another mode",
         ),
     ],
 )
@@ -430,7 +430,7 @@ def test_a_twin_never_leaves_its_stage():
             8,
             ["has depth='2', but mode '2.5d' needs a positive integer depth"],
         ),
-        ({"tensor": {"size": 12, "mode": "2.5d"}}, 12, ["possible: depth=3 (dim 2), depth=12 (dim 1)"]),
+        ({"tensor": {"size": 12, "mode": "2.5d"}}, 12, ["possible values are: depth=3 (dim 2), depth=12 (dim 1)"]),
         ({"tensor": {"size": 26, "mode": "3d"}}, 26, ["the nearest are 8 and 27"]),
         ({"tensor": {"size": 5, "mode": "2d"}}, 5, ["the nearest are 4 and 9"]),
         ({"mine": {"size": 2, "mode": "nowhere"}}, 8, ["'nowhere' is not a parallel mode", "register"]),

@@ -119,7 +119,7 @@ def test_what_a_pipeline_cannot_do_is_refused_by_name() -> None:
     ):
         split(varied("bart", decoder_layerdrop=0.5).build(), num_stages=2)
     with pytest.raises(
-        ScheduleError, match=r"calls 'model\.layers\.0' where 'model\.embed_tokens' was expected.*split\(sample=\)"
+        ScheduleError, match=r"calls 'model\.layers\.0', but 'model\.embed_tokens' was expected.*split\(sample=\)"
     ):
         run_all(split(BY_NAME["llama"].build(), num_stages=2).stages, inputs_embeds=torch.randn(2, 3, 32))
     embedded = {"inputs_embeds": torch.randn(2, 3, 32, dtype=torch.float64)}

@@ -46,11 +46,11 @@ def test_a_module_must_exist() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"node_rank": 1}, "needs --nnodes"),
+        ({"node_rank": 1}, "needs a larger --nnodes"),
         ({"nnodes": 2}, "--rdzv-endpoint HOST:PORT"),
         ({"nnodes": 2, "endpoint": "here"}, "--rdzv-endpoint HOST:PORT"),
         ({"nnodes": 2, "endpoint": "here:1", "node_rank": 2}, "0 to 1"),
-        ({"nnodes": 2, "endpoint": "here:99999"}, r"a free port \(1 to 65535\).*got 'here:99999'"),
+        ({"nnodes": 2, "endpoint": "here:99999"}, r"is 'here:99999'.*a free port \(1 to 65535\)"),
         ({"nnodes": 2, "endpoint": "here:0"}, r"a free port \(1 to 65535\)"),
         ({"nnodes": 2, "endpoint": ":29500"}, "--rdzv-endpoint HOST:PORT"),
         ({"endpoint": "here:99999"}, r"a free port \(1 to 65535\)"),

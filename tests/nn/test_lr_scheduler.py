@@ -72,7 +72,7 @@ def test_the_ancestors_order_of_arguments():
 def test_milestones_multiply_after_the_warm_up():
     seen = rates(lambda o: MultiStepWarmupLR(o, 10, 2, [4, 7], gamma=0.5), 9)
     assert seen == pytest.approx([1.0, 2.0, 2.0, 2.0, 1.0, 1.0, 1.0, 0.5, 0.5])
-    with pytest.raises(ConfigError, match="milestones=\\[1\\]"):
+    with pytest.raises(ConfigError, match=r"milestones are \[1\]"):
         rates(lambda o: MultiStepWarmupLR(o, 10, 2, [1]), 1)
     for at, is_refused in (
         *(([2], True), ([3], False), ([10], False), ([11], True)),

@@ -212,7 +212,7 @@ def test_options_that_the_method_does_not_take_are_refused():
 def test_methods_for_the_total_norm_refuse_to_clip_each_by_its_own(method, per):
     settings = ClipSettings.read({"method": method, "per": per})
     assert settings is not None
-    with pytest.raises(ConfigError, match=rf"a single limit for the total norm.* Use report='{per}'"):
+    with pytest.raises(ConfigError, match=rf"a single limit for the total norm.* use report='{per}'"):
         policy(settings)
     assert policy(ClipSettings.read({"method": method, "report": per})).per_slot is False
 

@@ -83,9 +83,9 @@ def test_a_row_is_its_own_row() -> None:
 
 
 def test_one_buffer_has_one_dtype_on_one_device() -> None:
-    with pytest.raises(GradientError, match="not: no tensor at all"):
+    with pytest.raises(GradientError, match="the tensors are: no tensor at all"):
         FlatLayout([])
-    with pytest.raises(GradientError, match=r"not: torch.float32 on cpu, torch.float64 on cpu"):
+    with pytest.raises(GradientError, match=r"the tensors are: torch.float32 on cpu, torch.float64 on cpu"):
         FlatLayout([torch.zeros(1), torch.zeros(1).double()])
 
 

@@ -89,8 +89,8 @@ def test_a_single_number_has_nothing_to_cut(dim):
     with pytest.raises(PlacementError) as error:
         place(nn.Parameter(torch.tensor(1.0)), {M.TENSOR: Shard(dim)})
     assert str(error.value).startswith(
-        f"Shard({dim}) on ParallelMode.TENSOR: a parameter of shape () has no dimension to shard: "
-        "give it one, as torch.ones(1) has"
+        f"Shard({dim}) on ParallelMode.TENSOR is not possible, because a parameter of shape () has no dimension to "
+        "shard. Give it one dimension, as in torch.ones(1)"
     )
 
 

@@ -231,7 +231,7 @@ def rank(form: int = 0, inputs: tuple[int, int] = (0, 0), labels: tuple[int, int
         ([rank(2, (7, 4), (8, 4))] * 4, None),
         ([rank()] * 4, None),
         ([rank(1, (7, 4)), rank(), rank(1, (9, 5)), rank()], None),  # another data rank has other rows
-        ([rank(1, (7, 4)), rank(2, (7, 4)), rank(), rank()], "a mean on ranks 0; .* on ranks 1;"),
+        ([rank(1, (7, 4)), rank(2, (7, 4)), rank(), rank()], "a mean on ranks 0; .* on ranks 1\\."),
         (
             [rank(1, (7, 4)), rank(1, (6, 4)), rank(), rank()],
             "ranks 0 and 1 must get the same data, because they differ only on the axis 'tensor'.* different inputs: 4 rows .* different content",
@@ -240,7 +240,10 @@ def rank(form: int = 0, inputs: tuple[int, int] = (0, 0), labels: tuple[int, int
             [rank(), rank(), rank(1, (7, 4)), rank(1, (6, 5))],
             "ranks 2 and 3 .* inputs: 4 rows on rank 2, 5 rows on rank 3",
         ),
-        ([rank(1, (7, 0)), rank(1, (6, 0)), rank(), rank()], "different inputs: 0 rows .* other content"),  # scalars
+        (
+            [rank(1, (7, 0)), rank(1, (6, 0)), rank(), rank()],
+            "different inputs: 0 rows .* different content",
+        ),  # scalars
         ([rank(1, (0, 4)), rank(1, (0, 3)), rank(), rank()], None),  # nothing was looked at
         (
             [rank(1, (7, 4), (8, 4)), rank(1, (7, 4), (8, 3)), rank(), rank()],

@@ -77,7 +77,7 @@ def test_what_the_config_means():
     assert Precision.read({"bf16": True, "zero": {"stage": 1, "master_weights": False}}) == Precision.read(
         {"bf16": {"master_weights": False}, "zero": 1}
     )
-    with pytest.raises(ConfigError, match=r"bf16.master_weights=True and zero.master_weights=False both"):
+    with pytest.raises(ConfigError, match=r"bf16.master_weights=True and zero.master_weights=False contradict"):
         Precision.read({"bf16": {"master_weights": True}, "zero": {"stage": 1, "master_weights": False}})
     assert Precision.read({"bf16": True}).build_scaler(CPU) is None
     scaler = Precision(torch.float16, Fp16Settings(init_scale=4.0)).build_scaler(CPU)

@@ -82,7 +82,7 @@ def test_a_function_of_the_user_comes_first_and_the_rows_are_counted():
 def test_what_is_no_batch_is_said(batch, message):
     with pytest.raises(ScheduleError) as error:
         prepared().load_batch(iter([batch]))
-    assert str(error.value).startswith(message + "pass data_process_func=lambda batch: (data, label) to the schedule")
+    assert str(error.value).startswith(message + "Pass data_process_func=lambda batch: (data, label) to the schedule")
 
 
 def test_without_an_iterator_it_is_said():

@@ -115,7 +115,7 @@ def test_so_is_one_whose_options_take_the_values_in_or_that_is_given_no_label_or
         (note,) = inside.value.__notes__  # the error stays torch's own
         assert f"{criterion.__name__} was given 3 arguments: the model returned 2 values" in note
     for criterion, label in ((nn.CrossEntropyLoss(), {"target": labels}), (lambda output: output.mean(), None)):
-        with pytest.raises(ScheduleError, match=r"was given [23]: the model returned 2 values.*\[C045\]$"):
+        with pytest.raises(ScheduleError, match=r"[23] were given: the model returned 2 values.*\[C045\]$"):
             call_criterion(criterion, (logits, logits), label)
     with pytest.raises(ValueError, match="batch_size") as alone:  # as many as it needs
         call_criterion(F.cross_entropy, logits, labels[:3])

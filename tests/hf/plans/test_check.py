@@ -95,7 +95,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "a slip": (
         Model,
         {**PLAN, "block.*.mlp.up": "colwise"},
-        r"'block\.\*\.mlp\.up' matches no .*Did you mean 'blocks\.\*\.mlp\.up'",
+        r"'block\.\*\.mlp\.up' of the TP plan matches no .*Did you mean 'blocks\.\*\.mlp\.up'",
     ),
     "a prefix": (Model, {"blocks.*.up": "colwise"}, r"matches no .*Names in the model are blocks\.\*\.mlp\.up"),
     "two styles": (
@@ -103,7 +103,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         {**PLAN, "blocks.0.mlp.up": "rowwise"},
         r"'blocks\.0\.mlp\.up' two styles\. The pattern .*'colwise', and .*'rowwise'",
     ),
-    "unknown": (Model, {"norm": "colwize"}, r"'norm' the unknown style 'colwize'; .*packed_rowwise.*'colwise'\?"),
+    "unknown": (Model, {"norm": "colwize"}, r"'norm' the unknown style 'colwize'\. .*packed_rowwise.*'colwise'\?"),
     "no row": (
         Model,
         {"blocks.*.mlp.up": "colwise"},
@@ -122,7 +122,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "features": (
         lambda: nn.ModuleDict({"up": nn.Linear(4, 7), "down": nn.Linear(7, 4)}),
         {"up": "colwise", "down": "rowwise"},
-        r"'up': 7 features .* cannot be sharded evenly over the 2 ranks",
+        r"'up' has 7 features .* cannot be sharded evenly over the 2 ranks",
     ),
     "no linear": (
         Model,
@@ -137,37 +137,37 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "no section": (
         packed_model,
         packed(0),
-        r"'blocks\.0\.mlp\.gate_up': .*sections=0.* number of equal sections, or .*lengths",
+        r"'blocks\.0\.mlp\.gate_up' sections=0.* number of equal sections, or .*lengths",
     ),
-    "sections below zero": (packed_model, packed((96, -32)), r"'blocks\.0\.mlp\.gate_up': .*sections=\(96, -32\)"),
+    "sections below zero": (packed_model, packed((96, -32)), r"'blocks\.0\.mlp\.gate_up' sections=\(96, -32\)"),
     "sections in words": (packed_model, packed("two"), r"sections='two'"),
     "sections that are none": (packed_model, packed(()), r"sections=\(\)"),
     "equal sections": (packed_model, packed(3), r"sections=3 of the TP plan do not add up to 64"),
     "an option": (
         pair(),
         {**UP_DOWN, "up": {"style": "colwise", "section": 2}},
-        r"'up' .*'section'; 'colwise' takes .*'sections'.*Did you mean 'sections'",
+        r"'up' .*'section'\. The options of 'colwise' are .*'sections'.*Did you mean 'sections'",
     ),
     "an option of another": (
         Model,
         {**PLAN, "norm": {"style": "replicate", "sections": 2}},
         r"'norm' the unknown option 'sections'\. The options of 'replicate' are 'divide'",
     ),
-    "no style": (pair(), {"up": {"stile": "colwise"}}, r"'up' the unknown option 'stile'; .*Did you mean 'style'"),
+    "no style": (pair(), {"up": {"stile": "colwise"}}, r"'up' the unknown option 'stile'\. .*Did you mean 'style'"),
     "divide in one word": (
         Model,
         {**PLAN, "blocks.*.attention": {"divide": "heads"}},
-        r"'blocks\.0\.attention': divide='heads'.*\['heads'\]",
+        r"'blocks\.0\.attention' divide='heads'.*\['heads'\]",
     ),
     "a weight for its layer": (
         pair(bias=False),
         {"up.weight": "colwise", "down.weight": "rowwise"},
-        r"'up\.weight' is a parameter of the Linear 'up', .*name 'up'.*'down\.weight' is",
+        r"'up\.weight' is a parameter of the Linear 'up'\. .*Name 'up'.*'down\.weight' is",
     ),
     "words of an embedding": (
         Model,
         {**PLAN, "embedding.weight": "colwise"},
-        r"'embedding\.weight' is a parameter of the Embedding 'embedding', .*name 'embedding'",
+        r"'embedding\.weight' is a parameter of the Embedding 'embedding'\. .*Name 'embedding'",
     ),
     "one layer, two styles": (
         one_layer_twice,
@@ -177,7 +177,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "a parametrization": (
         pair(nn.utils.parametrizations.weight_norm),
         UP_DOWN,
-        r"'up'.* 'weight' is not a parameter.*weight_norm.*remove",
+        r"'up'.* 'weight' is not a parameter.*weight_norm.*Remove",
     ),
     "an old weight norm": (pair(nn.utils.weight_norm), UP_DOWN, r"'up'.* 'weight' is not a parameter"),
     "a lazy layer": (lambda: nn.ModuleDict({"up": nn.LazyLinear(8), "down": nn.Linear(8, 4)}), UP_DOWN, r"'up'.*lazy"),
@@ -187,7 +187,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         UP_DOWN,
         r"'up' is a Scaled with a custom forward pass",
     ),
-    "stages": (lambda: Split([nn.Linear(2, 2)]), {}, r"takes the full model, .*not a Split"),  # type: ignore[arg-type, return-value]
+    "stages": (lambda: Split([nn.Linear(2, 2)]), {}, r"takes the full model, .*but got a Split"),  # type: ignore[arg-type, return-value]
     "a tie": (
         tied_to_a_convolution,
         {"up": "colwise", "down": "rowwise"},

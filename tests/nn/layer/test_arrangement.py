@@ -165,7 +165,7 @@ def test_what_cannot_be_split_is_said_when_it_is_built():
         "kv_heads=1 leaves some ranks",
         "sequence of size 3",
         "Embedding(6, 4)",
-        "do not fit",
+        "but logits have shape",
     )
     for message, part in zip(messages, wanted, strict=True):
         assert part in message, message

@@ -263,7 +263,7 @@ def test_bad_input_is_refused_by_name():
         LinearCrossEntropyLoss(reduction="none", arrangement=_whole())
     with pytest.raises(ConfigError, match="chunk=0"):
         LinearCrossEntropyLoss(chunk=0, arrangement=_whole())
-    with pytest.raises(ConfigError, match="not TwoD"):
+    with pytest.raises(ConfigError, match="is TwoD"):
         LinearCrossEntropyLoss(arrangement=TwoD(ParallelContext()))
 
 

@@ -77,7 +77,7 @@ def test_llama3_scaling_keeps_fast_pairs_and_slows_slow_ones():
     ("scaling", "said"),
     [
         ({"rope_type": "yarn", "factor": 2.0}, "got rope_type='yarn'; allowed are linear, llama3"),
-        ({"factor": 2.0}, "unknown rope_type=None"),
+        ({"factor": 2.0}, "got rope_type=None"),
         ({"rope_type": "linear"}, "'linear' takes exactly the keys factor"),
         ({**LLAMA3, "beta": 1}, "'llama3' takes exactly"),
     ],

@@ -186,7 +186,7 @@ def test_gradients_are_copied_only_where_kernels_would_refuse_them(monkeypatch):
 @pytest.mark.parametrize("dropout", [1.0, 1.5, -0.1])
 @pytest.mark.parametrize("attention", [ring_attention, ulysses_attention])
 def test_a_share_that_is_dropped_is_below_one(attention, dropout):
-    with pytest.raises(LayoutError, match=f"dropout={dropout} of attention weights"):
+    with pytest.raises(LayoutError, match=f"dropout of attention weights is {dropout};"):
         attention(*_inputs(6, 4), dropout=dropout)
     attention(*_inputs(6, 4), dropout=0.9)
 
@@ -248,7 +248,7 @@ def _refusals() -> list[str]:
 def test_what_cannot_be_meant_is_refused_on_every_rank_before_anything_is_sent():
     heads, lengths = run_world(2, _refusals).values[0]
     assert "3 heads, which cannot be divided evenly over 2 ranks" in heads
-    assert "lengths=[3, 4, 4]" in lengths
+    assert "lengths is [3, 4, 4]" in lengths
 
 
 @on_ranks(2)

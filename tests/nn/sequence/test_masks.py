@@ -114,7 +114,7 @@ def test_documents_that_lie_on_the_device_are_not_read_in_every_layer():
 
 
 def test_a_window_is_not_negative():
-    with pytest.raises(LayoutError, match="window=-1"):
+    with pytest.raises(LayoutError, match="window is -1"):
         Sight.of(True, -1, None, 9)
 
 

@@ -101,7 +101,7 @@ def test_without_replicas_of_shards_the_axes_stay_in_their_order():
         (8, 1, "1", None),
         (8, 1, "32", None),
         (8, 1, "4", "Use data=4 and mine of size 8 to place them on one host"),
-        (16, 1, "8", r"the 16 ranks .* such as \[0, 1, 2, 3, 4, 5, 6, 7\], are not on one host of 8 ranks"),
+        (16, 1, "8", r"The 16 ranks .* such as \[0, 1, 2, 3, 4, 5, 6, 7\], are not on one host of 8 ranks"),
         (8, 2, "8", "Use data=4 and mine of size 4 to place"),
         (4, 4, "4", None),  # a host has no room for two
         (8, 1, "6", "Use data=2 and mine of size 16 to place"),
